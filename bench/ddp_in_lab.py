@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, slots=True)
 class Contender:
-    """One model on one process group, and what was measured of it."""
+    """One model on one process group, and its measurements."""
 
     group: dist.ProcessGroup | None
     model: DistributedDataParallel
@@ -74,7 +74,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
-    """What the workers measured, and run.json's counts.
+    """Run the workers; return their measurements and run.json's counts.
 
     Raises:
         SystemExit: The run failed; its output is shown.
@@ -100,7 +100,7 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Run one rank's measurements."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     control = gloo_group()
@@ -135,7 +135,7 @@ def contend(group: dist.ProcessGroup | None) -> Contender:
 
 
 def take_turn(contender: Contender, number: int, batch: int, control: dist.ProcessGroup) -> None:
-    """One train step, one pass without allreduce whose gradients are dropped, and one allreduce of as many bytes."""
+    """Run a train step, a pass without allreduce whose gradients are dropped, and an allreduce of as many bytes."""
     generator = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
     labels = torch.randint(NUM_CLASSES, (batch,), generator=generator)
     samples = torch.randn(batch, WIDTHS[0], generator=generator) + 4 * nn.functional.one_hot(labels, WIDTHS[0])
@@ -165,7 +165,7 @@ def train_step(
 
 
 def clock(action: Callable[[], T], control: dist.ProcessGroup) -> tuple[T, float]:
-    """What an action gives, and the seconds of the slowest rank; all begin together."""
+    """Return an action's result, and the seconds of the slowest rank; all begin together."""
     dist.barrier(group=control)
     started_s = time.perf_counter()
     result = action()
@@ -204,7 +204,7 @@ def report(found: dict[str, Any]) -> int:
         print(f"{name:12}{one['samples_per_s']:10.1f}{times}")
     ratio = ours["samples_per_s"] / gloo["samples_per_s"]
     largest = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], gloo["losses"], strict=True))
-    carried = {name: counts["collectives"] for name, counts in found["by_schedule"].items() if name != schedules.HOST}
+    carried = {name: counts["collectives"] for name, counts in found["by_schedule"].items() if name != schedules.NATIVE}
     print(f"\nringweave's collectives by schedule: {carried}")
     print(f"samples/s relative to gloo: {ratio:.2f}, expected {TARGET} or more")
     print(f"loss {gloo['losses'][0]:.3f} at the first step, {gloo['losses'][-1]:.3f} at the last")

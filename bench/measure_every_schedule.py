@@ -3,7 +3,7 @@
     python bench/measure_every_schedule.py --clusters eight-nodes two-racks --out runs/measured    # needs root
 
 One job a cluster, one process group a schedule, no CPU quotas. The schedules take turns, forwards and backwards; in its
-turn a schedule runs several times, as in training: the first two are not counted, one in each of the group's lanes,
+turn a schedule runs several times, as in training: the first two are not counted, one in each of the group's channels,
 whose connections have been idle. There is a barrier before each allreduce; its time is the slowest rank's. Sums are
 checked. What it writes is what simulation/against_measured.py reads: CLUSTER.json in the folder, for each cluster.
 """
@@ -21,14 +21,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from ringweave_bench import link_rates, machine_description
+from ringweave_bench.bench_cluster import LabBenchCluster
 
 from ringweave import environment, lab, schedules, topology, units
-from ringweave.benchmarks import machine
-from ringweave.benchmarks.places import link_rates
-from ringweave.benchmarks.places.place import InLab
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
-NAMES = tuple(name for name in schedules.NAMES if name != schedules.HOST)
+NAMES = tuple(name for name in schedules.SCHEDULE_NAMES if name != schedules.NATIVE)
 TURNS = {1_000_000: (2, 4), 5_000_000: (2, 2), 25_000_000: (1, 3)}
 """Bytes -> turns of each schedule, and what is counted in one."""
 NUM_UNCOUNTED = 2
@@ -66,7 +65,7 @@ def measure(name: str, run_dir: Path, sizes: str) -> dict[str, Any]:
     cluster = topology.load(CLUSTERS / f"{name}.yaml")
     place = lab.up(cluster, f"measure-{name}", quotas="never")
     try:
-        rates = link_rates.measure(InLab(place))
+        rates = link_rates.measure_link_rates(LabBenchCluster(place))
         verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
         argv = [*verb, "--run-dir", str(run_dir), __file__, "--out", str(run_dir), "--sizes", sizes]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
@@ -75,12 +74,17 @@ def measure(name: str, run_dir: Path, sizes: str) -> dict[str, Any]:
     (run_dir / "output.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
-    about = {"cluster": name, **machine.describe(), "rates_bytes_per_s": rates.believed, "notes": list(rates.notes)}
+    about = {
+        "cluster": name,
+        **machine_description.describe_machine(),
+        "rates_bytes_per_s": rates.best_known,
+        "notes": list(rates.notes),
+    }
     return about | {"measured": json.loads((run_dir / "measured.json").read_text())}
 
 
 def work(run_dir: Path, sizes: Sequence[int]) -> None:
-    """What every rank does."""
+    """Run one rank's measurements."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     control = dist.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""What share of its link the parameter server fills, and what it holds: `python bench/params_rates.py [RATE ...]`.
+"""Fraction of its link that the parameter server fills, and its memory: `python bench/params_rates.py [RATE ...]`.
 
 A lab of a server (`ringweave server`, over TLS) and four rings of one, each with a NIC of that rate. Every ring pushes
 a gradient of 22 MB and takes the parameters, again and again, computing nothing. The rate is gradients received (and
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from ringweave import lab, topology, units, wire
+from ringweave import lab, rpc, topology, units
 from ringweave.lab import Lab
-from ringweave.params import flat
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Setup, TensorSpec
-from ringweave.params.ring.client import RingClient, Round
+from ringweave.param_server import flat
+from ringweave.param_server.client import RingClient, RingPush
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import ParameterGroup, ServerSetup, TensorSpec
 
 NAME = "params-trial"
 NUM_RINGS, NUM_ELEMENTS = 4, 5_500_000
@@ -29,24 +29,26 @@ OPTIONS = {"SGD": {"lr": 1e-4, "momentum": 0.9}, "AdamW": {"lr": 1e-4}}
 
 
 def ring(folder: str, address: str, port: str, index: str, optimizer: str) -> None:
-    """One ring: begins the job if it is the first, then does as many rounds as each line of its input says."""
-    trust = wire.Tls(wire.Credentials.load(Path(folder) / index))
-    client = RingClient([lambda: wire.Client.connect(address, int(port), trust, role="server")], int(index))
+    """Run one ring: begin the job if it is the first, then run as many rounds as each line of its input says."""
+    trust = rpc.TlsAuthentication(rpc.Credentials.load(Path(folder) / index))
+    client = RingClient([lambda: rpc.RpcClient.connect(address, int(port), trust, role="server")], int(index))
     specs = [TensorSpec(name="weights", shape=[NUM_ELEMENTS], dtype="float32")]
     if index == "0":
-        groups = [Group(parameters=[0], options=OPTIONS[optimizer])]
+        groups = [ParameterGroup(parameters=[0], options=OPTIONS[optimizer])]
         rings = [[number] for number in range(NUM_RINGS)]
-        setup = Setup(tensors=specs, optimizer=optimizer, groups=groups, rings=rings, overlaps=False, compensation=0.0)
-        client.start(setup, Flat(specs, [torch.randn(NUM_ELEMENTS)]).buffers())
+        setup = ServerSetup(
+            tensors=specs, optimizer=optimizer, groups=groups, rings=rings, overlaps=False, compensation=0.0
+        )
+        client.start_job(setup, FlatTensors(specs, [torch.randn(NUM_ELEMENTS)]).buffers())
     print("ready", flush=True)
     sys.stdin.readline()
-    gradient, room = Flat(specs, [torch.randn(NUM_ELEMENTS)]), Flat(specs)
+    gradient, room = FlatTensors(specs, [torch.randn(NUM_ELEMENTS)]), FlatTensors(specs)
     version, sequence = client.pull(0, room.buffers()), 0
     for line in sys.stdin:
         began_s = time.monotonic()
         for _ in range(int(line)):
             sequence += 1
-            round_ = Round(
+            round_ = RingPush(
                 sequence=sequence,
                 base_version=version,
                 content="gradient",
@@ -54,9 +56,9 @@ def ring(folder: str, address: str, port: str, index: str, optimizer: str) -> No
                 batch_share=1 / NUM_RINGS,
                 options=[OPTIONS[optimizer]],
             )
-            version = client.exchange(round_, gradient.buffers(), room.buffers())[1]
+            version = client.push_and_pull(round_, gradient.buffers(), room.buffers())[1]
         print(json.dumps([began_s, time.monotonic()]), flush=True)
-    client.leave(is_for_good=True)
+    client.leave_ring(is_for_good=True)
 
 
 def _start(nodes: Lab, node: str, argv: list[str]) -> "subprocess.Popen[str]":
@@ -80,10 +82,10 @@ def _peak_bytes(pid: int, field: str) -> int:
 
 
 def measure(nodes: Lab, rate: str, optimizer: str, rounds: int, repeats: int) -> None:
-    """Run it and print a line."""
-    authority = wire.Authority("bench")
+    """Measure one rate and optimizer, and print a line."""
+    authority = rpc.CertificateAuthority("bench")
     specs = [TensorSpec(name="weights", shape=[NUM_ELEMENTS], dtype="float32")]
-    num_bytes = flat.sizes_of(specs)[0]
+    num_bytes = flat.buffer_sizes(specs)[0]
     address = nodes.addresses["server"][0]
     with tempfile.TemporaryDirectory() as folder:
         for role, name in [("server", "server"), *(("worker", str(index)) for index in range(NUM_RINGS))]:

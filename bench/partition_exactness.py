@@ -10,22 +10,22 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from ringweave.errors import UsageError
-from ringweave.planning.partitioning import Problem, recurrence, solve
+from ringweave.planning.partition import PartitionProblem, solve_by_recurrence, solve_partition
 from tests.planning.partitioning.brute_force import Found, least, random_problem
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-def differing(problem: Problem, num_microbatches: int, expected: Found, shortest: Found) -> str | None:
-    """What differs from brute force, if anything: the two solvers' bottleneck, the splits, the step and its splits."""
-    _, by_recurrence_s = recurrence(problem)
+
+def differing(problem: PartitionProblem, num_microbatches: int, expected: Found, shortest: Found) -> str | None:
+    """Return the differences from brute force: the two solvers' bottleneck, the splits, the step and its splits."""
+    _, by_recurrence_s = solve_by_recurrence(problem)
     if expected is None or shortest is None:
         try:
-            return f"solved {solve(problem)}, brute force finds none"
+            return f"solved {solve_partition(problem)}, brute force finds none"
         except UsageError:
             return None if by_recurrence_s == float("inf") else f"recurrence {by_recurrence_s}, brute force finds none"
-    found, quickest = solve(problem), solve(problem, num_microbatches)
+    found, quickest = solve_partition(problem), solve_partition(problem, num_microbatches)
     if (found.bottleneck_s, found.splits) != expected or by_recurrence_s != expected[0]:
         return f"solver {found.bottleneck_s} {found.splits}, recurrence {by_recurrence_s}, brute force {expected}"
     if (quickest.predicted_step_s, quickest.splits) != shortest:

@@ -8,19 +8,19 @@ import random
 import statistics
 import time
 
-from ringweave.planning.partitioning import Memory, Problem, solve
+from ringweave.planning.partition import PartitionMemory, PartitionProblem, solve_partition
 
 SIZES = ((1_000, 64), (2_000, 1_024))
 CASES = ("alike", "unequal", "links", "kinds", "memory", "microbatches")
 
 
-def problem(case: str, num_blocks: int, num_devices: int, rng: random.Random) -> Problem:
-    """All blocks alike, or each case with what those before it have and one thing more."""
+def problem(case: str, num_blocks: int, num_devices: int, rng: random.Random) -> PartitionProblem:
+    """Return a random problem: with equal blocks, or each case with one property more than the one before."""
     level = CASES.index(case)
     num_kinds = 8 if level >= CASES.index("kinds") else 1
     work = tuple(tuple(rng.uniform(1, 10) if level else 1.0 for _ in range(num_blocks)) for _ in range(num_kinds))
     has_links = level >= CASES.index("links")
-    return Problem(
+    return PartitionProblem(
         work=work,
         kinds=tuple(rng.randrange(num_kinds) for _ in range(num_devices)),
         capability=tuple(rng.uniform(1, 4) if level else 1.0 for _ in range(num_devices)),
@@ -30,10 +30,10 @@ def problem(case: str, num_blocks: int, num_devices: int, rng: random.Random) ->
     )
 
 
-def _memory(num_blocks: int, num_devices: int, rng: random.Random) -> Memory:
+def _memory(num_blocks: int, num_devices: int, rng: random.Random) -> PartitionMemory:
     depths = [num_devices - device for device in range(num_devices)]
     fair = [(5.5 + 0.05 * depth) * num_blocks / num_devices for depth in depths]
-    return Memory(
+    return PartitionMemory(
         limit=tuple(rng.uniform(3 * each, 6 * each) for each in fair),
         state=tuple(rng.uniform(1, 10) for _ in range(num_blocks)),
         stash=tuple(rng.uniform(0, 0.1) for _ in range(num_blocks)),
@@ -48,7 +48,7 @@ def measure(case: str, num_blocks: int, num_devices: int, num_rounds: int) -> li
         asked = problem(case, num_blocks, num_devices, random.Random(seed))
         num_microbatches = 4 * num_devices if case == "microbatches" else None
         start, cpu_s = time.perf_counter(), time.process_time()
-        solve(asked, num_microbatches)
+        solve_partition(asked, num_microbatches)
         seconds.append((time.perf_counter() - start, time.process_time() - cpu_s))
     return seconds
 

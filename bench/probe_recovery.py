@@ -1,14 +1,14 @@
-"""Clusters brought up in the lab and measured by a job that is not told anything about them; beside their files.
+"""Clusters brought up in the lab and measured by a job without a cluster file; the results beside their files.
 
     python bench/probe_recovery.py --rounds 3 --allreduce examples/clusters/two-racks.yaml
 
 Needs root. For each cluster: the lab comes up, `ringweave lab run --no-cluster-file -m ringweave.comm.probing` measures
-it (no cluster file; a node is known by its host name alone), and what it found is held against the file:
+it (no cluster file; a node is known by its host name alone), and its result is compared with the file:
 
-- edges: which nodes every switch separates from the others. Only what measurements between nodes can see counts
-  (`topology.recovery.through.sight`): links in a row are one, and an uplink that carries all that its sides can send
-  never holds anything back. Where that is close (up to 1.15 times its rate), either answer is right.
-- rates: against 0.955 of the file's, which is what TCP delivers of a shaped rate (docs/lab.md).
+- edges: the sets of nodes that each switch separates from the others. Only edges that measurements between nodes can
+  see count (`topology.inference.observations.visible_edges`): links in a row are one, and an uplink that carries all
+  that its sides can send never limits anything. Where that is close (up to 1.15 times its rate), both answers count.
+- rates: against 0.955 of the file's, which TCP delivers of a shaped rate (see the guide to the lab).
 - seconds: of the measuring, and of the whole command.
 
 With --allreduce a job of 25 MB allreduces is timed with the file and without it, in turn.
@@ -26,12 +26,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ringweave_bench import machine_description
+
 from ringweave import lab, topology
-from ringweave.benchmarks import machine
-from ringweave.comm.probing import findings
-from ringweave.comm.probing.findings import Findings
+from ringweave.comm.probing import network_measurement
+from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.topology import Cluster
-from ringweave.topology.recovery.through import Sight, sight
+from ringweave.topology.inference.observations import VisibleEdges, visible_edges
 
 GOODPUT = 0.955
 _CLEARLY = 1.15
@@ -40,7 +41,7 @@ _CLI = "from ringweave.cli.main import main; main()"
 
 
 def main() -> None:
-    """All clusters that are named."""
+    """Measure all given clusters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clusters", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=1, help="how often each is measured")
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def measure(path: Path, num_rounds: int, num_allreduces: int) -> dict[str, Any]:
-    """One cluster, brought up and taken down."""
+    """Measure one cluster, brought up and taken down."""
     cluster, name = topology.load(path), f"probe-{path.stem}-{os.getpid()}"
     place = lab.up(cluster, name)
     try:
@@ -79,7 +80,7 @@ def measure(path: Path, num_rounds: int, num_allreduces: int) -> dict[str, Any]:
         "longest_s": max(each["seconds"] for each in rounds),
         **compared,
         "each": rounds,
-        **machine.describe(),
+        **machine_description.describe_machine(),
     }
 
 
@@ -87,14 +88,14 @@ def _round(cluster: Cluster, name: str, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     _run(name, run_dir, "--no-cluster-file", "-m", "ringweave.comm.probing", "--json")
     command_s = time.monotonic() - started
-    found = findings.from_json((run_dir / "logs" / "rank-0.log").read_text())
+    found = network_measurement.measurement_from_json((run_dir / "logs" / "rank-0.log").read_text())
     return compare(cluster, found) | {"command_s": round(command_s, 1)}
 
 
-def compare(cluster: Cluster, found: Findings) -> dict[str, Any]:
-    """What was found, beside what can be seen of the cluster; nodes have the same order in both."""
+def compare(cluster: Cluster, found: NetworkMeasurement) -> dict[str, Any]:
+    """Compare the result with the visible part of the cluster; nodes have the same order in both."""
     count = cluster.num_nodes
-    truth, seen = sight(cluster), sight(found.cluster(), found.rates)
+    truth, seen = visible_edges(cluster), visible_edges(found.cluster(), found.link_rates)
     edges = seen.edges(count, 0.0)
     errors = _rate_errors(truth, seen)
     return {
@@ -105,12 +106,12 @@ def compare(cluster: Cluster, found: Findings) -> dict[str, Any]:
         "seconds": found.wall_s,
         "batches": found.num_batches,
         "slow": found.slow,
-        "rates_bytes_per_s": dict(found.rates),
+        "rates_bytes_per_s": dict(found.link_rates),
         "latency_s": found.cluster().latency_s,
     }
 
 
-def _rate_errors(truth: Sight, seen: Sight) -> dict[int, float]:
+def _rate_errors(truth: VisibleEdges, seen: VisibleEdges) -> dict[int, float]:
     """Edge -> how far its rate is from what TCP should get of as much of it as the other links can ask for."""
     return {
         cut: abs(rate / (GOODPUT * truth.rates[cut] * min(1.0, truth.pressures[cut])) - 1)

@@ -1,8 +1,8 @@
-"""What one decision for a job takes, with a thousand jobs of 16 nodes whose nodes fail, each led to its end.
+"""Time of one decision for a job, with a thousand jobs of 16 nodes whose nodes fail, each led to its end.
 
     python bench/reconcile.py --jobs 1000 --nodes 16
 
-Measured: `reconcile` alone, and with writing and reading the record as places do that keep it as JSON.
+Measured: `reconcile` alone, and with writing and reading the record as platforms do that keep it as JSON.
 """
 
 import argparse
@@ -11,24 +11,24 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ringweave.jobs.life import actions, records
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.jobs.life.reconciling import reconcile
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.testing.places import FakePlace
+from ringweave.jobs import records
+from ringweave.jobs.reconcile import reconcile
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.jobs.request import JobRequest, NodeRequest
+from tests.fakes.job_runtime import FakeJobRuntime
 
 _Result = TypeVar("_Result")
 
 
 def main() -> None:
-    """Lead the jobs to their ends, and say what the decisions took."""
+    """Lead the jobs to their ends, and print the times of the decisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    places = [FakePlace(job=_job(index, options.nodes)) for index in range(options.jobs)]
+    places = [FakeJobRuntime(job=_job(index, options.nodes)) for index in range(options.jobs)]
     deciding_s: list[float] = []
     saving_s: list[float] = []
     outcomes: dict[str, int] = {}
@@ -50,34 +50,34 @@ def main() -> None:
 
 def _job(index: int, num_nodes: int) -> records.Job:
     nodes = tuple(NodeRequest(name=f"n{node}", capacity=8) for node in range(num_nodes))
-    request = Request(name=f"job-{index}", num_workers=8 * num_nodes, script="train.py", nodes=nodes)
+    request = JobRequest(name=f"job-{index}", num_workers=8 * num_nodes, script="train.py", nodes=nodes)
     counts = request.split.counts
     assert counts is not None
     return records.new_job(request, requester="bench", counts=counts, now=0.0)
 
 
-def _look(place: FakePlace, deciding_s: list[float], saving_s: list[float]) -> None:
+def _look(place: FakeJobRuntime, deciding_s: list[float], saving_s: list[float]) -> None:
     job = place.job
     assert job is not None
     observed = place.observe()
     found = _timed(deciding_s, lambda: reconcile(job, observed, place.clock_s))
     for action in found:
-        if isinstance(action, actions.SaveRecord):
+        if isinstance(action, records.SaveRecord):
             record = action.record
             _timed(saving_s, lambda record=record: records.parse_record(records.dump_record(record)))
-        place.do(action)
+        place.apply(action)
 
 
-def _go_on(place: FakePlace, chance: random.Random) -> None:
+def _go_on(place: FakeJobRuntime, chance: random.Random) -> None:
     """Time passes: a node fails in one tick of forty, and some finish where they run."""
     place.pass_time()
     if place.groups and chance.random() < 0.025:
         key = chance.choice(sorted(place.groups))
         if place.groups[key].phase.is_alive:
-            place.end(key, Cause.PLACE, "killed by SIGKILL")
+            place.end_group(key, EndCause.PLATFORM, "killed by SIGKILL")
     for key, group in list(place.groups.items()):
-        if group.phase is Phase.RUNNING and chance.random() < 0.1:
-            place.end(key)
+        if group.phase is GroupPhase.RUNNING and chance.random() < 0.1:
+            place.end_group(key)
 
 
 def _timed(taken_s: list[float], call: Callable[[], _Result]) -> _Result:

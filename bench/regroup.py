@@ -29,7 +29,7 @@ NODES = {"one node": ["a0"] * NUM_RANKS, "four nodes": ["a0", "b0", "c0", "d0"]}
 
 
 def regroup(num_elements: int) -> dict[str, float]:
-    """What a rank does, from the collective that never ends to the check after the stopped rank woke up.
+    """Run one rank, from the collective that never ends to the check after the stopped rank woke up.
 
     Returns:
         Seconds from the abort to: the end of the first collective, the new group, its first result.
@@ -50,7 +50,7 @@ def regroup(num_elements: int) -> dict[str, float]:
         work.wait()
     except RuntimeError:
         taken["ended_s"] = time.perf_counter() - started
-    tensor.fill_(_MARK)  # nobody else is at it any more
+    tensor.fill_(_MARK)  # no other rank uses it any more
     group = dist.new_group(SURVIVORS, backend="ringweave", use_local_synchronization=True)
     taken["group_s"] = time.perf_counter() - started
     message = torch.full((_AFTER_ELEMENTS,), dist.get_rank() + 1.0)
@@ -86,7 +86,7 @@ def _reduce_until_cut(tensor: torch.Tensor) -> dict[str, float]:
 
 
 def measure(nodes: list[str], num_elements: int = _UNDER_WAY_ELEMENTS) -> list[dict[str, float]]:
-    """One round; the times of the ranks that go on."""
+    """Run one round; return the times of the ranks that continue."""
     with Ranks(regroup, NUM_RANKS, num_elements, timeout_s=_TIMEOUT_S, nodes=nodes) as ranks:
         ranks.wait_for(*(f"warm/{rank}" for rank in range(NUM_RANKS)))
         ranks.signal(NUM_RANKS - 1, signal.SIGSTOP)
@@ -105,7 +105,7 @@ def measure(nodes: list[str], num_elements: int = _UNDER_WAY_ELEMENTS) -> list[d
 
 
 def main() -> None:
-    """Both placements, several rounds each."""
+    """Measure both placements, several rounds each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="of each placement")
     options = parser.parse_args()

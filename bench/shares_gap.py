@@ -1,4 +1,4 @@
-"""How near to the bound the multi-level shares come on random clusters; the table of docs/planning.md.
+"""Ratio of the multi-level shares to the bound on random clusters; the table of docs/explanation/planning.md.
 
 Run: python bench/shares_gap.py [NUMBER OF CLUSTERS OF EACH KIND]
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 
 from ringweave import cost
-from ringweave.planning import sharing
+from ringweave.planning import chunk_shares
 from ringweave.topology import Cluster, Device, Nic, Node, Switch
 
 Rates = Callable[[Random], float]
@@ -41,18 +41,18 @@ def racks(random: Random, *, alike: bool) -> Cluster:
 
 
 def busiest_over_bound(cluster: Cluster) -> tuple[float, float]:
-    """By exact fractions, and by whole shares."""
-    net = cost.network(cluster)
+    """Return the ratio for exact fractions, and for whole shares."""
+    net = cost.group_network(cluster)
     bound_s = cost.network_bound(net, 1).seconds
-    tree = sharing.hierarchy(
-        net, cost.vertices(net, [node.name for node in cluster.nodes]).tolist(), MEMORY_BYTES_PER_S
+    tree = chunk_shares.build_share_tree(
+        net, cost.vertices_of_ranks(net, [node.name for node in cluster.nodes]).tolist(), MEMORY_BYTES_PER_S
     )
-    found = sharing.fractions(tree, bound_s)
-    return found.busiest_s_per_byte / bound_s, sharing.cut(found).busiest_s_per_byte / bound_s
+    found = chunk_shares.solve_fractions(tree, bound_s)
+    return found.busiest_s_per_byte / bound_s, chunk_shares.lay_out_message(found).busiest_s_per_byte / bound_s
 
 
 def study(name: str, make: Callable[[Random], Cluster], count: int) -> None:
-    """One row of the table."""
+    """Print one row of the table."""
     pairs = [busiest_over_bound(make(Random(seed))) for seed in range(count)]
     ratios = sorted(exact for exact, _ in pairs)
     reached, near = (sum(ratio < limit for ratio in ratios) / count for limit in (1 + 1e-5, 1.05))
@@ -64,7 +64,7 @@ def study(name: str, make: Callable[[Random], Cluster], count: int) -> None:
 
 
 def main() -> None:
-    """All rows."""
+    """Print all rows."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     study("any tree, rates uniform", lambda random: any_tree(random, lambda r: r.uniform(1e7, 1e8)), count)
     study("any tree, rates 1, 2, 4, 10", lambda random: any_tree(random, _classes), count)

@@ -48,10 +48,10 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 _PROGRESS_S = 10.0
 _WARM_UP_LAPS = 3
 _SPARE_BYTES = 48 * 2**20
-"""How much each kind of resident memory may vary: the allocator's, and what torch keeps of each group."""
+"""Allowed variation of each kind of resident memory: the allocator's, and torch's for each group."""
 _SPARE_DESCRIPTORS = 4
 _SPARE_THREADS = 8
-"""Of the threads that resolve futures: as many as were ever busy at once."""
+"""Allowed threads that resolve futures: as many as were ever busy at once."""
 
 
 class SoakError(AssertionError):
@@ -60,30 +60,30 @@ class SoakError(AssertionError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How long, and how hard."""
+    """Duration and intensity of the soak."""
 
     seconds: float
     seed: int
     max_bytes: int = _HUGE_BYTES
-    """Of a message; 30 MB are drawn now and then, if this allows them."""
+    """Largest message; 30 MB are drawn now and then, if this allows them."""
     hang_s: float = 120.0
     """A batch that takes longer is a hang: every thread's stack is printed, and the process ends."""
     batches_per_lap: int = _BATCHES_PER_LAP
-    """Between two looks at memory."""
+    """Batches between two samples of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What this process holds."""
+    """Resources of this process."""
 
     private_bytes: int
     """Resident, of this process alone."""
     shared_bytes: int
-    """Of all shared memory that is mapped, however much of it this process has touched by now."""
+    """All mapped shared memory, touched by this process or not."""
     descriptors: int
     threads: int
     mappings: int
-    """Of ringweave's shared memory."""
+    """Mappings of ringweave's shared memory."""
 
 
 @dataclass
@@ -106,13 +106,13 @@ class Flight:
 
 @dataclass
 class Tally:
-    """What has happened so far, on this rank."""
+    """Counts so far, on this rank."""
 
     collectives: int = 0
     checked_bytes: int = 0
     groups: int = 0
     refused: int = 0
-    """Collectives that a forced schedule could not do on their group."""
+    """Collectives that a forced schedule could not run on their group."""
     compared: int = 0
     """Results compared bit by bit among all members."""
     operations: Counter[str] = field(default_factory=Counter)
@@ -162,12 +162,12 @@ class Soak:
         self._check_growth()
 
     def _change_groups(self) -> None:
-        """Now and then one ends, or another is made."""
+        """Now and then end a group, or make another one."""
         if len(self._groups) > 1 and self._script.random() < 0.15:
             self._destroy(self._script.randrange(1, len(self._groups)))
         if len(self._groups) < _MAX_GROUPS and self._script.random() < 0.3:
             ranks = self._draw_ranks()
-            forced = self._script.choice(schedules.NAMES) if self._script.random() < 0.5 else None
+            forced = self._script.choice(schedules.SCHEDULE_NAMES) if self._script.random() < 0.5 else None
             with _forcing(forced):
                 made = dist.new_group(ranks, backend="ringweave", timeout=_GROUP_TIMEOUT)
             self._groups.append(Group(ranks, forced, made))
@@ -189,8 +189,8 @@ class Soak:
 
     def _run_batch(self) -> None:
         cases = self._draw_batch()
-        flights = [flight for case, group in cases if (flight := self._begin(case, group)) is not None]
-        random.Random(self._rank).shuffle(flights)  # nobody has to wait in the order of the others
+        flights = [flight for case, group in cases if (flight := self._begin_step(case, group)) is not None]
+        random.Random(self._rank).shuffle(flights)  # no rank waits in the order of the others
         for flight in flights:
             flight.work.wait()
             wrong = soak_values.find_wrong(flight.case, flight.tensor)
@@ -216,7 +216,7 @@ class Soak:
             cases.append((case, group))
         return cases
 
-    def _begin(self, case: Case, group: Group) -> Flight | None:
+    def _begin_step(self, case: Case, group: Group) -> Flight | None:
         if self._rank not in group.ranks:
             return None
         tensor = soak_values.laid_out(case, self._rank)
@@ -232,7 +232,7 @@ class Soak:
         return Flight(case, tensor, work)
 
     def _compare(self, cases: list[tuple[Case, Group]], flights: list[Flight]) -> None:
-        """Whether every member has the same bits."""
+        """Return True if every member has the same bits."""
         own = {flight.case.number: zlib.crc32(soak_values.bits(flight.tensor)) for flight in flights}
         mine = torch.tensor([own.get(case.number, -1) for case, _ in cases])
         theirs = [torch.empty_like(mine) for _ in range(self._world_size)]
@@ -254,17 +254,17 @@ class Soak:
             self.tally.by_schedule[name] += counts["collectives"]
 
     def _agree(self, is_over: bool) -> bool:
-        """Whether rank 0's time is up."""
+        """Return True if rank 0's time is up."""
         word = torch.tensor([is_over], dtype=torch.int32)
         dist.broadcast(word, 0, group=self._control)
         return bool(word.item())
 
     def _end_lap(self) -> None:
-        """Look at what is held while only the world's group is there, all of whose memory has been in use."""
+        """Sample resources while only the world's group exists, whose memory is all in use."""
         while len(self._groups) > 1:
             self._destroy(len(self._groups) - 1)
         if len(self.samples) < _WARM_UP_LAPS:
-            for _ in range(4):  # in each lane twice: its memory has two regions
+            for _ in range(4):  # in each channel twice: its memory has two regions
                 dist.all_reduce(torch.ones(self._settings.max_bytes // 4))
         dist.barrier(group=self._control)
         gc.collect()
@@ -298,14 +298,14 @@ class Soak:
         print(text + held, flush=True)
 
     def summary(self) -> dict[str, Any]:
-        """What this rank has done and found."""
+        """Return this rank's counts and findings."""
         self._count_schedules(self._groups[0])
         samples = [asdict(sample) for sample in (*self.samples[:_WARM_UP_LAPS], self.samples[-1])]
         return {**vars(self.tally), "seed": self._settings.seed, "laps": len(self.samples), "held": samples}
 
 
 def _shared_bytes(maps: str) -> int:
-    """Of the mappings of shared memory in /proc/self/maps: `START-END PERMISSIONS OFFSET DEVICE INODE PATH`."""
+    """Sum the mappings of shared memory in /proc/self/maps: `START-END PERMISSIONS OFFSET DEVICE INODE PATH`."""
     lines = [line.split(maxsplit=5) for line in maps.splitlines() if "/memfd:" in line or "/dev/shm/" in line]
     spans = [[int(end, 16) for end in line[0].split("-")] for line in lines if line[1].endswith("s")]
     return sum(end - start for start, end in spans)
@@ -325,7 +325,7 @@ def _forcing(schedule: str | None) -> Iterator[None]:
 
 
 def main() -> None:
-    """One worker's part."""
+    """Run one worker's part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long")
     parser.add_argument("--seed", type=int, default=1, help="of the script")

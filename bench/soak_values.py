@@ -1,6 +1,6 @@
-"""What the collectives of the soak reduce, and what has to come out.
+"""Inputs of the soak's collectives, and their expected results.
 
-A message repeats one period of random values, so that every rank can compute everybody's: the expected result is
+A message repeats one period of random values, so that every rank can compute the others': the expected result is
 computed once for the period, in double precision or exactly, and each element of the result is compared with it.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ringweave.comm.running import reductions
+from ringweave.comm.engine import reductions
 from ringweave.errors import CommunicationError
 
 PERIOD = 16381
@@ -51,16 +51,14 @@ class Case:
     operation: str
     num_elements: int
     factor: float
-    """Of PREMUL_SUM."""
+    """Factor of PREMUL_SUM."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the message."""
         return getattr(torch, self.dtype_name)
 
     @property
     def num_bytes(self) -> int:
-        """Of the message."""
         return self.num_elements * self.dtype.itemsize
 
 
@@ -87,12 +85,12 @@ def draw(script: random.Random, seed: int, number: int, ranks: list[int], max_by
 
 
 def reduce_op(case: Case) -> Any:
-    """What torch.distributed takes."""
+    """Return the operation for torch.distributed."""
     return dist._make_nccl_premul_sum(case.factor) if case.operation == _PREMUL else _OPERATIONS[case.operation]
 
 
 def laid_out(case: Case, rank: int) -> Tensor:
-    """This rank's input, in a layout of its own."""
+    """Return this rank's input, in a layout of its own."""
     num = case.num_elements
     values = _repeated(_period(case, rank), num)
     layout = random.Random(f"{case.seed} {case.number} {rank}").choice(_LAYOUTS)
@@ -112,7 +110,7 @@ def bits(tensor: Tensor) -> Any:
 
 
 def find_wrong(case: Case, result: Tensor) -> str:
-    """What is wrong with a result; nothing if every element is as it should be."""
+    """Describe the first error of a result; empty if every element is right."""
     flat = result.contiguous().view(-1)
     expected, allowed = _expected(case)
     for start in range(0, case.num_elements, PERIOD):
@@ -173,7 +171,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _expected(case: Case) -> tuple[Tensor, Tensor | None]:
-    """One period of the result, and how far each element may be away; None where it has to be exact."""
+    """Return one period of the result, and the tolerance of each element; None where it has to be exact."""
     inputs = [_period(case, rank) for rank in case.ranks]
     if case.dtype_name in _INTEGERS:
         return _wide(_reduce_integers(case, inputs)), None
@@ -191,7 +189,7 @@ def _expected(case: Case) -> tuple[Tensor, Tensor | None]:
 
 
 def _reduce_integers(case: Case, inputs: list[Tensor]) -> Tensor:
-    """Computed modulo 2**64 and cut, as the dtype does at every step."""
+    """Reduce modulo 2**64 and cut, as the dtype does at every step."""
     wide = [_wide(values) for values in inputs]
     is_flipped = case.dtype == torch.uint64 and case.operation in ("min", "max")
     if is_flipped:  # the order of unsigned numbers, among signed ones

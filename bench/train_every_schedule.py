@@ -5,7 +5,7 @@
 Six nodes of two ranks (examples/clusters/six-by-two.yaml) train the first example once on Gloo (`--schedule host`) and
 once by each schedule, five nodes of two once on Gloo and once by leader-matrix: five leaders stand in one row. A run
 counts only if run.json says that the forced schedule carried the gradients of every step, and that nothing but it and
-the host library, for messages below 64 KiB, carried anything. Exit code 1 if one fails.
+the native backend, for messages below 64 KiB, carried anything. Exit code 1 if one fails.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TINY = "--layers 1 --width 64 --heads 2 --context 32 --batch 60 --max-bytes 3000
 """60 sequences divide among 12 and among 10 ranks; about 0.3 MB of gradients, in one bucket."""
 ALLOWED = 1e-5
 RUN_TIMEOUT_S = 600
-HOST = schedules.HOST
+HOST = schedules.NATIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = [name for name in schedules.NAMES if name != HOST]
+    every = [name for name in schedules.SCHEDULE_NAMES if name != HOST]
     parser.add_argument("--steps", type=int, default=8, help="train steps of each run")
     parser.add_argument("--schedules", nargs="+", choices=every, default=every, help="which to force")
     parser.add_argument("--out", type=Path, default=Path("runs/every-schedule"), help="folder for the runs")
@@ -83,7 +83,7 @@ def train_on(cluster: Cluster, names: list[str], options: argparse.Namespace) ->
 
 
 def train(place: Lab, schedule: str, options: argparse.Namespace) -> Outcome:
-    """One run of the example in the lab, to its end.
+    """Run the example once in the lab, to its end.
 
     Raises:
         SystemExit: It failed; its output is shown.
@@ -119,7 +119,7 @@ def difference(ours: Outcome, gloo: Outcome) -> float:
 
 
 def is_as_forced(outcome: Outcome, steps: int) -> bool:
-    """Whether the forced schedule, and none but it and the host library, carried at least a collective a step."""
+    """Return True if the forced schedule carried at least a collective a step, and only the native backend others."""
     carried = outcome.by_schedule.get(outcome.schedule, {"collectives": 0})["collectives"]
     return carried >= steps and set(outcome.by_schedule) <= {outcome.schedule, HOST}
 

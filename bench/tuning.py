@@ -1,11 +1,11 @@
-"""What trials choose beside every other candidate: `python bench/tuning.py examples/clusters/two-racks.yaml`.
+"""The schedule chosen by trials beside all candidates: `python bench/tuning.py examples/clusters/two-racks.yaml`.
 
-In a lab (root) one job has a group that tunes itself, and a group for each schedule that is tried or predicted to need
-at most `--within` times the best, and one for the host library. First the tuning group runs until its trials are over;
+In a lab (root) one job has a group that tunes itself, a group for each schedule that is tried or predicted to need at
+most `--within` times the best, and one for the native backend. First the tuning group runs until its trials are over;
 then all take turns, forwards and backwards, each round begun by a barrier, its time the slowest rank's, every value
 checked.
-Exit code 1 if the chosen schedule is more than 5 % slower than the fastest candidate, or the tuning group than the host
-library, by medians.
+Exit code 1 if the chosen schedule is more than 5 % slower than the fastest candidate, or the tuning group than the
+native backend, by medians.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ringweave import lab, planning, schedules, telemetry, topology, units
-from ringweave.planning.adapting import Situation
-from ringweave.planning.adapting.tuning import candidates
+from ringweave.planning.autotune import GroupPlacement
+from ringweave.planning.autotune.tuner import pick_candidates
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = 1.05
@@ -58,7 +58,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Run one rank's measurements."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     control = dist.new_group(backend="gloo")
@@ -70,9 +70,11 @@ def work(options: argparse.Namespace) -> None:
     for size in map(units.parse_bytes, options.sizes.split(",")):
         best = plan.choices(size)[0].predicted_s
         names = [choice.schedule for choice in plan.choices(size) if choice.predicted_s <= options.within * best]
-        tried = candidates(plan, size, Situation(cluster=cluster, nodes=tuple(nodes)).estimate(plan, size, {}))
-        names = [name for name in dict.fromkeys([*names, *tried]) if name != schedules.HOST]
-        found[size] = measure(size, [*names, schedules.HOST], options.rounds, control)
+        tried = pick_candidates(
+            plan, size, GroupPlacement(cluster=cluster, nodes=tuple(nodes)).simulate_candidates(plan, size, {})
+        )
+        names = [name for name in dict.fromkeys([*names, *tried]) if name != schedules.NATIVE]
+        found[size] = measure(size, [*names, schedules.NATIVE], options.rounds, control)
     if dist.get_rank() == 0:
         (options.folder / "measured.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -149,13 +151,13 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def row(size: int, rounds: dict[str, list[float]], tuned: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is to be said of one size."""
+    """Return the row of one size."""
     event = next(event for event in tuned if event["bytes"] == size)
     chosen = event["schedule"]
     medians = {name: round(statistics.median(seconds), 6) for name, seconds in rounds.items()}
     candidates = {name: seconds for name, seconds in medians.items() if name != "tuned"}
     beside_fastest = candidates[chosen] / min(candidates.values())
-    beside_host = medians["tuned"] / medians[schedules.HOST]
+    beside_host = medians["tuned"] / medians[schedules.NATIVE]
     tuned_beside_fastest = medians["tuned"] / min(candidates.values())
     return {
         "bytes": size,

@@ -1,4 +1,4 @@
-"""How long verifying and hashing a schedule of 10,000 ranks takes, and how much memory: 60 s and 2 GiB are allowed.
+"""Time and memory of verifying and hashing a schedule of 10,000 ranks; 60 s and 2 GiB are allowed.
 
 Run: `python bench/verify_10000.py [case] [num_ranks]`; without a case, all of them, each in a process of its own.
 Needs no torch.
@@ -56,7 +56,9 @@ def broadcast_over_racks(num_ranks: int) -> Schedule:
 
 
 CASES: dict[str, Callable[[int], Schedule]] = {
-    **{name: lambda num_ranks, name=name: schedules.generate(name, num_ranks) for name in schedules.NAMES[:-1]},
+    **{
+        name: lambda num_ranks, name=name: schedules.generate(name, num_ranks) for name in schedules.SCHEDULE_NAMES[:-1]
+    },
     "leader-matrix, 8 a node": lambda num_ranks: schedules.leader_matrix(nodes_of(num_ranks, 8)),
     "leader-matrix, ragged": lambda num_ranks: schedules.leader_matrix(nodes_of(num_ranks, 1), 97),
     "hierarchical, 100 a node": lambda num_ranks: schedules.hierarchical(nodes_of(num_ranks, 100)),
@@ -65,7 +67,7 @@ CASES: dict[str, Callable[[int], Schedule]] = {
     "multi-level, racks": lambda num_ranks: over_racks(num_ranks, striped=False),
     "multi-level, racks, striped": lambda num_ranks: over_racks(num_ranks, striped=True),
     "multi-level broadcast, racks": broadcast_over_racks,
-    "chain broadcast": schedules.broadcast,
+    "chain broadcast": schedules.chain_broadcast,
     "binomial broadcast": schedules.binomial_broadcast,
 }
 

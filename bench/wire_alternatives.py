@@ -1,4 +1,4 @@
-"""What well-kept libraries make of 4 peers that push 22 MB again and again with mutual TLS, for docs/decisions/0010.
+"""Well-kept libraries with 4 peers that push 22 MB again and again with mutual TLS, for docs/decisions/0010.
 
     python bench/wire_alternatives.py [NAME ...] [--rounds 3]
 
@@ -6,8 +6,6 @@ Needs grpcio, websockets, aiohttp and pyzmq beside ringweave. A server process a
 processes on the loopback; a push is over when the client has the answer. Prints, as medians over interleaved rounds:
 bytes pushed per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
 """
-
-# Longer than a file should be: every library has its server and client here, so that one can be read beside the other.
 
 import argparse
 import asyncio
@@ -29,13 +27,16 @@ from concurrent import futures
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+# A long file on purpose: every library has its server and client here, so that one can be read beside the other.
+
+
 NUM_PEERS, NUM_PUSHES, PUSH_BYTES = 4, 6, 22_000_000
 MOST_BYTES = 64 << 20
 LENGTH = struct.Struct("<Q")
 
 
 def make_certificates(folder: Path) -> None:
-    """One authority, one certificate for everybody."""
+    """Make one certificate authority, and one certificate for all."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -254,13 +255,13 @@ def _pyzmq_push(folder: Path, port: int, content: bytes) -> None:
 
 
 def _ringweave_serve(folder: Path) -> None:
-    from ringweave import wire
+    from ringweave import rpc
 
-    authority = wire.Authority("bench")
+    authority = rpc.CertificateAuthority("bench")
     for index in range(NUM_PEERS):
         authority.issue("worker", str(index)).save(folder / f"{os.getpid()}-{index}")
-    handler = wire.Handler(message=_push_message(), handle=lambda call: wire.Done())
-    server = wire.Server(wire.Tls(authority.issue("server", "0")), [handler]).start("127.0.0.1")
+    handler = rpc.RpcHandler(message=_push_message(), handle=lambda call: rpc.Ack())
+    server = rpc.RpcServer(rpc.TlsAuthentication(authority.issue("server", "0")), [handler]).start("127.0.0.1")
     for index in range(NUM_PEERS):
         (folder / f"{os.getpid()}-{index}").rename(folder / f"{server.port}-{index}")
     print(server.port, flush=True)
@@ -268,24 +269,24 @@ def _ringweave_serve(folder: Path) -> None:
 
 
 def _ringweave_push(folder: Path, port: int, content: bytes) -> None:
-    from ringweave import wire
+    from ringweave import rpc
 
     mine = next(path for path in sorted(folder.glob(f"{port}-*")) if _is_ours(path))
-    trust = wire.Tls(wire.Credentials.load(mine))
+    trust = rpc.TlsAuthentication(rpc.Credentials.load(mine))
     message = _push_message()()
-    with wire.Client.connect("127.0.0.1", port, trust, role="server") as client:
+    with rpc.RpcClient.connect("127.0.0.1", port, trust, role="server") as client:
         for _ in range(NUM_PUSHES):
             client.call(message, [content], timeout_s=60)
 
 
 def _push_message() -> type:
-    from ringweave import wire
+    from ringweave import rpc
 
-    return type("Push", (wire.Message,), {"kind": "bench.push", "__module__": __name__})
+    return type("Push", (rpc.RpcMessage,), {"kind": "bench.push", "__module__": __name__})
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether nobody took these credentials before."""
+    """Return True if these credentials were not used before."""
     with contextlib.suppress(FileExistsError):
         path.with_name(f"taken-{path.name}").touch(exist_ok=False)
         return True
@@ -302,7 +303,7 @@ ALL = {
     "pyzmq": (_pyzmq_serve, _pyzmq_push),
 }
 
-MODULES = {"ringweave": "ringweave.wire", "grpcio": "grpc", "websockets": "websockets.sync.client", "pyzmq": "zmq"}
+MODULES = {"ringweave": "ringweave.rpc", "grpcio": "grpc", "websockets": "websockets.sync.client", "pyzmq": "zmq"}
 
 
 def push(name: str, folder: Path, port: int) -> None:
@@ -317,7 +318,7 @@ def push(name: str, folder: Path, port: int) -> None:
 
 
 def _measure(name: str, folder: Path) -> dict[str, float]:
-    """One round of one library."""
+    """Measure one round of one library."""
     import psutil
 
     me = [sys.executable, __file__]

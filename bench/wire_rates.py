@@ -1,4 +1,4 @@
-"""What share of a link `ringweave.wire` fills, and what TLS costs of it: `python bench/wire_rates.py [RATE ...]`.
+"""Fraction of a link that `ringweave.rpc` fills, and the cost of TLS: `python bench/wire_rates.py [RATE ...]`.
 
 A lab of a server and four peers, each with a NIC of that rate. *push*: all four call with 22 MB at once, again and
 again, and wait for a small answer. *pull*: one peer reads a state of 88 MB. Rates are content per second from the first
@@ -19,35 +19,35 @@ from typing import ClassVar
 
 import numpy as np
 
-from ringweave import lab, topology, units, wire
+from ringweave import lab, rpc, topology, units
 from ringweave.lab import Lab
-from ringweave.wire import states
+from ringweave.rpc import state_transfer
 
 NAME = "wire-trial"
 NUM_PEERS, PUSH_BYTES, STATE_BYTES = 4, 22_000_000, 88_000_000
 
 
-class Push(wire.Message):
+class Push(rpc.RpcMessage):
     """Comes with 22 MB."""
 
     kind: ClassVar[str] = "bench.push"
 
 
-def _trust(folder: Path, name: str, how: str) -> wire.Trust:
-    credentials = wire.Credentials.load(folder / name)
+def _trust(folder: Path, name: str, how: str) -> rpc.PeerAuthentication:
+    credentials = rpc.Credentials.load(folder / name)
     return (
-        wire.Tls(credentials)
+        rpc.TlsAuthentication(credentials)
         if how == "tls"
-        else wire.Plain(credentials.identity, credentials.token, between_hosts=True)
+        else rpc.PlaintextAuthentication(credentials.identity, credentials.token, allows_remote=True)
     )
 
 
 def serve(folder: Path, how: str, address: str) -> None:
     """The server: says its port, serves until its input ends, says what that cost."""
-    shelf = states.Shelf()
-    shelf.offer("model", {"weights": np.random.default_rng(0).integers(0, 256, STATE_BYTES, np.uint8)})
-    handlers = [wire.Handler(message=Push, handle=lambda call: wire.Done()), *shelf.handlers()]
-    with wire.Server(_trust(folder, "server", how), handlers).start(address) as server:
+    shelf = state_transfer.StateServer()
+    shelf.publish("model", {"weights": np.random.default_rng(0).integers(0, 256, STATE_BYTES, np.uint8)})
+    handlers = [rpc.RpcHandler(message=Push, handle=lambda call: rpc.Ack()), *shelf.handlers()]
+    with rpc.RpcServer(_trust(folder, "server", how), handlers).start(address) as server:
         before = resource.getrusage(resource.RUSAGE_SELF)
         print(server.port, flush=True)
         sys.stdin.read()
@@ -60,7 +60,7 @@ def peer(folder: Path, how: str, address: str, port: str, index: str) -> None:
     """A peer: does what each line of its input says, and says when it began and ended."""
     content = np.random.default_rng(int(index)).integers(0, 256, PUSH_BYTES, np.uint8)
     room = np.zeros(STATE_BYTES, np.uint8)
-    with wire.Client.connect(address, int(port), _trust(folder, f"peer{index}", how), role="server") as client:
+    with rpc.RpcClient.connect(address, int(port), _trust(folder, f"peer{index}", how), role="server") as client:
         print("ready", flush=True)
         for line in sys.stdin:
             verb, times = line.split()
@@ -69,7 +69,7 @@ def peer(folder: Path, how: str, address: str, port: str, index: str) -> None:
                 if verb == "push":
                     client.call(Push(), [content], timeout_s=60)
                 else:
-                    states.pull(client, "model", lambda _: {"weights": room}, timeout_s=60)
+                    state_transfer.fetch_state(client, "model", lambda _: {"weights": room}, timeout_s=60)
             print(json.dumps([began_s, time.monotonic()]), flush=True)
 
 
@@ -98,7 +98,7 @@ class Trial:
         spans = [json.loads(_read(process)) for process in taking_part]
         return num_peers * times * num_bytes / (max(span[1] for span in spans) - min(span[0] for span in spans))
 
-    def end(self) -> dict[str, float]:
+    def end_benchmarks(self) -> dict[str, float]:
         """Stop them; what the server used."""
         for process in self._peers:
             process.communicate()
@@ -115,8 +115,8 @@ def _read(process: "subprocess.Popen[str]") -> str:
 
 
 def measure(nodes: Lab, rate: str, rounds: int, pushes: int) -> None:
-    """Both ways in turns, and the medians of their rounds."""
-    authority = wire.Authority("bench")
+    """Measure both ways in turns; print the medians of their rounds."""
+    authority = rpc.CertificateAuthority("bench")
     found: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for role, name in [("server", "server"), *(("worker", f"peer{index}") for index in range(NUM_PEERS))]:
@@ -125,7 +125,7 @@ def measure(nodes: Lab, rate: str, rounds: int, pushes: int) -> None:
         for how in [*trials, *list(trials) * rounds]:
             found.setdefault((how, "push"), []).append(trials[how].measure("push", NUM_PEERS, pushes, PUSH_BYTES))
             found.setdefault((how, "pull"), []).append(trials[how].measure("pull", 1, 1, STATE_BYTES))
-        used = {how: trial.end() for how, trial in trials.items()}
+        used = {how: trial.end_benchmarks() for how, trial in trials.items()}
     gigabytes = (rounds + 1) * (NUM_PEERS * pushes * PUSH_BYTES + STATE_BYTES) / 1e9
     for (how, verb), rates in found.items():
         shares = [each / units.parse_rate(rate) for each in rates[1:]]  # the first found the links idle

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ringweave.testing import ranks
 from tests import demands, effort
 
 effort.load()
+ranks.PRELOADED_MODULES += [
+    "tests.fakes.elastic_job",
+    "tests.fakes.kubernetes.crashing_operator",  # if kopf is installed
+]
 # Before numpy and torch are imported: several processes of tests share few cores, and threads of each would only wait
 # for those of the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,7 +44,7 @@ def needs_lab(request: pytest.FixtureRequest) -> None:
     """Skips the test where there can be no lab, or fails it where one is demanded."""
     from ringweave import lab
 
-    demands.need(request.config, demands.LAB, lab.problems())
+    demands.need(request.config, demands.LAB, lab.lab_problems())
 
 
 @pytest.fixture

@@ -141,4 +141,4 @@ def test_numbers_are_written_as_people_write_them(text, expected):
     [(-1, "0 s"), (0, "0 s"), (119.9, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"), (172800, "2 days")],
 )
 def test_spans(seconds: float, text: str) -> None:
-    assert units.show_span(seconds) == text
+    assert units.show_duration(seconds) == text

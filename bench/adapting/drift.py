@@ -63,7 +63,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What every rank does: steps, and a line for each in a file of its own."""
+    """Run the steps of one rank, and write a line for each to its own file."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     take_step = training_step(options.bytes) if options.ddp else allreduce_step(options.bytes)
@@ -76,7 +76,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def allreduce_step(num_bytes: int) -> Callable[[], None]:
-    """One allreduce, whose values are checked."""
+    """Return a step of one allreduce whose values are checked."""
     gradient = torch.ones(num_bytes // 4)
 
     def step() -> None:
@@ -88,7 +88,7 @@ def allreduce_step(num_bytes: int) -> Callable[[], None]:
 
 
 def training_step(num_bytes: int) -> Callable[[], None]:
-    """Forward, backward and update of two square layers that have so many bytes of gradients, by DDP."""
+    """Return a train step by DDP of two square layers with so many bytes of gradients."""
     torch.manual_seed(dist.get_rank())
     width = int((num_bytes / 8) ** 0.5)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)))
@@ -132,7 +132,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def judge(options: argparse.Namespace, fresh: dict[str, Any], both: dict[str, Any]) -> dict[str, Any]:
-    """Steps until new plans, and speeds beside those of fresh ones."""
+    """Judge the steps until new plans, and speeds beside those of fresh plans."""
     steps_s = both["steps_s"]
     phases = {"before": options.cut, "cut": options.restore, "restored": options.steps}
     ends = {name: statistics.median(steps_s[end - NUM_LAST : end]) for name, end in phases.items()}
@@ -173,8 +173,8 @@ def run(
 
 
 def gather(folder: Path, steps: list[lab_steps.Step]) -> dict[str, Any]:
-    """Seconds of each step on the slowest rank, and what was noted about plans, with the step at which it was."""
-    events = list(telemetry.read(folder / "events.jsonl"))
+    """Return the seconds of each step on the slowest rank, and the plan events with their steps."""
+    events = list(telemetry.read_events(folder / "events.jsonl"))
     changes = [
         {"step": sum(step.ended_s < event["time"] for step in steps), "why": event["why"], "rates": event["rates"]}
         for event in events
@@ -211,13 +211,13 @@ def jump(place: Lab, noise: float) -> None:
 
 
 def links_of(cluster: topology.Cluster, node: str) -> tuple[str, str]:
-    """Both directions of a node's NIC."""
+    """Return both directions of a node's NIC."""
     switch = cluster.node(node).switch or "core"
     return f"{node}->{switch}", f"{switch}->{node}"
 
 
 def slowed(cluster: topology.Cluster, node: str) -> topology.Cluster:
-    """The same cluster with a quarter of the rate on that node's NICs."""
+    """Return the same cluster with a quarter of the rate on that node's NICs."""
     from dataclasses import replace
 
     nodes = []

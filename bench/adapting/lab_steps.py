@@ -1,4 +1,4 @@
-"""A job in a lab whose ranks write a line for each step, and somebody who changes the lab while it runs."""
+"""A job in a lab whose ranks write a line for each step, and a callback that changes the lab while the job runs."""
 
 import json
 import os
@@ -18,14 +18,14 @@ _LOOK_EVERY_S = 0.02
 
 
 class Step(NamedTuple):
-    """One step of all ranks, by the machine's clock."""
+    """Step of all ranks, by the machine's clock."""
 
     first_begun_s: float
     last_begun_s: float
     ended_s: float
-    """Of the slowest rank."""
+    """End on the slowest rank."""
     more: tuple[Any, ...]
-    """What the first rank wrote beside its times."""
+    """The first rank's further values."""
 
 
 def run(
@@ -41,12 +41,12 @@ def run(
 
     Args:
         script: Each rank writes its steps to `folder` by `Lines`.
-        own: Its options.
-        cluster: What the lab is made of.
-        folder: Of the run; what an earlier one left of steps and events is deleted.
+        own: Options of the script.
+        cluster: Cluster of the lab.
+        folder: Folder of the run; steps and events of an earlier run are deleted.
         on_step: Called with each step that the first rank has begun; with -1 before it starts.
-        environ: Of the job, beside this process's.
-        settings: Of `lab.up`.
+        environ: Environment variables of the job, beside this process's.
+        settings: Further arguments of `lab.up`.
 
     Raises:
         SystemExit: The job failed.
@@ -80,7 +80,7 @@ class Lines:
 
 
 def commit() -> str:
-    """Of the sources."""
+    """Return the environment with the sources' paths."""
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

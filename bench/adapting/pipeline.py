@@ -5,14 +5,14 @@
     python bench/adapting/pipeline.py --scenario noise      # devices and links jump by 5 %: nothing may move
 
 Four real processes in a lab, each with a virtual device (blocks whose time is a timed wait), real transfers over
-limited links. The same processes train, by turns of two steps, the pipeline that adapts and one that nobody watches,
+limited links. The same processes train, by turns of two steps, the pipeline that adapts and one without a controller,
 which has the best partition for the conditions of the moment, by brute force over simulated steps. So whatever else
 becomes slower or faster meanwhile does so for both: the same partition took 0.584 and 0.605 s a step in two runs. A
 step's seconds are those from the end of the one before it, whosever that was, until all ranks have ended it.
 
 Exit code 1 if from two windows and two steps behind a change on the partition still changes, or the throughput of all
 those steps together is below 0.95 of that of the best partition. Under noise: if anything moves, or if steps that are
-watched take more than 1 % longer than those that nobody watches.
+watched take more than 1 % longer than those that are not.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 
 import lab_steps
 import torch
+from ringweave_bench import pipeline_history
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import Tensor, nn
 
 from ringweave import telemetry, topology
 from ringweave.lab import Lab
-from ringweave.pictures import adapting
 from ringweave.pipeline import Pipeline, Settings
 from ringweave.pipeline.adapting import adapt
-from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
-from ringweave.planning.repartitioning import Conditions, Policy, Workload
+from ringweave.planning.repartition import PipelineConditions, PipelineWorkload, RepartitionPolicy
 
 DEVICES, BLOCKS, SAMPLES, WINDOW = 4, 12, 8, 10
 NARROW, WIDE = 1_000, 8_000
@@ -93,7 +93,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def widths() -> list[int]:
-    """Of each block's output."""
+    """Return the bytes of each block's output."""
     return [NARROW, *[WIDE] * (BLOCKS - 1)]
 
 
@@ -103,12 +103,12 @@ def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What every rank does: train steps, and a line for each in a file of its own."""
+    """Run the train steps of one rank, and write a line for each to its own file."""
     torch.set_num_threads(1)
     rank, device = int(os.environ["RANK"]), VirtualDevice()
     names = dict.fromkeys(name for name, _ in turns(options))
     pipelines = {name: make_pipeline(options, name, device) for name in names}
-    adapt(pipelines[ADAPTED], make_optimizer, Policy(window_steps=WINDOW))
+    adapt(pipelines[ADAPTED], make_optimizer, RepartitionPolicy(window_steps=WINDOW))
     x = torch.ones(SAMPLES * options.microbatches, NARROW)
     y = torch.ones(SAMPLES * options.microbatches, widths()[-1])
     lines = lab_steps.Lines(options.folder, rank)
@@ -121,7 +121,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def make_pipeline(options: argparse.Namespace, name: str, device: VirtualDevice) -> Pipeline:
-    """With the best partition; the one that adapts begins with as many blocks in each stage where it has to move."""
+    """Make a pipeline with the best partition; the adapting one begins with even stages if it is to move blocks."""
     torch.manual_seed(0)
     blocks = [TimedBlock(Spread(width), options.block_s, 2 * options.block_s, device) for width in widths()]
     even, changed = conditions_of(options.scenario)
@@ -137,7 +137,7 @@ def make_pipeline(options: argparse.Namespace, name: str, device: VirtualDevice)
 
 
 def turns(options: argparse.Namespace) -> list[tuple[str, int]]:
-    """Whose step comes when, and its number."""
+    """Yield the pipeline of each step, and its number."""
     found = []
     for turn, first in enumerate(range(0, options.steps, TURN)):
         steps = range(first, min(first + TURN, options.steps))
@@ -148,17 +148,17 @@ def turns(options: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def speed(options: argparse.Namespace, rank: int, step: int) -> float:
-    """Of a rank's device, the same for either pipeline."""
+    """Return the speed of a rank's device, the same for either pipeline."""
     if options.scenario == "noise":
         return 1 + random.Random(f"{rank} {step}").uniform(-NOISE, NOISE)
     is_slow = options.scenario == "device" and rank == 1 and options.change <= step < options.restore
     return 0.5 if is_slow else 1.0
 
 
-def best_splits(options: argparse.Namespace, conditions: Conditions) -> tuple[int, ...]:
-    """By brute force over simulated steps with the true times."""
+def best_splits(options: argparse.Namespace, conditions: PipelineConditions) -> tuple[int, ...]:
+    """Find the best splits by brute force over simulated steps with the true times."""
     sizes = tuple(4.0 * SAMPLES * width for width in widths())
-    load = Workload(
+    load = PipelineWorkload(
         forward_s=((options.block_s,) * BLOCKS,),
         backward_s=((2 * options.block_s,) * BLOCKS,),
         num_devices=DEVICES,
@@ -209,7 +209,7 @@ def watch(options: argparse.Namespace) -> int:
     document = (judge_noise if options.scenario == "noise" else judge)(options, rows)
     if options.picture:
         events = telemetry.read_last_attempt(options.folder / options.scenario / "events.jsonl")
-        adapting.draw(adapting.history(events), options.picture)
+        pipeline_history.draw_history(pipeline_history.read_history(events), options.picture)
     document |= {"scenario": options.scenario, "commit": lab_steps.commit(), "steps": rows}
     shown = {key: value for key, value in document.items() if key != "steps"}
     print(json.dumps(shown, indent=1))
@@ -218,17 +218,17 @@ def watch(options: argparse.Namespace) -> int:
     return 0 if document["is_good"] else 1
 
 
-def conditions_of(scenario: str) -> tuple[Conditions, Conditions]:
+def conditions_of(scenario: str) -> tuple[PipelineConditions, PipelineConditions]:
     """Before, and changed."""
     rate = GOODPUT * RATE
-    even = Conditions(speeds=(1.0,) * DEVICES, rates=(rate,) * (DEVICES - 1))
+    even = PipelineConditions(speeds=(1.0,) * DEVICES, rates=(rate,) * (DEVICES - 1))
     if scenario == "device":
-        return even, Conditions(speeds=(1.0, 0.5, 1.0, 1.0), rates=even.rates)
-    return even, Conditions(speeds=even.speeds, rates=(rate / 5, rate, rate))
+        return even, PipelineConditions(speeds=(1.0, 0.5, 1.0, 1.0), rates=even.rates)
+    return even, PipelineConditions(speeds=even.speeds, rates=(rate / 5, rate, rate))
 
 
 def seconds(rows: list[Row], first: int, end: int) -> tuple[list[float], list[float]]:
-    """Of the steps of these numbers: of the pipeline that adapts, and of the one beside it."""
+    """Return the steps of these numbers: of the pipeline that adapts, and of the one beside it."""
     among = sorted((row for row in rows if first <= row.step < end), key=lambda row: row.step)
     both = [[row.seconds for row in among if (row.name == ADAPTED) is is_adapted] for is_adapted in (True, False)]
     return both[0], both[1]
@@ -275,7 +275,7 @@ def judge(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
 
 
 def judge_noise(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """Nothing moves, and being watched costs nothing."""
+    """Judge a run under noise: no block moves, and measuring costs no time."""
     found = compare(rows, BEGINNING, options.steps)
     is_good = not moves(rows) and found["throughput_of_best"] >= WITHOUT_LOSS
     return {"is_good": is_good, "moves": moves(rows), **found}
@@ -291,7 +291,7 @@ def cut(options: argparse.Namespace, place: Lab, numbers: list[int], done: int) 
 
 
 def jump(place: Lab, step: int) -> None:
-    """Every link gets a rate near to its own at each step, the same for either pipeline."""
+    """Give every link a rate near to its own at each step, the same for either pipeline."""
     for node, link in itertools.product(place.cluster.nodes, ("{}->core", "core->{}")):
         rate = RATE * random.Random(f"{link} {node.name} {step}").uniform(1 - NOISE, 1 + NOISE)
         place.set_rate(link.format(node.name), rate)

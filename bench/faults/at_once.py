@@ -1,21 +1,20 @@
-"""Several at once: two of eight, the coordinator together with a member, and all but one, who then come back.
+"""Several faults at once: two of eight workers, the coordinator together with a member, and all but one worker.
 
     python bench/faults/at_once.py                           # three minutes
 
-An elastic job in a lab. That a coordinator's standby has taken over is seen by the epoch that it forms without the
-member that was killed a moment after the coordinator: its time is fail-over and change of members together. Many of
-them: kills.py --coordinators.
+An elastic job in a lab; killed workers come back. A takeover by a coordinator's standby is seen by the generation that
+it publishes without the member that was killed a moment after the coordinator: its time is fail-over and change of
+members together. Many of them: kills.py --coordinators.
 """
 
 import sys
 from typing import Any
 
 import lab_jobs
-
-from ringweave.benchmarks.chaos import histories, survivors
+from ringweave_bench.chaos import job_history, member_impacts
 
 BAR_S = 3.0
-"""Within it the standby takes over."""
+"""Time within which the standby takes over."""
 
 
 def lines(workers: int) -> list[str]:
@@ -30,12 +29,12 @@ def lines(workers: int) -> list[str]:
 
 
 def main() -> int:
-    """All of it; 1 if training did not go on, or not all came back."""
+    """Run the faults; return 1 if training did not continue, or not all workers came back."""
     options = lab_jobs.parser(__doc__).parse_args()
     happens = lab_jobs.parse(lines(options.workers), options)
     ended = lab_jobs.run(options, happens, until_s=120.0, elastic=lab_jobs.bounds(options))
-    found = survivors.tolls(ended.events)
-    epochs = histories.epochs(ended.events)
+    found = member_impacts.measure_fault_impacts(ended.events)
+    epochs = job_history.list_generations(ended.events)
     said = lab_jobs.summary(ended, found)
     said |= {
         "failover_s": said["taken_over_p50_s"],
@@ -52,7 +51,7 @@ def main() -> int:
 
 
 def missed(said: dict[str, Any], workers: int) -> list[str]:
-    """What was not as it has to be, in words."""
+    """Return the missed requirements, in words."""
     found = lab_jobs.missed(said)
     found += [f"{said['smallest']} members at the fewest, not one"] if said["smallest"] != 1 else []
     num_end = said["members_at_the_end"]

@@ -1,17 +1,17 @@
-"""The same faults under ringweave, torchrun with checkpoints, and torchft: how long others wait, and what is lost.
+"""The same faults under ringweave, torchrun with checkpoints, and torchft: the others' waits, and the losses.
 
     python bench/faults/beside.py                            # five minutes for each system
     python bench/faults/beside.py --systems ringweave        # that of ringweave alone
 
 One after the other, each 45 s after the one before is over: a worker killed; one stopped for 30 s; the node of one cut
-off for 30 s, both ways, and then deaf; the first node cut off, where of each system the process is that the others meet
-at: ringweave's coordinator that decides, the store of torchrun's rendezvous, torchft's lighthouse; and that first
-node's worker killed.
+off for 30 s, both ways, and then inbound only; the first node cut off, which has each system's rendezvous process:
+ringweave's active coordinator, the store of torchrun's rendezvous, torchft's lighthouse; and that first node's worker
+killed.
 
 The job is that of goodput.py. A wait is the longest time between two train steps of a worker whose node was not hit,
-a usual step included, which is printed too: where one worker goes on alone and the others stand still, they wait. Of
-ringweave parameters have to be alike and samples those that the books know, as in all of these benches. The others are
-only compared with.
+including a usual step, which is printed too. If one worker continues alone and the others pause, they wait. For
+ringweave, parameters must be equal and all samples accounted for, as in all of these benches. The others are only
+compared with.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 
 import goodput
 import lab_jobs
+from ringweave_bench.chaos import fault_script
+from ringweave_bench.chaos.chaos_report import HORIZON_S, ChaosReport
 
-from ringweave.benchmarks.chaos import faults
-from ringweave.benchmarks.chaos.accounts import HORIZON_S, Report
 from ringweave.telemetry import Event
 
 SCRIPT = (
@@ -39,7 +39,7 @@ BAR_S = 2.0
 
 
 def main() -> int:
-    """All systems; 1 if ringweave misses the bar."""
+    """Run all systems; return 1 if ringweave misses the bar."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--systems", default="ringweave,torchrun", help="also torchft, see docs/chaos.md")
     parser.add_argument("--s-per-sample", type=float, default=0.003, help="that workers sleep")
@@ -61,20 +61,20 @@ def waits(events: Sequence[Event]) -> dict[str, float | None]:
     """Fault -> longest time in s between two steps of a node that it did not hit; None: one made no step after it."""
     node_of: dict[int, str] = {}
     steps: dict[str, list[float]] = defaultdict(list)
-    hit: list[tuple[float, faults.Fault, str]] = []
+    hit: list[tuple[float, fault_script.Fault, str]] = []
     for event in events:
         if event["kind"] == "worker_watched":
             node_of[event["rank"]] = event["node"]
         elif event["kind"] == "train_step_done":
             steps[node_of[event["rank"]]].append(event["time"])
         elif event["kind"] == "fault_begun":
-            (fault,) = faults.parse(event["fault"])
+            (fault,) = fault_script.parse_faults(event["fault"])
             hit.append((event["time"], fault, node_of[int(fault.target)] if fault.hits_worker else fault.target))
     return {str(fault): _longest_s(time_s, fault, {**steps, node: []}) for time_s, fault, node in hit}
 
 
-def _longest_s(time_s: float, fault: faults.Fault, steps: Mapping[str, Sequence[float]]) -> float | None:
-    """Of any node that made steps before it."""
+def _longest_s(time_s: float, fault: fault_script.Fault, steps: Mapping[str, Sequence[float]]) -> float | None:
+    """Return the longest time of any node that made steps before the fault."""
     until_s = time_s + fault.lasts_s + HORIZON_S
     there = [each for each in steps.values() if each and each[0] < time_s]
     if not there or any(each[-1] < until_s for each in there):
@@ -84,7 +84,7 @@ def _longest_s(time_s: float, fault: faults.Fault, steps: Mapping[str, Sequence[
 
 
 def rows(
-    reports: Mapping[str, Report], waited: Mapping[str, Mapping[str, float | None]]
+    reports: Mapping[str, ChaosReport], waited: Mapping[str, Mapping[str, float | None]]
 ) -> Sequence[tuple[object, ...]]:
     """The table: a column for each system."""
     head = ("longest wait of one that was not hit, s", *reports)
@@ -100,7 +100,7 @@ def rows(
 
 
 def missed(said: dict[str, object], waited: Mapping[str, float | None]) -> list[str]:
-    """What was not as it has to be, in words."""
+    """Return the missed requirements, in words."""
     late = [lab_jobs.over(f"{fault}: longest wait in s", waited.get(fault), BAR_S) for fault in SCRIPT]
     return [*lab_jobs.missed(said), *(text for found in late for text in found)]
 

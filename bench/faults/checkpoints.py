@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint: beside a plain copy in memory, torch.save and torch.distributed.checkpoint.
+"""Wait of the training for a checkpoint, beside a plain copy in memory, torch.save and torch.distributed.checkpoint.
 
     python bench/faults/checkpoints.py --megabytes 100 --rounds 9
 
@@ -34,7 +34,7 @@ def make(num_megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the seconds of a call."""
     started_s = time.perf_counter()
     function()
     return time.perf_counter() - started_s

@@ -3,18 +3,18 @@
     python bench/faults/goodput.py --every 15 --for 120      # three minutes for each system
     python bench/faults/goodput.py --every 60 --for 600      # the bar: 0.95; with --every 15: 0.88
 
-    goodput = samples that count / (rate per worker-second without faults x worker-seconds that the faults leave)
+    goodput = committed samples / (rate per worker-second without faults x worker-seconds that the faults leave)
 
 The rate is that of the same run before its first fault, divided by its workers. A victim counts as away until it is
-started again, 10 s at most; what the system takes from then on, and what survivors wait, is the system's.
+started again, 10 s at most; later delays, and the survivors' waits, are the system's.
 
 Workers sleep for each sample, as if a device computed it, and the model is small: so N workers make N times the samples
-of one, as on devices of their own, whatever number of processors the machine has. A batch is the same number of samples
-always: where one of eight is gone the others' steps take 8/7 of the sleep. The part of a step that does not grow so,
-network and processors, is printed as it was measured; by so much a smaller world does better than its share.
+of one, as on devices of their own, on any number of processors. A batch always has the same number of samples: if one
+of eight is gone the others' steps take 8/7 of the sleep. The part of a step that does not grow so, network and
+processors, is printed as measured; it favours a smaller world.
 
-Of ringweave parameters have to be alike, and samples those that the books know, as in all of these benches; the others
-are only compared with.
+For ringweave, parameters must be equal and all samples accounted for, as in all of these benches; the others are only
+compared with.
 """
 
 import argparse
@@ -23,15 +23,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lab_jobs
-
-from ringweave.benchmarks.chaos import drawing, faults, session, survivors
-from ringweave.benchmarks.chaos.accounts import Report
+from ringweave_bench.chaos import chaos_session, fault_script, member_impacts
+from ringweave_bench.chaos.chaos_report import ChaosReport
 
 RESTART_S = 10.0
 BARS = {60.0: 0.95, 15.0: 0.88}
 FORMULA = "samples that count / (rate per worker-second without faults x worker-seconds that the faults leave)"
 BATCH = 256
-"""Of job.py."""
+"""Batch size of job.py."""
 
 
 HEAD = ("system", "kills", "goodput", "steps/s without faults", "not slept of a step", "steps", "steps lost")
@@ -39,11 +38,11 @@ HEAD += ("samples lost", "recover p50, s", "p95, s")
 
 
 def main() -> int:
-    """All systems; 1 if ringweave misses the bar, or its goodput is not known."""
+    """Run all systems; return 1 if ringweave misses the bar, or its goodput is not known."""
     options = parse_options()
-    happens = drawing.draw(
-        [faults.KILL],
-        session.targets(lab_jobs.cluster(options)),
+    happens = fault_script.draw_faults(
+        [fault_script.KILL],
+        chaos_session.cluster_targets(lab_jobs.cluster(options)),
         seed=options.seed,
         every_s=options.every,
         until_s=options.until_s - 5,
@@ -74,7 +73,7 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace, happens: Sequence[faults.Fault], system: str) -> lab_jobs.Ended:
+def measure(options: argparse.Namespace, happens: Sequence[fault_script.Fault], system: str) -> lab_jobs.Ended:
     """Returns the job of one system after these faults."""
     elastic = lab_jobs.bounds(options, 3) if system == "ringweave" else None
     return lab_jobs.run(
@@ -91,11 +90,11 @@ def measure(options: argparse.Namespace, happens: Sequence[faults.Fault], system
 
 
 def note(document: dict[str, object], ends: Mapping[str, lab_jobs.Ended]) -> dict[str, Any] | None:
-    """Add to a document what each system did; returns what is said of ringweave, if it is among them."""
+    """Add each system's results to a document; return ringweave's summary, if it is among them."""
     document.update({system: ended.report.to_document() for system, ended in ends.items()})
     if "ringweave" not in ends:
         return None
-    said = lab_jobs.summary(ends["ringweave"], survivors.tolls(ends["ringweave"].events))
+    said = lab_jobs.summary(ends["ringweave"], member_impacts.measure_fault_impacts(ends["ringweave"].events))
     document["checked"] = {key: said[key] for key in ("checks_alike", "samples_counted", "samples_lost", "wrong")}
     return said
 
@@ -105,7 +104,7 @@ def slept_s(options: argparse.Namespace) -> float:
     return options.s_per_sample * BATCH / options.workers
 
 
-def row(system: str, said: Report, slept: float) -> tuple[object, ...]:
+def row(system: str, said: ChaosReport, slept: float) -> tuple[object, ...]:
     """Returns a line of the table."""
     rate = said.fault_free_steps_per_s
     awake = round(1 - slept * rate, 3) if rate else None
@@ -114,7 +113,7 @@ def row(system: str, said: Report, slept: float) -> tuple[object, ...]:
 
 
 def missed(said: Mapping[str, Any], goodput: float | None, every_s: float) -> list[str]:
-    """What was not as it has to be, in words; what could not be measured is not good."""
+    """Return the missed requirements, in words; a quantity that could not be measured counts as missed."""
     bar = BARS.get(every_s, min(BARS.values()))
     is_good = goodput is not None and goodput >= bar
     found = [] if is_good else [f"goodput: {goodput}, the bar is {bar}"]

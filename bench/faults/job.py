@@ -1,4 +1,4 @@
-"""A job to be hurt: learns digits with `ringweave.prepare`, and goes on from its last checkpoint when started again.
+"""A job under faults: learns digits with `ringweave.prepare`, and continues from its last checkpoint after a restart.
 
 ringweave chaos examples/clusters/unequal-nics.yaml --random kill,pause --every 15 -- bench/faults/job.py {disk}
 """
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave import environment
-from ringweave.planning.balancing import Account
+from ringweave.planning.balancing import SampleAccount
 
 BATCH = 256
 NUM_SAMPLES = 6 * BATCH
@@ -69,32 +69,32 @@ def make(width: int) -> nn.Module:
 
 
 class Checks:
-    """What each process says of its samples and parameters in each train step: to compare between processes later."""
+    """Writes each process's samples and parameter checksums of each train step, to compare processes later."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._model = folder, model
         who = os.environ.get(environment.MEMBER) or os.environ.get("RANK", "0")
-        self._file = (folder / f"{who}-{os.getpid()}.txt").open("a", encoding="ascii")
+        self._credentials_file = (folder / f"{who}-{os.getpid()}.txt").open("a", encoding="ascii")
 
     def drawn(self, train_step: int, indices: torch.Tensor) -> None:
-        """A line with the samples that this process computes: how many, and the sum of what stands for each."""
-        account = Account.of(indices.numpy())
+        """Write the samples that this process computes: how many, and the sum of a number for each."""
+        account = SampleAccount.from_indices(indices.numpy())
         self._say(f"drawn {train_step} {account.num_samples} {account.fingerprint}")
 
     def done(self, train_step: int) -> None:
-        """A line with the check of all parameters."""
+        """Write the checksum of all parameters."""
         digest = xxhash.xxh3_64()
         for each in self._model.parameters():
             digest.update(each.detach().numpy().data)
         self._say(f"done {train_step} {digest.hexdigest()}")
 
     def _say(self, line: str) -> None:
-        self._file.write(f"{line}\n")
-        self._file.flush()
+        self._credentials_file.write(f"{line}\n")
+        self._credentials_file.flush()
 
     def end(self, train_step: int) -> None:
-        """The losses on the samples held out and on those of the training, in a file."""
+        """Write the losses on held-out and on training samples to a file."""
         found = {"train_step": train_step}
         for name, is_held_out in (("held_out_loss", True), ("training_loss", False)):
             images, labels = read(held_out=is_held_out)
@@ -104,7 +104,7 @@ class Checks:
 
 
 def parse() -> argparse.Namespace:
-    """What the job is asked to do."""
+    """Parse the job's arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="for checkpoints")
     parser.add_argument("--steps", type=int, default=1_000_000)

@@ -1,12 +1,12 @@
-"""What it takes a newcomer to join: how long its peers wait, and how fast it reads the state from one of them.
+"""Cost of a joining worker: its peers' stall, and its rate of reading the state from one of them.
 
     python bench/faults/joining.py --only peers --joins 4        # two minutes
     python bench/faults/joining.py --only state --rounds 3       # a minute
 
 Peers: in an elastic job one worker after another is killed, and joins again; a stall is the longest step of any peer
-until the newcomer is level, less the usual one. State: two nodes of a lab. One has a model of so many MB with the
-moments of AdamW, three times as much in all; the other one pulls it as `ringweave.prepare` does, giving way to others
-who are not there, checks it and takes it over. The rate counts all of that.
+until the newcomer has caught up, less the usual one. State: two nodes of a lab. One has a model of so many MB with the
+moments of AdamW, three times as much in all. The other one pulls it as `ringweave.prepare` does, with its background
+throttle but without other traffic, verifies it and loads it. The rate counts all of that.
 """
 
 import argparse
@@ -23,24 +23,23 @@ from typing import Any
 
 import lab_jobs
 import torch
+from ringweave_bench.chaos import member_impacts
 from torch import nn
 
-from ringweave import lab, units, wire
-from ringweave.benchmarks.chaos import survivors
-from ringweave.training.elastic.state import JobState
-from ringweave.wire.pacing import GivingWay
-from ringweave.wire.states import Shelf
+from ringweave import lab, rpc, units
+from ringweave.rpc.state_transfer import BackgroundThrottle, StateServer
+from ringweave.training.elastic.training_state import TrainingState
 
 BAR = 0.8
 BAR_STEPS = 1.0
-"""So many steps peers may stall."""
+"""Longest stall of peers, in steps."""
 _CALM_S, _BETWEEN_S = 12.0, 24.0
 _WIDTH = 1000
 _NAME = "state"
 
 
-def make(num_megabytes: float, num_steps: int) -> tuple[nn.Module, JobState]:
-    """A model after so many steps, and its state."""
+def make(num_megabytes: float, num_steps: int) -> tuple[nn.Module, TrainingState]:
+    """Return a model after so many steps, and its state."""
     torch.manual_seed(num_steps)
     num_layers = max(1, round(num_megabytes * 1e6 / 4 / _WIDTH**2))
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(num_layers)))
@@ -48,44 +47,44 @@ def make(num_megabytes: float, num_steps: int) -> tuple[nn.Module, JobState]:
     for _ in range(num_steps):
         model(torch.randn(1, _WIDTH)).sum().backward()
         optimizer.step()
-    return model, JobState(model, optimizer, {})
+    return model, TrainingState(model, optimizer, {})
 
 
 def give(address: str, credentials: str, num_megabytes: float) -> None:
-    """Offer the state until standard input ends; prints the port."""
+    """Publish the state until standard input ends; print the port."""
     _, kept = make(num_megabytes, 2)
-    shelf = Shelf()
-    with wire.Server(wire.Tls(wire.Credentials.load_from(credentials)), shelf.handlers(), roles=("worker",)).start(
-        address
-    ) as server:
-        shelf.offer(_NAME, kept.to_buffers())
+    shelf = StateServer()
+    with rpc.RpcServer(
+        rpc.TlsAuthentication(rpc.Credentials.load_from(credentials)), shelf.handlers(), roles=("worker",)
+    ).start(address) as server:
+        shelf.publish(_NAME, kept.to_buffers())
         print(server.port, flush=True)
         sys.stdin.read()
 
 
 def take(address: str, port: int, credentials: str, num_megabytes: float, rounds: int) -> None:
-    """Pull it so many times; prints what each took."""
-    trust = wire.Tls(wire.Credentials.load_from(credentials))
+    """Pull the state so many times; print each time."""
+    trust = rpc.TlsAuthentication(rpc.Credentials.load_from(credentials))
     found = []
     for _ in range(rounds):
         _, own = make(num_megabytes, 0)
         started_s = time.perf_counter()
-        pace = GivingWay(lambda: 0.0, threading.Event())
-        num_bytes = own.pull(address, port, trust, _NAME, timeout_s=300.0, pace=pace)
+        pace = BackgroundThrottle(lambda: 0.0, threading.Event())
+        num_bytes = own.fetch_from_peer(address, port, trust, _NAME, timeout_s=300.0, throttle=pace)
         found.append({"bytes": num_bytes, "seconds": time.perf_counter() - started_s})
     print(json.dumps({"rounds": found, "alike": bool(found) and is_alike(own, make(num_megabytes, 2)[1])}))
 
 
-def is_alike(one: JobState, other: JobState) -> bool:
-    """Parameters, moments and all that goes along have the same bits."""
+def is_alike(one: TrainingState, other: TrainingState) -> bool:
+    """Return True if parameters, moments and all other state have the same bits."""
     mine, its = one.to_buffers(), other.to_buffers()
     return mine.keys() == its.keys() and all(bytes(mine[name]) == bytes(its[name]) for name in mine)
 
 
 def state(options: argparse.Namespace) -> dict[str, Any]:
-    """Both processes in a lab of two nodes."""
+    """Measure the state transfer between two nodes of a lab."""
     two = argparse.Namespace(**{**vars(options), "workers": 2})
-    authority = wire.Authority("joining")
+    authority = rpc.CertificateAuthority("joining")
     place = lab.up(lab_jobs.cluster(two), f"joining-{os.getpid()}")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +113,7 @@ def state(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def peers(options: argparse.Namespace) -> dict[str, Any]:
-    """An elastic job whose workers are killed one after another, and join again."""
+    """Run an elastic job whose workers are killed one after another, and join again."""
     lines = [
         f"at {_CALM_S + _BETWEEN_S * number:g}s kill worker {1 + number % (options.workers - 1)}"
         for number in range(options.joins)
@@ -123,11 +122,11 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
     ended = lab_jobs.run(
         options, lab_jobs.parse(lines, options), until_s=until_s, elastic=lab_jobs.bounds(options), name="peers"
     )
-    return lab_jobs.summary(ended, survivors.tolls(ended.events))
+    return lab_jobs.summary(ended, member_impacts.measure_fault_impacts(ended.events))
 
 
 def rows_of_peers(said: dict[str, Any]) -> list[tuple[object, ...]]:
-    """A row for each join, the head first."""
+    """Return a row for each join, the head first."""
     head = ("joined", "usual step, s", "longest stall of a peer, steps (bar 1)", "level after, s", "behind by, steps")
     found = [
         (each["newcomers"], usual_s, each["stall_s"] / usual_s, each["level_s"], each["lost_s"] / usual_s)
@@ -138,7 +137,7 @@ def rows_of_peers(said: dict[str, Any]) -> list[tuple[object, ...]]:
 
 
 def main() -> int:
-    """Measure; 1 if a bar is missed."""
+    """Measure; return 1 if a bar is missed."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=25.0, help="of parameters")
     parser.add_argument("--rounds", type=int, default=3)
@@ -170,7 +169,7 @@ def main() -> int:
 
 
 def missed_by_peers(said: dict[str, Any], num_joins: int) -> list[str]:
-    """What of the joins was not as it has to be, in words."""
+    """Return the missed requirements of joins, in words."""
     found, joins = lab_jobs.missed(said), said["joins"]
     found += [f"{len(joins)} times workers joined, not {num_joins}"] if not joins or len(joins) < num_joins else []
     for number, each in enumerate(joins, start=1):
@@ -181,20 +180,20 @@ def missed_by_peers(said: dict[str, Any], num_joins: int) -> list[str]:
 
 
 def fraction_of_link(options: argparse.Namespace, found: dict[str, Any]) -> float | None:
-    """Median rate of the state, by the link's raw rate; None if it was never pulled."""
+    """Return the median rate of the state over the link's raw rate; None if it was never pulled."""
     rates = [each["bytes"] / each["seconds"] for each in found["rounds"]]
     return statistics.median(rates) / units.parse_rate(options.rate) if rates else None
 
 
 def missed_by_state(found: dict[str, Any], part: float | None) -> list[str]:
-    """What of the state's way was not as it has to be, in words."""
+    """Return the missed requirements of the state transfer, in words."""
     wrong = [] if found["alike"] else ["the state that was pulled is not that which was offered"]
     is_good = part is not None and part >= BAR
     return wrong + ([] if is_good else [f"state at {part} of the link's raw rate, the bar is {BAR}"])
 
 
 def show_state(options: argparse.Namespace, found: dict[str, Any], part: float | None) -> None:
-    """Print what was found, and leave it."""
+    """Print and save the results."""
     rows: list[tuple[object, ...]] = [("state, MB", "s", "of the link's raw rate (bar 0.8)", "bit for bit")]
     rows += [(round(each["bytes"] / 1e6, 1), round(each["seconds"], 3), "", "") for each in found["rounds"]]
     rows.append(("median", "", part, found["alike"]))

@@ -9,8 +9,8 @@ inside a bucket, commit (before and after) and optimizer. The report counts the 
 death at another one than was drawn is a miss. --outside sends it from outside, whenever it is time. The next one comes
 when all victims train again, or later. The parameters of all members are compared bit by bit, step by step.
 
-With --coordinators each kill is of the coordinator that decides, and of a member right after it, from outside: the
-other coordinator shows that it has taken over by the epoch that it forms without that member. Fail-over is the time
+With --coordinators each kill is of the active coordinator, and of a member right after it, from outside: the
+other coordinator has taken over when it publishes the generation without that member. Fail-over is the time
 until then.
 """
 
@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import lab_jobs
-
-from ringweave.benchmarks.chaos import drawing, survivors
-from ringweave.benchmarks.chaos.faults import COORDINATOR, KILL, MOMENTS, Fault
+from ringweave_bench.chaos import fault_script, member_impacts
+from ringweave_bench.chaos.fault_script import COORDINATOR, KILL, MOMENTS, Fault
 
 BAR_S = 1.5
 """95 % of stalls are shorter."""
@@ -35,26 +34,26 @@ _BACK_S = 30.0
 
 
 def draw(num_kills: int, workers: int, *, seed: int, every_s: float, calm_s: float, outside: bool) -> list[Fault]:
-    """Victims and moments at random, each moment as often as the others; no worker twice in a row."""
+    """Draw victims and moments, each moment as often as the others; no worker twice in a row."""
     rng, found, last = random.Random(seed), [], -1
     moments = [MOMENTS[index % len(MOMENTS)] for index in range(num_kills)]
     rng.shuffle(moments)
     for index, moment in enumerate(moments):
         victim = rng.choice([rank for rank in range(workers) if rank != last])
         last, at_s = victim, calm_s + index * every_s + rng.random()
-        said = "" if outside else drawing.draw_moment(rng, [moment], lab_jobs.NUM_SUMS)
+        said = "" if outside else fault_script.draw_moment(rng, [moment], lab_jobs.NUM_SUMS)
         found.append(Fault(at_s=round(at_s, 2), kind=KILL, target=str(victim), moment=said))
     return found
 
 
 def with_coordinators(kills: Sequence[Fault]) -> list[Fault]:
-    """Right before each kill one of the coordinator that decides."""
+    """Insert a kill of the active coordinator right before each kill."""
     before = [Fault(at_s=round(each.at_s - _SOON_S, 2), kind=KILL, target=COORDINATOR) for each in kills]
     return sorted([*kills, *before], key=lambda each: each.at_s)
 
 
 def main() -> int:
-    """So many kills; 1 if a bar is missed."""
+    """Run the kills; return 1 if a bar is missed."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
@@ -74,7 +73,7 @@ def main() -> int:
     happens = with_coordinators(happens) if options.coordinators else happens
     until_s = options.calm + options.kills * options.every + _BACK_S
     ended = lab_jobs.run(options, happens, until_s=until_s, elastic=lab_jobs.bounds(options), restart_s=10.0)
-    found = survivors.tolls(ended.events)
+    found = member_impacts.measure_fault_impacts(ended.events)
     said = lab_jobs.summary(ended, found)
     rows = lab_jobs.toll_rows(found)
     rows += [(f"killed during {moment}", number, *[""] * 3) for moment, number in sorted(said["moments"].items())]
@@ -86,7 +85,7 @@ def main() -> int:
 
 
 def missed(said: dict[str, Any], num_kills: int, *, of_coordinators: bool) -> list[str]:
-    """What bar was missed, in words."""
+    """Return the missed bars, in words."""
     found = lab_jobs.missed(said, are_back=True)
     found += [f"{said['faults']} members were killed, not {num_kills}"] if said["faults"] != num_kills else []
     num_known = sum(each["stall_s"] is not None for each in said["each"])

@@ -1,13 +1,11 @@
-"""What the benches of faults share: a job under chaos in a lab of so many workers, and what is checked of it always.
+"""Shared parts of the benches of faults: a job under chaos in a lab of so many workers, and its checks.
 
-Links are slow and the model is small, so that the network sets the pace and processors idle: on two of them, eight
+Links are slow and the model is small, so that the network limits the speed and processors idle: on two of them, eight
 workers that compute would leave nothing to one that starts.
 
-Every figure comes from the job's `events.jsonl`, and from the files in which each process left the check of its
+Every figure comes from the job's `events.jsonl`, and from the files in which each process writes the checksum of its
 parameters after every train step.
 """
-
-# Longer than a file should be: all that the benches of faults share, from the job to the table.
 
 import argparse
 import json
@@ -20,26 +18,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ringweave_bench import machine_description
+from ringweave_bench.chaos import chaos_session, fault_script, job_history
+from ringweave_bench.chaos.chaos_job import TORCHFT
+from ringweave_bench.chaos.chaos_report import ChaosReport
+from ringweave_bench.chaos.chaos_session import ChaosPlan
+from ringweave_bench.chaos.fault_script import Fault
+from ringweave_bench.chaos.member_impacts import FaultImpact
+
 from ringweave import telemetry, topology
-from ringweave.benchmarks import machine
-from ringweave.benchmarks.chaos import faults, histories, session, times
-from ringweave.benchmarks.chaos.accounts import Report
-from ringweave.benchmarks.chaos.doing.jobs import TORCHFT
-from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.session import Plan
-from ringweave.benchmarks.chaos.survivors import Toll
 from ringweave.errors import UsageError
-from ringweave.planning.balancing import Account
+from ringweave.planning.balancing import SampleAccount
 from ringweave.topology import Cluster
 
+# A long file on purpose: all that the benches of faults share, from the job to the table.
+
+
 DIGITS = 16
-"""Of a check."""
+"""Length of a checksum."""
 STEPS_AN_EPOCH = 6
-"""Of job.py."""
+"""Train steps of job.py per pass over the data."""
 NUM_SUMS = 3
-"""Of a train step of job.py, with layers as wide as they are here: moments inside a bucket are drawn among so many."""
+"""Allreduces in a train step of job.py, with layers as wide as here; moments inside a bucket are drawn among them."""
 _BEFORE = 3
-"""Steps before one that lost samples, in which its members' shares are looked for."""
+"""Steps before one that lost samples, from which its members' shares are taken."""
 JOB = Path(__file__).with_name("job.py")
 RESULTS = Path(__file__).parents[1] / "results" / "faults"
 
@@ -48,30 +50,30 @@ RESULTS = Path(__file__).parents[1] / "results" / "faults"
 class Ended:
     """A job after its faults."""
 
-    report: Report
+    report: ChaosReport
     events: list[telemetry.Event]
     checks: Path
     """Folder of the checks of each process."""
     end: dict[str, Any] | None
     """Train steps and losses; None if the job was stopped before its end."""
     asked_steps: int | None = None
-    """Train steps after which it was to end; None: when its time was over."""
+    """Train steps after which it was to end; None: it was to run for a fixed time."""
     is_elastic: bool = True
-    """Its workers were to be members."""
+    """True if its workers were to be members."""
 
     def wrong_end(self) -> list[str]:
-        """In words that it ended otherwise than it was to; nothing if it did not."""
+        """Return texts about a wrong end of the job; none if it ended as it should."""
         if self.asked_steps is None:
-            how = histories.outcome(self.events)
+            how = job_history.chaos_outcome(self.events)
             return [] if how == "stopped" else [f"the job did not go on until its time was over: {how or 'no end'}"]
         done = self.end["train_step"] if self.end else "an unknown number of"
         return [] if done == self.asked_steps else [f"the job ended after {done} train steps, not {self.asked_steps}"]
 
     def check_alike(self) -> int:
-        """How many (process, step) pairs have the same parameters as the others after that step.
+        """Count the (process, step) pairs that have the same parameters as the others after that step.
 
         Raises:
-            AssertionError: Two differ by a bit, or there are none.
+            AssertionError: Two differ by a bit, or there are no pairs.
         """
         known: dict[str, str] = {}
         num_pairs = 0
@@ -85,28 +87,28 @@ class Ended:
         return num_pairs
 
     def check_samples(self) -> tuple[int, int]:
-        """(samples that counted, samples lost) in epochs of the data that are complete, by what each process drew.
+        """Return (samples committed, samples lost) in complete passes over the data, by the processes' draws.
 
-        A step's samples are those that its members drew. Who they are the event `samples_lost` says, where some of
-        those who drew are not among them; else the last epoch that began before the step was committed: who was put
-        out may have drawn what the others drew anew.
+        A step's samples are those that its members drew. The event `samples_lost` names the members if some processes
+        that drew samples are not among them; else they are those of the last generation before the step's commit:
+        an evicted worker may have drawn samples that the others drew again.
 
         Raises:
-            AssertionError: No epoch is complete; an epoch's books say another number, or other samples; or what they
-                miss is not what was lost, step by step, with members who were gone.
+            AssertionError: No pass is complete; the accounts of a pass have another number, or other samples; or the
+                samples missing there were not lost, step by step, with members that were gone.
         """
         gone = [event for event in self.events if event["kind"] == "samples_lost"]
         within = {event["reduction"]: event["members"] for event in gone}
         epochs = [event for event in self.events if event["kind"] == "epoch_begun"]
-        totals: dict[int, Account] = {}
+        totals: dict[int, SampleAccount] = {}
         for reduction, member, own in self._drawn():
             if member in (within.get(reduction) or _members_at(epochs, reduction) or [member]):
                 epoch = (reduction - 1) // STEPS_AN_EPOCH
-                totals[epoch] = totals.get(epoch, Account()) + own
+                totals[epoch] = totals.get(epoch, SampleAccount()) + own
         books = {event["epoch"]: event for event in self.events if event["kind"] == "samples_accounted"}
         num_counted = num_lost = 0
         for epoch, event in books.items():
-            found = totals.get(epoch, Account())
+            found = totals.get(epoch, SampleAccount())
             if (found.num_samples, f"{found.fingerprint:016x}") != (event["samples"], event["fingerprint"]):
                 raise AssertionError(f"epoch {epoch}: processes drew {found}, the books say {event}")
             num_counted, num_lost = num_counted + found.num_samples, num_lost + event["expected"] - found.num_samples
@@ -117,7 +119,7 @@ class Ended:
         return num_counted, num_lost
 
     def _check_lost(self, gone: Sequence[telemetry.Event]) -> None:
-        """No step lost more than the shares of those who were gone.
+        """Check that no step lost more than the shares of the members that were gone.
 
         Raises:
             AssertionError: One did.
@@ -136,16 +138,16 @@ class Ended:
         for event in gone:
             reduction = event["reduction"]
             share = max((drawn.get(reduction - back, 0) for back in range(_BEFORE)), default=0)
-            share += 1  # what does not divide among those who were there may have been with who is gone
+            share += 1  # the remainder of a division among members may have been with a lost one
             assert event["lost"] <= missing[reduction] * share, (
                 f"step {reduction}: {event['lost']} samples lost with {missing[reduction]} members of {share} at most"
             )
 
-    def _drawn(self) -> Iterator[tuple[int, str, Account]]:
-        """(step, process, its samples) of every line that says so."""
+    def _drawn(self) -> Iterator[tuple[int, str, SampleAccount]]:
+        """Yield (step, process, its samples) of every line about samples."""
         for member, (word, step, *rest) in self._said():
             if word == "drawn" and len(rest) == 2:
-                yield int(step), member, Account(num_samples=int(rest[0]), fingerprint=int(rest[1]))
+                yield int(step), member, SampleAccount(num_samples=int(rest[0]), fingerprint=int(rest[1]))
 
     def _said(self) -> Iterator[tuple[str, list[str]]]:
         """(process, words) of every line."""
@@ -156,13 +158,13 @@ class Ended:
 
 
 def _members_at(epochs: Sequence[telemetry.Event], reduction: int) -> list[str]:
-    """Of the last of them that began before that step was committed; nobody if there is none."""
+    """Return the members of the last generation that began before that step was committed; empty if there is none."""
     before = [event for event in epochs if event["committed"] < reduction]
     return max(before, key=lambda event: (event["term"], event["number"]), default={"members": []})["members"]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of every bench."""
+    """Return a parser with the options of every bench."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--workers", type=int, default=8)
     made.add_argument("--rate", default="25Mbit/s", help="of every node's NIC")
@@ -177,7 +179,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def cluster(options: argparse.Namespace) -> Cluster:
-    """So many nodes that are alike, on one switch."""
+    """Return a cluster of equal nodes on one switch."""
     return topology.loads(
         f"name: faults\nnodes:\n  - {{name: a, nic: {options.rate}, devices: 1, count: {options.workers}}}\n"
         "latency: 50us\n"
@@ -199,7 +201,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
 ) -> Ended:
     """Run the job in a lab under these faults, for so long or so many steps; `more` are further options of it.
 
-    The samples of a step need be told of systems that do not tell them.
+    The samples of a step are only needed for systems that do not report them.
     """
     kept = options.keep / name if options.keep else Path(tempfile.mkdtemp(prefix="ringweave-faults-"))
     checks = kept / "checks"
@@ -209,7 +211,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     script += ["--fresh"] if elastic else []
     script += ["--steps", str(steps)] if steps else []
     script += more
-    plan = Plan(
+    plan = ChaosPlan(
         system=system,
         script=script,
         faults=happens,
@@ -221,11 +223,13 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     hit = cluster(options)
     if not options.again:
         print(f"events and logs: {kept}", file=sys.stderr, flush=True)
-        session.run(plan, hit, lambda text: print(text, file=sys.stderr, flush=True))
-    events = histories.said_once(times.steady(list(telemetry.read(kept / "events.jsonl"))))
+        chaos_session.run_chaos(plan, hit, lambda text: print(text, file=sys.stderr, flush=True))
+    events = job_history.drop_repeated_losses(
+        job_history.correct_times(list(telemetry.read_events(kept / "events.jsonl")))
+    )
     end = checks / "end.json"
     return Ended(
-        report=session.judge(events, hit, happens, restart_s, samples_per_step),
+        report=chaos_session.judge_events(events, hit, happens, restart_s, samples_per_step),
         events=events,
         checks=checks,
         end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,
@@ -235,22 +239,22 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
 
 
 def parse(lines: Sequence[str], options: argparse.Namespace) -> tuple[Fault, ...]:
-    """Faults of a bench."""
-    return faults.parse("\n".join(lines), session.targets(cluster(options)))
+    """Parse the faults of a bench."""
+    return fault_script.parse_faults("\n".join(lines), chaos_session.cluster_targets(cluster(options)))
 
 
-def toll_rows(found: Sequence[Toll]) -> list[tuple[object, ...]]:
-    """Rows of a table, the head first."""
+def toll_rows(found: Sequence[FaultImpact]) -> list[tuple[object, ...]]:
+    """Return rows of a table, the head first."""
     head = ("fault", "longest stall of a survivor, s", "new epoch after, s", "back after, s", "steps as a zombie")
     return [head, *((each.fault, each.stall_s, each.epoch_s, each.back_s, each.steps_as_zombie) for each in found)]
 
 
-def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
-    """What every bench that hurts an elastic job says of it.
+def summary(ended: Ended, found: Sequence[FaultImpact]) -> dict[str, Any]:
+    """Summarise an elastic job under faults, as every bench does.
 
-    Samples are compared with the books where the job was never started anew, for then its steps count from 1 again; a
-    job that is not elastic keeps none. Parameters that differ by a bit, samples that are not those which the books
-    know, and an end that was not wanted are `wrong`, in words: `missed` has them.
+    Samples are compared with the accounts only if the job never restarted as a whole, since its steps then count from 1
+    again; a job that is not elastic keeps no accounts. Parameters that differ by a bit, samples that the accounts do
+    not have, and a wrong end are in `wrong`, in words; `missed` includes them.
     """
     report, wrong = ended.report, []
     num_counted = num_lost = num_alike = None
@@ -290,9 +294,9 @@ def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
 
 
 def missed(said: Mapping[str, Any], *, are_back: bool = False) -> list[str]:
-    """What every job of these has to do, under faults or not, and this one did not, in words.
+    """Return the requirements of every job that this one missed, in words.
 
-    With `are_back` all victims have to have come back, and nobody to have been put out whom no fault had hit.
+    With `are_back` all victims must have come back, and no member that no fault had hit may have been evicted.
     """
     found = [*said["wrong"], *said["broken"], *(f"{fault}: never began" for fault in said["never_began"])]
     found += said["at_other_moments"]
@@ -304,21 +308,21 @@ def missed(said: Mapping[str, Any], *, are_back: bool = False) -> list[str]:
 
 
 def verdict(found: Sequence[str]) -> int:
-    """Say what was missed; the exit code of a bench."""
+    """Print the missed requirements; return the exit code of a bench."""
     for each in found:
         print(f"missed: {each}")
     return 1 if found else 0
 
 
 def over(what: str, value: float | None, bar: float) -> list[str]:
-    """In words that a value is above its bar, or not known; nothing if it is not."""
+    """Return a text if a value is above its bar, or unknown; else nothing."""
     if value is not None and value <= bar:
         return []
     return [f"{what}: {'not known' if value is None else f'{value:g}'}, the bar is {bar:g}"]
 
 
 def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]]:
-    """The same for a table."""
+    """Return the summary's rows of a table."""
     names = {
         "attempts": "times that the job was started",
         "steps_lost": "train steps lost (bar 0)",
@@ -344,7 +348,7 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
 def conclude(
     options: argparse.Namespace, name: str, document: Mapping[str, Any], rows: Sequence[Sequence[object]]
 ) -> None:
-    """Print the table, and leave the document with where and when it was measured."""
+    """Print the table, and write the document with place and time of the measurement."""
     show(rows)
     leave(options.out, name, whole(options, document))
 
@@ -358,16 +362,16 @@ def show(rows: Sequence[Sequence[object]]) -> None:
 
 
 def whole(options: argparse.Namespace, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of a bench with what its job was."""
+    """Return the document of a bench with its job's options."""
     return {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document}
 
 
 def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:
-    """Write the document of a bench, with where and when it was measured; None is the folder of results."""
+    """Write the document of a bench, with place and time of the measurement; None: to the folder of results."""
     date = time.strftime("%Y-%m-%d", time.gmtime())
     load = [round(each, 1) for each in os.getloadavg()]
     whole = {"kind": "measured", "bench": name, **document, "machine": {"cpus": os.cpu_count(), "load": load}}
-    whole |= {"date": date, "git_commit": machine.describe()["git_commit"]}
+    whole |= {"date": date, "git_commit": machine_description.describe_machine()["git_commit"]}
     path = out or RESULTS / f"{date}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
@@ -375,7 +379,7 @@ def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:
 
 
 def bounds(options: argparse.Namespace, least: int = 1) -> str:
-    """What `--elastic` is given."""
+    """Return the value of `--elastic`."""
     if options.workers < 2:
         raise UsageError(f"--workers: {options.workers}, expected at least 2. Somebody has to survive.")
     return f"{least}:{options.workers}"

@@ -19,30 +19,40 @@ from dataclasses import replace
 from typing import Any
 
 import lab_jobs
-
-from ringweave.benchmarks.chaos import drawing, session, survivors
-from ringweave.benchmarks.chaos.faults import CLOCK, COORDINATOR, CUT, FILL, KILL, MOMENTS, PAUSE, SLOW, Fault, Targets
+from ringweave_bench.chaos import chaos_session, fault_script, member_impacts
+from ringweave_bench.chaos.fault_script import (
+    CLOCK,
+    COORDINATOR,
+    CUT,
+    FILL,
+    KILL,
+    MOMENTS,
+    PAUSE,
+    SLOW,
+    Fault,
+    FaultTargets,
+)
 
 BAR = 0.005
-"""By so much the loss may differ."""
+"""Largest relative difference of the loss."""
 LEAST_LOSS = 0.05
-"""One that is lower says little by its ratio to another one."""
+"""Smallest loss; the ratio of smaller ones says little."""
 _LASTS_S = 4.0
 _CALM_S = 10.0
 _LR_STEPS = 0.04
 """Learning rate times steps: 1e-4 for 400 of them."""
 
 
-def draw(targets: Targets, kinds: list[str], num_faults: int, seed: int, every_s: float) -> tuple[Fault, ...]:
-    """So many faults."""
+def draw(targets: FaultTargets, kinds: list[str], num_faults: int, seed: int, every_s: float) -> tuple[Fault, ...]:
+    """Draw so many faults."""
     until_s = _CALM_S + 10 * every_s * num_faults
-    return drawing.draw(kinds, targets, seed=seed, every_s=every_s, until_s=until_s, lasts_s=_LASTS_S, calm_s=_CALM_S)[
-        :num_faults
-    ]
+    return fault_script.draw_faults(
+        kinds, targets, seed=seed, every_s=every_s, until_s=until_s, lasts_s=_LASTS_S, calm_s=_CALM_S
+    )[:num_faults]
 
 
 def main() -> int:
-    """Without faults, then with each of the seeds; 1 if a bar is missed."""
+    """Run without faults, then with each of the seeds; return 1 if a bar is missed."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--faults", type=int, default=30, help="of each job")
     parser.add_argument("--every", type=float, default=3.0)
@@ -65,7 +75,7 @@ def main() -> int:
 def _happens(options: argparse.Namespace, seed: int) -> tuple[Fault, ...]:
     kinds = [KILL, PAUSE, CUT, SLOW, FILL, *([CLOCK] if options.clocks else [])]
     targets = replace(
-        session.targets(lab_jobs.cluster(options)),
+        chaos_session.cluster_targets(lab_jobs.cluster(options)),
         moments=MOMENTS,
         num_buckets=lab_jobs.NUM_SUMS,
         services=(COORDINATOR,),
@@ -74,8 +84,8 @@ def _happens(options: argparse.Namespace, seed: int) -> tuple[Fault, ...]:
 
 
 def _judge(options: argparse.Namespace, seed: int, hurt: lab_jobs.Ended, calm: lab_jobs.Ended) -> list[str]:
-    """Print what the faults of a job did, and leave it; what was missed."""
-    found = survivors.tolls(hurt.events)
+    """Print and save the results of a job under faults; return the missed requirements."""
+    found = member_impacts.measure_fault_impacts(hurt.events)
     said = lab_jobs.summary(hurt, found)
     losses = [each.end["held_out_loss"] if each.end else None for each in (hurt, calm)]
     apart = abs(losses[0] / losses[1] - 1) if None not in losses else None
@@ -99,7 +109,7 @@ def _judge(options: argparse.Namespace, seed: int, hurt: lab_jobs.Ended, calm: l
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:
-    """What was not as it has to be, in words."""
+    """Return the missed requirements, in words."""
     found = lab_jobs.missed(said)
     found += [f"{said['begun']} faults began, not {said['wanted']}"] if said["begun"] != said["wanted"] else []
     found += lab_jobs.over("losses are apart by", said["apart"], BAR)

@@ -1,10 +1,10 @@
-"""What fault tolerance costs while nothing fails: seconds of a train step with --elastic and without, in turns.
+"""Overhead of fault tolerance while nothing fails: seconds of a train step with --elastic and without, in turns.
 
     python bench/faults/overhead.py --rounds 2 --steps 100   # three minutes
 
 The same job in a lab, first in one way and then in the other, again and again, the order reversed each round. A round's
 figure is the median over its steps after the first few; the ratio is of the medians over rounds, beside the ratios of
-each round. All jobs have to do all of their steps, with parameters that are alike.
+each round. All jobs must do all of their steps, with equal parameters.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _WARM_STEPS = 30
 
 
 def step_s(events: Sequence[Event]) -> float | None:
-    """Median seconds from one step of a rank to the next, over all ranks; None if there are too few steps."""
+    """Return the median seconds from one step of a rank to the next, over all ranks; None with too few steps."""
     times: dict[int, list[float]] = {}
     for event in events:
         if event["kind"] == "train_step_done":
@@ -32,7 +32,7 @@ def step_s(events: Sequence[Event]) -> float | None:
 
 
 def main() -> int:
-    """So many rounds; 1 if the bar is missed."""
+    """Run the rounds; return 1 if the bar is missed."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """None if one is not known, or there are none."""
+    """Return the median; None if one is not known, or there are none."""
     known = [each for each in values if each is not None]
     return statistics.median(known) if known and len(known) == len(values) else None
 

@@ -1,4 +1,4 @@
-"""A job in rings to be hurt: learns digits in mode ps-hra, and tells when each of its steps was done.
+"""A job in rings under faults: learns digits in mode ps-hra, and writes when each of its steps was done.
 
 ringweave run --elastic 2:8 --workers 8 --mode ps-hra bench/faults/ring_job.py --checks FOLDER
 """
@@ -20,7 +20,7 @@ from ringweave.training import Asynchronous
 
 
 def parse() -> argparse.Namespace:
-    """What the job is asked to do."""
+    """Parse the job's arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checks", type=Path, required=True, help="folder for what each process says of its steps")
     parser.add_argument("--epochs", type=int, default=1_000_000)
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train; a line for each step: when it was done, on the clock that all processes share, and a check."""
+    """Train, and write a line for each step: its time on the clock that all processes share, and a checksum."""
     options = parse()
     torch.set_num_threads(1)
     images, labels = (each.repeat(options.repeat, *[1] * (each.dim() - 1)) for each in read())
@@ -52,7 +52,7 @@ def main() -> None:
                 functional.cross_entropy(model(x), y).backward()
                 time.sleep(options.pause_s)
                 optimizer.step()
-                place = loader.ring_place
+                place = loader.ring_cursor
                 digest = xxhash.xxh3_64()
                 for each in bare.parameters():
                     digest.update(each.detach().numpy().data)

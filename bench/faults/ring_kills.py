@@ -1,16 +1,16 @@
-"""How long rings stall, and how long the others do, when members and representatives of rings are killed.
+"""Stalls of rings, and of the other rings, when members and representatives of rings are killed.
 
     python bench/faults/ring_kills.py --kills 10                  # three minutes
     python bench/faults/ring_kills.py --kills 50 --seed 1         # a quarter of an hour
 
 A job in a lab in mode ps-hra under --elastic. Each kill is a SIGKILL from outside at a random moment; by turns it hits
 a ring's representative and another member. Stalls are the longest time between two steps around the kill, less the
-usual time of a step. The same longest time where nothing was killed is taken of the other rings: a busy machine makes
-gaps of its own. Another ring has stood still if a worker of it waited for a whole step longer than it did where nothing
-was killed; but at the end of an epoch of the data all rings meet, and wait for one that lost a member in its last step:
-what that takes is said apart, and is bounded like a ring's own stall. Parameters of a ring's members are compared bit
-by bit, push by push; each push has to have made one version on the server, and no other one; and accounts of epochs
-have to add up.
+usual time of a step. For the other rings the same longest time before the kill is measured too, since a busy machine
+makes gaps of its own. Another ring has stalled if a worker of it waited a whole step longer than before the kill. At
+the end of a pass over the data all rings meet at a barrier, and wait for a ring that lost a member in its last step:
+that time is reported separately, and is bounded like a ring's own stall. The parameters of a ring's members are
+compared bit by bit, push by push; each push must have made exactly one version on the server, and there must be no
+other version; and the accounts of the passes must add up.
 """
 
 import argparse
@@ -29,36 +29,37 @@ from typing import Any
 import lab_jobs
 import ring_runs
 from ring_runs import Done, Run, Waits, longest_apart, longest_s, usual_s
-
-from ringweave.benchmarks.chaos import session
-from ringweave.benchmarks.chaos.quantiles import quantile
+from ringweave_bench.chaos import chaos_session
+from ringweave_bench.chaos.member_impacts import quantile
 
 BAR_S = 1.5
 WINDOW_S = 3.0
-"""After a kill: what the ring does in it is laid to the kill."""
+"""Time after a kill in which stalls of its ring are attributed to it."""
 OTHERS_S = 0.9
-"""The same for other rings: after a second the victim is started again, which takes a processor for seconds."""
+"""The same for other rings. It is short because a second later the victim restarts, which takes seconds of a
+processor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """What one kill cost; measured."""
+    """Measured effects of one kill."""
 
     victim: str
     was_representative: bool
     at_s: float
-    """On the clock of the processes."""
+    """Time of the kill, on the clock of the processes."""
     ring_s: float | None
-    """Of the survivor of its ring that it was longest for; None if one made no step any more."""
+    """Longest stall of a survivor of its ring; None if one made no step any more."""
     others_s: float | None
-    """Of the worker of another ring that it was longest for, before the victim was started again; None likewise. What
-    rings wait for each other at the end of an epoch is not in it."""
+    """Longest stall of a worker of another ring before the victim was started again, without waits at the barrier; None
+    if one made no step any more."""
     meeting_s: float
-    """That: from the last step of an epoch to the first of the next one, if one ended then, less a usual step; or 0."""
+    """Time at the barrier, from the last step of a pass to the first of the next one, less a usual step; 0 if no pass
+    ended."""
     quiet_s: float
-    """Of the same workers in a window as long before the kill."""
+    """Longest stall of the same workers in an equally long window before the kill."""
     step_s: float
-    """Their usual step."""
+    """Their usual step time."""
     num_peers: int
     """Survivors of its ring."""
     num_others: int
@@ -66,12 +67,12 @@ class Stall:
 
     @property
     def stopped_others(self) -> bool:
-        """Another ring stood still for a step."""
+        """True if another ring stalled for a step."""
         return self.others_s is None or self.others_s - self.quiet_s >= self.step_s
 
 
 def judge(victim: str, was_representative: bool, at_s: float, steps: Mapping[str, Sequence[Done]]) -> Stall:
-    """What a kill cost, by the steps of all processes."""
+    """Measure the effects of a kill from the steps of all processes."""
     rings = {name: _ring(each, at_s) for name, each in ring_runs.alive_at(steps, at_s).items()}
     ring = _ring(steps[victim], at_s)
     own = [steps[name] for name, of in rings.items() if of == ring and name != victim]
@@ -102,19 +103,19 @@ def _stall_s(each: Sequence[Done], since_s: float, window_s: float) -> float | N
 
 
 def _of_another_ring(each: Sequence[Done], since_s: float) -> Waits | None:
-    """Less a usual step."""
+    """Return the waits, less a usual step."""
     found = longest_apart(each, since_s, since_s + OTHERS_S)
     return found and Waits(*(max(0.0, wait_s - usual_s(each)) for wait_s in found))
 
 
 def _longest(stalls: Sequence[float | None]) -> float | None:
-    """None if one of them has no end."""
+    """Return the longest stall; None if one of them has no end."""
     known = [each for each in stalls if each is not None]
     return max(known, default=0.0) if len(known) == len(stalls) else None
 
 
 def hurt(run: Run, options: argparse.Namespace) -> list[tuple[str, bool, float]]:
-    """Kill so often; (victim, whether it was a representative, when)."""
+    """Kill so many times; return (victim, True for a representative, time) of each."""
     rng, killed = random.Random(options.seed), []
     for number in range(options.kills):
         ring_runs.wait_whole(run, options)
@@ -131,7 +132,7 @@ def hurt(run: Run, options: argparse.Namespace) -> list[tuple[str, bool, float]]
 
 
 def summary(stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]) -> dict[str, Any]:
-    """What is said of a run."""
+    """Summarise a run."""
     ring = [each.ring_s for each in stalls if each.ring_s is not None]
     others = [each.others_s for each in stalls if each.others_s is not None]
     quiet = [each.quiet_s for each in stalls]
@@ -154,7 +155,7 @@ def summary(stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]) -> dic
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:
-    """What was not as it has to be, in words."""
+    """Return the missed requirements, in words."""
     found = ring_runs.missed(said)
     num_alone = said["kills_that_nobody_felt"]
     found += [f"{num_alone} kills without a survivor in the ring, or a worker in another one"] if num_alone else []
@@ -165,10 +166,10 @@ def missed(said: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """So many kills; 1 if a bar is missed."""
+    """Run the kills; return 1 if a bar is missed."""
     options = ring_runs.parse(__doc__, kills=10)
     with tempfile.TemporaryDirectory(prefix="ringweave-rings-") as name:
-        with session.ended_cleanly(), Run(options, Path(name)) as run:
+        with chaos_session.signals_as_interrupt(), Run(options, Path(name)) as run:
             killed = hurt(run, options)
             printed = run.end()
         steps = ring_runs.read(run.checks)

@@ -3,12 +3,12 @@
     python bench/faults/ring_mixed.py --faults 60                 # five minutes
     python bench/faults/ring_mixed.py --faults 250 --seed 2       # a quarter of an hour
 
-A job in a lab in mode ps-hra under --elastic with --standby. Kills and stops of workers and of the coordinator that
-decides, cuts and slow links of nodes without a server, drawn as those of mixed.py; besides, the server that leads is
-killed every so often, never twice before the one that is started in its place has everything again: of both at once
-nobody could go on. Afterwards all workers have to train again. Parameters of a ring's members are compared bit by bit,
-push by push; each push of a ring must have made one version on the server, and no other one; and accounts of epochs
-have to add up. No longest wait is asked for: faults overlap, and at the end of an epoch rings wait for each other.
+A job in a lab in mode ps-hra under --elastic with --standby. Kills and stops of workers and of the active coordinator,
+cuts and slow links of nodes without a server, drawn as those of mixed.py. Besides, the leading server is killed every
+so often, but not again before its replacement is up to date, since the job cannot survive the loss of both. Afterwards
+all workers must train again. The parameters of a ring's members are compared bit by bit, push by push; each push of a
+ring must have made exactly one version on the server, and there must be no other version; and the accounts of passes
+must add up. The longest wait has no bar: faults overlap, and at the end of a pass rings wait for each other.
 """
 
 import argparse
@@ -25,11 +25,11 @@ import lab_jobs
 import ring_runs
 from mixed import draw
 from ring_runs import Done
+from ringweave_bench.chaos import chaos_session, job_history
+from ringweave_bench.chaos.chaos_session import ChaosPlan
+from ringweave_bench.chaos.fault_script import COORDINATOR, CUT, KILL, PAUSE, SERVER, SLOW, Fault
 
 from ringweave import telemetry
-from ringweave.benchmarks.chaos import histories, session
-from ringweave.benchmarks.chaos.faults import COORDINATOR, CUT, KILL, PAUSE, SERVER, SLOW, Fault
-from ringweave.benchmarks.chaos.session import Plan
 
 EVERY_S = 4.0
 SERVER_S = 25.0
@@ -43,8 +43,8 @@ _SERVERS = 2
 
 
 def draw_all(options: argparse.Namespace) -> tuple[Fault, ...]:
-    """All faults, those of the server among them, by their time."""
-    targets = session.targets(lab_jobs.cluster(options))
+    """Draw all faults, including those of the server, sorted by time."""
+    targets = chaos_session.cluster_targets(lab_jobs.cluster(options))
     hit = replace(targets, nodes=targets.nodes[_SERVERS:], services=(COORDINATOR,))
     found = list(draw(hit, [KILL, PAUSE, CUT, SLOW], options.kills, options.seed, EVERY_S))
     rng, at_s, last_s = random.Random(options.seed), SERVER_S, found[-1].at_s
@@ -54,28 +54,28 @@ def draw_all(options: argparse.Namespace) -> tuple[Fault, ...]:
     return tuple(sorted(found, key=lambda fault: fault.at_s)[: options.kills])
 
 
-def plan_of(options: argparse.Namespace, happens: Sequence[Fault], out: Path) -> Plan:
-    """The job of these rings, under these faults."""
+def plan_of(options: argparse.Namespace, happens: Sequence[Fault], out: Path) -> ChaosPlan:
+    """Return the job of these rings under these faults."""
     script = ring_runs.script(options, out / "checks")
     flags = [f"--elastic=1:{options.workers}", "--mode=ps-hra", "--standby"]
     until_s = happens[-1].at_s + happens[-1].lasts_s + BACK_S
-    return Plan(system="ringweave", script=script, faults=happens, out=out, options=flags, until_s=until_s)
+    return ChaosPlan(system="ringweave", script=script, faults=happens, out=out, options=flags, until_s=until_s)
 
 
 def silent(steps: Mapping[str, Sequence[Done]], workers: int) -> list[int]:
-    """Slots no process of which trains at the end."""
+    """Return the slots without a process that trains at the end."""
     end_s = max((each[-1].time_s for each in steps.values()), default=0.0)
-    back = {histories.slot_of(name)[0] for name, each in steps.items() if each[-1].time_s > end_s - LAST_S}
+    back = {job_history.parse_member(name)[0] for name, each in steps.items() if each[-1].time_s > end_s - LAST_S}
     return sorted(set(range(workers)) - back)
 
 
 def num_gone(happens: Sequence[Fault]) -> int:
-    """Workers that a fault may have put out: each may take the samples of a step with it."""
+    """Count the workers that a fault may have evicted; the samples of a step may be lost with each."""
     return sum(fault.hits_worker or fault.kind == CUT for fault in happens)
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:
-    """What was not as it has to be, in words."""
+    """Return the missed requirements, in words."""
     found = ring_runs.missed({**said, "never_went_on": 0})
     found += [f"workers {said['silent']} do not train any more"] if said["silent"] else []
     found += [f"{fault}: never began" for fault in said["never_began"]]
@@ -84,13 +84,15 @@ def missed(said: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """So many faults; 1 if something is not as it has to be."""
+    """Run the faults; return 1 if a requirement is missed."""
     options = ring_runs.parse(__doc__, kills=60, repeat=15, option="--faults")  # so that rings meet often
     out = Path(tempfile.mkdtemp(prefix="ringweave-rings-"))
     print(f"events and logs: {out}", file=sys.stderr, flush=True)
     happens = draw_all(options)
     plan = plan_of(options, happens, out)
-    report = session.run(plan, lab_jobs.cluster(options), lambda text: print(text, file=sys.stderr, flush=True))
+    report = chaos_session.run_chaos(
+        plan, lab_jobs.cluster(options), lambda text: print(text, file=sys.stderr, flush=True)
+    )
     steps = ring_runs.read(out / "checks")
     begun = Counter(fault.target if fault.target in (COORDINATOR, SERVER) else fault.kind for fault in happens)
     said = {
@@ -99,7 +101,7 @@ def main() -> int:
         "wanted": dict(begun),
         "never_began": list(report.never_began),
         "attempts": report.attempts,
-        "outcome": histories.outcome(list(telemetry.read(out / "events.jsonl"))),
+        "outcome": job_history.chaos_outcome(list(telemetry.read_events(out / "events.jsonl"))),
         "processes": len(steps),
         "silent": silent(steps, options.workers),
         **ring_runs.books(out, out / "checks", steps, num_gone(happens)),

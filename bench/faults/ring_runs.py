@@ -1,10 +1,8 @@
-"""What the benches of rings share: a job in mode ps-hra under --elastic, what its processes said, and what is checked.
+"""Shared parts of the benches of rings: a job in mode ps-hra under --elastic, the lines of its processes, and checks.
 
-Every process leaves a line for each of its steps: when it was done, by which push of which ring, in which epoch of the
-data, and a check of the parameters; and the account of each epoch.
+Every process writes a line for each of its steps: its time, push, ring and pass over the data, and a checksum of the
+parameters; and the account of each pass.
 """
-
-# Longer than a file should be: all that the benches of rings share, from the job to the books.
 
 import argparse
 import contextlib
@@ -24,19 +22,22 @@ from typing import Any, NamedTuple, Self
 
 import lab_jobs
 from job import BATCH
+from ringweave_bench.chaos import job_history
+from ringweave_bench.chaos.job_history import parse_member
 
 from ringweave import lab, telemetry
-from ringweave.benchmarks.chaos import deciders
-from ringweave.benchmarks.chaos.histories import slot_of
 from ringweave.errors import UsageError
 from ringweave.topology import Cluster
+
+# A long file on purpose: all that the benches of rings share, from the job to the accounts.
+
 
 JOB = Path(__file__).with_name("ring_job.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """A step of one process."""
+    """One step of one process."""
 
     time_s: float
     ring: int
@@ -46,22 +47,22 @@ class Done:
 
 
 def longest_s(steps: Sequence[Done], since_s: float, until_s: float) -> float | None:
-    """The longest time between two steps that overlaps a window; None if there is no step after it."""
+    """Return the longest time between two steps that overlaps a window; None if there is no step after it."""
     gaps = _gaps(steps, since_s, until_s)
     return None if gaps is None else max(after.time_s - before.time_s for before, after in gaps)
 
 
 class Waits(NamedTuple):
-    """The longest time between two steps; 0 where there is none of the kind."""
+    """Longest times between two steps; 0 if there is none of the kind."""
 
     inside_s: float
-    """Of the same epoch of the data."""
+    """Longest within a pass over the data."""
     meeting_s: float
-    """The last of an epoch and the first of the next one: all rings meet there."""
+    """Longest between the last step of a pass and the first of the next one, where all rings meet at a barrier."""
 
 
 def longest_apart(steps: Sequence[Done], since_s: float, until_s: float) -> Waits | None:
-    """As `longest_s`, inside epochs and between them."""
+    """Return the same as `longest_s`, within passes and between them."""
     gaps = _gaps(steps, since_s, until_s)
     if gaps is None:
         return None
@@ -80,25 +81,25 @@ def _gaps(steps: Sequence[Done], since_s: float, until_s: float) -> list[tuple[D
 
 
 def usual_s(steps: Sequence[Done]) -> float:
-    """Seconds of a step."""
+    """Return the usual seconds of a step."""
     return statistics.median(after.time_s - before.time_s for before, after in itertools.pairwise(steps))
 
 
 def alive_at(steps: Mapping[str, Sequence[Done]], at_s: float) -> dict[str, Sequence[Done]]:
-    """Those that were training at a moment: of each slot the newest process that had begun by then.
+    """Return the processes that were training at a time: of each slot the newest that had begun by then.
 
-    One that made no step any more after it is among them: it stands still.
+    A process that made no step any more after it is included: it has stalled.
     """
     newest: dict[int, tuple[int, str]] = {}
     for name, each in steps.items():
-        slot, number = slot_of(name)
+        slot, number = parse_member(name)
         if each[0].time_s < at_s - 1:
             newest[slot] = max(newest.get(slot, (-1, "")), (number, name))
     return {name: steps[name] for _, name in newest.values()}
 
 
 def read(checks: Path) -> dict[str, list[Done]]:
-    """Steps of each process."""
+    """Read the steps of each process."""
     found: dict[str, list[Done]] = {}
     for path in checks.glob("*.txt"):
         rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
@@ -113,10 +114,10 @@ def read(checks: Path) -> dict[str, list[Done]]:
 
 
 def check_alike(steps: Mapping[str, Sequence[Done]]) -> int:
-    """How many (process, push) pairs have the parameters of their ring after that push.
+    """Count the (process, push) pairs that have the parameters of their ring after that push.
 
     Raises:
-        AssertionError: Two differ by a bit, or there are none of the same push.
+        AssertionError: Two differ by a bit, or no two are of the same push.
     """
     known: dict[tuple[int, int], str] = {}
     for name, each in steps.items():
@@ -129,7 +130,7 @@ def check_alike(steps: Mapping[str, Sequence[Done]]) -> int:
 
 
 def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
-    """Pushes that no member of a ring has seen the parameters after, though there was a later one."""
+    """Count the pushes after which no member of a ring has seen the parameters, though there was a later one."""
     seen: dict[int, set[int]] = {}
     for each in steps.values():
         seen.setdefault(each[0].ring, set()).update(done.num_pushed for done in each)
@@ -137,18 +138,18 @@ def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
 
 
 def script(options: argparse.Namespace, checks: Path) -> list[str]:
-    """Path of the job's script, and its arguments."""
+    """Return the path of the job's script, and its arguments."""
     asked = ["--rings", str(options.rings), "--width", str(options.width), "--pause-s", str(options.pause_s)]
     return [str(JOB), "--checks", str(checks), *asked, "--repeat", str(options.repeat)]
 
 
 class Run:
-    """The job, in a lab of its own or on this machine as it is, and who is in it now."""
+    """The job, in its own lab or on this machine as it is, and its present members."""
 
     def __init__(
         self, options: argparse.Namespace, folder: Path, *, flags: Sequence[str] = (), cluster: Cluster | None = None
     ) -> None:
-        """`flags` are further ones of `ringweave run`; `cluster` is that of the lab, usually of nodes alike."""
+        """`flags` are further ones of `ringweave run`; `cluster` is that of the lab; None: equal nodes."""
         self._folder = folder
         self.checks = folder / "checks"
         self.lab = lab.up(cluster or lab_jobs.cluster(options), f"rings-{os.getpid()}") if options.lab else None
@@ -160,36 +161,36 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        """Its files."""
+        """Run directory of the job."""
         return self._folder / "run"
 
     @property
     def process_id(self) -> int:
-        """Of the command."""
+        """Process id of the command."""
         return self._process.pid
 
     @property
     def is_over(self) -> bool:
-        """It has ended."""
+        """True if the job has ended."""
         return self._process.poll() is not None
 
     def members(self) -> dict[str, list[str]]:
-        """Part -> members of its newest epoch."""
-        events = list(telemetry.read(self.run_dir / "events.jsonl"))
+        """Return part of the job -> members of its newest generation."""
+        events = list(telemetry.read_events(self.run_dir / "events.jsonl"))
         return {event["part"]: event["members"] for event in events if event["kind"] == "epoch_begun"}
 
     def pid(self, member: str) -> int:
-        """Of the process."""
+        """Return the process id of a member."""
         slot = int(member.partition(".")[0])
-        events = telemetry.read(self.run_dir / "events.jsonl")
+        events = telemetry.read_events(self.run_dir / "events.jsonl")
         return [event["pid"] for event in events if event["kind"] == "worker_started" and event["rank"] == slot][-1]
 
     def deciding(self) -> int | None:
-        """Index of the coordinator that decides, as the events tell."""
-        return deciders.heard(telemetry.read(self.run_dir / "events.jsonl")).coordinator
+        """Return the index of the active coordinator, from the events."""
+        return job_history.track_leaders(telemetry.read_events(self.run_dir / "events.jsonl")).coordinator
 
     def num_steps(self, member: str) -> int:
-        """Steps that it has done, and epochs."""
+        """Return the lines that a member has written, for steps and passes."""
         path = self.checks / f"{member}.txt"
         return path.read_text(encoding="ascii").count("\n") if path.exists() else 0
 
@@ -200,7 +201,7 @@ class Run:
         self.end()
 
     def end(self) -> str:
-        """Stop it, if it has not ended; what it has printed."""
+        """Stop it if it has not ended; return its output."""
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(60)
@@ -213,7 +214,7 @@ class Run:
 
 
 def wait_whole(run: Run, options: argparse.Namespace, limit_s: float = 120.0) -> None:
-    """Until all slots have a worker that trains."""
+    """Wait until all slots have a worker that trains."""
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s and not run.is_over:
         members = [member for each in run.members().values() for member in each]
@@ -224,14 +225,14 @@ def wait_whole(run: Run, options: argparse.Namespace, limit_s: float = 120.0) ->
 
 
 def check_accounts(checks: Path, num_gone: int) -> tuple[int, int]:
-    """(epochs of the data that are complete, samples of them that are known to be lost); all others counted.
+    """Return (complete passes over the data, samples of them that are known to be lost); all others were committed.
 
     Args:
-        checks: Folder of what the processes said.
-        num_gone: Workers that were killed or cut off: of each the samples of one step may be lost.
+        checks: Folder of the processes' lines.
+        num_gone: Workers that were killed or cut off; the samples of one step may be lost with each.
 
     Raises:
-        AssertionError: An epoch does not add up, or processes say other things of it, or more is lost than was under
+        AssertionError: A pass does not add up, the processes' accounts of it differ, or more is lost than was under
             way.
     """
     known: dict[str, list[str]] = {}
@@ -252,7 +253,7 @@ def check_accounts(checks: Path, num_gone: int) -> tuple[int, int]:
 
 
 def num_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
-    """Pushes of all rings."""
+    """Count the pushes of all rings."""
     by_ring: dict[int, int] = {}
     for each in steps.values():
         for done in each:
@@ -261,18 +262,18 @@ def num_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
 
 
 def counted(run_dir: Path) -> int:
-    """Versions that the parameter server has made, as it said last."""
-    events = telemetry.read(run_dir / "events.jsonl")
+    """Return the number of versions that the parameter server has made, from its newest event."""
+    events = telemetry.read_events(run_dir / "events.jsonl")
     return max((event["version"] for event in events if event["kind"] == "params_counted"), default=0)
 
 
 def books(run_dir: Path, checks: Path, steps: Mapping[str, Sequence[Done]], num_gone: int) -> dict[str, Any]:
-    """What is counted of every run, and has to agree; `wrong`: what does not, in words.
+    """Check the counts of a run against each other; `wrong` has the disagreements, in words.
 
     Args:
-        run_dir: Of the job.
-        checks: What its processes said of their steps.
-        steps: Those steps.
+        run_dir: Run directory of the job.
+        checks: Folder of the processes' lines.
+        steps: Steps of each process.
         num_gone: Workers that were killed or cut off.
     """
     num_alike = num_epochs = num_lost = None
@@ -297,7 +298,7 @@ def books(run_dir: Path, checks: Path, steps: Mapping[str, Sequence[Done]], num_
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:
-    """What every run of rings has to do under faults and this one did not, in words."""
+    """Return the requirements of every run of rings under faults that this one missed, in words."""
     found = [*said["wrong"]]
     found += [f"after {said['never_went_on']} kills a worker made no step"] if said["never_went_on"] else []
     found += [f"{said['pushes_lost']} pushes were lost"] if said["pushes_lost"] else []
@@ -310,7 +311,7 @@ def missed(said: Mapping[str, Any]) -> list[str]:
 def parse(
     description: str | None, *, kills: int, workers: int = 8, repeat: int = 50, option: str = "--kills"
 ) -> argparse.Namespace:
-    """What is asked for, of a job of rings; that many kills, workers, rounds of the data in an epoch if nothing is."""
+    """Parse the options of a bench of rings; the arguments are defaults (`repeat`: rounds of the data in a pass)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument(
@@ -340,7 +341,7 @@ def one_by_one(
     faults: Sequence[str],
     one: Callable[[argparse.Namespace, str, Path], tuple[Any, Any, str]],
 ) -> tuple[list[Any], dict[str, Any], str]:
-    """A job for each of so many faults, in a folder of its own: what each cost, what is said of it, the last output."""
+    """Run a job for each fault, in its own folder; return each effect, the summary, and the last output."""
     stalls, said, printed = [], {}, ""
     for fault in faults[: options.kills]:
         with tempfile.TemporaryDirectory(prefix="ringweave-rings-") as name:
@@ -350,7 +351,7 @@ def one_by_one(
 
 
 def conclude(options: argparse.Namespace, said: dict[str, Any], stalls: Sequence[Any], printed: str) -> None:
-    """Print what is said of a run and what each kill cost, and write both to a file."""
+    """Print a run's summary and each kill's effects, and write both to a file."""
     said["server"] = next((line for line in printed.splitlines() if "pushes applied" in line), "")
     for key, value in said.items():
         print(f"{key}: {value}")

@@ -1,13 +1,13 @@
-"""How long rings stand still when their parameter server is killed, alone or with the coordinator at once.
+"""Stalls of rings when their parameter server is killed, alone or together with the coordinator.
 
     python bench/faults/ring_servers.py --kills 6                 # three minutes
 
 A job in a lab in mode ps-hra under --elastic with --standby. Each kill is a SIGKILL from outside at a random
-moment for the server that leads; every second time the coordinator that decides is killed with it, and the other one
-has to take over. The next one waits until both servers have everything again. Stalls are the longest time between two
-steps of any worker around the kill, less the usual time of a step. Parameters of a ring's members are compared bit by
-bit, push by push; each push of a ring must have made one version on the server, and no other one; and the accounts of
-epochs have no sample lost, since no worker was killed.
+moment for the server that leads; every second time the active coordinator is killed with it, and the other one must
+take over. The next kill waits until both servers are up to date again. Stalls are the longest time between two steps of
+any worker around the kill, less the usual time of a step. The parameters of a ring's members are compared bit by bit,
+push by push; each push of a ring must have made exactly one version on the server, and there must be no other version;
+and the accounts of passes have no sample lost, since no worker was killed.
 """
 
 import argparse
@@ -26,45 +26,45 @@ import lab_jobs
 import psutil
 import ring_runs
 from ring_runs import Done, Run, longest_s, usual_s
+from ringweave_bench.chaos import chaos_session
+from ringweave_bench.chaos.member_impacts import quantile
 
-from ringweave.benchmarks.chaos import session
-from ringweave.benchmarks.chaos.quantiles import quantile
-from ringweave.params.rules.succession import Claim
-from ringweave.params.standby.claims import Claims
+from ringweave.param_server.failover import LeadershipLog
+from ringweave.param_server.leadership import LeadershipRecord
 
 BAR_S = 3.0
 WINDOW_S = 6.0
-"""After a kill: what workers do in it is laid to the kill."""
+"""Time after a kill in which stalls are attributed to it."""
 LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """What one kill cost; measured."""
+    """Measured effects of one kill."""
 
     victims: str
     at_s: float
-    """On the clock of the processes."""
+    """Time of the kill, on the clock of the processes."""
     stall_s: float | None
-    """Of the worker that it was longest for; None if one made no step any more."""
+    """Longest stall of a worker; None if one made no step any more."""
     is_replaced: bool | None = None
-    """The other coordinator decides since; None where none was killed."""
+    """True if the other coordinator took over; None if none was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """What was killed, and when; `is_replaced` as in a stall."""
+    """Target and time of a kill; `is_replaced` as in `Stall`."""
 
     victims: str
     at_s: float
     is_replaced: bool | None
 
 
-def wait_claim(run: Run, after: int) -> Claim:
-    """The newest claim, once both servers have everything."""
+def wait_claim(run: Run, after: int) -> LeadershipRecord:
+    """Wait until both servers are up to date; return the newest leadership record."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s and not run.is_over:
-        newest = Claims(run.run_dir / "claims").newest()
+        newest = LeadershipLog(run.run_dir / "claims").latest()
         if newest is not None and newest.number > after and len(newest.members) == 2:
             return newest
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def wait_claim(run: Run, after: int) -> Claim:
 
 
 def pid_of(run: Run, module: str, index: int) -> int:
-    """Of the process of that module and index."""
+    """Return the process id of a module with that index."""
     for process in psutil.Process(run.process_id).children(recursive=True):
         words = process.cmdline()
         if module in words and "--index" in words and words[words.index("--index") + 1] == str(index):
@@ -81,17 +81,17 @@ def pid_of(run: Run, module: str, index: int) -> int:
 
 
 def hurt(run: Run, options: argparse.Namespace) -> list[Kill]:
-    """Kill so often."""
+    """Kill servers so many times; return the kills."""
     rng, killed, claim = random.Random(options.seed), [], -1
     ring_runs.wait_whole(run, options)
     for number in range(options.kills):
         newest = wait_claim(run, claim)
         claim = newest.number
         time.sleep(WINDOW_S / 2 + rng.random())
-        victims = [pid_of(run, "ringweave.params.serving.main", newest.leader)]
+        victims = [pid_of(run, "ringweave.param_server.main", newest.leader)]
         deciding = run.deciding() if number % 2 else None
         if deciding is not None:
-            victims.append(pid_of(run, "ringweave.membership.serving.main", deciding))
+            victims.append(pid_of(run, "ringweave.membership.main", deciding))
         at_s = time.monotonic()
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def hurt(run: Run, options: argparse.Namespace) -> list[Kill]:
 
 
 def judge(kill: Kill, steps: Mapping[str, Sequence[Done]]) -> Stall:
-    """What a kill cost, by the steps of all processes that were training."""
+    """Measure the effects of a kill from the steps of all processes that were training."""
     alive = list(ring_runs.alive_at(steps, kill.at_s).values())
     found = [(longest_s(each, kill.at_s, kill.at_s + WINDOW_S), usual_s(each)) for each in alive]
     stalls = [max(0.0, longest - usual) for longest, usual in found if longest is not None]
@@ -113,7 +113,7 @@ def judge(kill: Kill, steps: Mapping[str, Sequence[Done]]) -> Stall:
 
 
 def summary(stalls: Sequence[Stall]) -> dict[str, Any]:
-    """What is said of a run."""
+    """Summarise a run."""
     known = [each.stall_s for each in stalls if each.stall_s is not None]
     return {
         "bench": "ring-servers",
@@ -126,7 +126,7 @@ def summary(stalls: Sequence[Stall]) -> dict[str, Any]:
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:
-    """What was not as it has to be, in words; every second time the coordinator goes with the server."""
+    """Return the missed requirements, in words; in every second kill the coordinator dies with the server."""
     found, num_double = ring_runs.missed(said), said["kills"] // 2
     num_replaced = said["coordinators_replaced"]
     found += [f"{num_replaced} coordinators were replaced, not {num_double}"] if num_replaced != num_double else []
@@ -134,10 +134,10 @@ def missed(said: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """So many kills; 1 if a bar is missed."""
+    """Run the kills; return 1 if a bar is missed."""
     options = ring_runs.parse(__doc__, kills=6)
     with tempfile.TemporaryDirectory(prefix="ringweave-servers-") as name:
-        with session.ended_cleanly(), Run(options, Path(name), flags=["--standby"]) as run:
+        with chaos_session.signals_as_interrupt(), Run(options, Path(name), flags=["--standby"]) as run:
             killed = hurt(run, options)
             printed = run.end()
         steps = ring_runs.read(run.checks)

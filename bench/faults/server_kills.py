@@ -1,14 +1,13 @@
-"""How long rings stand still when a parameter server dies, its standby dies, or it stands still.
+"""Stalls of rings when a parameter server dies, its standby dies, or it is stopped.
 
     python bench/faults/server_kills.py --kills 9                 # a minute
 
-The servers alone, on this machine, and no job around them: ring_servers.py has that. Two servers in processes of their
-own, over TLS, and rings in threads that push known gradients and take the parameters, again and again. In turn the
-server that leads is killed (SIGKILL), its standby is killed, and the one that leads is stopped (SIGSTOP) until the
-other has taken over, and woken again. Whatever has ended is started again, and the next fault waits until it has
-everything. For each fault: the longest round of any ring from the fault on (measured). In the end every push must have
-been applied once: parameters are compared with the sum of all gradients. Exit code 1 if they differ, or a ring stood
-still for more than 3 s.
+The servers alone, on this machine, without a job around them: ring_servers.py has that. Two servers in processes of
+their own, over TLS, and rings in threads that push known gradients and pull the parameters, again and again. In turn
+the leading server is killed (SIGKILL), its standby is killed, and the leading one is stopped (SIGSTOP) until the other
+has taken over, and resumed. A dead server is started again, and the next fault waits until it is up to date. For each
+fault: the longest round of any ring from the fault on (measured). In the end every push must have been applied once:
+parameters are compared with the sum of all gradients. Exit code 1 if they differ, or a ring stalled for more than 3 s.
 """
 
 import argparse
@@ -25,11 +24,11 @@ from typing import Any
 import lab_jobs
 import torch
 
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Setup, TensorSpec
-from ringweave.params.ring.client import RingClient, Round
-from ringweave.params.rules.succession import LEASE_S
-from ringweave.testing.servers import PairOfServers
+from ringweave.param_server.client import RingClient, RingPush
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.leadership import LEASE_S
+from ringweave.param_server.messages import ParameterGroup, ServerSetup, TensorSpec
+from tests.fakes.parameter_servers import ReplicatedServers
 
 BAR_S = 3.0
 OPTIONS = {"lr": 0.125}
@@ -37,7 +36,7 @@ FAULTS = ("kill leader", "kill standby", "stop leader")
 
 
 class Ring:
-    """One ring; `total` is the sum of what it has pushed."""
+    """One ring; `total` is the sum of its pushed gradients."""
 
     def __init__(self, client: RingClient, index: int, specs: list[TensorSpec]) -> None:
         self.client, self._index, self._specs = client, index, specs
@@ -48,13 +47,13 @@ class Ring:
         self.stop = threading.Event()
 
     def run(self) -> None:
-        """Rounds until it is told to stop."""
-        room, draw = Flat(self._specs), torch.Generator().manual_seed(self._index)
+        """Push and pull until told to stop."""
+        room, draw = FlatTensors(self._specs), torch.Generator().manual_seed(self._index)
         version = self.client.pull(0, room.buffers())
         while not self.stop.is_set():
             found = torch.randint(-1000, 1000, self.total.shape, generator=draw).double()
             self.num_pushed += 1
-            round_ = Round(
+            round_ = RingPush(
                 sequence=self.num_pushed,
                 base_version=version,
                 content="gradient",
@@ -62,42 +61,42 @@ class Ring:
                 batch_share=1.0,
                 options=[OPTIONS],
             )
-            version = self.client.exchange(round_, Flat(self._specs, [found]).buffers(), room.buffers())[1]
+            version = self.client.push_and_pull(round_, FlatTensors(self._specs, [found]).buffers(), room.buffers())[1]
             self.total += found
             self.done.append(time.monotonic())
-        self.client.leave(is_for_good=False)
+        self.client.leave_ring(is_for_good=False)
 
     def longest_s(self, since_s: float) -> float:
-        """Its longest round that ended after that moment, or has not ended."""
+        """Return its longest round that ended after that time, or has not ended."""
         spans = itertools.pairwise([self._began_s, *self.done, time.monotonic()])
         return max(after - before for before, after in spans if after > since_s)
 
 
-def strike(pair: PairOfServers, fault: str, claim: int) -> tuple[float, int]:
-    """Do it, and wait until both servers are whole again; when, and the newest claim then."""
+def strike(pair: ReplicatedServers, fault: str, claim: int) -> tuple[float, int]:
+    """Inject the fault, and wait until both servers are up again; return its time, and the newest claim then."""
     leader = pair.wait_leader()
     at_s = time.monotonic()
     if fault == "stop leader":
-        pair.signal(leader, signal.SIGSTOP)
+        pair.send_signal(leader, signal.SIGSTOP)
         pair.wait_leader(besides=leader)
-        time.sleep(0.5)  # the others go on while it stands still
-        pair.signal(leader, signal.SIGCONT)
+        time.sleep(0.5)  # the others continue while it is stopped
+        pair.send_signal(leader, signal.SIGCONT)
     else:
-        pair.signal(leader if fault == "kill leader" else 1 - leader, signal.SIGKILL)
-    return at_s, pair.wait_claim(2, after=claim).number
+        pair.send_signal(leader if fault == "kill leader" else 1 - leader, signal.SIGKILL)
+    return at_s, pair.wait_leadership(2, after=claim).number
 
 
 def measure(num_rings: int, num_elements: int, faults: list[str], pause_s: float, lease_s: float) -> dict[str, Any]:
-    """Run it; what was found."""
+    """Run the rings under the faults; return the measurements."""
     specs = [TensorSpec(name="weight", shape=[num_elements], dtype="float64")]
-    groups = [Group(parameters=[0], options=OPTIONS)]
+    groups = [ParameterGroup(parameters=[0], options=OPTIONS)]
     alone = [[ring] for ring in range(num_rings)]
-    setup = Setup(tensors=specs, optimizer="SGD", groups=groups, rings=alone, overlaps=False, compensation=0.0)
+    setup = ServerSetup(tensors=specs, optimizer="SGD", groups=groups, rings=alone, overlaps=False, compensation=0.0)
     stalls: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, PairOfServers(Path(folder), num_rings, lease_s=lease_s) as pair:
-        claim = pair.wait_claim(2).number
-        rings = [Ring(pair.client(index), index, specs) for index in range(num_rings)]
-        rings[0].client.start(setup, Flat(specs, [torch.zeros(num_elements, dtype=torch.float64)]).buffers())
+    with tempfile.TemporaryDirectory() as folder, ReplicatedServers(Path(folder), num_rings, lease_s=lease_s) as pair:
+        claim = pair.wait_leadership(2).number
+        rings = [Ring(pair.ring_client(index), index, specs) for index in range(num_rings)]
+        rings[0].client.start_job(setup, FlatTensors(specs, [torch.zeros(num_elements, dtype=torch.float64)]).buffers())
         threads = [threading.Thread(target=ring.run) for ring in rings]
         for thread in threads:
             thread.start()
@@ -110,7 +109,7 @@ def measure(num_rings: int, num_elements: int, faults: list[str], pause_s: float
             ring.stop.set()
         for thread in threads:
             thread.join()
-        room, total = Flat(specs), sum(ring.total for ring in rings)
+        room, total = FlatTensors(specs), sum(ring.total for ring in rings)
         version = rings[0].client.pull(rings[0].num_pushed, room.buffers())
         pushes = [ring.num_pushed for ring in rings]
         error = float((room.pieces[0] + OPTIONS["lr"] * total).abs().max())
@@ -121,7 +120,7 @@ def measure(num_rings: int, num_elements: int, faults: list[str], pause_s: float
 
 
 def missed(said: dict[str, Any], num_faults: int) -> list[str]:
-    """What was not as it has to be, in words."""
+    """Return the missed requirements, in words."""
     is_once = said["version"] == said["pushes"] and said["error"] < 1e-6
     once = f"{said['pushes']} pushes made {said['version']} versions, parameters off by {said['error']:.1e}"
     found = [] if is_once else [once]
@@ -132,7 +131,7 @@ def missed(said: dict[str, Any], num_faults: int) -> list[str]:
 
 
 def main() -> int:
-    """Strike as often as was asked; 1 if a bar is missed."""
+    """Run the faults; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=9, help="faults, of the three kinds in turn")
     parser.add_argument("--rings", type=int, default=4)

@@ -1,11 +1,11 @@
-"""Members that stand still or are cut off for half a minute: how long the others wait, and what the zombie does then.
+"""Members that are stopped or cut off for half a minute: the others' wait, and the behaviour of the zombie afterwards.
 
     python bench/faults/standing.py --only pause,cut         # three minutes
     python bench/faults/standing.py                          # nine
 
-An elastic job in a lab: SIGSTOP of a worker, its node cut off from the network both ways, deaf, and not heard; then the
-same of the node of the coordinator that decides, and SIGSTOP of that coordinator just before a worker is killed. One
-after the other, each when the one before has come back.
+An elastic job in a lab: SIGSTOP of a worker; its node cut off from the network both ways, inbound, and outbound; then
+the same for the node of the active coordinator, and SIGSTOP of that coordinator just before a worker is killed. One
+after the other, each when the previous member has come back.
 """
 
 import sys
@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lab_jobs
+from ringweave_bench.chaos import fault_script, job_history, member_impacts
+from ringweave_bench.chaos.fault_script import Fault
+from ringweave_bench.chaos.job_history import LeaderTracker
+from ringweave_bench.chaos.member_impacts import FaultImpact
 
-from ringweave.benchmarks.chaos import deciders, faults, survivors
-from ringweave.benchmarks.chaos.deciders import Deciders
-from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.survivors import Toll
 from ringweave.telemetry import Event
 
 KINDS = {
@@ -30,18 +30,18 @@ KINDS = {
     "coordinator-out": "at {at}s cut {decides} out for {lasts}s",
     "coordinator-pause": "at {at}s pause coordinator for {lasts}s\nat {soon}s kill worker 3",
 }
-"""Of each kind its faults; `decides` is the node whose coordinator decides by then: one that is hit does no more."""
+"""Faults of each kind; `decides` is the node of the coordinator that is active by then, not one that was hit."""
 BAR_S = 2.0
 _BACK_S = 20.0
-"""Time to come back in, after a fault."""
+"""Time for a member to come back after a fault."""
 _CALM_S = 10.0
 _SOON_S = 0.1
 _PLACES = ("a-0", "a-1")
-"""Of the coordinators, the one that decides first before the other."""
+"""Nodes of the coordinators, the first active one first."""
 
 
 def script(kinds: Sequence[str], lasts_s: float) -> tuple[str, float]:
-    """The faults of some kinds as text, and when the last is over."""
+    """Return the faults of some kinds as text, and the end of the last one."""
     lines, at_s, num_over = [], _CALM_S, 0
     for kind in kinds:
         decides = _PLACES[num_over % 2]
@@ -54,32 +54,32 @@ def script(kinds: Sequence[str], lasts_s: float) -> tuple[str, float]:
 
 
 def hits_coordinator(kind: str) -> bool:
-    """The other one has to take over."""
+    """True if the other coordinator has to take over."""
     return kind.startswith("coordinator")
 
 
 def strangers(events: Sequence[Event]) -> list[str]:
-    """Cuts of a coordinator's node whose coordinator did not decide by then, in words."""
-    known, found = Deciders(), []
+    """Return texts about cuts of a coordinator's node whose coordinator was not active by then."""
+    known, found = LeaderTracker(), []
     for event in events:
-        known.note(event)
-        for fault in faults.parse(event["fault"]) if event["kind"] == "fault_begun" else ():
+        known.observe(event)
+        for fault in fault_script.parse_faults(event["fault"]) if event["kind"] == "fault_begun" else ():
             decides = "nobody" if known.coordinator is None else _PLACES[known.coordinator]
-            if fault.kind == faults.CUT and fault.target in _PLACES and fault.target != decides:
+            if fault.kind == fault_script.CUT and fault.target in _PLACES and fault.target != decides:
                 found.append(f"{fault}: the coordinator that decided was that of {decides}")
     return found
 
 
-def missed(said: Mapping[str, Any], found: Sequence[Toll], happens: Sequence[Fault], num_over: int) -> list[str]:
-    """What was not as it has to be, in words.
+def missed(said: Mapping[str, Any], found: Sequence[FaultImpact], happens: Sequence[Fault], num_over: int) -> list[str]:
+    """Return the missed requirements, in words.
 
     Args:
-        said: Of the job; with `coordinators_changed`, how often another one came to decide.
-        found: What each fault that hit workers did.
-        happens: All that was to happen.
-        num_over: So many coordinators have to take over.
+        said: Summary of the job; `coordinators_changed` counts the takeovers.
+        found: Impacts of the faults that hit workers.
+        happens: All planned faults.
+        num_over: Number of coordinators that must take over.
     """
-    num_felt = sum(fault.hits_worker or fault.kind == faults.CUT for fault in happens)
+    num_felt = sum(fault.hits_worker or fault.kind == fault_script.CUT for fault in happens)
     wrong = [*lab_jobs.missed(said), *said["strangers"]]
     wrong += [f"{len(found)} faults hit workers, not {num_felt}"] if len(found) != num_felt else []
     for each in found:
@@ -91,7 +91,7 @@ def missed(said: Mapping[str, Any], found: Sequence[Toll], happens: Sequence[Fau
 
 
 def main() -> int:
-    """One of each; 1 if a bar is missed."""
+    """Run one fault of each kind; return 1 if a bar is missed."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}")
     parser.add_argument("--lasts", type=float, default=30.0)
@@ -100,9 +100,9 @@ def main() -> int:
     text, until_s = script(kinds, options.lasts)
     happens = lab_jobs.parse(text.splitlines(), options)
     ended = lab_jobs.run(options, happens, until_s=until_s, elastic=lab_jobs.bounds(options))
-    found = survivors.tolls(ended.events)
+    found = member_impacts.measure_fault_impacts(ended.events)
     said = lab_jobs.summary(ended, found)
-    said |= {"coordinators_changed": deciders.num_changes(ended.events), "strangers": strangers(ended.events)}
+    said |= {"coordinators_changed": job_history.count_takeovers(ended.events), "strangers": strangers(ended.events)}
     rows = lab_jobs.toll_rows(found)
     lab_jobs.conclude(options, "standing", said, [*rows, *lab_jobs.summary_rows(said, len(rows[0]))])
     return lab_jobs.verdict(missed(said, found, happens, sum(map(hits_coordinator, kinds))))

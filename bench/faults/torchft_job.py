@@ -1,11 +1,11 @@
-"""The job of job.py by torchft, its steps counted in the same way: to be compared with, see goodput.py.
+"""The job of job.py under torchft, its steps counted in the same way, for the comparison in goodput.py.
 
-As shipped (0.2.0), all survivors of a kill end by an assertion of its DistributedDataParallel on Gloo: --mended puts a
-hook in its place that hands the bucket back, for the step is given up anyway. Time limits are short, since the defaults
-of a minute are for other machines. Each worker is a replica of its own, with its part of the batch.
+As shipped (0.2.0), all survivors of a kill end by an assertion in its DistributedDataParallel on Gloo. --mended puts
+a hook in that returns the bucket, since the step is dropped anyway. Time limits are short, since the defaults of
+a minute are for other machines. Each worker is a replica of its own, with its part of the batch.
 
-A replica that has taken over the state of another one says so as one that has loaded a checkpoint: its steps count on
-from where the others are, though all may have begun anew by then.
+A replica that has loaded the state of another one reports it like a loaded checkpoint: its steps continue from the
+others' step, though all may have restarted by then.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from datetime import timedelta
 
 import job
 import torch
+from ringweave_bench.chaos import kill_requests
 from torch.nn import functional
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from ringweave import environment
-from ringweave.benchmarks.chaos.doing import notes
 from ringweave.telemetry import EventLog
 
 
 def mended(manager: Manager, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket, or the bucket as it is where the step is lost."""
+    """Return the mean of a bucket, or the bucket as it is if the step is lost."""
     work = manager.allreduce(bucket.buffer())
     if work.wait():
         future = getattr(work.get_future(), "_fut", None)
@@ -37,18 +37,17 @@ def mended(manager: Manager, bucket: torch.distributed.GradBucket) -> torch.futu
 
 
 class Place:
-    """Which train step of the job a replica's own steps are."""
+    """Maps a replica's own steps to train steps of the job."""
 
     def __init__(self, log: EventLog, rank: int, num_workers: int) -> None:
         self._log, self._rank, self._num_workers = log, rank, num_workers
         self._count = self._base = 0
 
     def count(self, *_: object) -> None:
-        """It has made a step."""
         self._count += 1
 
     def compare(self, train_step: int) -> None:
-        """Say so where the job is elsewhere than its own steps tell: it has the state of another one."""
+        """Write an event if the job is at another step than its own: it has loaded the state of another replica."""
         base = train_step - self._count
         if base == self._base:
             return
@@ -66,7 +65,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     images, labels = job.read()
     network = job.make(options.width)
-    rank, num_workers = int(os.environ[notes.RANK]), int(os.environ["NUM_WORKERS"])
+    rank, num_workers = int(os.environ[kill_requests.RANK_VARIABLE]), int(os.environ["NUM_WORKERS"])
     log = EventLog(os.environ[environment.EVENTS])
     inner = torch.optim.AdamW(network.parameters(), lr=1e-4)
     manager = Manager(

@@ -24,7 +24,7 @@ CRASHING = ROOT / "tests" / "launch" / "local" / "jobs" / "crashing.py"
 
 
 def main() -> int:
-    """Live all lives, and say how they ended."""
+    """Run all lives, and print how they ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--life", choices=["ends", "asked", "fails"], default="ends")
     parser.add_argument("--out", type=Path, help="where the lives go, as JSON")
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _told(life: dict[str, Any]) -> dict[str, Any]:
-    """One life: where it was killed, what was left, and how often each attempt of each node began."""
+    """Run one life; return the kill's boundary, everything left, and the starts of each attempt of each node."""
     begun = Counter(".".join(line.split()[1:3]) for line in life["ledger"] if line.startswith("begin"))
     left = [*life["files"], *(["a process"] * life["processes"]), *(["its record"] * (not life["is_forgotten"]))]
     told = {"boundary": life["crash_at"], "killed": life["has_crashed"], "left": left}

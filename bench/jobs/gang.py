@@ -1,10 +1,10 @@
-"""From the last node that is ready to the start of the workers, and how exactly a TTL is kept.
+"""Time from the last ready node to the start of the workers, and the lateness of a TTL.
 
     python bench/jobs/gang.py [--rounds 20] [--out FILE]
 
-Jobs of three nodes with one worker each, which do nothing but say when they began. Measured with one clock, from the
-report of the last agent that was ready to the first line of the first and of the last worker's script (that includes
-starting three interpreters), and to the agents' word that their workers run.
+Jobs of three nodes with one worker each, which only record when they began. Measured with one clock, from the report of
+the last agent that was ready to the first line of the first and of the last worker's script (that includes starting
+three interpreters), and to the agents' reports that their workers run.
 """
 
 import argparse
@@ -17,20 +17,20 @@ import threading
 import time
 from pathlib import Path
 
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.groups import posts
-from ringweave.launch.local.jobs.folders import job_folder
-from ringweave.launch.local.jobs.service import LocalService
-from ringweave.launch.services.service import LogQuery
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms.agent import channel
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.local.job_folder import job_folder
+from ringweave.platforms.local.platform import LocalPlatform
 
 SCRIPT = "import time\nprint(time.time(), flush=True)\n"
 TTL_S = 1.0
 START_BAR_S, TTL_BAR_S = 0.2, 1.0
-"""From the last node that is ready to the last worker's first line; how late a TTL may be."""
+"""Limits: from the last ready node to the last worker's first line; lateness of a TTL."""
 
 
 class Watch:
-    """Notes when each group is first seen to be ready and to run, by the times of its report files."""
+    """Records when each group is first seen ready and running, by the times of its report files."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._ended = root, threading.Event()
@@ -43,28 +43,27 @@ class Watch:
             for path in self._root.glob("jobs/*/groups/*/report.json"):
                 try:
                     written_s = path.stat().st_mtime
-                    phase = str(posts.parse_report(path.read_bytes()).phase)
+                    phase = str(channel.parse_status(path.read_bytes()).phase)
                 except (OSError, ValueError):
                     continue
                 self.times.setdefault((path.parent.name, phase), written_s)
 
     def close(self) -> None:
-        """Look no more."""
         self._ended.set()
         self._thread.join()
 
     def last(self, phase: str) -> float:
-        """When the last group came into the phase."""
+        """Return the time at which the last group reached the phase."""
         return max(time_s for (_, seen), time_s in self.times.items() if seen == phase)
 
 
-def measure(service: LocalService, state: Path, folder: Path, name: str) -> dict[str, float]:
-    """One job."""
+def measure(service: LocalPlatform, state: Path, folder: Path, name: str) -> dict[str, float]:
+    """Run one job, and measure it."""
     nodes = tuple(NodeRequest(name=f"n{index}", capacity=1) for index in range(3))
     asked = {"num_workers": 3, "min_per_node": 1, "device": "cpu", "ttl_s": TTL_S}
     watch = Watch(state)
-    service.submit(Request(name=name, script="s.py", nodes=nodes, **asked), base=folder)
-    entry = service._registry.find(name)
+    service.submit(JobRequest(name=name, script="s.py", nodes=nodes, **asked), base=folder)
+    entry = service._registry.find_by_name(name)
     assert entry is not None
     while (job := service.job(name)).state != "Succeeded":
         time.sleep(0.02)
@@ -72,7 +71,7 @@ def measure(service: LocalService, state: Path, folder: Path, name: str) -> dict
     watch.close()
     assert job.ended_s is not None
     root = job_folder(state, entry.id).root
-    while root.exists() or service._registry.find(name):
+    while root.exists() or service._registry.find_by_name(name):
         time.sleep(0.001)
     ready_s = watch.last("Ready")
     return {
@@ -84,7 +83,7 @@ def measure(service: LocalService, state: Path, folder: Path, name: str) -> dict
 
 
 def main() -> None:
-    """Run the jobs one after the other, and say what was measured."""
+    """Run the jobs one after the other, and print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -92,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "s.py").write_text(SCRIPT)
-        service = LocalService(folder / "state", requester="bench", environ=os.environ)
+        service = LocalPlatform(folder / "state", requester="bench", environ=os.environ)
         rows = [measure(service, folder / "state", folder, f"job-{index}") for index in range(asked.rounds)]
     for key in rows[0]:
         values = sorted(row[key] for row in rows)

@@ -1,4 +1,4 @@
-"""A worker, then a whole group, is killed while a job trains: who is retried, from where it goes on, and the losses.
+"""A worker, then a whole group, is killed while a job trains: retries, the step from which it continues, and losses.
 
     python bench/jobs/killed.py [--steps 40] [--out FILE]
 
@@ -18,17 +18,17 @@ from pathlib import Path
 
 import psutil
 
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.local.jobs.service import LocalService
-from ringweave.launch.services.views import JobView
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms.api import JobView
+from ringweave.platforms.local.platform import LocalPlatform
 
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5
-"""How much a loss may differ from that of the undisturbed run."""
+"""Largest difference of a loss from that of the undisturbed run."""
 DEADLINE_S = 600.0
 
 
-def request(name: str, out: Path, steps: int) -> Request:
+def request(name: str, out: Path, steps: int) -> JobRequest:
     """The job."""
     arguments = ["--out", out, "--resume", "--steps", steps, "--batch", 12, "--checkpoint-every", 5]
     arguments += [
@@ -45,7 +45,7 @@ def request(name: str, out: Path, steps: int) -> Request:
         "--evaluate-every",
         steps,
     ]
-    return Request(
+    return JobRequest(
         name=name,
         num_workers=6,
         device="cpu",
@@ -57,8 +57,8 @@ def request(name: str, out: Path, steps: int) -> Request:
     )
 
 
-def wait(service: LocalService, name: str, claim: Callable[[JobView], bool]) -> JobView:
-    """The job as soon as the claim holds."""
+def wait(service: LocalPlatform, name: str, claim: Callable[[JobView], bool]) -> JobView:
+    """Return the job as soon as the condition holds."""
     deadline = time.monotonic() + DEADLINE_S
     while not claim(job := service.job(name)):
         if time.monotonic() > deadline or job.state.is_end:
@@ -68,13 +68,13 @@ def wait(service: LocalService, name: str, claim: Callable[[JobView], bool]) -> 
 
 
 def steps_done(out: Path) -> int:
-    """Train steps noted so far."""
+    """Return the train steps recorded so far."""
     path = out / "losses.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def named(folder: Path) -> list[psutil.Process]:
-    """Processes whose command line has the folder: supervisors that end after their jobs are gone."""
+    """Return the processes with the folder in their command line: supervisors outlive their jobs."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -83,7 +83,7 @@ def named(folder: Path) -> list[psutil.Process]:
 
 
 def kill(wanted: Callable[[psutil.Process], bool]) -> None:
-    """SIGKILL to the first process that is wanted."""
+    """Kill the first matching process by SIGKILL."""
     for process in psutil.process_iter():
         try:
             if wanted(process):
@@ -102,7 +102,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        service = LocalService(home / "state", requester="bench", environ=os.environ)
+        service = LocalPlatform(home / "state", requester="bench", environ=os.environ)
         losses = {}
         for job_name in ("undisturbed", "killed"):
             out = home / job_name
@@ -130,7 +130,7 @@ def main() -> None:
         raise SystemExit(f"missed: retries of n1 alone, two of them, and losses within {BAR:g}")
 
 
-def disturb(service: LocalService, home: Path, out: Path) -> None:
+def disturb(service: LocalPlatform, home: Path, out: Path) -> None:
     """Kill a worker of n1 after step 12, and n1's agent 10 steps after training went on."""
     state = str(home / "state")
     wait(service, "killed", lambda _: steps_done(out) >= 12)

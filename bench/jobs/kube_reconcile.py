@@ -1,4 +1,4 @@
-"""What one pass of the operator takes, with a thousand jobs of 16 nodes on the fake API server.
+"""Time of one pass of the operator, with a thousand jobs of 16 nodes on the fake API server.
 
     python bench/jobs/kube_reconcile.py --jobs 1000 --nodes 16 [--out FILE]
 
@@ -22,27 +22,26 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import STRATEGIC, Client
-from ringweave.launch.kubernetes.api.kinds import Kind
-from ringweave.launch.kubernetes.objects.pods import PodSettings
-from ringweave.launch.kubernetes.operating.acting import Actor
-from ringweave.launch.kubernetes.operating.admission import Admission
-from ringweave.launch.kubernetes.operating.controller import Controller
-from ringweave.launch.kubernetes.resource.definition import definition
-from ringweave.testing.kubernetes.checks.users import MASTERS, User
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
-from ringweave.testing.kubernetes.server import selecting
-from ringweave.testing.kubernetes.server.api import Api, Request
+from ringweave.platforms.kubernetes import api_client
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor
+from ringweave.platforms.kubernetes.api_client import STRATEGIC_MERGE_PATCH, KubernetesClient, ResourceKind
+from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from ringweave.platforms.kubernetes.job_admission import JobAdmission
+from ringweave.platforms.kubernetes.objects import PodSettings
+from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
+from tests.fakes.kubernetes import object_selector
+from tests.fakes.kubernetes.api import ApiRequest, FakeApi
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
+from tests.fakes.kubernetes.users import MASTERS_GROUP, User
 
-ADMIN = User(name="kubelet", groups=(MASTERS,))
+ADMIN = User(name="kubelet", groups=(MASTERS_GROUP,))
 STEPS = ("make", "ready", "run", "end", "tidy")
 
 
 @dataclass(slots=True)
 class Measured:
-    """Of passes, in seconds."""
+    """Seconds of passes."""
 
     wall_s: list[float] = field(default_factory=list)
     operator_s: list[float] = field(default_factory=list)
@@ -53,7 +52,7 @@ BAR_MS = 50.0
 
 
 def main() -> None:
-    """Lead the jobs to their ends, and say what the passes took."""
+    """Lead the jobs to their ends, and print the times of the passes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=16)
@@ -85,16 +84,18 @@ def main() -> None:
         raise SystemExit(f"missed: p99 of {BAR_MS:g} ms")
 
 
-class _Inside(Client):
+class _Inside(KubernetesClient):
     """The API from inside its server, so that the kubelet costs next to nothing."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: FakeApi) -> None:
         self._api = api
 
-    def _request(self, kind: Kind, namespace: str | None, name: str = "", subresource: str | None = None) -> Request:
+    def _request(
+        self, kind: ResourceKind, namespace: str | None, name: str = "", subresource: str | None = None
+    ) -> ApiRequest:
         group, _, version = kind.api_version.rpartition("/")
         resource = self._api.resources[group, version, kind.plural]
-        return Request(
+        return ApiRequest(
             resource=resource,
             namespace=namespace or "",
             name=name,
@@ -103,24 +104,24 @@ class _Inside(Client):
             params={},
         )
 
-    async def get(self, kind: Kind, namespace: str | None, name: str) -> Any:
+    async def get(self, kind: ResourceKind, namespace: str | None, name: str) -> Any:
         return self._api.get(self._request(kind, namespace, name)).body
 
-    async def list(self, kind: Kind, namespace: str | None, **params: str) -> list[Any]:
-        selector = selecting.parse(kind.plural, params.get("labelSelector", ""), "", namespace or "")
+    async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> list[Any]:
+        selector = object_selector.parse_selector(kind.plural, params.get("labelSelector", ""), "", namespace or "")
         return [item.body for item in self._api.list(self._request(kind, namespace).resource, selector)]
 
     async def patch(
-        self, kind: Kind, namespace: str | None, name: str, body: Any, *, subresource: str | None = None
+        self, kind: ResourceKind, namespace: str | None, name: str, body: Any, *, subresource: str | None = None
     ) -> Any:
-        return self._api.patch(self._request(kind, namespace, name, subresource), body, STRATEGIC).body
+        return self._api.patch(self._request(kind, namespace, name, subresource), body, STRATEGIC_MERGE_PATCH).body
 
 
 def _serve(path: Path, asked: Connection) -> None:
     """Take (step, job), answer when its Pods have taken it; with nothing asked for, tell the processor time so far."""
     with FakeCluster() as cluster:
         cluster.kubeconfig(path)
-        kubelet = PlayedKubelet(_Inside(cluster.api), "default")
+        kubelet = SimulatedKubelet(_Inside(cluster.api), "default")
         asked.send(None)
         while (what := asked.recv()) is not None:
             if what:
@@ -128,24 +129,26 @@ def _serve(path: Path, asked: Connection) -> None:
             asked.send(time.process_time())
 
 
-async def _play(kubelet: PlayedKubelet, step: str, job: str) -> None:
+async def _play(kubelet: SimulatedKubelet, step: str, job: str) -> None:
     if step in ("ready", "run"):
-        await kubelet.step(job)
+        await kubelet.advance_pods(job)
     elif step == "end":
-        for pod in (await kubelet.pods(job)).values():
-            await kubelet.succeed(pod)
+        for pod in (await kubelet.list_pods(job)).values():
+            await kubelet.succeed_pod(pod)
 
 
 async def _lead(path: Path, server: Connection, num_jobs: int, num_nodes: int) -> Measured:
     environ = {"KUBECONFIG": str(path)}
-    async with Client(lambda: connecting.connection(environ)) as client:
-        await client.create(kinds.DEFINITIONS, None, definition())
+    async with KubernetesClient(lambda: api_client.connection_info(environ)) as client:
+        await client.create(api_client.DEFINITIONS, None, custom_resource_definition())
         settings = PodSettings(image="example/train:1")
-        actor, admission = Actor(client, settings, time.time), Admission(client, settings, time.time)
-        controller = Controller(client, actor, admission, time.time)
+        actor, admission = ActionExecutor(client, settings, time.time), JobAdmission(client, settings, time.time)
+        controller = TrainingJobReconciler(client, actor, admission, time.time)
         names = [f"job-{index}" for index in range(num_jobs)]
         for name in names:
-            await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": name}, "spec": _spec(num_nodes)})
+            await client.create(
+                api_client.TRAINING_JOBS, "default", {"metadata": {"name": name}, "spec": _spec(num_nodes)}
+            )
         measured = Measured()
         for step in STEPS:
             for name in names:
@@ -154,11 +157,11 @@ async def _lead(path: Path, server: Connection, num_jobs: int, num_nodes: int) -
         return measured
 
 
-async def _settle(controller: Controller, server: Connection, name: str, measured: Measured) -> None:
+async def _settle(controller: TrainingJobReconciler, server: Connection, name: str, measured: Measured) -> None:
     again = True
     while again:
         server_s, operator_s, begun_s = _ask(server, ()), time.process_time(), time.perf_counter()
-        again = (await controller.reconcile(("default", name))).again
+        again = (await controller.reconcile(("default", name))).requeue
         measured.wall_s.append(time.perf_counter() - begun_s)
         measured.operator_s.append(time.process_time() - operator_s)
         measured.server_s.append(_ask(server, ()) - server_s)

@@ -1,4 +1,4 @@
-"""How exactly the operator on Kubernetes keeps a TTL, on the fake API server.
+"""Lateness of the Kubernetes operator at the end of a TTL, on the fake API server.
 
     python bench/jobs/kube_ttl.py [--jobs 20] [--together 5] [--out FILE]
 
@@ -17,35 +17,33 @@ import tempfile
 import time
 from pathlib import Path
 
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.resource import reading
-from ringweave.launch.kubernetes.resource.definition import definition
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
-from ringweave.testing.kubernetes.operators import OperatorProcess
+from ringweave.platforms.kubernetes import api_client, job_resource, names
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.operator_process import OperatorProcess
+from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 
 TTL_S = 2.0
 WHERE = "default"
-OF_JOBS = (kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
+OF_JOBS = (api_client.PODS, api_client.CONFIG_MAPS, api_client.SECRETS, api_client.SERVICES)
 
 
-async def lateness_s(client: Client, name: str) -> float:
+async def lateness_s(client: KubernetesClient, name: str) -> float:
     """Leads one job to its end; how long after its TTL it was gone."""
     nodes = [{"name": f"n{index}", "capacity": 3, "deletionPolicy": "keep"} for index in range(2)]
     requester = {"username": "admin", "groups": ["system:masters"]}
     spec = {"cpuWorkers": 6, "script": "a.py", "source": "pass", "nodes": nodes, "requester": requester}
     spec["ttlSecondsAfterFinished"] = TTL_S
-    made = await client.create(kinds.TRAINING_JOBS, WHERE, {"metadata": {"name": name}, "spec": spec})
+    made = await client.create(api_client.TRAINING_JOBS, WHERE, {"metadata": {"name": name}, "spec": spec})
     watching = asyncio.create_task(_gone(client, name, made["metadata"]["resourceVersion"]))
-    kubelet = PlayedKubelet(client, WHERE)
+    kubelet = SimulatedKubelet(client, WHERE)
     while not watching.done():
-        pods = await kubelet.step(name)
-        found = await client.list(kinds.TRAINING_JOBS, WHERE, fieldSelector=f"metadata.name={name}")
+        pods = await kubelet.advance_pods(name)
+        found = await client.list(api_client.TRAINING_JOBS, WHERE, fieldSelector=f"metadata.name={name}")
         if found and found[0].get("status", {}).get("state") == "Running":
             for pod in pods.values():
-                await kubelet.succeed(pod)
+                await kubelet.succeed_pod(pod)
         await asyncio.sleep(0.05)
     late_s = await watching
     left = [
@@ -56,13 +54,13 @@ async def lateness_s(client: Client, name: str) -> float:
     return late_s
 
 
-async def _gone(client: Client, name: str, version: str) -> float:
+async def _gone(client: KubernetesClient, name: str, version: str) -> float:
     selected = {"watch": "true", "resourceVersion": version, "fieldSelector": f"metadata.name={name}"}
-    async for line in client.lines(kinds.TRAINING_JOBS.path(WHERE), selected):
+    async for line in client.stream_lines(api_client.TRAINING_JOBS.path(WHERE), selected):
         gone_s = time.time()
         event = json.loads(line)
         if event["type"] == "DELETED":
-            job = reading.job_of(event["object"])
+            job = job_resource.job_from_resource(event["object"])
             if job is None or job.record.ended_s is None:
                 raise SystemExit(f"{name} was removed before it had ended")
             return gone_s - (job.record.ended_s + TTL_S)
@@ -71,7 +69,7 @@ async def _gone(client: Client, name: str, version: str) -> float:
 
 async def measure(environ: dict[str, str], count: int, together: int) -> list[float]:
     """So many jobs, some at the same time."""
-    async with Client(lambda: connecting.connection(environ)) as client:
+    async with KubernetesClient(lambda: api_client.connection_info(environ)) as client:
         found: list[float] = []
         for first in range(0, count, together):
             batch = (lateness_s(client, f"job-{index}") for index in range(first, min(first + together, count)))
@@ -82,12 +80,12 @@ async def measure(environ: dict[str, str], count: int, together: int) -> list[fl
 
 async def define(environ: dict[str, str]) -> None:
     """Before the operator begins to watch."""
-    async with Client(lambda: connecting.connection(environ)) as client:
-        await client.create(kinds.DEFINITIONS, None, definition())
+    async with KubernetesClient(lambda: api_client.connection_info(environ)) as client:
+        await client.create(api_client.DEFINITIONS, None, custom_resource_definition())
 
 
 def main() -> None:
-    """Lead the jobs, and say how late they went."""
+    """Run the jobs, and print the lateness of their TTLs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--together", type=int, default=5)

@@ -25,17 +25,17 @@ from typing import Any
 
 from slurm_lives import KINDS, Life
 
-from ringweave.testing.slurm import SlurmCluster
+from tests.fakes.slurm import FakeGpuSlurmCluster
 
 ROOT = Path(__file__).parents[2]
 TRIES = 12
-"""How often a boundary is tried that not every life comes to: how many looks there are depends on time."""
+"""Tries of a boundary that not every life reaches: the number of polls depends on time."""
 MOST_MISSED = 0.1
-"""Of all boundaries, that no life comes to again."""
+"""Largest fraction of boundaries that no life reaches again."""
 
 
 class Book:
-    """The lives so far, on disk."""
+    """Record of the lives so far, on disk."""
 
     def __init__(self, path: Path | None, kind: str) -> None:
         self._path, self._kind = path, kind
@@ -47,8 +47,7 @@ class Book:
         self.missed: dict[str, int] = told.setdefault("not_come_to", {})
 
     def add(self, life: Life, told: dict[str, Any]) -> None:
-        """A life has ended."""
-        self.known += [name for name in life.reached() if name not in self.known]
+        self.known += [name for name in life.on_boundary() if name not in self.known]
         if life.dies_at and told["killed_at"] is None:
             self.missed[life.dies_at] = self.missed.get(life.dies_at, 0) + 1
         else:
@@ -57,13 +56,13 @@ class Book:
         self._save()
 
     def todo(self) -> list[str]:
-        """Boundaries at which no life was killed yet; of those that were not come to, those tried least first."""
+        """Return boundaries without a kill so far; of those that were not reached, the least tried ones first."""
         done = {life["killed_at"] for life in self.lives}
         left = [name for name in self.known if name not in done and self.missed.get(name, 0) < TRIES]
         return sorted(left, key=lambda name: self.missed.get(name, 0))
 
     def summary(self) -> str:
-        """Of all lives of this kind, whenever they were lived."""
+        """Summarise all lives of this kind, from all runs."""
         killed = {life["killed_at"] for life in self.lives if life["killed_at"]}
         same = sum(life["is_same"] for life in self.lives)
         return (
@@ -72,7 +71,7 @@ class Book:
         )
 
     def is_good(self) -> bool:
-        """Every boundary had its kill, but for a few that come up by chance, and all ends are the same."""
+        """True if every boundary had its kill, except a few that are reached by chance, and all ends are the same."""
         is_whole = not self.todo() and self._never() <= MOST_MISSED * len(self.known)
         return is_whole and all(life["is_same"] for life in self.lives)
 
@@ -89,15 +88,15 @@ class Book:
 
 
 class Bench:
-    """Lives lives, some at a time, in one cluster."""
+    """Runs lives, several at a time, in one cluster."""
 
-    def __init__(self, book: Book, kind: str, cluster: SlurmCluster, folder: Path) -> None:
+    def __init__(self, book: Book, kind: str, cluster: FakeGpuSlurmCluster, folder: Path) -> None:
         self._book, self._kind, self._cluster, self._folder = book, kind, cluster, folder
         self._under_way: dict[Future[dict[str, Any]], Life] = {}
         self._count = 0
 
     def lead(self, together: int, within_s: float) -> None:
-        """All that are left, or as many as begin in time."""
+        """Run all remaining lives, or as many as begin in time."""
         deadline = time.monotonic() + within_s
         with ThreadPoolExecutor(together) as pool:
             if not self._book.lives:
@@ -131,19 +130,19 @@ class Bench:
                 print(life.story(), flush=True)
 
 
-def _cluster() -> SlurmCluster:
-    """One that does not take a busy machine for a lost one: that would be another life."""
-    return SlurmCluster({"big": 10, "small": 5}, name=f"b-{os.getpid()}", timeout_s=300)
+def _cluster() -> FakeGpuSlurmCluster:
+    """Return a cluster that does not take a busy machine for a lost one, which would be another life."""
+    return FakeGpuSlurmCluster({"big": 10, "small": 5}, name=f"b-{os.getpid()}", timeout_s=300)
 
 
 def commit() -> str:
-    """Of the sources that are run."""
+    """Return the environment with the sources' paths."""
     head = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> int:
-    """Live all lives, and say how they ended."""
+    """Run all lives, and print how they ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--life", choices=list(KINDS), default="ends", help="what happens to the job")
     parser.add_argument("--together", type=int, default=3, help="so many lives at a time; most of each is waiting")

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
-from ringweave.launch.slurm.asking.commands import Done, Slurm
-from ringweave.launch.slurm.registry import Registry
-from ringweave.launch.slurm.service import SlurmService
-from ringweave.testing.slurm import SlurmCluster
+from ringweave.jobs.request import DeletionPolicy, JobRequest, NodeRequest
+from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.platform import SlurmPlatform
+from ringweave.platforms.slurm.registry import SlurmJobRegistry
+from tests.fakes.slurm import FakeGpuSlurmCluster
 
 DEADLINE_S = 400.0
-"""Of a life; on a machine with nothing else to do it takes 10 s."""
+"""Longest life; on an idle machine it takes 10 s."""
 LOOK_S = 0.2
 DYING = Path(__file__).with_name("dying")
 SCRIPT = """
@@ -44,18 +44,18 @@ if kind == "fails":
     time.sleep(600)
 time.sleep(0.3)
 """
-"""Says who it is; what it does else depends on the life."""
+"""Script of the workers: each records its start; the rest depends on the life."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What happens to a job, and how it has to end."""
+    """Events of a job's life, and its required end."""
 
     ttl_s: float | None
     asks: tuple[tuple[int, str, str], ...] = ()
-    """(so many workers have begun, state or any, verb): what is asked of the job, in order."""
+    """(number of begun workers, state or any, verb): the requests to the job, in order."""
     deletion: DeletionPolicy = DeletionPolicy.DELETE
-    """Of the large node."""
+    """Deletion policy of the large node."""
     begun: tuple[str, ...] = ()
     """`NODE.ATTEMPT/ROUND` of the workers that begin, each once."""
     end: Mapping[str, object] = field(default_factory=dict)
@@ -94,22 +94,22 @@ KINDS = {
 
 
 class Life:
-    """One job, in a folder of its own; its name is its own too, so that several can be lived at once."""
+    """One job in its own folder, with its own name, so that several can run at once."""
 
-    def __init__(self, cluster: SlurmCluster, home: Path, kind: str, dies_at: str = "") -> None:
+    def __init__(self, cluster: FakeGpuSlurmCluster, home: Path, kind: str, dies_at: str = "") -> None:
         home.mkdir()
         (home / "s.py").write_text(SCRIPT)
         self.cluster, self.home, self.kind, self.dies_at = cluster, home, kind, dies_at
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         path = os.pathsep.join([str(DYING), *sys.path[1:]])
         environ = kept | {"PYTHONPATH": path, "LIFE": f"{home}:{dies_at}", "OMP_NUM_THREADS": "1"}
-        self.service = SlurmService(home / "state", Slurm(self._run), requester="bench", environ=environ)
+        self.service = SlurmPlatform(home / "state", SlurmClient(self._run), requester="bench", environ=environ)
         self._asks = list(KINDS[kind].asks)
-        self._registry = Registry(home / "state")
+        self._registry = SlurmJobRegistry(home / "state")
         self._seen: dict[str, object] = {}
 
     def live(self) -> dict[str, object]:
-        """From submit until nothing is left; how it ended, and whether that is as it has to be."""
+        """Run from submission until nothing is left; return its end, and whether that is the required one."""
         policies = {"big": KINDS[self.kind].deletion}
         nodes = tuple(
             NodeRequest(name=name, capacity=1, max_retries=1, deletion=policies.get(name, DeletionPolicy.DELETE))
@@ -117,7 +117,7 @@ class Life:
         )
         environment = {"KIND": self.kind}
         shape = {"num_workers": len(nodes), "min_per_node": 1, "device": "cpu", "ttl_s": KINDS[self.kind].ttl_s}
-        request = Request(name=self.home.name, script="s.py", nodes=nodes, environment=environment, **shape)
+        request = JobRequest(name=self.home.name, script="s.py", nodes=nodes, environment=environment, **shape)
         begun_s = time.monotonic()
         self.service.submit(request, base=self.home)
         while (left := self._left()) and time.monotonic() < begun_s + DEADLINE_S:
@@ -127,37 +127,37 @@ class Life:
         told = {"left": left, "begun": sorted(self._ledger()), **self._end()}
         kind = KINDS[self.kind]
         return {
-            "killed_at": self.dies_at if self.dies_at in self.reached() else None,
+            "killed_at": self.dies_at if self.dies_at in self.on_boundary() else None,
             "is_same": told == {"left": [], "begun": sorted(kind.begun), **kind.end},
             **told,
             "took_s": round(time.monotonic() - begun_s, 1),
         }
 
-    def reached(self) -> list[str]:
-        """The boundaries that were reached, in order, each with how often it had been by then; until the kill."""
+    def on_boundary(self) -> list[str]:
+        """Return the boundaries reached until the kill, in order, each with its count so far."""
         path = self.home / "boundaries"
         names = path.read_text().splitlines() if path.exists() else []
         numbered = [f"{name}#{names[: index + 1].count(name)}" for index, name in enumerate(names)]
         return numbered[: numbered.index(self.dies_at) + 1] if self.dies_at in numbered else numbered
 
     def story(self) -> str:
-        """What the controller could not tell anybody, and the record as it is; for a life that ended otherwise."""
+        """Return the controller's unreported errors and its record, for a life with a wrong end."""
         texts = [f"{path}: {path.read_text(errors='replace')}" for path in self._files()]
-        return "\n".join([self.cluster.call("scontrol", "show", "job"), *texts])
+        return "\n".join([self.cluster.run_command("scontrol", "show", "job"), *texts])
 
     def _files(self) -> Iterator[Path]:
         for pattern in ("boundaries", "state/jobs/*/*.log", "state/jobs/*/*.json*", "state/jobs/*/groups/*/*.json"):
             yield from sorted(self.home.glob(pattern))
 
     def _look(self) -> None:
-        """How the job ended, where it is there for a while after its end."""
-        entry = self._registry.find(self.home.name)
+        """Read the job's end, if its record is kept after its end."""
+        entry = self._registry.find_by_name(self.home.name)
         if entry is not None and entry.job.record.outcome is not None:
             record = entry.job.record
             self._seen = {"outcome": str(record.outcome), "retries": [node.retries for node in record.nodes]}
 
     def _ask(self) -> None:
-        """What is to be asked of the job next, if it has come to that."""
+        """Make the next request to the job, if it is time."""
         if not self._asks or len(self._ledger()) < self._asks[0][0]:
             return
         name, (_, state, verb) = self.home.name, self._asks[0]
@@ -180,13 +180,13 @@ class Life:
         return dict(json.loads(path.read_text())) if path.exists() else self._seen
 
     def _left(self) -> list[str]:
-        """What there is of the job; Slurm and processes are looked at when its folder is gone."""
+        """Return everything left of the job; Slurm and processes are checked once its folder is gone."""
         files = [path.name for path in (self.home / "state" / "jobs").iterdir()]
         return files or self._of_slurm() or self._processes()
 
     def _of_slurm(self) -> list[str]:
         names = f"--name=rw-{self.home.name},rw-ttl-{self.home.name}"
-        return self.cluster.call("squeue", "-h", names, "-o", "%j").split()
+        return self.cluster.run_command("squeue", "-h", names, "-o", "%j").split()
 
     def _processes(self) -> list[str]:
         found = []
@@ -199,8 +199,8 @@ class Life:
                 found.append(" ".join(words))
         return found
 
-    def _run(self, argv: list[str], stdin: str, environ: dict[str, str] | None) -> Done:
-        """A command of Slurm, where people log in."""
-        command = self.cluster.command(argv)
+    def _run(self, argv: list[str], stdin: str, environ: dict[str, str] | None) -> SlurmResult:
+        """Run a command of Slurm on the login node."""
+        command = self.cluster.wrap_command(argv)
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=environ)
-        return Done(code=done.returncode, out=done.stdout, err=done.stderr)
+        return SlurmResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)

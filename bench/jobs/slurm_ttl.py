@@ -1,11 +1,10 @@
-"""How exactly a TTL is kept on a real Slurm, where nobody looks.
+"""Lateness of a TTL on a real Slurm, without a client that polls.
 
     python bench/jobs/slurm_ttl.py [--jobs 5] [--ttl 10] [--out FILE]     (root; a minute and a half)
 
 Jobs of three pretended GPUs that do nothing, one after the other, on an empty cluster. Measured with one clock, from
-the moment at which a job's outcome was decided, as its record says, to the moment at which its folder is gone. Nothing
-asks for the job meanwhile: what removes it is a small job of Slurm that waits for the TTL. In the end Slurm has no job
-left.
+the time at which a job's outcome was decided, in its record, to the time at which its folder is gone. No command asks
+for the job meanwhile: a small Slurm job that waits for the TTL removes it. In the end Slurm has no job left.
 """
 
 import argparse
@@ -19,36 +18,36 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ringweave.jobs.requests import job_file
-from ringweave.launch.slurm.asking.commands import Done, Slurm
-from ringweave.launch.slurm.leases import Patience
-from ringweave.launch.slurm.registry import Registry
-from ringweave.launch.slurm.service import SlurmService
-from ringweave.testing.slurm import SlurmCluster
+from ringweave.jobs import request
+from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.lease import SlurmTimeouts
+from ringweave.platforms.slurm.platform import SlurmPlatform
+from ringweave.platforms.slurm.registry import SlurmJobRegistry
+from tests.fakes.slurm import FakeGpuSlurmCluster
 
 LIMIT_S = 120.0
 LOOK_S = 0.01
 
 
-def service_of(cluster: SlurmCluster, state: Path) -> SlurmService:
-    """The service of somebody who has logged in there."""
+def service_of(cluster: FakeGpuSlurmCluster, state: Path) -> SlurmPlatform:
+    """Return the service of a user who has logged in there."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
 
-    def run(argv: Sequence[str], stdin: str | None, environ: Mapping[str, str] | None) -> Done:
+    def run(argv: Sequence[str], stdin: str | None, environ: Mapping[str, str] | None) -> SlurmResult:
         done = subprocess.run(
-            cluster.command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
+            cluster.wrap_command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
         )
-        return Done(code=done.returncode, out=done.stdout, err=done.stderr)
+        return SlurmResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
-    return SlurmService(state, Slurm(run), requester="bench", environ=environ, patience=Patience())
+    return SlurmPlatform(state, SlurmClient(run), requester="bench", environ=environ, timeouts=SlurmTimeouts())
 
 
-def lateness_s(service: SlurmService, state: Path, home: Path, name: str, ttl_s: float) -> float:
+def lateness_s(service: SlurmPlatform, state: Path, home: Path, name: str, ttl_s: float) -> float:
     """Submit one job; how long after its TTL its folder was gone."""
     text = f"name: {name}\ngpus: 3\nscript: pass.py\nnodes: [{{name: big, capacity: 10}}]\nttl: {ttl_s:g}s\n"
-    service.submit(job_file.loads(text), base=home)
-    registry, ended_s, deadline_s = Registry(state), None, time.time() + LIMIT_S + ttl_s
-    while (entry := registry.find(name)) is not None:
+    service.submit(request.parse_request(text), base=home)
+    registry, ended_s, deadline_s = SlurmJobRegistry(state), None, time.time() + LIMIT_S + ttl_s
+    while (entry := registry.find_by_name(name)) is not None:
         ended_s = entry.job.record.ended_s or ended_s
         if time.time() > deadline_s:
             raise SystemExit(f"{name} is still there: {entry.job.record.state}")
@@ -60,7 +59,7 @@ def lateness_s(service: SlurmService, state: Path, home: Path, name: str, ttl_s:
 
 
 def main() -> None:
-    """Lead the jobs, and say how late they went."""
+    """Run the jobs, and print the lateness of their TTLs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=5)
     parser.add_argument("--ttl", type=float, default=10.0, help="seconds")
@@ -68,7 +67,7 @@ def main() -> None:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        SlurmCluster({"big": 10, "small": 5}, name=f"ttl-{os.getpid()}") as up,
+        FakeGpuSlurmCluster({"big": 10, "small": 5}, name=f"ttl-{os.getpid()}") as up,
     ):
         home = Path(folder)
         (home / "pass.py").touch()
@@ -79,7 +78,7 @@ def main() -> None:
             late_s.append(round(lateness_s(service, home / "state", home, f"job-{index}", asked.ttl), 3))
             print(f"{index + 1} of {asked.jobs} jobs: {late_s[-1]:.3f} s after its TTL", flush=True)
         deadline_s = time.time() + LIMIT_S
-        while (left := up.call("squeue", "-h")) and time.time() < deadline_s:
+        while (left := up.run_command("squeue", "-h")) and time.time() < deadline_s:
             time.sleep(LOOK_S)
         if left:
             raise SystemExit(f"Slurm has jobs left: {left}")

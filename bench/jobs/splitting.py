@@ -13,7 +13,7 @@ import statistics
 import time
 from pathlib import Path
 
-from ringweave.jobs import splitting
+from ringweave.jobs import split
 
 BAR_S = 20e-3
 
@@ -27,11 +27,11 @@ def main() -> None:
     asked = parser.parse_args()
     chosen = random.Random(1)
     capacities = [chosen.randint(0, 16) for _ in range(asked.nodes)]
-    total = sum(capacity for capacity in capacities if capacity >= splitting.MIN_PER_NODE) - 5
+    total = sum(capacity for capacity in capacities if capacity >= split.MIN_PER_NODE) - 5
     taken_s = []
     for _ in range(asked.rounds):
         begun_s = time.thread_time()
-        splitting.split(total, capacities)
+        split.split_workers(total, capacities)
         taken_s.append(time.thread_time() - begun_s)
     median_s = statistics.median(taken_s)
     print(f"{asked.nodes} nodes: median {1e3 * median_s:.1f} ms, least {1e3 * min(taken_s):.1f} ms (measured)")

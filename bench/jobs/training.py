@@ -19,32 +19,32 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ringweave.testing.slurm import SlurmCluster
+from tests.fakes.slurm import FakeGpuSlurmCluster
 
 ROOT = Path(__file__).parents[2]
 BAR = 1e-5
-"""How much a loss may differ."""
+"""Largest difference of a loss."""
 SPLITS = {"10+5": (15, (10, 5)), "8+3": (11, (10, 5)), "3+3+4": (10, (3, 3, 4))}
 
 
 MACHINES = {10: "big", 5: "small", 15: "whole"}
-"""Of the Slurm cluster, by how many GPUs they have."""
+"""Nodes of the Slurm cluster, by their number of GPUs."""
 Enter = Callable[[list[str]], list[str]]
-"""The command line that runs another one where people log in."""
+"""Returns the command line that runs another one on the login node."""
 
 
 @contextlib.contextmanager
 def place(name: str) -> Iterator[Enter]:
-    """Where jobs run, for the length of a block."""
+    """Yield the platform of the jobs."""
     if name == "local":
         yield lambda argv: argv
         return
-    with SlurmCluster({node: gpus for gpus, node in MACHINES.items()}, name=f"bench-{os.getpid()}") as up:
-        yield up.command
+    with FakeGpuSlurmCluster({node: gpus for gpus, node in MACHINES.items()}, name=f"bench-{os.getpid()}") as up:
+        yield up.wrap_command
 
 
 def described(on: str, total: int, capacities: tuple[int, ...]) -> dict[str, object]:
-    """What the job asks for."""
+    """Return the job's request."""
     if on == "local":
         return {"cpu_workers": total, "nodes": [{"capacity": capacity} for capacity in capacities]}
     return {"gpus": total, "nodes": [{"name": MACHINES[capacity], "capacity": capacity} for capacity in capacities]}

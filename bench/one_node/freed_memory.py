@@ -1,4 +1,4 @@
-"""What a train step costs where glibc gives freed memory back to the kernel, and where it keeps it.
+"""Cost of a train step if glibc returns freed memory to the kernel, and if it keeps it.
 
     python bench/one_node/freed_memory.py
 
@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 import torch
+from ringweave_bench import machine_description
 from torch import nn
 
-from ringweave.benchmarks import machine
-from ringweave.launch.workers import KEPT_MEMORY
+from ringweave.launcher.workers import MALLOC_SETTINGS
 
 MODELS = ("conv-256", "conv-512", "mlp", "transformer")
 NUM_STEPS = 30
@@ -37,8 +37,8 @@ def main() -> None:
     if options.model:
         print(json.dumps(train(options.model)))
         return
-    plain = {name: value for name, value in os.environ.items() if name not in KEPT_MEMORY}
-    manners = {"given back": plain, "kept": plain | KEPT_MEMORY}
+    plain = {name: value for name, value in os.environ.items() if name not in MALLOC_SETTINGS}
+    manners = {"given back": plain, "kept": plain | MALLOC_SETTINGS}
     found: dict[str, dict[str, list[dict[str, float]]]] = {model: {each: [] for each in manners} for model in MODELS}
     for number in range(options.rounds):
         for model in MODELS:
@@ -56,7 +56,7 @@ def main() -> None:
     for each in rows:
         print(f"| {' | '.join(map(str, each.values()))} |")
     if options.out:
-        about = {"machine": machine.describe(), "kept": KEPT_MEMORY, "rounds": options.rounds}
+        about = {"machine": machine_description.describe_machine(), "kept": MALLOC_SETTINGS, "rounds": options.rounds}
         options.out.write_text(json.dumps(about | {"rows": rows, "measured": found}, indent=1) + "\n")
 
 
@@ -75,7 +75,7 @@ def row(model: str, found: dict[str, list[dict[str, float]]]) -> dict[str, objec
 
 
 def train(name: str) -> dict[str, float]:
-    """What a step of this model takes in this process."""
+    """Measure the steps of this model in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, inputs, targets = make(name)

@@ -1,4 +1,4 @@
-"""Allreduce on one machine with pieces that are lent, beside the same with pieces that are copied, turn by turn.
+"""Allreduce on one machine with cross-memory reads, beside the same with copies, turn by turn.
 
     ringweave run --workers 2 bench/one_node/lent_or_copied.py --rounds 25 [--small-pages]
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringweave.comm import backend
+from ringweave.comm.transport import sockets
 from ringweave.comm.transport.sockets import SocketTransport
 
 
@@ -27,10 +27,10 @@ def _connect(is_lent: bool, /, *args: Any, **named: Any) -> SocketTransport:
 
 
 def make_groups() -> dict[str, Any]:
-    """One group of each kind."""
+    """Make one group of each kind."""
     groups = {}
     for name, lends in (("lent", True), ("copied", False)):
-        backend.SocketTransport = functools.partial(_connect, lends)
+        sockets.SocketTransport = functools.partial(_connect, lends)
         groups[name] = dist.new_group(backend="ringweave")
     return groups
 

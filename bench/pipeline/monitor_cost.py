@@ -1,4 +1,4 @@
-"""What measuring costs: the same pipeline of virtual devices with and without a balancer, by turns.
+"""Cost of measuring: the same pipeline of virtual devices with and without a rebalancer, by turns.
 
     python bench/pipeline/monitor_cost.py        # four processes, a minute and a half
 

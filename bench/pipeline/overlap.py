@@ -20,7 +20,6 @@ from settings import Setting, make_optimizer, make_pipeline, median, step_times
 
 from ringweave import lab, topology
 from ringweave.pipeline import profiling
-from ringweave.pipeline.profiling import predicting
 
 NUM_STAGES, NUM_MICROBATCHES, ALLOWED = 4, 32, 1.05
 ORDERS = ("1f1b", "1f1b-overlap")
@@ -62,7 +61,7 @@ def work(options: argparse.Namespace) -> None:
             found.extend(step_times(made[name], trial, 1, warm_ups=0 if found else 1))
     rows = []
     for name, each in made.items():
-        transfers = predicting.transfers_of(name)
+        transfers = profiling.transfer_mode(name)
         simulated = profiling.predict(profile, links, each.layout.splits, each.order, transfers=transfers)
         rows.append(
             {

@@ -3,7 +3,7 @@
     python bench/pipeline/pause.py --moves 6        # two processes, about 2 minutes
 
 Blocks are real transformer layers (768 wide, 12 heads, 3072 inside: 7.09 M parameters each, AdamW), on the CPU. A
-move's pause is the time for which training stands still: what the slowest rank spends on the move while it does nothing
+move's pause is the time in which training is paused: the slowest rank's time for the move while it does nothing
 else, by its own clock. Beside it the excess of steps: what beginning the move and the two train steps behind (the one
 that copies and ends with the move, and the next) take beyond two median steps; that also has what copying takes away
 from computing, and the noise of two steps. The restart: save parameters and optimizer state of all blocks, end, start
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings
-from ringweave.pipeline.moving import Mover, Outcome
+from ringweave.pipeline.migration import BlockMigrator, MigrationOutcome
 
 BLOCKS, WIDTH, MICROBATCHES, SAMPLES, TOKENS = 4, 768, 4, 1, 64
 
@@ -51,7 +51,7 @@ def make_pipeline(splits: tuple[int, ...]) -> Pipeline:
 
 
 def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
-    """What BERT is trained with."""
+    """Return BERT's optimizer for a block."""
     return torch.optim.AdamW(block.parameters(), lr=1e-4)
 
 
@@ -69,8 +69,8 @@ def train(pipeline: Pipeline) -> float:
 
 def move_blocks(options: argparse.Namespace) -> dict[str, Any]:
     """Train, and move block 2 to and fro."""
-    pipeline, outcomes = make_pipeline((2,)), list[Outcome]()
-    mover = Mover(pipeline, outcomes.append)
+    pipeline, outcomes = make_pipeline((2,)), list[MigrationOutcome]()
+    mover = BlockMigrator(pipeline, outcomes.append)
     for _ in range(3):
         train(pipeline)
     steps_s, begun = [], []
@@ -78,7 +78,7 @@ def move_blocks(options: argparse.Namespace) -> dict[str, Any]:
         steps_s += [train(pipeline) for _ in range(options.apart)]
         dist.barrier()
         start_s = time.perf_counter()
-        mover.begin((1,) if place % 2 == 0 else (2,))
+        mover.start((1,) if place % 2 == 0 else (2,))
         begun.append((len(steps_s), time.perf_counter() - start_s))
         steps_s += [train(pipeline), train(pipeline)]
     usual = [s for step, s in enumerate(steps_s) if all(step not in (at, at + 1) for at, _ in begun)]
@@ -95,7 +95,7 @@ def move_blocks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def path_of(options: argparse.Namespace, block: int) -> Path:
-    """Where a block is saved."""
+    """Return the path of a saved block."""
     return options.folder / f"block-{block}.pt"
 
 
@@ -107,7 +107,7 @@ def save(options: argparse.Namespace) -> dict[str, Any]:
     dist.barrier()
     begun_s = time.time()
     for block in pipeline.blocks.held:
-        optimizer = pipeline.optimizer.of(block)
+        optimizer = pipeline.optimizer.for_block(block)
         assert optimizer is not None
         torch.save([pipeline.blocks[block].state_dict(), optimizer.state_dict()], path_of(options, block))
     dist.barrier()
@@ -115,12 +115,12 @@ def save(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(options: argparse.Namespace) -> dict[str, Any]:
-    """Begin again with the other partition."""
+    """Start again with the other partition."""
     pipeline = make_pipeline((1,))
     for block in pipeline.blocks.held:
         parameters, state = torch.load(path_of(options, block), weights_only=True)
         pipeline.blocks[block].load_state_dict(parameters)
-        optimizer = pipeline.optimizer.of(block)
+        optimizer = pipeline.optimizer.for_block(block)
         assert optimizer is not None
         optimizer.load_state_dict(state)
     dist.barrier()

@@ -3,7 +3,7 @@
     python bench/pipeline/prediction.py --settings 24        # 3 minutes, four processes
 
 Every setting draws speeds, works, splits, a schedule and a number of microbatches. Blocks and links are measured
-(`ringweave.pipeline.profiling`), what an action takes beside them is found by a rehearsal in which every stage waits as
+(`ringweave.pipeline.profiling`), the overhead of an action is found by a benchmark in which every stage waits as
 long, the order that is run is simulated with all that, and steps are timed. Exit code 1 if the
 median error is above 3 % or the 95th percentile above 8 %.
 """
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from settings import Setting, batch, make_optimizer, make_pipeline, median, percentile, step_times
 
 from ringweave.pipeline import profiling
-from ringweave.pipeline.profiling import predicting
-from ringweave.sim.pipelines import NAMES
+from ringweave.sim.pipeline_schedules import PIPELINE_SCHEDULES
 
 NUM_STAGES, MEDIAN_ALLOWED, P95_ALLOWED = 4, 0.03, 0.08
 
@@ -45,7 +44,7 @@ def draw(index: int, options: argparse.Namespace) -> Setting:
     return Setting(
         work_s=tuple(options.block_s * rng.uniform(0.5, 1.5) for _ in range(num_blocks)),
         speeds=tuple(rng.uniform(0.4, 2.0) for _ in range(NUM_STAGES)),
-        schedule=NAMES[index % len(NAMES)],
+        schedule=PIPELINE_SCHEDULES[index % len(PIPELINE_SCHEDULES)],
         num_microbatches=rng.choice((4, 8, 12)),
         splits=tuple(cuts),
         width=rng.choice((32, 1024)),
@@ -62,13 +61,13 @@ def work(options: argparse.Namespace) -> None:
         largest = max(cost.forward_bytes for cost in profile.blocks)
         links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, largest)
         target = batch(setting)
-        overheads = profiling.rehearse(pipeline, links, target=target, rounds=3)
+        overheads = profiling.measure_overheads(pipeline, links, target=target, rounds=3)
         simulated = profiling.predict(
             profile,
             links,
             pipeline.layout.splits,
             pipeline.order,
-            transfers=predicting.transfers_of(setting.schedule),
+            transfers=profiling.transfer_mode(setting.schedule),
             overheads=overheads,
         )
         measured_s = median(step_times(pipeline, setting, options.steps))

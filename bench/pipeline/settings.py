@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings
-from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 
 WIDTH, SAMPLES = 32, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a pipeline of virtual devices is made of."""
+    """Properties of a pipeline of virtual devices."""
 
     work_s: tuple[float, ...]
-    """Of each block on a device of speed 1: forward; backward takes twice that."""
+    """Forward seconds of each block on a device of speed 1; backward takes twice that."""
     speeds: tuple[float, ...]
-    """Of each device."""
+    """Speed of each device."""
     schedule: str
     num_microbatches: int
     splits: tuple[int, ...] | None = None
     """None: as many blocks on each device."""
     width: int = WIDTH
-    """Of what crosses: this many float32 a sample."""
+    """Float32 numbers per sample between blocks."""
     samples: int = SAMPLES
-    """In a microbatch."""
+    """Samples per microbatch."""
 
 
 def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
@@ -41,7 +41,7 @@ def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_pipeline(setting: Setting) -> Pipeline:
-    """This rank's part of it; the same call on all ranks."""
+    """Make this rank's part of the pipeline; all ranks make the same call."""
     torch.manual_seed(0)
     device = VirtualDevice(setting.speeds[int(os.environ["RANK"])])
     blocks = [
@@ -59,7 +59,7 @@ def batch(setting: Setting) -> torch.Tensor:
 
 
 def step_times(pipeline: Pipeline, setting: Setting, num_steps: int, warm_ups: int = 1) -> list[float]:
-    """Measured seconds of train steps, after some that are not counted: in the first one torch's stages shake hands."""
+    """Measured seconds of train steps, after some that are not counted: in the first one torch connects the stages."""
     x = batch(setting)
     found = []
     for _ in range(warm_ups + num_steps):
@@ -81,7 +81,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def commit() -> str:
-    """Of the sources."""
+    """Return the environment with the sources' paths."""
     asked = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
 

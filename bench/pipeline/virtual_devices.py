@@ -22,9 +22,9 @@ import torch.distributed as dist
 from settings import Setting, batch, make_optimizer, make_pipeline, median, step_times
 
 from ringweave.pipeline import even_splits, profiling
-from ringweave.planning import partitioning
-from ringweave.sim import pipelines
-from ringweave.sim.pipelines import StageTimes
+from ringweave.planning import partition
+from ringweave.sim import pipeline_schedules, pipeline_simulation
+from ringweave.sim.pipeline_simulation import StageTimes
 
 SPEEDS = (19.5, 14.4, 5.5, 5.5)
 NUM_BLOCKS, NUM_MICROBATCHES, SCHEDULE = 24, 128, "1f1b-overlap"
@@ -48,19 +48,21 @@ def proportional(num_blocks: int) -> tuple[int, ...]:
 
 def by_parameters(parameters: tuple[float, ...]) -> tuple[int, ...]:
     """DeepSpeed's `partition_method="parameters"`: the least largest sum of parameters, whatever the speeds are."""
-    problem = partitioning.Problem(work=(parameters,), capability=(1.0,) * len(SPEEDS))
-    return partitioning.solve(problem).splits
+    problem = partition.PartitionProblem(work=(parameters,), capability=(1.0,) * len(SPEEDS))
+    return partition.solve_partition(problem).splits
 
 
 def best(setting: Setting) -> tuple[int, ...]:
-    """Of all partitions into non-empty stages the one with the least step, simulated with the true speeds."""
-    order = pipelines.generate(setting.schedule, len(SPEEDS), setting.num_microbatches)
+    """Return the partition into non-empty stages with the shortest step, simulated with the true speeds."""
+    order = pipeline_schedules.generate_pipeline_schedule(setting.schedule, len(SPEEDS), setting.num_microbatches)
     cuts = itertools.combinations(range(1, NUM_BLOCKS), len(SPEEDS) - 1)
-    return min(cuts, key=lambda splits: pipelines.simulate(order, true_times(setting, splits)).step_s)
+    return min(
+        cuts, key=lambda splits: pipeline_simulation.simulate_pipeline(order, true_times(setting, splits)).step_s
+    )
 
 
 def true_times(setting: Setting, splits: tuple[int, ...]) -> StageTimes:
-    """Of stages, if nothing but the blocks' waits took time."""
+    """Return the times of stages if nothing but the blocks' waits took time."""
     edges = itertools.pairwise((0, *splits, NUM_BLOCKS))
     forward = [sum(setting.work_s[a:b]) / speed for (a, b), speed in zip(edges, setting.speeds, strict=True)]
     return StageTimes(forward_s=tuple(forward), backward_s=tuple(2 * each for each in forward))
@@ -78,7 +80,7 @@ def work(options: argparse.Namespace) -> None:
     pipeline = make_pipeline(setting)
     profile = profiling.profile(pipeline, make_optimizer, rounds=9)
     links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, 2**16)
-    overheads = profiling.rehearse(pipeline, links, target=batch(setting), rounds=3)
+    overheads = profiling.measure_overheads(pipeline, links, target=batch(setting), rounds=3)
     cuts = {
         "planned": profiling.partition(profile, links, num_microbatches=NUM_MICROBATCHES).splits,
         "best integer": best(setting),
@@ -96,7 +98,7 @@ def work(options: argparse.Namespace) -> None:
             "cut": name,
             "splits": splits,
             "predicted_s": profiling.predict(profile, links, splits, pipeline.order, overheads=overheads).step_s,
-            "waits_alone_s": pipelines.simulate(pipeline.order, true_times(setting, splits)).step_s,
+            "waits_alone_s": pipeline_simulation.simulate_pipeline(pipeline.order, true_times(setting, splits)).step_s,
             "measured_s": median(laps[splits]),
             "measured_steps_s": laps[splits],
         }

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 from lab_cases import cases_of, planned
+from ringweave_bench.machine_description import describe_machine
 
 from ringweave import cost, sim, units
-from ringweave.benchmarks.machine import describe
-from ringweave.sim import measured_costs
+from ringweave.sim import scenario
 
 MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
 
@@ -34,7 +34,7 @@ def main() -> None:
     """Simulate what was measured, print the table, exit 1 if a bar is missed."""
     options = parse_options()
     documents = [json.loads(path.read_text()) for path in options.measured]
-    machine = measured_costs.load(options.processors) if options.processors else sim.Machine.assumed()
+    machine = scenario.load_host_costs(options.processors) if options.processors else sim.HostModel.assumed()
     rows = [row for document in documents for row in compared(document, machine)]
     found = {
         **summary(rows),
@@ -53,7 +53,7 @@ def main() -> None:
     if options.out:
         about = {key: documents[0][key] for key in ("machine", "versions")}
         costs = str(options.processors) if options.processors else "Machine.assumed()"
-        simulated = {"date": str(date.today()), "git_commit": describe()["git_commit"], "processors": costs}
+        simulated = {"date": str(date.today()), "git_commit": describe_machine()["git_commit"], "processors": costs}
         of_each = ("cluster", "date", "git_commit", "rates_bytes_per_s")
         measured = [{key: each[key] for key in of_each} for each in documents]
         document = about | {"simulated": simulated} | found | {"clusters": measured, "rows": rows}
@@ -70,7 +70,7 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compared(document: dict[str, Any], machine: sim.Machine) -> list[dict[str, Any]]:
+def compared(document: dict[str, Any], machine: sim.HostModel) -> list[dict[str, Any]]:
     """A row for each schedule and size of one cluster."""
     rows = []
     for case in cases_of(document):
@@ -95,7 +95,7 @@ def compared(document: dict[str, Any], machine: sim.Machine) -> list[dict[str, A
 
 
 def others_share(measured: Mapping[str, Any], num_cpus: int) -> float | None:
-    """Part of the machine's processors that other programs had meanwhile; None where nobody noted it.
+    """Part of the machine's processors that other programs had meanwhile; None if it was not recorded.
 
     The kernel's own work for the ranks is among it, about a tenth.
     """
@@ -106,7 +106,7 @@ def others_share(measured: Mapping[str, Any], num_cpus: int) -> float | None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How large the errors are."""
+    """Summarise the errors' sizes."""
     errors = [abs(row["error"]) for row in rows]
     return {
         "num_rows": len(rows),
@@ -123,7 +123,7 @@ def by(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people, as Markdown: segments, milliseconds measured -> simulated, and the error."""
+    """Return a Markdown table: segments, milliseconds measured -> simulated, and the error."""
     sizes = sorted({row["bytes"] for row in rows})
     lines = [
         "| cluster | schedule | " + " | ".join(map(units.format_bytes, sizes)) + " |",

@@ -1,10 +1,10 @@
-"""How unevenly TCP streams that meet at one NIC share it: `python bench/simulation/incast.py --out FILE` (root).
+"""Unevenness of TCP streams that meet at one NIC: `python bench/simulation/incast.py --out FILE` (root).
 
 In a lab the first node takes, and throws away, what all others send to it at the same time, each over a connection of
 its own that was used before. Two numbers of each round:
 
 - unevenness: the standard deviation of the logarithm of what the streams have got at the moment when the first of them
-  has everything. Its median over all rounds is what the simulator takes (`sim.machine.UNEVENNESS`).
+  has everything. Its median over all rounds is what the simulator takes (`sim.scenario.UNEVENNESS`).
 - late: how much longer than the streams a link of the same rate would take that passes on what *all* streams have
   delivered, as the root of a star does, as a fraction of their time. Even streams: 0.
 """

@@ -1,4 +1,4 @@
-"""What measure_every_schedule.py measured on a lab cluster, and the simulation of the same."""
+"""Measurements of measure_every_schedule.py on a lab cluster, and the simulation of the same."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import planning, sim, topology
-from ringweave.lab import batches
-from ringweave.planning import Choice, Plan
-from ringweave.schedules.programs import Program
-from ringweave.sim.simulation import compile_all
+from ringweave.lab import bring_up
+from ringweave.planning import Plan, ScheduleChoice
+from ringweave.schedules.program import RankProgram
+from ringweave.sim.simulation import compile_all_programs
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
@@ -29,22 +29,22 @@ class Case:
     """Schedule, bytes, and seconds and processor time of each round."""
 
     @property
-    def choice(self) -> Choice:
-        """The schedule as the plan would run it."""
+    def choice(self) -> ScheduleChoice:
+        """Return the schedule as the plan would run it."""
         return planned(self.cluster)[1].choose(self.measured["bytes"], forced=self.measured["schedule"])
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Of each rank."""
         return planned(self.cluster)[1].nodes
 
-    def programs(self) -> list[Program]:
-        """What the ranks do."""
+    def programs(self) -> list[RankProgram]:
         plan, choice = planned(self.cluster)[1], self.choice
-        return compile_all(plan.generate(choice.schedule), plan.nodes, self.measured["bytes"], choice.pipelining)
+        return compile_all_programs(
+            plan.generate(choice.schedule), plan.nodes, self.measured["bytes"], choice.pipelining
+        )
 
-    def simulate(self, machine: sim.Machine) -> sim.Simulation:
-        """The same on virtual time: ranks share the processors, links let a full bucket pass at once, as in the lab."""
+    def simulate(self, machine: sim.HostModel) -> sim.SimulationResult:
+        """Simulate the case: ranks share the processors, links let a full bucket pass at once, as in the lab."""
         (cluster, plan), choice = planned(self.cluster), self.choice
         return sim.simulate(
             plan.generate(choice.schedule),
@@ -53,12 +53,12 @@ class Case:
             self.measured["bytes"],
             pipelining=choice.pipelining,
             rates=self.rates,
-            machine=dataclasses.replace(machine, num_processors=self.num_cpus, bucket_bytes=batches.MIN_BURST_BYTES),
+            machine=dataclasses.replace(machine, num_processors=self.num_cpus, bucket_bytes=bring_up.MIN_BURST_BYTES),
         )
 
 
 def cases_of(document: Mapping[str, Any]) -> list[Case]:
-    """Those of one file."""
+    """Return the cases of one file."""
     cpus, rates = document["machine"]["num_cpus"], document["rates_bytes_per_s"]
     return [Case(document["cluster"], cpus, rates, measured) for measured in document["measured"]]
 

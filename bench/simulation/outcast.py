@@ -1,4 +1,4 @@
-"""How unevenly TCP streams from one NIC share it: `python bench/simulation/outcast.py --out FILE` (root).
+"""Unevenness of TCP streams from one NIC: `python bench/simulation/outcast.py --out FILE` (root).
 
 The counterpart of incast.py: in a lab one node sends to all others at the same time, each over a connection of its own
 that was used before, and they throw it away. With `--duplex` they send as much back meanwhile. The numbers of each
@@ -68,7 +68,7 @@ with socket.create_connection((address, port)) as peer:
 
 
 def main() -> None:
-    """As incast.py."""
+    """Run the bench, as incast.py does."""
     parser = streams.parser(__doc__, "1MB,5MB")
     parser.add_argument("--duplex", action="store_true", help="the others send as much back")
     options = parser.parse_args()

@@ -1,13 +1,14 @@
-"""What messages and bytes cost processors, out of what allreduces in labs did.
+"""Processor costs of messages and bytes, fitted to allreduces in labs.
 
     python bench/simulation/processor_costs.py bench/results/simulated/measured/*.json
 
-`measure_every_schedule.py` notes the processor time of all ranks for each allreduce. Here it is explained by what their
-programs do: messages to other nodes and their bytes, messages inside a node and theirs, a beginning for each rank, and
-how often a rank slept until a message had come, which the simulation says. That in turn depends on the costs: they are
-fitted again with what was simulated at the last ones, until they stay. No cost is below zero, relative errors are least
-in squares. Additions are among the bytes. What comes out are the constants of `sim.machine`; nothing is fitted to the
-seconds that simulations are compared with. A pass simulates everything, which takes minutes of processor time.
+`measure_every_schedule.py` records the processor time of all ranks for each allreduce. It is explained here by their
+programs' operations: messages to other nodes and their bytes, messages inside a node and theirs, a start for each rank,
+and the number of times that a rank slept until a message had come, which the simulation gives. That in turn depends on
+the costs: they are fitted again with the simulation at the last ones, until they stay. No cost is below zero, and the
+squares of relative errors are minimal. Additions are among the bytes. The results are the constants of `sim.scenario`;
+nothing is fitted to the seconds that simulations are compared with. A pass simulates everything, which takes minutes of
+processor time.
 """
 
 import argparse
@@ -20,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 from lab_cases import Case, cases_of
+from ringweave_bench import machine_description
 from scipy.optimize import nnls
 
 from ringweave import sim
-from ringweave.benchmarks import machine as about_machine
-from ringweave.schedules.programs import Do, Program
+from ringweave.schedules.program import Opcode, RankProgram
 from ringweave.sim.simulation import ELEMENT_BYTES
 
 COSTS = ("message_s", "kernel_s_per_byte", "inside_message_s", "inside_s_per_byte", "start_s", "wake_s")
@@ -41,7 +42,7 @@ def main() -> None:
     cases = [case for path in options.measured for case in cases_of(json.loads(path.read_text()))]
     seconds = np.array([statistics.median(case.measured["processor_s"]) for case in cases])
     done = np.array([counts_of(case) for case in cases])
-    machine = sim.Machine.assumed()
+    machine = sim.HostModel.assumed()
     with ProcessPoolExecutor() as pool:
         for number in range(1, MOST_PASSES + 1):
             wakes = list(pool.map(num_wakes, cases, itertools.repeat(machine), chunksize=4))
@@ -70,25 +71,25 @@ def main() -> None:
         print(f"{what} {seconds[index]:.3f} s, off by {errors[index]:.0%}")
     print(json.dumps(found, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(found | about_machine.describe(), indent=1) + "\n")
+        options.out.write_text(json.dumps(found | machine_description.describe_machine(), indent=1) + "\n")
 
 
-def num_wakes(case: Case, machine: sim.Machine) -> int:
-    """How often ranks sleep on such a machine, simulated."""
+def num_wakes(case: Case, machine: sim.HostModel) -> int:
+    """Return the number of times that ranks sleep on such a machine, simulated."""
     return case.simulate(machine).num_wakes
 
 
 def counts_of(case: Case) -> list[float]:
-    """What all ranks do, in the order of COSTS, without waking up."""
+    """Count the operations of all ranks, in the order of COSTS, without waking up."""
     each = [counts(program, node, case.nodes) for program, node in zip(case.programs(), case.nodes, strict=True)]
     return np.sum(each, axis=0).tolist()
 
 
-def counts(program: Program, node: str, nodes: tuple[str, ...]) -> list[float]:
-    """What a rank does, in the order of COSTS; a byte inside a node is shown and read, half of its cost each."""
+def counts(program: RankProgram, node: str, nodes: tuple[str, ...]) -> list[float]:
+    """Count a rank's operations, in the order of COSTS; a byte inside a node is sent and read, half its cost each."""
     found = [0.0, 0.0, 0.0, 0.0, 1.0]
     for step in program.instructions:
-        if step.do in (Do.SEND, Do.ARRIVE):
+        if step.opcode in (Opcode.SEND, Opcode.WAIT_RECV):
             is_inside = nodes[step.peer] == node
             num_bytes = (step.stop - step.start) * ELEMENT_BYTES
             found[2 if is_inside else 0] += 1

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringweave_bench import machine_description
+
 from ringweave import lab, topology, units
-from ringweave.benchmarks import machine
 from ringweave.lab import Lab
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -23,7 +24,7 @@ PORT = "5002"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Programs:
-    """What runs on the nodes; Python sources, called with the hub's address, the port, and numbers."""
+    """Programs of the nodes; Python sources, called with the hub's address, the port, and numbers."""
 
     hub: str
     """Numbers: streams, bytes of each, rounds, own ones. Says `ready`, then a line of JSON a round: its progress."""
@@ -60,7 +61,7 @@ def measure(name: str, programs: Programs, options: argparse.Namespace, **own: i
         **own,
         "unevenness": statistics.median(row["unevenness"] for row in rows),
         "rounds": rows,
-        **machine.describe(),
+        **machine_description.describe_machine(),
     }
     for row in rows:
         print(row)
@@ -70,7 +71,7 @@ def measure(name: str, programs: Programs, options: argparse.Namespace, **own: i
 
 
 def _measure_size(place: Lab, hub: str, programs: Programs, numbers: tuple[int, ...]) -> list[dict[str, Any]]:
-    """All rounds of one size, which comes first among the numbers."""
+    """Measure all rounds of one size, which comes first among the numbers."""
     others = [node.name for node in place.cluster.nodes if node.name != hub]
     address = place.addresses[hub][0]
 

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ringweave_bench import machine_description
+
 from ringweave import schedules, sim, topology
-from ringweave.benchmarks import machine
 from ringweave.schedules import Schedule
 
 NUM_NODES, NUM_BYTES, ALPHA_S, BYTES_PER_S = 10_000, 100_000_000, 10e-6, 12.5e9
@@ -40,7 +41,12 @@ def main() -> None:
     plan = planned()
     good = all(abs(row["error"]) <= ALLOWED_ERROR for row in rows)
     good &= plan["wall_s"] < ALLOWED_S and plan["peak_bytes"] < ALLOWED_BYTES
-    document = {"good": good, "simulated": rows, "plan_of_unequal_racks": plan, **machine.describe()}
+    document = {
+        "good": good,
+        "simulated": rows,
+        "plan_of_unequal_racks": plan,
+        **machine_description.describe_machine(),
+    }
     print(json.dumps(document, indent=1))
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -48,7 +54,7 @@ def main() -> None:
 
 
 def simulated(name: str, schedule: Schedule, num_rounds: int) -> dict[str, Any]:
-    """One schedule beside its formula, and what simulating it took."""
+    """Simulate one schedule; return the result beside its formula, and the simulation's own cost."""
     text = f"name: large\nnodes: [{{name: n, nic: 100Gbit/s, devices: 1, count: {NUM_NODES}}}]\nlatency: 10us\n"
     cluster = topology.loads(text)
     begun_s = time.process_time()
@@ -65,10 +71,10 @@ def simulated(name: str, schedule: Schedule, num_rounds: int) -> dict[str, Any]:
 
 
 def planned() -> dict[str, Any]:
-    """What `ringweave plan` takes on the tree of unequal racks, its start included.
+    """Measure `ringweave plan` on the tree of unequal racks, its start included.
 
     Raises:
-        SystemExit: It did not say what it chose.
+        SystemExit: It did not print its choice.
     """
     with tempfile.TemporaryDirectory() as folder:
         begun_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a sudden change of speeds does to rings, in virtual time: `python bench/unequal/changing.py`. No lab, no root.
+"""Effect of a sudden change of speeds on rings, in virtual time: `python bench/unequal/changing.py`. No lab, no root.
 
 Two rings with the server's rules, as in row `changed` of the table: equally fast for half of the training, then one of
 them takes four times as long for the samples that it has by then; after one more epoch shares have followed. Printed is
@@ -16,8 +16,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from ringweave.testing import rehearsals
-from ringweave.testing.rehearsals import Task
+from tests.fakes import async_training
+from tests.fakes.async_training import VirtualTask
 
 EPOCHS, BATCH, TRAIN_STEPS, CHANNELS = 4, 256, 12, 32
 EQUAL, CHANGED = (1.0, 1.0), (1.0, 0.25)
@@ -74,7 +74,7 @@ def losses(optimizer: str, seed: int, later: Sequence[float] | None) -> list[flo
     generator, train = torch.Generator().manual_seed(seed), (~IS_HELD_OUT).nonzero().flatten()
     count = BATCH * TRAIN_STEPS
     samples = train.repeat(count // len(train) + 1)[:count]
-    task = Task(
+    task = VirtualTask(
         make_model=make_model,
         make_optimizer=make_optimizer,
         loss=loss,
@@ -84,9 +84,9 @@ def losses(optimizer: str, seed: int, later: Sequence[float] | None) -> list[flo
         after_epoch=note,
     )
     if later is None:
-        rehearsals.synchronous(task)
+        async_training.train_synchronously(task)
     else:
-        rehearsals.asynchronous(task, EQUAL, later_speeds=later)
+        async_training.train_asynchronously(task, EQUAL, later_speeds=later)
     return found
 
 
@@ -102,7 +102,7 @@ def limit(slower: float) -> float:
     """
     curvatures = torch.arange(0.02, 4.0, 0.02, dtype=torch.float64)
     reached: list[torch.Tensor] = []
-    task = Task(
+    task = VirtualTask(
         make_model=lambda: nn.ParameterList([torch.ones_like(curvatures)]),
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9),
         loss=lambda model, _: (curvatures * next(model.parameters()).square()).sum() / 2,
@@ -110,7 +110,7 @@ def limit(slower: float) -> float:
         batch_samples=2,
         after_epoch=lambda model: reached.append(next(model.parameters()).detach().abs().clone()),
     )
-    rehearsals.asynchronous(task, EQUAL, later_speeds=(1.0, 1 / slower))
+    async_training.train_asynchronously(task, EQUAL, later_speeds=(1.0, 1 / slower))
     away = (~(reached[1] <= reached[0])).nonzero().flatten()
     return curvatures[away[0]].item() if len(away) else float("inf")
 

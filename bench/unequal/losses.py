@@ -36,7 +36,7 @@ MOST_BEHIND = 1.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """How unequal workers are, and what they train with."""
+    """Speeds of workers, and their optimizer."""
 
     optimizer: str
     speeds: tuple[float, ...] = (1.0,) * WORKERS
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def run_case(name: str, seed: str, path: Path, run_dir: Path) -> None:
-    """One job; it writes the file.
+    """Run one job, which writes the file.
 
     Raises:
         SystemExit: The job failed.
@@ -100,7 +100,7 @@ def to_text(found: list[dict]) -> str:
 
 
 def work(name: str, seed: int, path: Path) -> None:
-    """What every rank does."""
+    """Run one rank's trainings."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     found = {mode: train(CASES[name], seed, mode) for mode in ("sync", "ps-hra")}

@@ -1,4 +1,4 @@
-"""What was measured, beside the bars: a table in text, and a picture of loss against wall time."""
+"""Measured results of the table beside the bars: a table in text, and a plot of loss against wall time."""
 
 import itertools
 import statistics
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot
 from rows import CONTENDERS, GLOO, ROWS, WITHIN_STEPS
+
+matplotlib.use("Agg")
+
 
 OURS = CONTENDERS[1:]
 MOST_BEHIND = 1.01
@@ -18,7 +19,7 @@ MOST_BEHIND = 1.01
 MOST_S = 5400
 """The whole table by one command."""
 LEAST_OF_BETTER = 0.95
-"""Of the better mode's samples per second, what `auto` has to choose at least."""
+"""Fraction of the better mode's samples per second that the choice of `auto` must have at least."""
 TITLES = ("cluster", "seeds", "DDP + Gloo samples/s", *OURS, "x", "bar", "x", "bar", "ideal")
 LATER = (
     *("final loss: DDP, balanced, ps-hra", "ps-hra / balanced (1.01)"),
@@ -74,7 +75,7 @@ def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *, 
 
 
 def jobs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the rows, and those of what `auto` chose beside."""
+    """Return the jobs of the rows, and those beside them of the choices of `auto`."""
     return [*rows, *(run["by_auto"] for run in rows if "by_auto" in run)]
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 EIGHT = (1.0,) * 8
 CORES = 1.4
 SERVER_CORES = 0.2
-"""Of all workers together, and of the parameter server beside them: 1.6 in all; the rest of the machine moves data."""
+"""Cores of all workers together, and of the parameter server beside them: 1.6 in all; the rest of the machine moves
+data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,16 +23,16 @@ class Row:
     ideal: float = 1.0
     """Speed-up over DDP of perfect balance (anchors, predicted)."""
     bars: tuple[float | None, float | None] = (None, None)
-    """Of balanced and ps-hra, times DDP's samples per second."""
+    """Required speeds of balanced and ps-hra, in times of DDP's samples per second."""
     is_communication_bound: bool = False
     epochs_divided: int = 1
     """So many times fewer epochs, where a train step takes seconds."""
     local_steps: int = 0
-    """Of ps-hra; 0 is the default."""
+    """Local steps of ps-hra; 0 is the default."""
     batch: int | None = None
     """Samples of a train step of all together; None goes by the machine, see `sizing`."""
     steps: int = 8
-    """Of an epoch."""
+    """Train steps of an epoch."""
 
 
 ROWS = {
@@ -60,4 +61,5 @@ WITHIN_STEPS = 10
 GLOO = "gloo"
 """DDP on Gloo."""
 CONTENDERS = (GLOO, "balanced", "ps-hra")
-"""What else `auto` may choose is measured in a job of its own, beside DDP as well: a job has one parameter server."""
+"""Systems measured together; a further choice of `auto` is measured in its own job, beside DDP as well, since a job has
+one parameter server."""

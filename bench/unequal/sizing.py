@@ -1,9 +1,9 @@
-"""How many samples a train step of the table has: machines differ, and so does one from hour to hour.
+"""Samples of a train step of the table: machines differ, and so does one from hour to hour.
 
-    python bench/unequal/sizing.py                   # a few seconds: what this machine takes
+    python bench/unequal/sizing.py                   # a few seconds: this machine's numbers
 
-A step of equal workers is to take ten periods of the quotas. In a shorter one the kernel's pauses, which are nobody's
-speed, are a large part of it for whoever has the smallest quota.
+A step of equal workers is to take ten periods of the quotas. In a shorter one the kernel's pauses, which are not part
+of a worker's speed, are a large part of the step for the worker with the smallest quota.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from rows import CORES
 from torch import nn
 from worker import make
 
-from ringweave.lab.quotas import PERIOD_US
+from ringweave.lab.cpu_quotas import QUOTA_PERIOD_US
 
 NUM_PERIODS = 10
 _COMPUTING = 0.85
@@ -46,7 +46,7 @@ def core_s_per_sample(channels: int) -> float:
 
 def batch_of(sample_s: float) -> int:
     """The nearest of the sizes to the one whose step takes ten periods."""
-    wanted = _COMPUTING * NUM_PERIODS * PERIOD_US / 1e6 * CORES / sample_s
+    wanted = _COMPUTING * NUM_PERIODS * QUOTA_PERIOD_US / 1e6 * CORES / sample_s
     return min(BATCHES, key=lambda batch: abs(batch - wanted))
 
 

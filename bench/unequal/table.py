@@ -30,16 +30,17 @@ from rows import CONTENDERS, CORES, GLOO, ROWS, SERVER_CORES, Row
 from worker import READY, TURNED
 
 from ringweave import lab, topology
-from ringweave.lab import Lab, cgroups
-from ringweave.lab.quotas import PERIOD_US
-from ringweave.telemetry import read
+from ringweave.lab import Lab, cpu_quotas
+from ringweave.lab.cpu_quotas import QUOTA_PERIOD_US
+from ringweave.telemetry import read_events
 
 RATE_BITS_PER_S = 400e6
 RUN_TIMEOUT_S = 3600
 CHANNELS = 64
 EPOCHS = {False: 6, True: 4}
-"""By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared. An
-epoch is some train steps: at its end all meet, which takes 0.2 s in these labs however short it was."""
+"""Epochs of the long and the short table. The long one goes on until the loss hardly changes, since the end is
+compared. An epoch is some train steps: at its end all ranks meet at a barrier, which takes 0.2 s in these labs however
+short it was."""
 LEAST_EPOCHS = 3
 """The first one is a warm-up."""
 SEEDS = {False: "0,1,2", True: "0"}
@@ -119,13 +120,13 @@ class RowError(Exception):
 
 
 def machine() -> dict[str, str]:
-    """What it ran on."""
+    """Return the machine and the software."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {"commit": commit.stdout.strip(), "machine": platform.machine(), "torch": str(torch.__version__)}
 
 
 def run_row(name: str, seed: int, sizes: dict[str, int], contenders: Sequence[str], root: Path) -> dict[str, Any]:
-    """What the workers measured in a lab of these speeds.
+    """Return the workers' measurements in a lab of these speeds.
 
     Raises:
         RowError: The run failed; its output is shown.
@@ -141,7 +142,7 @@ def run_row(name: str, seed: int, sizes: dict[str, int], contenders: Sequence[st
     command += ["--run-dir", str(out / "run"), str(Path(__file__).with_name("worker.py"))]
     server, running = f"{place.name}-server", None
     try:
-        limit(place, row.speeds, of_one=PERIOD_US)  # importing torch takes minutes on 0.05 of a core
+        limit(place, row.speeds, of_one=QUOTA_PERIOD_US)  # importing torch takes minutes on 0.05 of a core
         with (out / "output").open("w") as output:
             argv = [*command, *(f"--{key}={value}" for key, value in own.items())]
             running = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
@@ -157,10 +158,10 @@ def run_row(name: str, seed: int, sizes: dict[str, int], contenders: Sequence[st
             running.terminate()
             running.wait()
         lab.down(place.name)
-        cgroups.remove(hierarchy(), server)
+        cpu_quotas.remove_groups(hierarchy(), server)
     if code != 0:
         raise RowError(f"workers: exit code {code}, expected 0.\n{(out / 'output').read_text()}")
-    events = list(read(out / "run" / "events.jsonl"))
+    events = list(read_events(out / "run" / "events.jsonl"))
     counted = [event for event in events if event["kind"] == "params_counted"][-1]
     rings = [event for event in events if event["kind"] == "rings_formed"][-1]["rings"]
     accounts = [event["exact"] for event in events if event["kind"] == "samples_accounted"]
@@ -180,29 +181,29 @@ def cluster_of(row: Row) -> str:
 
 def limit(place: Lab, speeds: tuple[float, ...], of_one: float | None = None) -> None:
     """Give the devices quotas in proportion to these speeds, all of them `CORES` together; or each the same."""
-    share = CORES * PERIOD_US / sum(speeds)
+    share = CORES * QUOTA_PERIOD_US / sum(speeds)
     for node, speed in zip(place.cluster.nodes, speeds, strict=True):
         place.set_quota(node.name, 0, int(of_one or max(1000, speed * share)))
 
 
 def limit_server(name: str, events: Path) -> None:
     """Give the parameter server its quota, in a control group of its own; once, and it stays there."""
-    if cgroups.members(hierarchy(), name):
+    if cpu_quotas.group_pids(hierarchy(), name):
         return
-    pid = next(event["pid"] for event in read(events) if event["kind"] == "server_started")
-    cgroups.make(hierarchy(), name, {"server": (int(SERVER_CORES * PERIOD_US),)})
-    (hierarchy().of_device(name, "server", 0) / "cgroup.procs").write_text(str(pid))
+    pid = next(event["pid"] for event in read_events(events) if event["kind"] == "server_started")
+    cpu_quotas.make_groups(hierarchy(), name, {"server": (int(SERVER_CORES * QUOTA_PERIOD_US),)})
+    (hierarchy().device_folder(name, "server", 0) / "cgroup.procs").write_text(str(pid))
 
 
-def hierarchy() -> cgroups.Hierarchy:
-    """Where quotas can be set; the lab has refused to come up where they cannot."""
-    found = cgroups.find()
+def hierarchy() -> cpu_quotas.CgroupHierarchy:
+    """Return the cgroup hierarchy for quotas; without one the lab has refused to come up."""
+    found = cpu_quotas.find_hierarchy()
     assert found is not None, "quotas of the lab"
     return found
 
 
 def wait_for(path: Path, running: "subprocess.Popen[bytes]") -> None:
-    """Until the workers have come so far, or ended."""
+    """Wait until the workers have reached this point, or ended."""
     while not path.exists() and running.poll() is None:
         time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""How shares follow speeds, in virtual time: `python bench/unequal/virtual.py`. Seconds, no lab, no torch.
+"""Shares that follow speeds, in virtual time: `python bench/unequal/virtual.py`. Seconds, no lab, no torch.
 
 Eight ranks under CPU quotas of 40 ms periods, which begin at another time on each, as in the table of unequal workers,
 with the product's estimators and rules, and the delays of its exchanges. A step has work by the sample, fixed work, and
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from rows import CORES, ROWS, WITHIN_STEPS
 
-from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion, steady_s
-from ringweave.topology.cgroups import Quota
+from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion, steady_state_s
+from ringweave.topology.cgroups import CpuQuota
 
 PERIOD_S = 0.04
 EXCHANGE_EVERY = 2
@@ -56,15 +56,15 @@ class Ranks:
             stalled = 4.0 if self.draw.random() < self.stall else 1.0
             work_s = (SAMPLE_S * share * stalled + FIXED_S) * math.exp(level)
             wall_s = periods.ends_s(self.now_s, work_s, quota) - self.now_s
-            known = Quota(cores=quota, period_s=PERIOD_S, num_throttled=1)
-            took_s.append((wall_s, steady_s(wall_s, work_s, known) if self.knows_quota else wall_s))
+            known = CpuQuota(cores=quota, period_s=PERIOD_S, num_throttled=1)
+            took_s.append((wall_s, steady_state_s(wall_s, work_s, known) if self.knows_quota else wall_s))
         self.now_s += max(wall_s for wall_s, _ in took_s) + REDUCING_S
         return [seconds for _, seconds in took_s]
 
 
 @dataclass(kw_only=True, slots=True)
 class Periods:
-    """What one rank has left of its periods, which begin at times of their own."""
+    """Remaining CPU time of one rank's periods, which begin at its own times."""
 
     offset_s: float
     number: int = -1
@@ -113,7 +113,7 @@ class Balanced:
         if (
             known
             and len(known) == len(self.said)
-            and (change := self.rebalancer.look(self.ranks.shares, known, None, EXCHANGE_EVERY))
+            and (change := self.rebalancer.propose_change(self.ranks.shares, known, None, EXCHANGE_EVERY))
         ):
             self.ranks.shares = change.shares
             self.num_changes += 1

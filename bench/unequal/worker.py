@@ -1,4 +1,4 @@
-"""What every rank does: equal models on the same samples, each in its own way, taking turns of whole epochs."""
+"""Program of every rank: equal models on the same samples, trained in different modes, taking turns of whole epochs."""
 
 import argparse
 import copy
@@ -24,9 +24,9 @@ import ringweave
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import modes
 from ringweave.training import Asynchronous
-from ringweave.training.choosing import forecasting, rehearsing
-from ringweave.training.control import Control
-from ringweave.training.loading import orders
+from ringweave.training.collectives import ControlGroup
+from ringweave.training.data import order
+from ringweave.training.mode_choice import forecast, step_benchmark
 
 READY, TURNED = "ready", "turned"
 """Files by which rank 0 asks for quotas."""
@@ -107,24 +107,24 @@ other with it after six epochs, with batches of 2048 and 3072, and of 4096 and 5
 
 
 def learning_rate(options: argparse.Namespace) -> float:
-    """In proportion to the batch (arXiv 1706.02677, section 2.1), as far as training stays that steady."""
+    """Return a rate in proportion to the batch (arXiv 1706.02677, section 2.1), but not above the steady limit."""
     return LEARNING_RATE * min(options.batch, MOST_SCALED)
 
 
 def chosen_by_auto(options: argparse.Namespace) -> list[str]:
-    """What `prepare` would choose here if it were free to, and why: no other contender has to run for it."""
+    """Return the mode that `prepare` would choose here if it was free, and the reason; no mode has to run for it."""
     model, optimizer, samples, _ = make(options)
     loader = DataLoader(samples, batch_size=options.batch, shuffle=True)
-    reading, messages = orders.read(loader), Control()
+    reading, messages = order.read_loader(loader), ControlGroup()
     environment = WorkerEnvironment.from_environ(os.environ)
-    own = forecasting.own_prospects(model, loader, reading, environment, is_needed=True)
+    own = forecast.describe_own_rank(model, loader, reading, environment, is_needed=True)
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     own["num_samples"] = reading.num_samples
     said = messages.gather_json(own)
     settings = Asynchronous(local_steps=ROWS[options.row].local_steps)
-    decided, triple = modes.decide(modes.AUTO, modes.AUTO, messages.world_size), (model, optimizer, loader)
-    said = rehearsing.rehearse_if_wanted(said, triple, messages, environment, settings, decided[0], is_open=True)
-    return list(forecasting.decide(decided, said, None, is_open=True, local_steps=settings.local_steps)[:2])
+    decided, triple = modes.decide_mode(modes.AUTO, modes.AUTO, messages.world_size), (model, optimizer, loader)
+    said = step_benchmark.benchmark_if_useful(said, triple, messages, environment, settings, decided[0], is_open=True)
+    return list(forecast.choose_mode(decided, said, None, is_open=True, local_steps=settings.local_steps)[:2])
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:
@@ -151,7 +151,7 @@ def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer,
 
 
 def on_gloo(options: argparse.Namespace) -> Contender:
-    """As torch's documentation has it."""
+    """Set DDP up on Gloo, as torch's documentation does."""
     model, optimizer, samples, _ = make(options)
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
@@ -175,7 +175,7 @@ def prepared(mode: str) -> Callable[[argparse.Namespace], Contender]:
 
 
 def one_epoch(each: Contender, epoch: int) -> None:
-    """One pass."""
+    """Train one pass."""
     began_s = time.perf_counter()
     for images, labels in each.loader:
         each.optimizer.zero_grad()
@@ -202,7 +202,7 @@ class Stalling(nn.Module):
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, options: argparse.Namespace) -> float:
-    """On rank 0; the others wait at the next barrier."""
+    """Return the held-out loss on rank 0; the others wait at the next barrier."""
     if dist.get_rank() != 0:
         return 0.0
     images, labels = make(options)[3].tensors
@@ -230,7 +230,7 @@ def signal(path: Path, control: Any) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Until it is there."""
+    """Wait until the file exists."""
     while not path.exists():
         time.sleep(0.05)
 

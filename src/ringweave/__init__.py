@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Loaded when it is asked for, since some of it brings torch: `import ringweave` stays light."""
+    """Load public names on first use, since some import torch: `import ringweave` stays light."""
     if name in ("Checkpoints", "prepare"):
         from ringweave import training
 

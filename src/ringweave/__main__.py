@@ -1,4 +1,4 @@
-"""`python -m ringweave`: the command line, for launchers that start Python modules."""
+"""Entry point of `python -m ringweave`: runs the command line."""
 
 from ringweave.cli.main import main
 

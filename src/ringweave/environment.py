@@ -1,4 +1,4 @@
-"""What a launcher tells its workers: the `RINGWEAVE_*` environment variables, each named here once."""
+"""Environment variables of workers: every `RINGWEAVE_*` name, and the typed values that they carry."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SCHEDULE = "RINGWEAVE_SCHEDULE"
 MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
 FINDINGS = "RINGWEAVE_FINDINGS"
-"""Folder of what probing finds, in place of the user's; `ringweave lab run` sets it to the lab's own."""
+"""Folder of probe results, in place of the user's; `ringweave lab run` sets it to the lab's own."""
 TUNING = "RINGWEAVE_TUNING"
 LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
 SERVER = "RINGWEAVE_SERVER"
@@ -27,41 +27,41 @@ _NEVER = "never"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnvironment:
-    """The part of a worker's environment that is ringweave's own; honoured under any launcher."""
+    """Ringweave's own part of a worker's environment; honoured under any launcher."""
 
     cluster_path: Path | None = None
-    """The cluster file; None means that nobody described the machines."""
+    """The cluster file; None: the machines are not described."""
     node: str | None = None
-    """Name of the node that this worker is on; None means that it is found from host name or address."""
+    """Name of this worker's node; None: it is found from host name or address."""
     run_dir: Path | None = None
-    """Where events and run.json go; set by `ringweave run` alone, so its presence says who launched the worker."""
+    """Folder of events and run.json; only `ringweave run` sets it, so its presence identifies the launcher."""
     replace_backend: bool = False
     """An explicit "gloo" or "nccl" in the script becomes ringweave too."""
     schedule: str | None = None
-    """Name of the schedule that every large enough collective must use; None leaves the choice to the planner."""
+    """Name of the schedule that every large enough collective must use; None: the planner chooses."""
     mode: str | None = None
-    """How `ringweave.prepare` lets workers train together where the script leaves it open; None leaves it open too."""
+    """Training mode of `ringweave.prepare` if the script leaves it open; None leaves it open too."""
     probes: bool = True
-    """Measure the network when a group of several nodes is formed, where nobody described it and nothing is known from
-    the last day; RINGWEAVE_PROBE=never says no."""
+    """Measure the network when a group of several nodes is formed, if it is not described and there are no results of
+    the last day; RINGWEAVE_PROBE=never turns it off."""
     tuning: bool | None = None
-    """Candidates are tried and plans follow what is measured; None means among several nodes only, where the results of
-    earlier trials are kept. A forced schedule beats it."""
+    """Autotuning: plans follow measured trials. None: only among several nodes, where the results of earlier trials are
+    kept. A forced schedule overrides it."""
     leader_per_nic: bool = False
     """Plan with a leader for each NIC of a node that has enough workers; the first rank's environment counts."""
     server: str | None = None
-    """`host:port` of the job's parameter server, with a comma and that of its standby if it has one; None means that
-    there is none."""
+    """`host:port` of the job's parameter server, with a comma and that of its standby if it has one; None: there is no
+    server."""
     credentials: str | None = None
-    """Where this process's credentials are: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
+    """Location of this process's credentials: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
     data: str | None = None
-    """Where the training data is, as the job file says; None where it says nothing."""
+    """Location of the training data from the job file; None if it gives none."""
     events: Path | None = None
-    """Event log of a worker that has no run directory; None means that it writes no events."""
+    """Event log of a worker without a run directory; None: it writes no events."""
     member: str | None = None
     """Name of this process among the members of an elastic job, `SLOT.INCARNATION`."""
     coordinators: tuple[tuple[str, int], ...] = ()
-    """(host, port) of the coordinators of an elastic job, the one that decides first; none if it is not elastic."""
+    """(host, port) of an elastic job's coordinators, the active one first; empty if the job is not elastic."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
@@ -82,11 +82,11 @@ class WorkerEnvironment:
             data=environ.get(DATA) or None,
             events=Path(events) if events else None,
             member=environ.get(MEMBER) or None,
-            coordinators=_places(environ.get(COORDINATORS, "")),
+            coordinators=_parse_addresses(environ.get(COORDINATORS, "")),
         )
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that say the same; absent values are left out."""
+        """Return the environment variables; absent values are left out."""
         pairs = {
             CLUSTER: str(self.cluster_path or ""),
             NODE: self.node or "",
@@ -108,11 +108,11 @@ class WorkerEnvironment:
 
     @property
     def events_path(self) -> Path | None:
-        """The event log that this worker writes to: its run's, or the one that it was given; None if there is none."""
+        """Event log that this worker writes to: its run's, or the given one; None if there is none."""
         return self.run_dir / "events.jsonl" if self.run_dir else self.events
 
 
-def _places(text: str) -> tuple[tuple[str, int], ...]:
-    """(host, port) of each `host:port`."""
+def _parse_addresses(text: str) -> tuple[tuple[str, int], ...]:
+    """Parse (host, port) of each `host:port`."""
     parts = [part.rpartition(":") for part in text.split(",") if part]
     return tuple((host, int(port)) for host, _, port in parts)

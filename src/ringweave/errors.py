@@ -1,27 +1,27 @@
 """The one tree of errors.
 
 ```text
-RingweaveError                something ringweave refuses or cannot do       exit code 1
+RingweaveError                something that ringweave refuses or cannot do  exit code 1
 ├── UsageError                wrong usage or input of a command              exit code 2
-│   ├── ClusterError          a cluster file, or a fact about it, is wrong
-│   └── JobError              a job's request, or what is asked of a job, is refused
+│   ├── ClusterError          a cluster file, or a value in it, is wrong
+│   └── JobError              a job's request, or an action on a job, is refused
 │       └── UnknownJobError   there is no job of that name, or not any more
 ├── PlacementError            a rank cannot be put on a node of the cluster
 ├── ScheduleError             a schedule is malformed or does not compute its collective
 ├── LaunchError               workers could not be started or stopped
 ├── LabError                  a cluster could not be brought up on this machine, or taken down
-├── TrainingError             training cannot be prepared, or cannot go on, as asked
-├── MembershipError           this worker is no member of its job any more, or the job is over
+├── TrainingError             training cannot be prepared or continued as configured
+├── MembershipError           this worker is not a member of its job any more, or the job is over
 ├── CommunicationError        a collective could not be run
 │   ├── PeerError             another rank died, vanished or hangs
-│   └── DisagreementError     ranks do not run the same thing
-└── WireError                 a connection that is not a collective's (server, coordinator, state) failed
+│   └── DisagreementError     ranks do not run the same schedule or collective
+└── RpcError                  a connection of RPC (server, coordinator, state) failed
     ├── RefusedError          a peer was not let in, or did not let us in
-    ├── MessageError          a message breaks the format, a limit, its checksum or its schema
+    ├── MessageError          a message violates the format, a limit, its checksum or its schema
     ├── ConnectionLostError   the connection broke or was closed
     ├── DeadlineError         not done in time
-    ├── LeadershipError       a server that has a standby does not lead, or does not any more
-    └── RemoteError           the other side took the message and failed
+    ├── NotLeaderError        a server that has a standby does not lead, or does not any more
+    └── RemoteError           the other side received the message and failed
 ```
 
 A text reads `<what failed>: <value we got>, expected <what is allowed>. <What to do>. [<where>]`.
@@ -32,13 +32,13 @@ import reprlib
 
 
 class RingweaveError(Exception):
-    """Base of every error that ringweave raises on purpose; `exit_code` is what a command ends with."""
+    """Base of every error that ringweave raises on purpose; a command that fails with it ends with `exit_code`."""
 
     exit_code = 1
 
 
 class UsageError(RingweaveError):
-    """What the user typed or wrote is not allowed."""
+    """A command's arguments or input are not allowed."""
 
     exit_code = 2
 
@@ -48,11 +48,11 @@ class ClusterError(UsageError):
 
 
 class JobError(UsageError):
-    """A job's request is wrong or refused, or a job cannot do what is asked of it."""
+    """A job's request is wrong or refused, or a job cannot do the requested action."""
 
 
 class UnknownJobError(JobError):
-    """There is no job of that name in that place, or not any more."""
+    """There is no job of that name on that platform, or not any more."""
 
 
 class PlacementError(RingweaveError):
@@ -72,17 +72,17 @@ class LabError(RingweaveError):
 
 
 class TrainingError(RingweaveError):
-    """Training cannot be prepared, or cannot go on, as it was asked for."""
+    """Training cannot be prepared or continued as configured."""
 
 
 class CapacityError(TrainingError):
-    """The workers that there are have not enough memory for a batch."""
+    """The present workers have not enough memory for a batch."""
 
 
 class MembershipError(RingweaveError, RuntimeError):
-    """This worker is no member of its elastic job any more, or the job is over; it must change nothing and end."""
+    """This worker is not a member of its elastic job any more, or the job is over; it must change nothing and exit."""
 
-    exit_code = 75  # EX_TEMPFAIL: who starts it again does right
+    exit_code = 75  # EX_TEMPFAIL: it may be started again
 
 
 class CommunicationError(RingweaveError, RuntimeError):
@@ -97,48 +97,48 @@ class DisagreementError(CommunicationError):
     """Ranks of one group do not run the same schedule or the same collective."""
 
 
-class WireError(RingweaveError):
-    """A connection of ringweave's own that is not a collective's could not do what was asked."""
+class RpcError(RingweaveError):
+    """An RPC connection could not do what was requested."""
 
 
-class RefusedError(WireError):
+class RefusedError(RpcError):
     """A peer was not let in, or did not let us in: certificate, token, job, role, or no room."""
 
 
-class MessageError(WireError):
-    """A message breaks the format, a limit, its checksum or its schema."""
+class MessageError(RpcError):
+    """A message violates the format, a limit, its checksum or its schema."""
 
 
-class ConnectionLostError(WireError):
-    """The connection broke, or was closed; what was under way may or may not have arrived."""
+class ConnectionLostError(RpcError):
+    """The connection broke or was closed; messages under way may or may not have arrived."""
 
 
-class DeadlineError(WireError):
-    """What was asked was not done in the time that it was given."""
+class DeadlineError(RpcError):
+    """A request was not answered within its deadline."""
 
 
-class LeadershipError(WireError):
-    """A server that has a standby, or is one, does not lead (any more): ask which one does, and say it there."""
+class NotLeaderError(RpcError):
+    """A server that has a standby, or is one, does not lead (any more): find the leader and repeat the request."""
 
 
-class RemoteError(WireError):
-    """The other side took the message, and its handler failed; the text is the handler's."""
+class RemoteError(RpcError):
+    """The other side received the message, and its handler failed; the text is the handler's."""
 
     def __init__(self, text: str, error: str = "") -> None:
         super().__init__(text)
         self.error = error
-        """Name of the error's class on the other side, for callers that tell failures apart."""
+        """Name of the error's class on the other side, so that callers can distinguish failures."""
 
 
 def explain(what: str, *, got: object, expected: str, do: str, where: str = "") -> str:
-    """Compose the text of an error in the house's form.
+    """Compose the text of an error.
 
     Args:
-        what: What failed, without a full stop: `nic rate of node a0`.
-        got: The offending value, shown as Python would show it, but never at more than about a line's length.
-        expected: What is allowed, completing "expected ...".
-        do: What to do about it; a full stop is added unless it ends in a question mark.
-        where: File and key, or rank and step; empty where there is none.
+        what: Subject that failed, without a full stop: `nic rate of node a0`.
+        got: The offending value, shown as Python would show it, but never longer than about a line.
+        expected: Allowed values, completing "expected ...".
+        do: Fix; a full stop is added unless it ends in a question mark.
+        where: File and key, or rank and step; empty if there is none.
 
     Returns:
         `<what>: <got>, expected <expected>. <do>. [<where>]`
@@ -149,12 +149,12 @@ def explain(what: str, *, got: object, expected: str, do: str, where: str = "") 
 
 
 def shorten(got: object) -> str:
-    """The value as Python shows it, on one line and with the middle of anything long left out."""
-    return _ONE_LINE.repr(got)
+    """Return the value as Python shows it, on one line; the middle of a long one is left out."""
+    return _ONE_LINE_REPR.repr(got)
 
 
-class _OneLine(reprlib.Repr):
-    """A `repr` of bounded length for the values that strangers hand us."""
+class _OneLineRepr(reprlib.Repr):
+    """A `repr` of bounded length for values from outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,4 +170,4 @@ class _OneLine(reprlib.Repr):
         return " ".join(super().repr_instance(x, level).split())
 
 
-_ONE_LINE = _OneLine()
+_ONE_LINE_REPR = _OneLineRepr()

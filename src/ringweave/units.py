@@ -45,7 +45,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?|
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second from a rate with a unit.
+    """Parse a rate with a unit to bytes per second.
 
     Args:
         text: A number and one of `bit/s`, `kbit/s`, `Mbit/s`, `Gbit/s`, `Tbit/s`.
@@ -53,80 +53,82 @@ def parse_rate(text: str) -> float:
     Raises:
         UsageError: No unit, an unknown unit, or a rate that is not positive and finite.
     """
-    bytes_per_s = float(_scaled(text, "rate", _BIT_UNITS, example="200Mbit/s") / 8)
+    bytes_per_s = float(_parse_scaled(text, "rate", _BIT_UNITS, example="200Mbit/s") / 8)
     if not 0 < bytes_per_s < math.inf:
-        raise UsageError(_refusal("rate", text, "a positive number", _BIT_UNITS, example="200Mbit/s"))
+        raise UsageError(_refusal_text("rate", text, "a positive number", _BIT_UNITS, example="200Mbit/s"))
     return bytes_per_s
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from a size; a bare number is bytes.
+    """Parse a size to bytes; a bare number is bytes.
 
     Raises:
         UsageError: An unknown unit, a negative size, a fraction of a byte, or more than 2**63 - 1 bytes.
     """
-    size = _scaled(str(text), "size", _BYTE_UNITS, example="25MB")
+    size = _parse_scaled(str(text), "size", _BYTE_UNITS, example="25MB")
     if size > _MAX_BYTES or size != int(size):
-        raise UsageError(_refusal("size", text, "a whole number of bytes below 2**63", _BYTE_UNITS, example="25MB"))
+        raise UsageError(
+            _refusal_text("size", text, "a whole number of bytes below 2**63", _BYTE_UNITS, example="25MB")
+        )
     return int(size)
 
 
 def parse_seconds(text: str | float) -> float:
-    """Seconds from a time; a bare number is seconds.
+    """Parse a time to seconds; a bare number is seconds.
 
     Raises:
         UsageError: An unknown unit, or a time that is negative or infinite.
     """
-    seconds = float(_scaled(str(text), "time", _TIME_UNITS, example="50us"))
+    seconds = float(_parse_scaled(str(text), "time", _TIME_UNITS, example="50us"))
     if seconds == math.inf:
-        raise UsageError(_refusal("time", text, "a finite number", _TIME_UNITS, example="50us"))
+        raise UsageError(_refusal_text("time", text, "a finite number", _TIME_UNITS, example="50us"))
     return seconds
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """`200Mbit/s`: the largest unit in which the number is at least 1, exact when parsed again."""
+    """Return `200Mbit/s`: the largest unit in which the number is at least 1, exact when parsed again."""
     return _largest_unit(bytes_per_s * 8, _BIT_UNITS, lambda bits_per_s: float(bits_per_s / 8) == bytes_per_s)
 
 
 def show_rate(bytes_per_s: float) -> str:
-    """A rate for people, rounded: four digits are enough."""
+    """Return a rate for people, rounded to four digits."""
     return format_rate(float(f"{bytes_per_s * 8:.4g}") / 8)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`25MB`: the largest decimal unit in which the number is at least 1, exact when parsed again."""
+    """Return `25MB`: the largest decimal unit in which the number is at least 1, exact when parsed again."""
     decimal = {unit: factor for unit, factor in _BYTE_UNITS.items() if unit and "i" not in unit}
     return _largest_unit(num_bytes, decimal, lambda size: size == num_bytes)
 
 
 def format_seconds(seconds: float) -> str:
-    """`50us`: the largest unit in which the number is at least 1, exact when parsed again."""
+    """Return `50us`: the largest unit in which the number is at least 1, exact when parsed again."""
     units = {unit: _TIME_UNITS[unit] for unit in ("s", "ms", "us", "ns")}
     return _largest_unit(seconds, units, lambda time: float(time) == seconds)
 
 
-def show_span(seconds: float) -> str:
-    """`3 h`: how long something is ago, as people say it; two of a unit at least, in whole numbers."""
+def show_duration(seconds: float) -> str:
+    """Return `3 h`: a time span for people, in whole numbers, at least two of its unit."""
     for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit_s:
             return f"{int(seconds // unit_s)} {unit}"
     return f"{max(0, int(seconds))} s"
 
 
-def _scaled(text: str, noun: str, units: dict[str, Decimal], *, example: str) -> Decimal:
+def _parse_scaled(text: str, noun: str, units: dict[str, Decimal], *, example: str) -> Decimal:
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match.group(2) not in units:
-        raise UsageError(_refusal(noun, text, "a number", units, example=example))
+        raise UsageError(_refusal_text(noun, text, "a number", units, example=example))
     return Decimal(match.group(1)) * units[match.group(2)]
 
 
-def _refusal(noun: str, text: object, number: str, units: dict[str, Decimal], *, example: str) -> str:
+def _refusal_text(noun: str, text: object, number: str, units: dict[str, Decimal], *, example: str) -> str:
     names = ", ".join(unit for unit in units if unit)
     return explain(noun, got=text, expected=f"{number} with one of {names}", do=f"Write it like {example}")
 
 
 def _largest_unit(value: float, units: dict[str, Decimal], is_exact: Callable[[Decimal], bool]) -> str:
-    """The first unit (from large to small) that gives at least 1 and loses nothing; else the plain one, all digits."""
+    """Return the largest unit that gives at least 1 and loses nothing; else the base unit, all digits."""
     for unit, factor in sorted(units.items(), key=lambda pair: pair[1], reverse=True):
         scaled = value / float(factor)
         number = f"{scaled:.15g}"

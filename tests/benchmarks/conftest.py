@@ -6,20 +6,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ringweave_bench.bench_cluster import LocalBenchCluster
+from ringweave_bench.system_session import SystemSession
+from ringweave_bench.systems import PROGRAMS_FOLDER, BenchmarkedSystem, Knob, ProcessStart, RankShape, SessionSetup
+from ringweave_bench.worker_channel import WorkerListener
 
 from ringweave import topology
-from ringweave.benchmarks.places.place import OnThisMachine
-from ringweave.benchmarks.sessions.channels import Listener
-from ringweave.benchmarks.sessions.session import Session
-from ringweave.benchmarks.systems import Knob, Setup, Shape, Start, System
-from ringweave.benchmarks.systems.system import PROGRAMS
 from tests.lab import fixtures
 
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
 WORKER = Path(__file__).parent / "fake_worker.py"
 
 
-class Fake(System):
+class Fake(BenchmarkedSystem):
     """One rank that behaves in a given manner."""
 
     name = "fake"
@@ -27,35 +26,37 @@ class Fake(System):
     def __init__(self, manner: str) -> None:
         self._manner = manner
 
-    def problem(self) -> str:
+    def unavailable_reason(self) -> str:
         return ""
 
-    def knobs(self, shape: Shape) -> Sequence[Knob]:
+    def knobs(self, shape: RankShape) -> Sequence[Knob]:
         return [Knob(name="only one")]
 
-    def starts(self, setup: Setup, knob: Knob) -> Sequence[Start]:
+    def process_starts(self, setup: SessionSetup, knob: Knob) -> Sequence[ProcessStart]:
         argv = (sys.executable, str(WORKER), *setup.worker_options, self._manner)
         if self._manner == "is not there":
             argv = ("/nosuch/program",)
         if self._manner == "ends":
             argv = ("sh", "-c", "echo Segmentation fault; exit 3")
-        return [Start(node=setup.node_of_rank[0], argv=argv, environ={"PYTHONPATH": str(PROGRAMS)})]
+        return [ProcessStart(node=setup.node_of_rank[0], argv=argv, environ={"PYTHONPATH": str(PROGRAMS_FOLDER)})]
 
 
 @pytest.fixture
-def place() -> OnThisMachine:
-    return OnThisMachine(topology.one_machine([1]))
+def place() -> LocalBenchCluster:
+    return LocalBenchCluster(topology.one_machine([1]))
 
 
 @pytest.fixture
-def make_session(tmp_path: Path, place: OnThisMachine) -> Iterator[Callable[[str], tuple[Session, Listener]]]:
+def make_session(
+    tmp_path: Path, place: LocalBenchCluster
+) -> Iterator[Callable[[str], tuple[SystemSession, WorkerListener]]]:
     """`make_session("wrong")`: a session that was not started yet, and where its rank will come to."""
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(tmp_path / "control"))
+        listener = stack.enter_context(WorkerListener(tmp_path / "control"))
 
-        def make(manner: str) -> tuple[Session, Listener]:
-            setup = Setup(
-                place=place,
+        def make(manner: str) -> tuple[SystemSession, WorkerListener]:
+            setup = SessionSetup(
+                bench_cluster=place,
                 node_of_rank=("node0",),
                 cluster_path=tmp_path / "cluster.yaml",
                 control_path=listener.path,
@@ -63,16 +64,18 @@ def make_session(tmp_path: Path, place: OnThisMachine) -> Iterator[Callable[[str
                 folder=tmp_path / "session",
                 port=0,
             )
-            return stack.enter_context(Session(Fake(manner), Knob(name="only one"), setup)), listener
+            return stack.enter_context(SystemSession(Fake(manner), Knob(name="only one"), setup)), listener
 
         yield make
 
 
 @pytest.fixture
-def start_session(make_session: Callable[[str], tuple[Session, Listener]]) -> Callable[[str], Session]:
+def start_session(
+    make_session: Callable[[str], tuple[SystemSession, WorkerListener]],
+) -> Callable[[str], SystemSession]:
     """`start_session("wrong")`: a session whose rank has come."""
 
-    def start(manner: str) -> Session:
+    def start(manner: str) -> SystemSession:
         session, listener = make_session(manner)
         session.start(listener, {"node0": Path("/proc/self/ns/net").stat().st_ino})
         return session

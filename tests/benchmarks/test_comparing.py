@@ -5,16 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ringweave_bench import comparison, knob_search, machine_description
+from ringweave_bench.bench_cluster import LocalBenchCluster
+from ringweave_bench.benchmark_request import BenchmarkRequest
+from ringweave_bench.comparison import ComparisonReport, compare
+from ringweave_bench.system_session import SessionFactory
+from ringweave_bench.systems import Knob
+from ringweave_bench.worker_channel import WorkerListener
 
 from ringweave import topology
-from ringweave.benchmarks import comparing, confessing, searching
-from ringweave.benchmarks.comparing import Report, compare
-from ringweave.benchmarks.places.place import OnThisMachine
-from ringweave.benchmarks.progress import Progress
-from ringweave.benchmarks.requests import Request
-from ringweave.benchmarks.sessions.channels import Listener
-from ringweave.benchmarks.sessions.opening import Hall
-from ringweave.benchmarks.systems import Knob
+from ringweave.cli.progress import ProgressPrinter
 from ringweave.errors import CommunicationError, LaunchError, PeerError
 from tests.benchmarks.conftest import Fake
 
@@ -31,32 +31,32 @@ class Choosy(Fake):
     def knobs(self, shape):
         return [Knob(name=manner) for manner in self._manners]
 
-    def starts(self, setup, knob):
+    def process_starts(self, setup, knob):
         self._manner = knob.name
-        return super().starts(setup, knob)
+        return super().process_starts(setup, knob)
 
 
 class Absent(Fake):
     """Is not installed."""
 
-    def problem(self) -> str:
+    def unavailable_reason(self) -> str:
         return "it is not here. Make it: make bench-setup"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ComparisonReport]:
     """`run({"a": system})`: the report of a comparison of these."""
 
-    def go(systems: dict[str, Fake], keep=lambda report: None, **changes) -> Report:
-        monkeypatch.setattr(comparing, "ALL", systems)
-        monkeypatch.setattr(searching, "ALL", systems)
-        monkeypatch.setattr(comparing.machine, "_git_commit", lambda folder: "0123456789ab")
-        monkeypatch.setattr(confessing, "LEAST_ROUNDS", 3)
+    def go(systems: dict[str, Fake], keep=lambda report: None, **changes) -> ComparisonReport:
+        monkeypatch.setattr(comparison, "SYSTEMS", systems)
+        monkeypatch.setattr(knob_search, "SYSTEMS", systems)
+        monkeypatch.setattr(machine_description, "_git_commit", lambda folder: "0123456789ab")
+        monkeypatch.setattr(comparison, "MIN_ROUNDS", 3)
         values = {"num_rounds": 3, "num_search_rounds": 1, "sizes": (4000,)} | changes
-        request = Request(cluster=CLUSTER, is_local=True, systems=tuple(systems), **values)
-        with Listener(tmp_path / "control") as listener:
-            hall = Hall(OnThisMachine(CLUSTER), listener, tmp_path, None)
-            return compare(request, hall, Progress(io.StringIO()), keep)
+        request = BenchmarkRequest(cluster=CLUSTER, is_local=True, systems=tuple(systems), **values)
+        with WorkerListener(tmp_path / "control") as listener:
+            hall = SessionFactory(LocalBenchCluster(CLUSTER), listener, tmp_path, None)
+            return compare(request, hall, ProgressPrinter(io.StringIO()), keep)
 
     return go
 
@@ -126,6 +126,6 @@ def test_after_each_size_the_report_so_far_can_be_kept(run) -> None:
     kept: list[dict] = []
     report = run({"a": Choosy("a", "sums")}, sizes=(4000, 8000), keep=lambda so_far: kept.append(so_far.document()))
     assert [[each["bytes"] for each in document["results"]] for document in kept] == [[4000], [4000, 8000]]
-    assert [document["notes"] for document in kept] == [[comparing._PARTIAL]] * 2
+    assert [document["notes"] for document in kept] == [[comparison._PARTIAL_NOTE]] * 2
     document = report.document()
     assert (document["versions"]["a"], document["git_commit"], document["notes"]) == ("fake 1.0", "0123456789ab", [])

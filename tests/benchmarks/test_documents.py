@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
+from ringweave_bench import results
 
-from ringweave.benchmarks import documents
 from ringweave.errors import UsageError
 
 RACKS = {
@@ -24,7 +24,7 @@ RACKS = {
 def test_documents_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(RACKS))
-    assert documents.load(str(path)) == RACKS
+    assert results.load_results(str(path)) == RACKS
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_other_files_are_refused(tmp_path: Path, content: str | None, got: str) 
         rf"Give such files\. \[{path}\]"
     )
     with pytest.raises(UsageError, match=expected):
-        documents.load(str(path))
+        results.load_results(str(path))

@@ -1,7 +1,7 @@
 import pytest
+from ringweave_bench import benchmark_request
 
 from ringweave import topology
-from ringweave.benchmarks import layouts
 from ringweave.errors import UsageError
 
 CLUSTER = topology.loads("""
@@ -18,7 +18,7 @@ ONE_EACH = topology.loads("name: c\nnodes: [{name: a, nic: 1Mbit/s, devices: 1, 
     ("order", "nodes"), [("block", "a a a b c c"), ("round-robin", "a b c a c a"), ("shuffled", "a a a b c c")]
 )
 def test_every_device_has_a_rank(order: str, nodes: str) -> None:
-    layout = layouts.node_of_rank(CLUSTER, order)
+    layout = benchmark_request.place_ranks(CLUSTER, order)
     if order == "shuffled":
         assert list(layout) != nodes.split()
         layout = tuple(sorted(layout))
@@ -26,14 +26,14 @@ def test_every_device_has_a_rank(order: str, nodes: str) -> None:
 
 
 def test_shuffled_is_the_same_every_time() -> None:
-    assert layouts.node_of_rank(CLUSTER, "shuffled") == layouts.node_of_rank(CLUSTER, "shuffled")
+    assert benchmark_request.place_ranks(CLUSTER, "shuffled") == benchmark_request.place_ranks(CLUSTER, "shuffled")
 
 
 def test_orders_that_are_the_same_here_are_left_out_with_a_note() -> None:
-    found, notes = layouts.distinct(ONE_EACH, ("block", "round-robin", "shuffled"))
+    found, notes = benchmark_request.distinct_layouts(ONE_EACH, ("block", "round-robin", "shuffled"))
     assert list(found) == ["block", "shuffled"]
     assert notes == ["order round-robin is left out: on this cluster it is the same as block"]
-    found, notes = layouts.distinct(CLUSTER, ("block", "round-robin"))
+    found, notes = benchmark_request.distinct_layouts(CLUSTER, ("block", "round-robin"))
     assert (list(found), notes) == (["block", "round-robin"], [])
 
 
@@ -42,5 +42,5 @@ def test_an_unknown_order(name: str, do: str) -> None:
     with pytest.raises(
         UsageError, match=r"--orders: '\w+', expected block, round-robin, shuffled, separated"
     ) as caught:
-        layouts.check_order(name)
+        benchmark_request.check_order(name)
     assert str(caught.value).endswith(do)

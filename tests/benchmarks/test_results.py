@@ -1,9 +1,8 @@
 import pytest
+from ringweave_bench.results import WIRE_PER_PAYLOAD, BenchmarkResult, TimeSummary, schedule_used, summarize
 
-from ringweave.benchmarks.results import WIRE_PER_PAYLOAD, Result, Summary, schedule_used, summarize
 
-
-def result(**changes) -> Result:
+def result(**changes) -> BenchmarkResult:
     values = {
         "system": "ringweave",
         "knob": "as it chooses",
@@ -17,13 +16,13 @@ def result(**changes) -> Result:
         "theory_bytes": {"r0->core": 1000.0},
         "schedule": "ring",
     }
-    return Result(**(values | changes))
+    return BenchmarkResult(**(values | changes))
 
 
 def test_median_and_quartiles() -> None:
-    assert summarize([2.0, 1.0, 3.0, 2.0, 9.0]) == Summary(median_s=2.0, iqr_s=1.0)
-    assert summarize([5.0]) == Summary(median_s=5.0, iqr_s=0.0)
-    assert summarize([1.0, 2.0]) == Summary(median_s=1.5, iqr_s=0.5)
+    assert summarize([2.0, 1.0, 3.0, 2.0, 9.0]) == TimeSummary(median_s=2.0, iqr_s=1.0)
+    assert summarize([5.0]) == TimeSummary(median_s=5.0, iqr_s=0.0)
+    assert summarize([1.0, 2.0]) == TimeSummary(median_s=1.5, iqr_s=0.5)
 
 
 def test_the_document_of_a_result() -> None:

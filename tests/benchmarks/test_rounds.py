@@ -3,14 +3,14 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ringweave_bench import rounds
 
-from ringweave.benchmarks import rounds
 from ringweave.errors import CommunicationError, PeerError
 
 
 @given(st.integers(1, 9), st.lists(st.sampled_from("abcd"), min_size=1, unique=True))
 def test_every_system_has_every_round_and_the_order_alternates(num_rounds: int, systems: list[str]) -> None:
-    found = list(rounds.turns(num_rounds, systems))
+    found = list(rounds.alternate_systems(num_rounds, systems))
     assert Counter(found) == {(index, name): 1 for index in range(num_rounds) for name in systems}
     assert [index for index, _ in found] == sorted(index for index, _ in found)
     for index in range(num_rounds):
@@ -23,27 +23,27 @@ def test_small_messages_go_several_times_a_round(num_bytes: int, calls: int) -> 
 
 
 def test_patience_grows_with_the_bound_and_the_size() -> None:
-    assert rounds.timeout_s(25_000_000, 1.0) == 60 + 40 + 5
-    assert rounds.timeout_s(4, 0.0) < 61
+    assert rounds.round_timeout_s(25_000_000, 1.0) == 60 + 40 + 5
+    assert rounds.round_timeout_s(4, 0.0) < 61
 
 
 def test_a_round_of_a_real_process(start_session, place) -> None:
     session = start_session("sums")
     assert session.version == "fake 1.0"
-    rounds.prepare(session, 4000)
+    rounds.prepare_buffers(session, 4000)
     for index in range(2):
-        found = rounds.play(session, place, index, 300.0)
+        found = rounds.play_round(session, place, index, 300.0)
         assert 0 < found.seconds < 300
         assert (found.bytes_on_links, found.schedules) == ({}, {"ring": 1})
 
 
 def test_a_wrong_sum_ends_the_benchmark(start_session, place) -> None:
     session = start_session("wrong")
-    rounds.prepare(session, 4000)
+    rounds.prepare_buffers(session, 4000)
     with pytest.raises(
         CommunicationError, match=r"sum of fake \(only one\) in element 3: 4\.0, expected 3; 1 elements"
     ) as e:
-        rounds.play(session, place, 0, 300.0)
+        rounds.play_round(session, place, 0, 300.0)
     assert "Do not trust this system here: its times are not reported. [rank 0, round 0]" in str(e.value)
     assert not isinstance(e.value, PeerError)
 
@@ -54,10 +54,10 @@ def test_a_wrong_sum_ends_the_benchmark(start_session, place) -> None:
 )
 def test_a_rank_that_fails_in_a_round(start_session, place, manner: str, limit_s: float, said: str) -> None:
     session = start_session(manner)
-    rounds.prepare(session, 4000)
+    rounds.prepare_buffers(session, 4000)
     with pytest.raises(
         PeerError, match=rf"fake \(only one\) failed in 'run': {said}, expected all ranks to answer"
     ) as e:
-        rounds.play(session, place, 0, limit_s)
+        rounds.play_round(session, place, 0, limit_s)
     if manner == "dies":
         assert "Its last words:\n    I cannot go on\n" in str(e.value)

@@ -1,11 +1,11 @@
-from ringweave.benchmarks.searching import Attempt, choose, first_line
-from ringweave.benchmarks.systems import Knob
+from ringweave_bench.knob_search import KnobAttempt, choose_knobs, error_first_line
+from ringweave_bench.systems import Knob
 
 DEFAULT, RING = Knob(name="default"), Knob(name="ring", environ={"A": "1"})
 
 
-def attempt(knob: Knob, num_bytes: int, *seconds: float) -> Attempt:
-    return Attempt(system="mpich", knob=knob, num_bytes=num_bytes, seconds=seconds)
+def attempt(knob: Knob, num_bytes: int, *seconds: float) -> KnobAttempt:
+    return KnobAttempt(system="mpich", knob=knob, num_bytes=num_bytes, seconds=seconds)
 
 
 def test_the_least_median_is_chosen_for_each_size() -> None:
@@ -15,12 +15,12 @@ def test_the_least_median_is_chosen_for_each_size() -> None:
         attempt(DEFAULT, 8, 5.0, 5.0, 5.0),
         attempt(RING, 8, 9.0, 4.0, 4.0),
     ]
-    assert choose(tried) == {("mpich", 4): DEFAULT, ("mpich", 8): RING}
-    assert choose([]) == {}
+    assert choose_knobs(tried) == {("mpich", 4): DEFAULT, ("mpich", 8): RING}
+    assert choose_knobs([]) == {}
 
 
 def test_the_first_of_equals_is_kept() -> None:
-    assert choose([attempt(DEFAULT, 4, 1.0), attempt(RING, 4, 1.0)]) == {("mpich", 4): DEFAULT}
+    assert choose_knobs([attempt(DEFAULT, 4, 1.0), attempt(RING, 4, 1.0)]) == {("mpich", 4): DEFAULT}
 
 
 def test_documents() -> None:
@@ -29,4 +29,4 @@ def test_documents() -> None:
 
 
 def test_notes_are_one_line() -> None:
-    assert first_line(ValueError("no start. Its last words:\n    boom\n")) == "no start. Its last words:"
+    assert error_first_line(ValueError("no start. Its last words:\n    boom\n")) == "no start. Its last words:"

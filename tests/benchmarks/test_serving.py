@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ringweave.benchmarks.systems.system import PROGRAMS
+from ringweave_bench.systems import PROGRAMS_FOLDER
 
 
 @pytest.fixture(scope="module")
 def serving():
     """The module that workers find beside their program."""
-    spec = importlib.util.spec_from_file_location("serving_under_test", PROGRAMS / "serving.py")
+    spec = importlib.util.spec_from_file_location("serving_under_test", PROGRAMS_FOLDER / "serving.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

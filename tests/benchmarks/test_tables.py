@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
+from ringweave_bench import benchmark_request, result_tables
+from ringweave_bench.comparison import ComparisonReport
+from ringweave_bench.link_rates import MeasuredLinkRates
+from ringweave_bench.results import WIRE_PER_PAYLOAD, BenchmarkResult
 
 from ringweave import topology
-from ringweave.benchmarks import requests, tables
-from ringweave.benchmarks.comparing import Report
-from ringweave.benchmarks.places.link_rates import LinkRates
-from ringweave.benchmarks.results import WIRE_PER_PAYLOAD, Result
 
 RACKS = topology.loads("""
 name: racks
@@ -18,7 +18,7 @@ switches: [{name: r, uplink: 200Mbit/s}]
 SIZE = 25_000_000
 
 
-def result(system: str, knob: str, *seconds: float, **changes) -> Result:
+def result(system: str, knob: str, *seconds: float, **changes) -> BenchmarkResult:
     values = {
         "system": system,
         "knob": knob,
@@ -31,15 +31,17 @@ def result(system: str, knob: str, *seconds: float, **changes) -> Result:
         "wire_bytes": {"a->r": 2 * SIZE * WIRE_PER_PAYLOAD, "r->core": 1.001 * SIZE * WIRE_PER_PAYLOAD},
         "theory_bytes": None,
     }
-    return Result(**(values | changes))
+    return BenchmarkResult(**(values | changes))
 
 
 @pytest.fixture
-def report() -> Report:
-    request = requests.Request(cluster=RACKS, is_local=False, sizes=(SIZE, 4), systems=("ringweave", "gloo"))
+def report() -> ComparisonReport:
+    request = benchmark_request.BenchmarkRequest(
+        cluster=RACKS, is_local=False, sizes=(SIZE, 4), systems=("ringweave", "gloo")
+    )
     raw = {link.name: link.bandwidth_bytes_per_s for link in RACKS.links()}
     measured = {link: rate * 0.955 for link, rate in raw.items() if "core->" not in link}
-    made = Report(request=request, rates=LinkRates(raw=raw, measured=measured, notes=()))
+    made = ComparisonReport(request=request, rates=MeasuredLinkRates(raw=raw, measured=measured, notes=()))
     made.layouts = {"block": ("a", "b")}
     made.results = [
         result("gloo", "all interfaces", 2.0, 2.1, 2.2),
@@ -49,22 +51,22 @@ def report() -> Report:
     return made
 
 
-def test_the_table(report: Report, check_golden) -> None:
-    check_golden(Path(__file__).parent / "golden" / "table.txt", tables.render(report))
+def test_the_table(report: ComparisonReport, check_golden) -> None:
+    check_golden(Path(__file__).parent / "golden" / "table.txt", result_tables.render_report(report))
 
 
-def test_without_limited_links(report: Report) -> None:
-    report.request = requests.Request(cluster=RACKS, is_local=True, sizes=(SIZE,), systems=("gloo",))
+def test_without_limited_links(report: ComparisonReport) -> None:
+    report.request = benchmark_request.BenchmarkRequest(cluster=RACKS, is_local=True, sizes=(SIZE,), systems=("gloo",))
     report.rates = None
     free = {"bound_s": None, "raw_bound_s": None, "wire_bytes": {}}
     report.results = [result("gloo", "all interfaces", 0.0123456, **free), result("mpich", "x", 12e-6, **free)]
-    text = tables.render(report)
+    text = result_tables.render_report(report)
     assert "no limited links" in text
     assert "gloo    all interfaces  12.35 ms  0 us  -      -         16.2Gbit/s" in text
     assert "mpich   x               12 us     0 us" in text
 
 
-def test_the_document_of_a_report(report: Report) -> None:
+def test_the_document_of_a_report(report: ComparisonReport) -> None:
     document = report.document()
     assert (document["cluster"], document["num_ranks"], document["orders"]) == ("racks", 2, {"block": ["a", "b"]})
     assert [each["system"] for each in document["results"]] == ["gloo", "ringweave"]

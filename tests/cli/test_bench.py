@@ -10,18 +10,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ringweave_bench import benchmark_request, comparison
+from ringweave_bench.comparison import ComparisonReport
+from ringweave_bench.results import BenchmarkResult
 
 from ringweave import lab, topology
-from ringweave.benchmarks import requests, running
-from ringweave.benchmarks.comparing import Report
-from ringweave.benchmarks.results import Result
 from ringweave.cli import main
 from ringweave.errors import CommunicationError, LaunchError
+from ringweave.launcher import processes
 
 GOLDEN = Path(__file__).parent / "golden"
 _CLI = """
 import ctypes, signal
-from ringweave.launch.local.bootstrap import PR_SET_PDEATHSIG
+from ringweave.launcher.bootstrap import PR_SET_PDEATHSIG
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # if pytest is killed nobody else would end it
 from ringweave.cli.main import main
 main()
@@ -55,7 +56,7 @@ def bench(tmp_path: Path) -> Iterator:
 @pytest.mark.parametrize("verb", ["allreduce", "picture"])
 def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main.call(["bench", verb, "--help"]) == 0
+    assert main.run_command_line(["bench", verb, "--help"]) == 0
     check_golden(GOLDEN / f"help-bench-{verb}.txt", capsys.readouterr().out)
 
 
@@ -87,7 +88,7 @@ def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monke
 )
 def test_wrong_input(argv: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.call(["bench", "allreduce", *argv, "--json"]) == 2
+    assert main.run_command_line(["bench", "allreduce", *argv, "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("ringweave: error: ")
     assert text in captured.err
@@ -98,18 +99,20 @@ def test_work_that_fails(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def fail(request, progress, keep) -> None:
         raise LaunchError("no ranks")
 
-    monkeypatch.setattr(running, "run", fail)
-    assert main.call(["bench", "allreduce", "local:2"]) == 1
+    monkeypatch.setattr(comparison, "run_benchmark", fail)
+    assert main.run_command_line(["bench", "allreduce", "local:2"]) == 1
     assert capsys.readouterr().err == "ringweave: error: no ranks\n"
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> Report:
+def report(monkeypatch: pytest.MonkeyPatch) -> ComparisonReport:
     """What a benchmark finds whose second size fails after this."""
-    request = requests.Request(cluster=topology.one_machine([2]), is_local=True, sizes=(4, 8), systems=("gloo",))
-    made = Report(request=request, rates=None, is_partial=True)
+    request = benchmark_request.BenchmarkRequest(
+        cluster=topology.one_machine([2]), is_local=True, sizes=(4, 8), systems=("gloo",)
+    )
+    made = ComparisonReport(request=request, rates=None, is_partial=True)
     made.results = [
-        Result(
+        BenchmarkResult(
             system="gloo",
             knob="x",
             order="block",
@@ -126,14 +129,14 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Report:
 
 
 def test_what_was_measured_before_a_failure_is_kept(
-    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    report: ComparisonReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def fail_later(request, progress, keep) -> None:
         keep(report)
         raise CommunicationError("a wrong sum")
 
-    monkeypatch.setattr(running, "run", fail_later)
-    assert main.call(["bench", "allreduce", "local:2", "--out", str(tmp_path / "x.json")]) == 1
+    monkeypatch.setattr(comparison, "run_benchmark", fail_later)
+    assert main.run_command_line(["bench", "allreduce", "local:2", "--out", str(tmp_path / "x.json")]) == 1
     assert capsys.readouterr().err == "ringweave: error: a wrong sum\n"
     kept = json.loads((tmp_path / "x.json").read_text())
     assert [(each["system"], each["bytes"]) for each in kept["results"]] == [("gloo", 4)]
@@ -141,14 +144,14 @@ def test_what_was_measured_before_a_failure_is_kept(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_costs_no_measurement(report: Report, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def run(request, progress, keep) -> Report:
+def test_a_full_disk_costs_no_measurement(report: ComparisonReport, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def run(request, progress, keep) -> ComparisonReport:
         keep(report)
         report.is_partial = False
         return report
 
-    monkeypatch.setattr(running, "run", run)
-    assert main.call(["bench", "allreduce", "local:2", "--out", "/dev/full", "--json"]) == 2
+    monkeypatch.setattr(comparison, "run_benchmark", run)
+    assert main.run_command_line(["bench", "allreduce", "local:2", "--out", "/dev/full", "--json"]) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out) == report.document()
     text = "--out: '/dev/full', expected a file that can be written. No space left on device."
@@ -161,10 +164,10 @@ def test_processes_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> 
     class Stuck:
         pid = 4711
 
-    monkeypatch.setattr(running.leftovers, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(running.leftovers, "end_descendants", lambda spared, **patience: [Stuck()])
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(processes, "end_descendants", lambda spared, **patience: [Stuck()])
     with pytest.raises(LaunchError, match=r"processes 4711 do not end, even after SIGKILL\. Look at them with ps\."):  # noqa: SIM117
-        with running._no_leftovers():
+        with comparison._end_leftovers():
             pass
 
 
@@ -175,9 +178,9 @@ def test_pictures_of_several_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("a", "b"):
         document = {"cluster": name, "results": [{**result, "fraction_of_bound": 0.5}]}
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    assert main.call(["bench", "picture", "a.json", "b.json", "--out", "ab.png"]) == 0
+    assert main.run_command_line(["bench", "picture", "a.json", "b.json", "--out", "ab.png"]) == 0
     assert (tmp_path / "ab.png").read_bytes().startswith(b"\x89PNG")
-    assert main.call(["bench", "picture", "c.json", "--out", "ab.png"]) == 2
+    assert main.run_command_line(["bench", "picture", "c.json", "--out", "ab.png"]) == 2
     assert "result of a benchmark: 'No such file or directory'" in capsys.readouterr().err
 
 
@@ -225,7 +228,7 @@ def test_in_a_lab(bench, lab_problems: list[str], tmp_path: Path) -> None:
     try:
         assert bench("allreduce", "c.yaml", *options).wait(300) == 0, (tmp_path / "stderr").read_text()
     finally:
-        was_up = lab.down(running.LAB_PREFIX + name)
+        was_up = lab.down(comparison.LAB_PREFIX + name)
     assert not was_up
     document = json.loads((tmp_path / "stdout").read_text())
     for result in document["results"]:

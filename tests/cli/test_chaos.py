@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ringweave_bench.chaos import chaos_report, chaos_session, fault_script
 
 from ringweave import lab, topology
-from ringweave.benchmarks.chaos import accounts, faults, session
-from ringweave.cli.main import call
+from ringweave.cli.main import run_command_line
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = str(ROOT / "examples" / "clusters" / "unequal-nics.yaml")
@@ -43,7 +43,7 @@ dist.destroy_process_group()
 
 
 def chaos(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = call(["chaos", *arguments])
+    code = run_command_line(["chaos", *arguments])
     found = capsys.readouterr()
     return code, found.out, found.err
 
@@ -107,9 +107,11 @@ def test_a_broken_promise_is_said_and_is_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...], code: int
 ) -> None:
     events = [{"time": 1.0 + step, "kind": "train_step_done", "rank": 0, "steps_since_start": step} for step in (1, 2)]
-    wanted = faults.parse("at 7s kill server")
-    found = replace(accounts.report(events, num_workers=1, workers_on={}, restart_s=0, wanted=wanted), broken=broken)
-    monkeypatch.setattr(session, "run", lambda *_: found)
+    wanted = fault_script.parse_faults("at 7s kill server")
+    found = replace(
+        chaos_report.build_report(events, num_workers=1, workers_on={}, restart_s=0, wanted=wanted), broken=broken
+    )
+    monkeypatch.setattr(chaos_session, "run_chaos", lambda *_: found)
     given, text, _ = chaos(capsys, CLUSTER, "--random", "kill", "--", "x.py")
     assert given == code
     assert "at 7s kill server: never began\n" in text
@@ -122,8 +124,8 @@ def test_a_broken_promise_is_said_and_is_exit_code_1(
 def test_the_report_says_what_was_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_random: bool
 ) -> None:
-    found = accounts.report([], num_workers=1, workers_on={}, restart_s=0)
-    monkeypatch.setattr(session, "run", lambda *_: found)
+    found = chaos_report.build_report([], num_workers=1, workers_on={}, restart_s=0)
+    monkeypatch.setattr(chaos_session, "run_chaos", lambda *_: found)
     script = tmp_path / "script.txt"
     script.write_text("at 7s kill worker 1\n")
     shared = ["--for", "100", "--restart-after", "2", "--option=--mode=sync", "--out", str(tmp_path), "--json"]
@@ -166,9 +168,9 @@ def test_moments_at_which_workers_died_are_printed_and_those_that_were_not_asked
         {"time": 5.0, "kind": "fault_begun", "fault": line, "target": f"process 7 during {moment}"}
         for line, moment in died.items()
     ]
-    wanted = faults.parse("\n".join(died))
-    found = accounts.report(events, num_workers=1, workers_on={}, restart_s=0, wanted=wanted)
-    monkeypatch.setattr(session, "run", lambda *_: found)
+    wanted = fault_script.parse_faults("\n".join(died))
+    found = chaos_report.build_report(events, num_workers=1, workers_on={}, restart_s=0, wanted=wanted)
+    monkeypatch.setattr(chaos_session, "run_chaos", lambda *_: found)
     lines = chaos(capsys, CLUSTER, "--random", "kill", "--", "x.py")[1].splitlines()
     assert [line.split() for line in lines if line.startswith("killed")] == [
         ["killed", "during", "commit", "1"],

@@ -13,14 +13,14 @@ FILE = "tests/topology/discovery/files/hwloc-format-1.xml"
 
 
 def test_a_file_as_a_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["discover", "--from", FILE, "--json"]) == 0
+    assert main.run_command_line(["discover", "--from", FILE, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["name"], found["nic"], found["leader"], found["rdma"]) == ("devel09", "ib0", "NUMA 0", True)
     assert {"device": "NUMA 1", "nic": "ib0", "hops": 5, "class": "SYS"} in found["hops"]
 
 
 def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["discover", "--from", FILE]) == 0
+    assert main.run_command_line(["discover", "--from", FILE]) == 0
     out = capsys.readouterr().out
     assert "NUMA 0 leads: 3 hops to ib0 (PHB" in out
     assert "rdma     present on ib0" in out
@@ -28,7 +28,7 @@ def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_cluster_file_is_written_and_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "cluster.yaml"
-    assert main.call(["discover", "--from", FILE, "--nic", "eth0", "--write", str(target)]) == 0
+    assert main.run_command_line(["discover", "--from", FILE, "--nic", "eth0", "--write", str(target)]) == 0
     node = topology.load(target).nodes[0]
     assert [(nic.name, nic.rdma, nic.numa) for nic in node.nics] == [("eth0", False, 0)]
     assert [device.numa for device in node.devices] == [0, 1]
@@ -36,19 +36,19 @@ def test_a_cluster_file_is_written_and_assumptions_are_said(tmp_path: Path, caps
 
 
 def test_nowhere_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["discover", "--from", FILE, "--write", str(tmp_path)]) == 2
+    assert main.run_command_line(["discover", "--from", FILE, "--write", str(tmp_path)]) == 2
     assert "expected a file that can be written" in capsys.readouterr().err
 
 
 def test_one_machine_has_no_network_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["discover", "--probe"]) == 2
+    assert main.run_command_line(["discover", "--probe"]) == 2
     assert "--probe: 'this machine alone', expected several workers. Start it on all" in capsys.readouterr().err
 
 
 def test_nothing_to_write_without_a_nic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare.xml"
     bare.write_text('<topology version="2.0"><object type="Machine" os_index="0"/></topology>')
-    assert main.call(["discover", "--from", str(bare), "--write", str(tmp_path / "c.yaml")]) == 2
+    assert main.run_command_line(["discover", "--from", str(bare), "--write", str(tmp_path / "c.yaml")]) == 2
     assert "network interface of bare: 'none', expected one" in capsys.readouterr().err
 
 
@@ -70,9 +70,9 @@ def test_two_machines_of_one_name_are_refused() -> None:
         return {"cluster": f"name: told\nnodes: {nodes}", "host": host, "gpu": None}
 
     one, other = told("10.0.0.5", "x"), told("10.0.0.6", "y")
-    assert [(node.name, node.num_devices) for node in discover._nodes([one, one])] == [("ubuntu", 2)]
+    assert [(node.name, node.num_devices) for node in discover._merge_hosts([one, one])] == [("ubuntu", 2)]
     with pytest.raises(PlacementError, match=r"node ubuntu: 'two: rank 0 at 10\.0\.0\.5 and rank 2 at 10\.0\.0\.6'"):
-        discover._nodes([one, one, other])
+        discover._merge_hosts([one, one, other])
 
 
 SAID = {"gpu": None, "cluster": "name: told", "assumed": ["a rate"], "host": "h"}
@@ -87,6 +87,6 @@ SAID = {"gpu": None, "cluster": "name: told", "assumed": ["a rate"], "host": "h"
     ids=lambda text: text[:12],
 )
 def test_what_no_worker_says_of_its_host_is_refused(text: str) -> None:
-    assert discover._heard(json.dumps(SAID), 1) == SAID
+    assert discover._parse_host_report(json.dumps(SAID), 1) == SAID
     with pytest.raises(RingweaveError, match=r"host of a worker: .*, expected what discover says there.* \[rank 1\]"):
-        discover._heard(text, 1)
+        discover._parse_host_report(text, 1)

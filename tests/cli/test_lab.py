@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ringweave import lab, topology
-from ringweave.cli import lab as lab_verb
+from ringweave.cli import lab as cli_lab
 from ringweave.cli import main
 from ringweave.errors import UsageError
-from ringweave.lab import processes, quotas, state, tools
+from ringweave.lab import cpu_quotas, lab_processes, lab_state, tools
 
 CLUSTER = """
 name: pair
@@ -32,14 +32,14 @@ def pair(lab_name: str) -> lab.Lab:
 @pytest.fixture
 def no_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without labs, whatever this one has."""
-    monkeypatch.setattr(state, "HOME", tmp_path)
+    monkeypatch.setattr(lab_state, "LAB_HOME", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main.call(["lab", verb, "--help"]) == 0
+    assert main.run_command_line(["lab", verb, "--help"]) == 0
     check_golden(Path(__file__).parent / "golden" / f"help-lab-{verb}.txt", capsys.readouterr().out)
 
 
@@ -94,10 +94,10 @@ def test_a_command_that_is_not_there(cli, pair, tmp_path: Path, command: str, ex
 
 
 def test_set_changes_one_direction_or_both(cli, pair) -> None:
-    pair.findings_folder.mkdir(parents=True)
-    (pair.findings_folder / "found.json").write_text("{}")
+    pair.probe_results_folder.mkdir(parents=True)
+    (pair.probe_results_folder / "found.json").write_text("{}")
     done = cli("lab", "set", "--lab", pair.name, "a->core", "10Mbit/s")
-    assert not pair.findings_folder.exists(), "what jobs found out about its network is not true any more"
+    assert not pair.probe_results_folder.exists(), "what jobs found out about its network is not true any more"
     assert (done.returncode, done.stdout) == (0, "a->core: 10Mbit/s\n"), done.stderr
     assert (pair.rate("a->core"), pair.rate("core->a")) == (1.25e6, 12.5e6)
     done = cli("lab", "set", "--lab", pair.name, "r<->core", "20Mbit/s", "--json")
@@ -116,7 +116,7 @@ def test_set_changes_one_direction_or_both(cli, pair) -> None:
 )
 def test_what_cannot_be_set_changes_nothing(pair, capsys, link: str, rate: str, text: str) -> None:
     before = pair.rates()
-    assert main.call(["lab", "set", "--lab", pair.name, link, rate, "--json"]) == 2
+    assert main.run_command_line(["lab", "set", "--lab", pair.name, link, rate, "--json"]) == 2
     captured = capsys.readouterr()
     assert text in json.loads(captured.out)["error"]
     assert text in captured.err
@@ -136,7 +136,7 @@ def test_status_says_what_there_is(cli, pair) -> None:
         "switch": "r",
         "interfaces": ["eth0"],
         "addresses": ["10.99.0.2"],
-        "cpus_of_devices": [quotas.in_cpus(us) for us in pair.quotas["b"]],
+        "cpus_of_devices": [cpu_quotas.quota_in_cpus(us) for us in pair.quotas["b"]],
         "processes": [{"pid": process.pid, "command": "sleep 60"}],
     }
     assert document["links"][0] | {"bytes": 0} == {
@@ -155,37 +155,37 @@ def test_status_says_what_there_is(cli, pair) -> None:
 
 def wait_inside(where: lab.Lab, pid: int) -> None:
     """Until the process is the command in its node."""
-    while pid not in where.processes()["b"] or processes.command_line(pid) != "sleep 60":
+    while pid not in where.processes()["b"] or lab_processes.command_line(pid) != "sleep 60":
         assert Path(f"/proc/{pid}").exists()
 
 
 def test_a_lab_that_was_not_finished_is_told(capsys, no_labs, monkeypatch) -> None:
-    (state.folder("half")).mkdir(parents=True)
-    assert main.call(["lab", "status"]) == 0
+    (lab_state.lab_folder("half")).mkdir(parents=True)
+    assert main.run_command_line(["lab", "status"]) == 0
     assert capsys.readouterr().out == "lab half: incomplete. Clear it away: ringweave lab down --lab half\n"
-    assert main.call(["lab", "status", "--json"]) == 0
+    assert main.run_command_line(["lab", "status", "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)["labs"]
     assert document == {"name": "half", "state": "incomplete", "nodes": [], "links": [], "bytes_on_link": {}}
-    assert main.call(["lab", "exec", "a", "--", "ls"]) == 2
+    assert main.run_command_line(["lab", "exec", "a", "--", "ls"]) == 2
     assert "labs: 'none', expected one that is up. Bring one up first: ringweave lab up" in capsys.readouterr().err
 
 
 def test_without_a_lab(capsys, no_labs) -> None:
-    assert main.call(["lab", "status"]) == 0
+    assert main.run_command_line(["lab", "status"]) == 0
     assert capsys.readouterr().out == "no lab is up\n"
-    assert main.call(["lab", "down"]) == 0
+    assert main.run_command_line(["lab", "down"]) == 0
     assert capsys.readouterr().out == "nothing to take down\n"
-    assert main.call(["lab", "down", "--all", "--json"]) == 0
+    assert main.run_command_line(["lab", "down", "--all", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"down": []}
-    assert main.call(["lab", "status", "--lab", "x", "--json"]) == 2
+    assert main.run_command_line(["lab", "status", "--lab", "x", "--json"]) == 2
     expected = "lab: 'x', expected one that is up (none is). Bring it up first: ringweave lab up CLUSTER."
     assert json.loads(capsys.readouterr().out) == {"error": expected}
 
 
 def test_the_only_one_is_meant_if_none_is_named() -> None:
-    assert lab_verb._only(["one"]) == "one"
+    assert cli_lab._only_lab(["one"]) == "one"
     with pytest.raises(UsageError, match=r"labs: 'one, two', expected one that is up\. Name it: --lab NAME\."):
-        lab_verb._only(["one", "two"])
+        cli_lab._only_lab(["one", "two"])
 
 
 @pytest.mark.parametrize(
@@ -199,28 +199,28 @@ def test_the_only_one_is_meant_if_none_is_named() -> None:
     ],
 )
 def test_wrong_input(argv: list[str], text: str, capsys, no_labs) -> None:
-    assert main.call(["lab", *argv]) == 2
+    assert main.run_command_line(["lab", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert text in captured.err
 
 
 def test_json_after_the_program_is_the_programs(capsys, no_labs) -> None:
-    assert main.call(["lab", "run", "nosuch.py", "--json"]) == 2
-    assert main.call(["lab", "exec", "a", "ls", "--json"]) == 2
+    assert main.run_command_line(["lab", "run", "nosuch.py", "--json"]) == 2
+    assert main.run_command_line(["lab", "exec", "a", "ls", "--json"]) == 2
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("verb", [["status", "--lab", "x"], ["exec", "--lab", "x", "a", "ls"]])
 def test_who_is_not_root_is_told_so(verb: list[str], capsys, no_labs, monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main.call(["lab", *verb]) == 1
+    assert main.run_command_line(["lab", *verb]) == 1
     text = "user: 'id 1000', expected root, who may make and enter namespaces. Put sudo in front."
     assert text in capsys.readouterr().err
 
 
 def test_without_tools_up_says_what_to_install(capsys, no_labs, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tools, "_path", lambda: "/nosuch")
+    monkeypatch.setattr(tools, "_search_path", lambda: "/nosuch")
     (tmp_path / "pair.yaml").write_text(CLUSTER)
-    assert main.call(["lab", "up", str(tmp_path / "pair.yaml")]) == 1
+    assert main.run_command_line(["lab", "up", str(tmp_path / "pair.yaml")]) == 1
     assert "apt install dash iproute2 mount util-linux" in capsys.readouterr().err

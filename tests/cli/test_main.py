@@ -7,7 +7,7 @@ import pytest
 
 from ringweave import __version__
 from ringweave.cli import doctor, main
-from ringweave.cli.verbs import VERBS
+from ringweave.cli.main import VERBS
 from ringweave.errors import LaunchError, UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -21,7 +21,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         def raise_it() -> None:
             raise error
 
-        monkeypatch.setattr(doctor, "_observe", raise_it)
+        monkeypatch.setattr(doctor, "_run_checks", raise_it)
 
     return fail
 
@@ -29,20 +29,20 @@ def failing(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("verb", ["", *VERBS])
 def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main.call([*([verb] if verb else []), "--help"]) == 0
+    assert main.run_command_line([*([verb] if verb else []), "--help"]) == 0
     check_golden(GOLDEN / f"help{'-' * bool(verb)}{verb}.txt", capsys.readouterr().out)
 
 
 def test_every_verb_of_the_table_is_there() -> None:
-    context = main.group.make_context("ringweave", ["--help"], resilient_parsing=True)
+    context = main.ringweave_group.make_context("ringweave", ["--help"], resilient_parsing=True)
     for name, verb in VERBS.items():
-        command = main.group.get_command(context, name)
+        command = main.ringweave_group.get_command(context, name)
         assert command is not None
-        assert ("--json" in {option for p in command.params for option in p.opts}) == verb.answers
+        assert ("--json" in {option for p in command.params for option in p.opts}) == verb.takes_json
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["--version"]) == 0
+    assert main.run_command_line(["--version"]) == 0
     assert capsys.readouterr().out == f"ringweave {__version__}\n"
 
 
@@ -75,13 +75,13 @@ def test_no_verb_loads_torch() -> None:
     ],
 )
 def test_wrong_usage(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(argv) == 2
+    assert main.run_command_line(argv) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"ringweave: error: {text}\n")
 
 
 def test_no_verb_at_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call([]) == 2
+    assert main.run_command_line([]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "Verbs:" in captured.err
@@ -90,36 +90,36 @@ def test_no_verb_at_all(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("error", "exit_code"), [(LaunchError("no room"), 1), (UsageError("no room"), 2)])
 def test_our_errors_are_one_line_with_their_exit_code(failing, error, exit_code, capsys) -> None:
     failing(error)
-    assert main.call(["doctor"]) == exit_code
+    assert main.run_command_line(["doctor"]) == exit_code
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "ringweave: error: no room\n")
 
 
 def test_with_json_an_error_is_a_document_too(failing, capsys) -> None:
     failing(LaunchError("no room"))
-    assert main.call(["doctor", "--json"]) == 1
+    assert main.run_command_line(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"error": "no room"}
-    assert main.call(["doctor", "--json", "--x"]) == 2
+    assert main.run_command_line(["doctor", "--json", "--x"]) == 2
     assert json.loads(capsys.readouterr().out) == {"error": "No such option '--x'. See ringweave doctor --help."}
 
 
 def test_json_of_another_program_is_not_ours(capsys) -> None:
-    assert main.call(["run", "/nosuch.py", "--json"]) == 2
+    assert main.run_command_line(["run", "/nosuch.py", "--json"]) == 2
     assert capsys.readouterr().out == ""
 
 
 def test_a_bug_keeps_its_traceback(failing) -> None:
     failing(ZeroDivisionError("ours"))
     with pytest.raises(ZeroDivisionError, match="ours"):
-        main.call(["doctor"])
+        main.run_command_line(["doctor"])
 
 
 def test_an_interrupt_is_work_that_failed(monkeypatch, capsys) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "_observe", interrupt)
-    assert main.call(["doctor"]) == 1
+    monkeypatch.setattr(doctor, "_run_checks", interrupt)
+    assert main.run_command_line(["doctor"]) == 1
     assert capsys.readouterr().err.strip() == "ringweave: error: interrupted"
 
 
@@ -154,7 +154,7 @@ def test_an_interrupt_is_work_that_failed(monkeypatch, capsys) -> None:
 def test_wrong_input_of_run(argv, text, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
-    assert main.call(["run", *argv]) == 2
+    assert main.run_command_line(["run", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("ringweave: error: ")

@@ -24,7 +24,7 @@ def abort_while_a_first_use_waits() -> list[str]:
     works[1].wait()
     works += [dist.all_reduce(torch.ones(_NEW), async_op=True) for _ in range(2)]
     group: Any = dist.group.WORLD
-    _wait_until_empty(group._engine._lanes[0]._jobs)
+    _wait_until_empty(group._engine._channels[0]._jobs)
     group.abort()
     errors = []
     for work in (works[0], works[2], works[3]):
@@ -55,9 +55,9 @@ def explain_to_one_that_aborts() -> str:
     dist.all_reduce(torch.ones(_OTHER))
     if dist.get_rank() == 1:
         time.sleep(300)  # it is killed
-    from ringweave.comm import faults
+    from ringweave.comm import failure_registry
 
-    faults.GRACE_S = 1000.0
+    failure_registry.REPORT_GRACE_S = 1000.0
     work: Any = dist.all_reduce(torch.ones(_OTHER), async_op=True)
     announce("reducing")
     while not group._store.check(["fault/0"]):
@@ -83,7 +83,7 @@ def close_while_both_lanes_wait(timeout_s: float) -> tuple[float, list[float]]:
         return 0.0, []
     works: list[Any] = [dist.all_reduce(torch.ones(_OTHER), async_op=True) for _ in range(2)]
     limits_s: list[float] = []
-    for lane in group._engine._lanes:
+    for lane in group._engine._channels:
         _note_vain_joins(lane._thread, limits_s)
     started = time.monotonic()
     group._engine.close(timeout_s)
@@ -106,16 +106,16 @@ def _note_vain_joins(thread: threading.Thread, limits_s: list[float]) -> None:
 
 def _stall() -> list[str]:
     """Everything but the collective of one size."""
-    from ringweave.comm.running import engine
+    from ringweave.comm.engine import executor
 
-    run_program, forever = engine.run_program, threading.Event()
+    run_program, forever = executor.run_program, threading.Event()
 
     def run_most(program: Any, message: torch.Tensor, *args: Any, **settings: Any) -> None:
         if message.numel() == _STALLED:
             forever.wait(300)
         run_program(program, message, *args, **settings)
 
-    engine.run_program = run_most
+    executor.run_program = run_most
     works: list[Any] = [dist.all_reduce(torch.ones(num), async_op=True) for num in (_STALLED, _OTHER)]
     works[1].wait()
     try:

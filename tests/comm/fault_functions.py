@@ -46,15 +46,15 @@ def wait_for_one_that_stops() -> list[str]:
 
 def come_late_in_an_epoch(form_s: float) -> float:
     """Rank 0 comes to its first collective later than members may to the forming of the group; what is summed."""
-    from ringweave.comm.regrouping import EpochGroups
+    from ringweave.comm.generation_group import GenerationGroups
 
-    groups, rank = EpochGroups("127.0.0.1", form_s=100.0), dist.get_rank()
-    places: list[Any] = [groups.store_place]
+    groups, rank = GenerationGroups("127.0.0.1", form_timeout_s=100.0), dist.get_rank()
+    places: list[Any] = [groups.store_address]
     dist.broadcast_object_list(places)
-    groups.form(places[0], "1.1", rank, dist.get_world_size(), groups.num_aborts)
+    groups.form_group(places[0], "1.1", rank, dist.get_world_size(), groups.num_aborts)
     formed: Any = dist.group.WORLD
-    for lane in formed._engine._lanes:  # as if it had been formed within so short a time
-        lane.transport._switchboard._timeout_s = form_s
+    for lane in formed._engine._channels:  # as if it had been formed within so short a time
+        lane.transport._connection_manager._timeout_s = form_s
     if rank == 0:
         time.sleep(2.5 * form_s)
     tensor = torch.ones(2_000_000)
@@ -67,12 +67,12 @@ def fail_alone() -> str:
     """Rank 1 fails by itself in the middle; what it and the others say."""
     dist.all_reduce(torch.ones(100_000))
     if dist.get_rank() == 1:
-        from ringweave.comm.running import engine
+        from ringweave.comm.engine import executor
 
         def fail(*_: Any, **__: Any) -> None:
             raise MemoryError("no room")
 
-        engine.run_program = fail
+        executor.run_program = fail
     try:
         dist.all_reduce(torch.ones(100_000))
     except RuntimeError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import planning, schedules, topology
-from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
+from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.testing.ranks import run_ranks
 from tests.comm import counting_functions, rank_functions
 
@@ -91,7 +91,7 @@ def test_an_operation_that_a_dtype_lacks_is_refused_and_the_group_goes_on() -> N
         assert "Convert the tensor" in text
 
 
-SCHEDULES = [name for name in schedules.NAMES if name != schedules.HOST]
+SCHEDULES = [name for name in schedules.SCHEDULE_NAMES if name != schedules.NATIVE]
 
 
 @pytest.mark.parametrize("nodes", [None, ["a", "a", "b", "b", "b"], list("abcde")], ids=["one node", "3 + 2", "five"])

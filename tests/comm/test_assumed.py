@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ringweave.comm import joining
+from ringweave.comm import default_group
 from ringweave.environment import WorkerEnvironment
 
 CLUSTER = """
@@ -21,17 +21,17 @@ switches:
 def test_switches_above_a_rank_are_known_from_the_nearest_up(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
-    found = joining.assumed(WorkerEnvironment(cluster_path=path, node="a"), {})
+    found = default_group.describe_rank(WorkerEnvironment(cluster_path=path, node="a"), {})
     assert (found.speed, found.rate) == (0.5, 50e6)
     assert list(found.uplinks.items()) == [("r0", 10e6), ("s0", 5e6)]
     assert found.server_rate == 15e6, "the server is on b: 10 MB/s from a, and 5 from c"
     assert list(found.server_uplinks.items()) == [("r1", 20e6), ("s0", 5e6)]
-    assert joining.assumed(WorkerEnvironment(cluster_path=path, node="c"), {}).uplinks == {}
+    assert default_group.describe_rank(WorkerEnvironment(cluster_path=path, node="c"), {}).uplinks == {}
 
 
 def test_on_one_node_and_without_a_file_there_are_none(tmp_path: Path) -> None:
-    assert joining.assumed(WorkerEnvironment(), {}).uplinks == {}
+    assert default_group.describe_rank(WorkerEnvironment(), {}).uplinks == {}
     path = tmp_path / "cluster.yaml"
     path.write_text("name: one\nnodes:\n  - {name: a, nic: 1Gbit/s, devices: 2}\n")
-    found = joining.assumed(WorkerEnvironment(cluster_path=path, node="a"), {})
+    found = default_group.describe_rank(WorkerEnvironment(cluster_path=path, node="a"), {})
     assert (found.uplinks, found.server_uplinks) == ({}, {})

@@ -6,16 +6,16 @@ import pytest
 from torch.distributed import HashStore
 
 from ringweave import planning, topology
-from ringweave.comm import choosing
-from ringweave.comm.choosing import GroupPlan, Sending
-from ringweave.comm.members import Member, Members, Place
+from ringweave.comm import plan_choice
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.plan_choice import GroupPlan, PlanBroadcast
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan
 
 CLUSTER = topology.one_machine([1, 1])
 NODES = [node.name for node in CLUSTER.nodes]
-RANKS = tuple(Member(rank, Place(node, "127.0.0.1"), ()) for rank, node in enumerate(NODES))
+RANKS = tuple(RankInfo(rank, RankLocation(node, "127.0.0.1"), ()) for rank, node in enumerate(NODES))
 FORM_S = 10.0
 """The time-out of the group."""
 
@@ -29,7 +29,7 @@ class Second:
         self.plan = planning.plan_group(CLUSTER, NODES)
         self.store = HashStore()
         limit = timedelta(seconds=FORM_S)
-        sending = Sending(self.store, Members(RANKS, 1, b""), limit, clock=lambda: self.now_s, sleep=self.sleep)
+        sending = PlanBroadcast(self.store, GroupInfo(RANKS, 1, b""), limit, clock=lambda: self.now_s, sleep=self.sleep)
         self.guide = GroupPlan(self.refuse, lambda plan: None, sending)
 
     def refuse(self) -> Plan:
@@ -38,33 +38,33 @@ class Second:
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
         if self.now_s >= self.sent_s:
-            Sending(self.store, Members(RANKS, 0, b""), timedelta(seconds=FORM_S)).send(self.plan, None)
+            PlanBroadcast(self.store, GroupInfo(RANKS, 0, b""), timedelta(seconds=FORM_S)).send(self.plan, None)
         if self.now_s >= self.cut_s:
-            self.guide.cut()
+            self.guide.abort()
 
 
 def test_a_first_rank_that_still_measures_the_network_has_as_long_as_the_collective() -> None:
     second = Second(sent_s=3 * FORM_S)
-    assert second.guide.get(86_400.0) == second.plan
+    assert second.guide.wait_for_plan(86_400.0) == second.plan
 
 
 def test_a_plan_that_comes_soon_is_seen_soon() -> None:
     second = Second(sent_s=0.03)
-    assert second.guide.get() == second.plan
+    assert second.guide.wait_for_plan() == second.plan
     assert second.now_s < 2 * 0.03 + 0.01
 
 
 def test_a_first_rank_that_sends_no_plan_is_named_when_time_is_up() -> None:
     second = Second()
     with pytest.raises(PeerError, match=r"process group: rank 0 \(node .*\) sent no plan within 10 s, expected one"):
-        second.guide.get()
+        second.guide.wait_for_plan()
     assert FORM_S <= second.now_s < 2 * FORM_S
 
 
 def test_who_waits_for_the_plan_when_the_group_is_cut_goes() -> None:
     second = Second(cut_s=20.0)
     with pytest.raises(PeerError, match=r"sent no plan before the group was cut"):
-        second.guide.get(86_400.0)
+        second.guide.wait_for_plan(86_400.0)
     assert second.now_s < 30.0
 
 
@@ -72,8 +72,8 @@ def test_who_has_the_least_of_a_processor_sets_what_messages_cost() -> None:
     """With a seventh of one, a message in many pieces costs more time than the network takes for it."""
 
     def pieces(*cores: float) -> int:
-        ranks = tuple(Member(r, Place(f"n{r}", f"10.0.0.{r}", cores=part), ()) for r, part in enumerate(cores))
-        found = choosing.situation(Members(ranks, 0, b""), WorkerEnvironment.from_environ({}))
+        ranks = tuple(RankInfo(r, RankLocation(f"n{r}", f"10.0.0.{r}", cores=part), ()) for r, part in enumerate(cores))
+        found = plan_choice.group_placement(GroupInfo(ranks, 0, b""), WorkerEnvironment.from_environ({}))
         return found.plan({}).choose(4_500_000).num_segments
 
     assert pieces(0.0, 0.0, 0.0) == pieces(8.0, 0.0, 8.0)

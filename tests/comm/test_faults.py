@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.telemetry.events import read
-from ringweave.testing.ranks import Outcome, Ranks
+from ringweave.telemetry.events import read_events
+from ringweave.testing.ranks import RankOutcome, Ranks
 from tests.comm import fault_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -22,7 +22,7 @@ SILENCE_S = 20.0
 """The time-out of groups that wait for a silent rank; on a busy machine it has to be enough to form the group."""
 
 
-def last_line(outcome: Outcome) -> str:
+def last_line(outcome: RankOutcome) -> str:
     return outcome.error.strip().splitlines()[-1]
 
 
@@ -68,7 +68,7 @@ def test_a_stopped_peer_is_named_once_with_several_collectives_under_way(tmp_pat
         for outcome in ranks.outcomes([0, 1, 2], timeout_s=SOON_S):
             assert len(outcome.value) == 2, outcome.error
             assert all("rank 3 (node b1) does not answer" in text for text in outcome.value)
-    failed = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
+    failed = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
     assert sorted(event["rank"] for event in failed) == [0, 1, 2]
 
 

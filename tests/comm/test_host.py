@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ringweave.comm.host import NamingWork
-from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.comm.native_backend import NativeWork
+from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import CommunicationError, PeerError
 
 
@@ -28,6 +28,6 @@ def test_an_error_keeps_the_cause_that_its_group_ended_for() -> None:
 
     broken: Any = Broken()
     with pytest.raises(PeerError, match="barrier") as caught:
-        NamingWork(broken, explain).wait()
+        NativeWork(broken, explain).wait()
     assert caught.value.__cause__ is first
     assert isinstance(seen[0].__cause__, RuntimeError)

@@ -4,22 +4,25 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from ringweave.comm import meetings
+from ringweave.comm import peer_data
 from ringweave.errors import CommunicationError, PeerError
 
 
 def test_rank_0_gets_all_texts_in_order() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(meetings.exchange, store, f"r{rank}", rank, 3, timedelta(seconds=20)) for rank in range(3)]
+        asked = [
+            pool.submit(peer_data.exchange_texts, store, f"r{rank}", rank, 3, timedelta(seconds=20))
+            for rank in range(3)
+        ]
         assert [each.result() for each in asked] == [["r0", "r1", "r2"], None, None]
 
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(PeerError, match=r"'rank 1 did not come within 0.1 s', expected all of 2 ranks"):
-        meetings.exchange(HashStore(), "", 0, 2, timedelta(seconds=0.1))
+        peer_data.exchange_texts(HashStore(), "", 0, 2, timedelta(seconds=0.1))
 
 
 def test_a_text_without_bound_is_refused() -> None:
     with pytest.raises(CommunicationError, match="expected at most 1048576"):
-        meetings.exchange(HashStore(), "x" * (meetings.MAX_BYTES + 1), 0, 1, timedelta(seconds=1))
+        peer_data.exchange_texts(HashStore(), "x" * (peer_data.MAX_TEXT_BYTES + 1), 0, 1, timedelta(seconds=1))

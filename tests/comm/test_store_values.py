@@ -12,17 +12,17 @@ import torch
 from torch.distributed import HashStore
 
 from ringweave import planning, topology
-from ringweave.comm import choosing, faults, hearing, meetings, members
-from ringweave.comm.adapting import consulting
-from ringweave.comm.choosing import Sending
-from ringweave.comm.faults import FaultBoard, Report
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.probing import nics
-from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.comm import failure_registry, group_info, peer_data, plan_choice
+from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegistry
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.plan_choice import PlanBroadcast
+from ringweave.comm.probing import measure
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.comm.tuning import control_tree
 from ringweave.errors import DisagreementError, PeerError, ScheduleError
 from ringweave.planning import Plan
-from ringweave.planning.adapting import Ruling
-from tests.wire.test_bad_bytes import mutated
+from ringweave.planning.autotune import TuningDecision
+from tests.wire.mutations import mutated
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
 PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25]
@@ -32,28 +32,30 @@ ENTRY = {"place": PLACE, "entrances": [[[5000], "name"]], "token": "00" * 16}
 
 @pytest.mark.parametrize("value", RUBBISH)
 def test_rubbish_is_refused_by_whoever_reads(value: bytes) -> None:
-    assert faults.parse(value) is None
+    assert failure_registry.parse_failure_report(value) is None
     expected = (
         r"(where a rank of the same ringweave can be called|0 to 65536 bytes)\. Run the same ringweave on all ranks"
     )
     with pytest.raises(DisagreementError, match=rf"entry of a rank in the store: .*, expected {expected}"):
-        members.read_entry(value, 3)
+        group_info.parse_rank_info(value, 3)
     with pytest.raises(ScheduleError, match=r"plan: .*, expected the text of a plan"):
         Plan.parse(value.decode(errors="replace"))
     with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent"):
-        Ruling.parse(value.decode(errors="replace"))
+        TuningDecision.parse(value.decode(errors="replace"))
 
 
 @pytest.mark.parametrize("what", ["entry", "plan", "NICs", "text of a machine", "ruling"])
 def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spaces at the end change nothing, but for how long it is."""
-    most = hearing.MAX_BYTES if what == "NICs" else 5000
-    for reader in (members, choosing, meetings, consulting):
-        monkeypatch.setattr(reader, "_MAX_ENTRY_BYTES" if reader is members else "MAX_BYTES", most)
+    most = peer_data.MAX_PEER_BYTES if what == "NICs" else 5000
+    for reader in (group_info, plan_choice, peer_data, control_tree):
+        monkeypatch.setattr(reader, "_MAX_ENTRY_BYTES" if reader is group_info else "MAX_BYTES", most)
     readers: dict[str, Callable[[bytes], object]] = {
-        "entry": lambda text: members.read_entry(text, 3),
-        "plan": lambda text: stored(choosing._KEY, text).receive(),
-        "NICs": lambda text: nics.settle(stored(nics._KEY, text).store, two_nics(1), None, timedelta(seconds=5)),
+        "entry": lambda text: group_info.parse_rank_info(text, 3),
+        "plan": lambda text: stored(plan_choice._PLAN_KEY, text).receive(),
+        "NICs": lambda text: measure.agree_on_nics(
+            stored(measure._NICS_KEY, text).store, two_nics(1), None, timedelta(seconds=5)
+        ),
         "text of a machine": met,
         "ruling": said_from_above,
     }
@@ -66,23 +68,27 @@ def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: py
 
 
 def test_a_report_that_is_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_MAX_BYTES", 100)
+    monkeypatch.setattr(failure_registry, "_MAX_REPORT_BYTES", 100)
     report = json.dumps({"doing": "allreduce", "suspect": 1}).encode()
-    assert faults.parse(report.ljust(100)) == Report(doing="allreduce", suspect=1)
-    assert faults.parse(report.ljust(101)) is None
+    assert failure_registry.parse_failure_report(report.ljust(100)) == CollectiveFailureReport(
+        doing="allreduce", suspect=1
+    )
+    assert failure_registry.parse_failure_report(report.ljust(101)) is None
 
 
-def stored(key: str, value: bytes) -> Sending:
+def stored(key: str, value: bytes) -> PlanBroadcast:
     """How rank 1 of two is told a plan, with that in the store."""
     store = HashStore()
     store.set(key, value)
-    ranks = tuple(Member(rank, Place("n", "127.0.0.1"), ()) for rank in range(2))
-    return Sending(store=store, members=Members(ranks, 1, b""), timeout=timedelta(seconds=5))
+    ranks = tuple(RankInfo(rank, RankLocation("n", "127.0.0.1"), ()) for rank in range(2))
+    return PlanBroadcast(store=store, group=GroupInfo(ranks, 1, b""), timeout=timedelta(seconds=5))
 
 
-def two_nics(own: int) -> Members:
-    place = Place("n0", "127.0.1.1", ("127.0.2.1",), (1.0, 1.0), ("eth0", "eth1"), ("127.0.1.0/24", "127.0.2.0/24"))
-    return Members(tuple(Member(rank, place, ()) for rank in range(2)), own, b"")
+def two_nics(own: int) -> GroupInfo:
+    place = RankLocation(
+        "n0", "127.0.1.1", ("127.0.2.1",), (1.0, 1.0), ("eth0", "eth1"), ("127.0.1.0/24", "127.0.2.0/24")
+    )
+    return GroupInfo(tuple(RankInfo(rank, place, ()) for rank in range(2)), own, b"")
 
 
 def met(text: bytes) -> list[str] | None:
@@ -90,12 +96,12 @@ def met(text: bytes) -> list[str] | None:
     store = HashStore()
     store.set("discover/text/1", text)
     store.set("discover/left/1", "1")
-    return meetings.exchange(store, "", 0, 2, timedelta(seconds=5))
+    return peer_data.exchange_texts(store, "", 0, 2, timedelta(seconds=5))
 
 
 def said_from_above(text: bytes) -> str:
     """What a rank of a council hears where the one above it sends that."""
-    council = consulting.Council.__new__(consulting.Council)
+    council = control_tree.ControlTree.__new__(control_tree.ControlTree)
     council._parent, council._children = 0, []
     said = iter([len(text).to_bytes(8, "little"), text])
 
@@ -103,25 +109,25 @@ def said_from_above(text: bytes) -> str:
         parts[0][0].copy_(torch.frombuffer(bytearray(next(said)), dtype=torch.uint8))
 
     council._receive = receive  # pyrefly: ignore
-    return council._spread("")
+    return council._broadcast("")
 
 
 def test_a_length_that_is_none_is_refused_before_there_is_memory_for_it() -> None:
     for least, num_bytes in ((0, -1), (1, 0), (0, 2**40)):
         with pytest.raises(DisagreementError, match=rf"it: '{num_bytes} bytes', expected {least} to 16777216 bytes"):
-            hearing.check_length(num_bytes, "it", least=least)
+            peer_data.check_length(num_bytes, "it", min_bytes=least)
 
 
 @pytest.mark.parametrize("value", [*RUBBISH, b'{"n0": []}', b'{"n0": {"eth0": 0}}', b'{"n0": {"eth0": "1"}}'])
 def test_rates_of_nics_that_are_none_are_a_disagreement(value: bytes) -> None:
-    given = (stored(nics._KEY, value).store, two_nics(1), None, timedelta(seconds=5))
+    given = (stored(measure._NICS_KEY, value).store, two_nics(1), None, timedelta(seconds=5))
     if value == b"{}":
-        assert nics.settle(*given).own.place.addresses == ("127.0.1.1",)
+        assert measure.agree_on_nics(*given).own_info.location.addresses == ("127.0.1.1",)
         return
     with pytest.raises(
         DisagreementError, match=r"NICs of the nodes: .*, expected rates of NICs, as rank 0 \(node n0\)"
     ):
-        nics.settle(*given)
+        measure.agree_on_nics(*given)
 
 
 def test_a_text_of_a_machine_that_is_none_is_a_disagreement() -> None:
@@ -132,10 +138,10 @@ def test_a_text_of_a_machine_that_is_none_is_a_disagreement() -> None:
 def test_mutated_plans_are_read_or_refused() -> None:
     rng, num_refused = random.Random(9), 0
     good = json.dumps({"plan": str(PLAN), "tuned": {"3": "ring"}}).encode()
-    assert stored(choosing._KEY, good).receive() == (PLAN, {3: "ring"})
+    assert stored(plan_choice._PLAN_KEY, good).receive() == (PLAN, {3: "ring"})
     for _ in range(2_000):
         try:
-            plan, _ = stored(choosing._KEY, mutated(rng, good)).receive()
+            plan, _ = stored(plan_choice._PLAN_KEY, mutated(rng, good)).receive()
             assert isinstance(plan, Plan)
         except DisagreementError:
             num_refused += 1
@@ -144,24 +150,26 @@ def test_mutated_plans_are_read_or_refused() -> None:
 
 def test_mutated_entries_and_reports_are_refused_or_read() -> None:
     rng, entry = random.Random(4), json.dumps(ENTRY).encode()
-    assert members.read_entry(entry, 0)[0].place == Place("n0", "127.0.0.1", nics=("eth0",), host="host", cores=0.25)
+    assert group_info.parse_rank_info(entry, 0)[0].location == RankLocation(
+        "n0", "127.0.0.1", nics=("eth0",), host="host", cores=0.25
+    )
     report = json.dumps({"doing": "allreduce", "suspect": 1, "hung": True, "failure": "", "disagreement": ""}).encode()
     num_refused = 0
     for _ in range(10_000):
         try:
-            found, token = members.read_entry(mutated(rng, entry), 0)
-            assert all(isinstance(port, int) for port in found.entrances[0].ports) if found.entrances else True
+            found, token = group_info.parse_rank_info(mutated(rng, entry), 0)
+            assert all(isinstance(port, int) for port in found.endpoints[0].ports) if found.endpoints else True
             assert isinstance(token, bytes)
         except DisagreementError:
             num_refused += 1
-        num_refused += faults.parse(mutated(rng, report)) is None
+        num_refused += failure_registry.parse_failure_report(mutated(rng, report)) is None
     assert num_refused > 10_000
 
 
 @pytest.mark.parametrize("cores", [-1.0, 1e-9, float("inf"), float("nan"), "1", None, []])
 def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) -> None:
     with pytest.raises(DisagreementError, match=r"entry of a rank in the store: .*, expected where a rank of the same"):
-        members.read_entry(json.dumps({**ENTRY, "place": [*PLACE[:-1], cores]}).encode(), 3)
+        group_info.parse_rank_info(json.dumps({**ENTRY, "place": [*PLACE[:-1], cores]}).encode(), 3)
 
 
 @pytest.mark.parametrize(
@@ -170,22 +178,24 @@ def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) ->
 )
 def test_a_report_of_wrong_types_is_none(change: dict) -> None:
     good = {"doing": "allreduce", "suspect": None, "hung": False, "failure": "", "disagreement": ""}
-    assert faults.parse(json.dumps(good).encode()) == Report(doing="allreduce", suspect=None)
-    assert faults.parse(json.dumps(good | change).encode()) is None
+    assert failure_registry.parse_failure_report(json.dumps(good).encode()) == CollectiveFailureReport(
+        doing="allreduce", suspect=None
+    )
+    assert failure_registry.parse_failure_report(json.dumps(good | change).encode()) is None
 
 
 def test_a_rank_whose_report_is_rubbish_is_one_that_did_not_report() -> None:
     store, clock = HashStore(), SimpleNamespace(now_s=0.0)
-    ranks = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), ()) for rank in range(3))
+    ranks = tuple(RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), ()) for rank in range(3))
     store.set("fault/1", b"[" * 100_000)
     store.set("fault/2", json.dumps({"doing": "allreduce #7", "suspect": 1}).encode())
 
     def sleep(seconds: float) -> None:
         clock.now_s += seconds
 
-    board = FaultBoard(store, Members(ranks, 0, b""), clock=lambda: clock.now_s, sleep=sleep)
-    board.report(Report(doing="allreduce #7", suspect=1))
-    error = board.explain(TransferFailedError(1, "connection closed", hung=False), "allreduce #7")
+    board = FailureRegistry(store, GroupInfo(ranks, 0, b""), clock=lambda: clock.now_s, sleep=sleep)
+    board.publish(CollectiveFailureReport(doing="allreduce #7", suspect=1))
+    error = board.diagnose(TransferFailedError(1, "connection closed", hung=False), "allreduce #7")
     assert isinstance(error, PeerError)
     assert "rank 1 (node n1) is gone" in str(error)
 
@@ -193,9 +203,9 @@ def test_a_rank_whose_report_is_rubbish_is_one_that_did_not_report() -> None:
 @pytest.mark.parametrize("value", [b"{}", b"rubbish", b'{"plan": "x", "tuned": 3}', b"[" * 100_000])
 def test_a_plan_that_is_none_is_a_disagreement(value: bytes) -> None:
     store = HashStore()
-    ranks = tuple(Member(rank, Place("n", "127.0.0.1"), ()) for rank in range(2))
-    store.set(choosing._KEY, value)
-    post = Sending(store=store, members=Members(ranks, 1, b""), timeout=timedelta(seconds=5))
+    ranks = tuple(RankInfo(rank, RankLocation("n", "127.0.0.1"), ()) for rank in range(2))
+    store.set(plan_choice._PLAN_KEY, value)
+    post = PlanBroadcast(store=store, group=GroupInfo(ranks, 1, b""), timeout=timedelta(seconds=5))
     expected = r"plan of the group: .*, expected the plan that rank 0 \(node n\) made\. Run the same ringweave on all"
     with pytest.raises(DisagreementError, match=expected):
         post.receive()
@@ -222,19 +232,19 @@ class SilentStore:
 def test_who_is_aborted_waits_no_longer_for_a_store_that_is_silent() -> None:
     """Its reduction would else fail only when the node of the store is reached again."""
     store = SilentStore()
-    ranks = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), ()) for rank in range(2))
-    board = FaultBoard(store, Members(ranks, 1, b""))  # pyrefly: ignore
+    ranks = tuple(RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), ()) for rank in range(2))
+    board = FailureRegistry(store, GroupInfo(ranks, 1, b""))  # pyrefly: ignore
     failure = TransferFailedError(0, "reset", hung=False)
     errors: list[Exception] = []
 
     def fail() -> None:
-        board.report(Report(doing="allreduce", suspect=0))
-        errors.append(board.explain(failure, "allreduce"))
+        board.publish(CollectiveFailureReport(doing="allreduce", suspect=0))
+        errors.append(board.diagnose(failure, "allreduce"))
 
     failing = threading.Thread(target=fail, daemon=True)
     failing.start()
     assert store.called.wait(400)
-    board.give_up()
+    board.stop_waiting()
     failing.join(400)
     store.is_reached.set()
     assert [type(error) for error in errors] == [PeerError]

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.cost import architectures
-from ringweave.cost.architectures import Setting
+from ringweave.cost.architectures import ArchitectureSetting
 from ringweave.errors import UsageError
 
 
 @st.composite
-def settings(draw) -> Setting:
+def settings(draw) -> ArchitectureSetting:
     workers = draw(st.integers(1, 5000))
-    return Setting(
+    return ArchitectureSetting(
         num_workers=workers,
         num_groups=draw(st.integers(1, workers)),
         num_bytes=draw(st.integers(0, 10**12)),
@@ -25,7 +25,7 @@ def settings(draw) -> Setting:
     )
 
 
-def by_the_table(setting: Setting) -> dict[str, Fraction]:
+def by_the_table(setting: ArchitectureSetting) -> dict[str, Fraction]:
     n, k = Fraction(setting.num_workers), Fraction(setting.num_groups)
     s, b = Fraction(setting.num_bytes), Fraction(setting.bandwidth_bytes_per_s)
     a, c = Fraction(setting.latency_s), Fraction(setting.reduce_s_per_byte)
@@ -46,20 +46,20 @@ def by_the_table(setting: Setting) -> dict[str, Fraction]:
 
 
 @given(settings())
-def test_the_formulas(setting: Setting) -> None:
+def test_the_formulas(setting: ArchitectureSetting) -> None:
     for name, expected in by_the_table(setting).items():
-        assert math.isclose(architectures.seconds(name, setting), expected, rel_tol=1e-12)
+        assert math.isclose(architectures.round_seconds(name, setting), expected, rel_tol=1e-12)
 
 
 @given(settings())
-def test_ps_hra_is_the_sum_that_the_table_gives_it(setting: Setting) -> None:
+def test_ps_hra_is_the_sum_that_the_table_gives_it(setting: ArchitectureSetting) -> None:
     n, k, a = Fraction(setting.num_workers), Fraction(setting.num_groups), Fraction(setting.latency_s)
     s, b, c = Fraction(setting.num_bytes), Fraction(setting.bandwidth_bytes_per_s), Fraction(setting.reduce_s_per_byte)
     table = 2 * (n / k - 1) * (a + k * s / (n * b)) + (n / k - 1) * (k * s / n) * c + 3 * (a + s / b) + s * c
-    assert math.isclose(architectures.seconds("ps-hra", setting), table, rel_tol=1e-12)
+    assert math.isclose(architectures.round_seconds("ps-hra", setting), table, rel_tol=1e-12)
 
 
-def setting(**changes) -> Setting:
+def setting(**changes) -> ArchitectureSetting:
     values = {
         "num_workers": 10,
         "num_groups": 4,
@@ -68,26 +68,26 @@ def setting(**changes) -> Setting:
         "bandwidth_bytes_per_s": 1e3,
         "reduce_s_per_byte": 0.0,
     }
-    return Setting(**values | changes)
+    return ArchitectureSetting(**values | changes)
 
 
 def test_one_group_shares_the_link_with_nobody() -> None:
     alone = setting(num_groups=1)
-    assert architectures.seconds("ps-hra-shared-link", alone) == architectures.seconds("ps-hra", alone)
+    assert architectures.round_seconds("ps-hra-shared-link", alone) == architectures.round_seconds("ps-hra", alone)
 
 
 def test_the_last_ring_takes_the_remainder() -> None:
     """Rings of 2, 2, 2 and 4, and four groups among each other."""
     uneven = setting()
     assert (uneven.ring_size, uneven.largest_ring) == (2.5, 4)
-    assert architectures.seconds_of_largest_ring("ps-hra", uneven) == 6 * (1 + 1 / 4) + 3 * 2
-    assert architectures.seconds_of_largest_ring("hierarchical", uneven) == 6 * (1 + 1 / 4) + 6 * (1 + 1 / 4) + 2
+    assert architectures.round_seconds_of_largest_ring("ps-hra", uneven) == 6 * (1 + 1 / 4) + 3 * 2
+    assert architectures.round_seconds_of_largest_ring("hierarchical", uneven) == 6 * (1 + 1 / 4) + 6 * (1 + 1 / 4) + 2
 
 
 def test_even_rings_have_no_largest_one() -> None:
     even = setting(num_groups=5)
-    for name in architectures.NAMES:
-        assert architectures.seconds_of_largest_ring(name, even) == architectures.seconds(name, even)
+    for name in architectures.ARCHITECTURES:
+        assert architectures.round_seconds_of_largest_ring(name, even) == architectures.round_seconds(name, even)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_what_the_formulas_do_not_mean(changes, text: str) -> None:
 @pytest.mark.parametrize(("name", "do"), [("rings", 'Did you mean "ring"?'), ("xyz", "Use one of these names.")])
 def test_unknown_names(name: str, do: str) -> None:
     with pytest.raises(UsageError) as caught:
-        architectures.seconds(name, setting())
+        architectures.round_seconds(name, setting())
     expected = "ps, ring, hierarchical, ps-hra, ps-hra-shared-link"
     assert str(caught.value) == f"architecture: '{name}', expected one of {expected}. {do}"

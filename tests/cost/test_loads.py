@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ringweave import cost, schedules, topology
 from ringweave.cost import loads
 from ringweave.errors import PlacementError
-from ringweave.schedules import Collective, How, Round, Schedule
+from ringweave.schedules import Collective, ReceiveOp, Round, Schedule
 from ringweave.topology import Cluster
 from tests.cost.trees import flat, random_trees
 from tests.schedules import samples
@@ -45,13 +45,13 @@ def test_bytes_on_links_are_those_of_all_operations_along_their_routes(
 
 
 def test_a_round_like_the_last_that_does_not_stay_alone_in_its_wave_counts_once() -> None:
-    first = Round.of([0, 1, 2], [1, 2, 0], [0, 1, 2], How.REDUCE)
+    first = Round.of([0, 1, 2], [1, 2, 0], [0, 1, 2], ReceiveOp.REDUCE)
     like_it = Round(first.src, first.dst, first.first_chunk[[2, 0, 1]], first.num_chunks, first.how)
-    beside_it = Round.of([0], [1], [0], How.REDUCE)
+    beside_it = Round.of([0], [1], [0], ReceiveOp.REDUCE)
     schedule = Schedule("made up", Collective("allreduce"), 3, (1, 1, 1), [first, like_it, beside_it])
     cluster, nodes = flat([1.0] * 3), ["n0", "n1", "n2"]
-    net = cost.network(cluster)
-    assert len(list(loads.Loads(schedule, net, cost.vertices(net, nodes)).waves())) == 2
+    net = cost.group_network(cluster)
+    assert len(list(loads.ScheduleLoads(schedule, net, cost.vertices_of_ranks(net, nodes)).wave_loads())) == 2
     expected = walked(schedule, cluster, nodes, 3)
     assert cost.bytes_on_links(schedule, cluster, nodes, 3) == expected == expected | {"n0->core": 3, "core->n1": 3}
 
@@ -102,14 +102,14 @@ WAVES = {
 @pytest.mark.parametrize("name", WAVES)
 def test_waves_are_what_waits_for_each_other(name: str) -> None:
     schedule, num_waves = WAVES[name]
-    net = cost.network(TWO_RACKS)
-    counted = loads.Loads(schedule, net, cost.vertices(net, RANKS_OF_TWO_RACKS))
-    assert len(list(counted.waves())) == num_waves
+    net = cost.group_network(TWO_RACKS)
+    counted = loads.ScheduleLoads(schedule, net, cost.vertices_of_ranks(net, RANKS_OF_TWO_RACKS))
+    assert len(list(counted.wave_loads())) == num_waves
 
 
 @pytest.mark.parametrize("name", WAVES)
 def test_a_sample_of_the_chunks_shows_the_same_waves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "_MAX_STAMPS", 16)
+    monkeypatch.setattr(loads, "_MAX_WATCHED_CELLS", 16)
     test_waves_are_what_waits_for_each_other(name)
 
 
@@ -123,9 +123,9 @@ def test_in_a_wave_nobody_sends_on_what_arrived_in_it(name: str, num_ranks: int,
         if any((src, chunk) in arrived for src, _, first, count, _ in rows for chunk in range(first, first + count)):
             num_waves, arrived = num_waves + 1, set()
         arrived |= {(dst, chunk) for _, dst, first, count, _ in rows for chunk in range(first, first + count)}
-    net = cost.network(flat([1.0] * num_ranks))
-    counted = loads.Loads(schedule, net, cost.vertices(net, [f"n{rank}" for rank in range(num_ranks)]))
-    assert len(list(counted.waves())) == num_waves
+    net = cost.group_network(flat([1.0] * num_ranks))
+    counted = loads.ScheduleLoads(schedule, net, cost.vertices_of_ranks(net, [f"n{rank}" for rank in range(num_ranks)]))
+    assert len(list(counted.wave_loads())) == num_waves
 
 
 @given(st.sampled_from(sorted(samples.ALL)), st.integers(1, 9), st.randoms(use_true_random=False))
@@ -140,9 +140,9 @@ def test_messages_are_counted_for_each_rank(name: str, num_ranks: int, random: R
                 sends[src] += 1
                 receives[dst] += 1
                 sources.add((dst, src))
-    net = cost.network(flat([1.0] * num_ranks))
-    counted = loads.Loads(schedule, net, cost.vertices(net, [f"n{rank}" for rank in range(num_ranks)]))
-    list(counted.waves())
+    net = cost.group_network(flat([1.0] * num_ranks))
+    counted = loads.ScheduleLoads(schedule, net, cost.vertices_of_ranks(net, [f"n{rank}" for rank in range(num_ranks)]))
+    list(counted.wave_loads())
     assert counted.num_sends.tolist() == [sends[rank] for rank in range(num_ranks)]
     assert counted.num_receives.tolist() == [receives[rank] for rank in range(num_ranks)]
     assert counted.streams_meet == (len(sources) > len(receives))

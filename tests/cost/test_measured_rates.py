@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import topology
-from ringweave.cost import measured_rates
+from ringweave.cost import network
 from ringweave.errors import UsageError
 
 CLUSTER = topology.loads("name: pair\nnodes: [{name: a, nic: 1Gbit/s, devices: 1, count: 2}]\n")
@@ -14,7 +14,7 @@ def test_findings_of_probing(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     links = [{"name": "a-0->core", "rate_bytes_per_s": 1e6, "is_proved": True}]
     path.write_text(json.dumps({"kind": "measured", "links": links}))
-    assert measured_rates.load(path, CLUSTER) == {"a-0->core": 1e6}
+    assert network.load_measured_rates(path, CLUSTER) == {"a-0->core": 1e6}
 
 
 def test_links_that_a_benchmark_could_not_measure_keep_their_rate(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_links_that_a_benchmark_could_not_measure_keep_their_rate(tmp_path: Path
         {"link": "core->a-0", "raw_bytes_per_s": 9, "measured_bytes_per_s": None},
     ]
     path.write_text(json.dumps({"links": links, "results": []}))
-    assert measured_rates.load(path, CLUSTER) == {"a-0->core": 8.0}
+    assert network.load_measured_rates(path, CLUSTER) == {"a-0->core": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_wrong_files(content: str | None, text: str, tmp_path: Path, monkeypatch
     if content is not None:
         path.write_text(content)
     with pytest.raises(UsageError) as caught:
-        measured_rates.load(path, CLUSTER)
+        network.load_measured_rates(path, CLUSTER)
     shown = str(caught.value).replace(str(path), "{path}").replace(repr(str(path)), "'{path}'")
     assert text in shown

@@ -73,8 +73,8 @@ def test_nothing_is_predicted_to_beat_the_bound(case, name: str, num_segments: i
 def test_the_busiest_link_is_the_largest_of_bytes_over_rates(case, name: str, random: Random) -> None:
     cluster, nodes, rates = case
     schedule = samples.ALL[name](len(nodes), random)
-    net = cost.network(cluster, nodes, rates)
-    asked = cost.demand(schedule, net, cost.vertices(net, nodes), FREE)
+    net = cost.group_network(cluster, nodes, rates)
+    asked = cost.schedule_demand(schedule, net, cost.vertices_of_ranks(net, nodes), FREE)
     rate_of = {link.name: link.bandwidth_bytes_per_s for link in cluster.links()} | rates
     needed = {link: moved / rate_of[link] for link, moved in cost.bytes_on_links(schedule, cluster, nodes, 1).items()}
     assert math.isclose(asked.busiest_s_per_byte, max(needed.values()))
@@ -84,16 +84,16 @@ def test_the_busiest_link_is_the_largest_of_bytes_over_rates(case, name: str, ra
 
 def test_only_waves_that_pass_a_link_wait_for_its_latency() -> None:
     cluster = flat([25.0 * MB] * 2, num_devices=2)
-    net = cost.network(cluster)
+    net = cost.group_network(cluster)
     nodes = ["n0", "n0", "n1", "n1"]
-    asked = cost.demand(schedules.hierarchical([[0, 1], [2, 3]]), net, cost.vertices(net, nodes))
+    asked = cost.schedule_demand(schedules.hierarchical([[0, 1], [2, 3]]), net, cost.vertices_of_ranks(net, nodes))
     assert (asked.num_rounds, asked.num_latencies) == (5, 2)
 
 
 @pytest.mark.parametrize(("lag", "in_flight"), [(0, 1), (1, 10), (4, 4), (14, 1), (99, 1)])
 def test_segments_in_flight(lag: int, in_flight: int) -> None:
-    net = cost.network(flat([1.0] * 8))
-    asked = cost.demand(schedules.ring(8), net, cost.vertices(net, NAMES))
+    net = cost.group_network(flat([1.0] * 8))
+    asked = cost.schedule_demand(schedules.ring(8), net, cost.vertices_of_ranks(net, NAMES))
     assert asked.segments_in_flight(10, lag) == in_flight
 
 
@@ -131,5 +131,5 @@ def test_a_ring_of_ten_thousand_is_counted_in_seconds() -> None:
     ids=lambda value: value.name if isinstance(value, schedules.Schedule) else None,
 )
 def test_streams_meet_where_a_rank_receives_from_several(schedule: schedules.Schedule, meet: bool) -> None:
-    net, nodes = cost.network(flat([25.0 * MB] * schedule.num_ranks)), NAMES[: schedule.num_ranks]
-    assert cost.demand(schedule, net, cost.vertices(net, nodes)).streams_meet is meet
+    net, nodes = cost.group_network(flat([25.0 * MB] * schedule.num_ranks)), NAMES[: schedule.num_ranks]
+    assert cost.schedule_demand(schedule, net, cost.vertices_of_ranks(net, nodes)).streams_meet is meet

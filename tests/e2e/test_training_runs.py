@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringweave.telemetry.events import read
+from ringweave.telemetry.events import read_events
 from tests.ending import ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1000)]  # three runs
@@ -147,7 +147,7 @@ def test_a_worker_is_killed_and_the_resumed_run_repeats_the_uninterrupted_one(by
     process = start_paced(command, tmp_path)
     with ended(process):
         wait_for_steps(process, tmp_path)
-        started = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "worker_started"]
+        started = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "worker_started"]
         pids = {event["rank"]: event["pid"] for event in started}
         os.kill(pids[1], signal.SIGKILL)
         output, _ = process.communicate(timeout=300)  # less than any time-out of the survivor

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ringweave import topology
-from ringweave.jobs.requests import job_file
-from ringweave.jobs.requests.request import Elastic
+from ringweave.jobs import request as jobs_request
+from ringweave.jobs.request import ElasticRequest
 
 JOBS = Path(__file__).parents[2] / "examples" / "jobs"
 
@@ -23,7 +23,7 @@ JOBS = Path(__file__).parents[2] / "examples" / "jobs"
     ],
 )
 def test_they_can_be_submitted(name: str, device: str, counts: tuple[int, ...]) -> None:
-    request = job_file.load(JOBS / f"{name}.yaml")
+    request = jobs_request.load_request(JOBS / f"{name}.yaml")
     assert (request.device, request.split.counts) == (device, counts)
     assert (JOBS / str(request.directory) / request.script).is_file()
 
@@ -33,7 +33,7 @@ def test_all_of_them_are_named_here() -> None:
 
 
 def test_the_nodes_of_the_lab_are_those_of_its_cluster() -> None:
-    request = job_file.load(JOBS / "lab.yaml")
+    request = jobs_request.load_request(JOBS / "lab.yaml")
     cluster = topology.load(JOBS.parent / "clusters" / f"{request.lab}.yaml")
     assert cluster.name == request.lab
     rooms = {node.name: node.num_devices for node in cluster.nodes}
@@ -41,8 +41,8 @@ def test_the_nodes_of_the_lab_are_those_of_its_cluster() -> None:
 
 
 def test_the_elastic_one_can_lose_a_node() -> None:
-    assert job_file.load(JOBS / "elastic.yaml").elastic == Elastic(min=3)
+    assert jobs_request.load_request(JOBS / "elastic.yaml").elastic == ElasticRequest(min=3)
 
 
 def test_the_one_in_rings_has_a_server() -> None:
-    assert job_file.load(JOBS / "rings.yaml").mode == "ps-hra"
+    assert jobs_request.load_request(JOBS / "rings.yaml").mode == "ps-hra"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.files import json_text
-from tests.wire.test_bad_bytes import mutated
+from ringweave.files import file_io
+from tests.wire.mutations import mutated
 
 DEEP = 100_000
 GOOD = json.dumps({"kind": "run_started", "of": [1, -2.5e3, None, True], "name": 'é\u2028"\\'}).encode()
@@ -26,26 +26,26 @@ GOOD = json.dumps({"kind": "run_started", "of": [1, -2.5e3, None, True], "name":
     ids=lambda value: str(value[:12]),
 )
 def test_rubbish_is_a_value_error(text: str | bytes, got: str) -> None:
-    most = 64 if "more than" in got else json_text.MAX_BYTES
+    most = 64 if "more than" in got else file_io.MAX_JSON_BYTES
     with pytest.raises(ValueError, match=got):
-        json_text.loads(text, most)
+        file_io.parse_json(text, most)
 
 
 def test_a_file_is_read_no_further_than_it_may_go(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(b"[1]")
-    assert json_text.load(path, 3) == [1]
+    assert file_io.load_json(path, 3) == [1]
     with pytest.raises(ValueError, match="a file of more than 2 bytes"):
-        json_text.load(path, 2)
+        file_io.load_json(path, 2)
     with pytest.raises(FileNotFoundError):
-        json_text.load(tmp_path / "absent")
+        file_io.load_json(tmp_path / "absent")
 
 
 def test_mutated_texts_are_read_or_refused() -> None:
     rng, num_refused = random.Random(6), 0
     for _ in range(2_000):
         try:
-            json_text.loads(mutated(rng, GOOD))
+            file_io.parse_json(mutated(rng, GOOD))
         except ValueError:
             num_refused += 1
     assert num_refused > 1_000

@@ -7,8 +7,8 @@ import pytest
 
 from ringweave import topology
 from ringweave.errors import UsageError
-from ringweave.jobs.requests import job_file
-from tests.wire.test_bad_bytes import mutated
+from ringweave.jobs import request
+from tests.wire.mutations import mutated
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 JOB = """
@@ -32,7 +32,7 @@ BOMBS = [
     "\x00",
     "name: " + "9" * 100_000,
 ]
-READERS = {"cluster": topology.loads, "job": job_file.loads}
+READERS = {"cluster": topology.loads, "job": request.parse_request}
 
 
 @pytest.mark.slow
@@ -40,7 +40,11 @@ READERS = {"cluster": topology.loads, "job": job_file.loads}
 @pytest.mark.parametrize("kind", READERS)
 def test_mutated_files_are_read_or_refused(kind: str, tmp_path: Path) -> None:
     good = (EXAMPLES / "two-racks.yaml").read_bytes() if kind == "cluster" else JOB.encode()
-    rng, load, path = random.Random(13), topology.load if kind == "cluster" else job_file.load, tmp_path / "file.yaml"
+    rng, load, path = (
+        random.Random(13),
+        topology.load if kind == "cluster" else request.load_request,
+        tmp_path / "file.yaml",
+    )
     refusals = []
     for _ in range(150):
         path.write_bytes(mutated(rng, good))

@@ -5,24 +5,24 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from ringweave.files import schema
-from ringweave.files.problems import ProblemsError
+from ringweave.files import yaml_files
+from ringweave.files.problems import InputError
 
 
-class Wheel(schema.Entry):
+class Wheel(yaml_files.FileEntry):
     size: int = Field(description="a whole number", examples=["20"])
 
 
-class Car(schema.Entry):
+class Car(yaml_files.FileEntry):
     name: str = Field(description="a name", examples=["a"])
     wheels: list[Wheel] = Field(default=[], description="a list of wheels", examples=["[{size: 20}]"])
     words: dict[str, str] = Field(default={}, description="names with text", examples=["{a: b}"])
     lines: list[str] = Field(default=[], description="a list of texts", examples=["[a]"])
-    note: Annotated[str | None, schema.GIVEN] = Field(default=None, description="text", examples=["x"])
+    note: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(default=None, description="text", examples=["x"])
 
 
 def test_what_fits_is_read() -> None:
-    read = schema.read(Car, {"name": "a", "wheels": [{"size": 3}], "words": {"k": "v"}}, "car file")
+    read = yaml_files.validate_entries(Car, {"name": "a", "wheels": [{"size": 3}], "words": {"k": "v"}}, "car file")
     assert read == Car(name="a", wheels=[Wheel(size=3)], words={"k": "v"})
 
 
@@ -61,7 +61,7 @@ def test_what_fits_is_read() -> None:
     ],
 )
 def test_what_does_not_fit_is_named_with_its_mend(value: object, text: str) -> None:
-    with pytest.raises(ProblemsError) as caught:
-        schema.read(Car, value, "car file")
+    with pytest.raises(InputError) as caught:
+        yaml_files.validate_entries(Car, value, "car file")
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)

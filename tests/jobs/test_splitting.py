@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs import splitting
+from ringweave.jobs import split
 
 MIN, BASE = 3, 13
 
@@ -43,7 +43,7 @@ def every_count(capacities: tuple[int, ...], used: tuple[int, ...]) -> tuple[np.
 def check_every_total(capacities: tuple[int, ...]) -> None:
     legal = every_sharing(capacities)
     for total in range(1, sum(capacities) + 2):
-        found = splitting.split(total, capacities)
+        found = split.split_workers(total, capacities)
         assert found.counts == legal.get(total), (total, capacities)
         below = max((other for other in legal if other < total), default=None)
         above = min((other for other in legal if other > total), default=None)
@@ -64,7 +64,7 @@ def check_every_total(capacities: tuple[int, ...]) -> None:
     ],
 )
 def test_the_rule(total: int, capacities: tuple[int, ...], counts: tuple[int, ...]) -> None:
-    assert splitting.split(total, capacities).counts == counts
+    assert split.split_workers(total, capacities).counts == counts
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def split_s(num_nodes: int) -> float:
     taken_s = []
     for _ in range(10):
         begun_s = time.thread_time()
-        found = splitting.split(total, capacities)
+        found = split.split_workers(total, capacities)
         taken_s.append(time.thread_time() - begun_s)
         assert found.is_feasible
     return min(taken_s)
@@ -103,12 +103,12 @@ def test_ten_times_as_many_nodes_take_hardly_more_than_ten_times_as_long() -> No
 
 
 def test_it_prints() -> None:
-    assert str(splitting.split(11, (10, 5))) == "11 on (10, 5) -> 8, 3"
-    assert str(splitting.split(16, (10, 5))) == "16 on (10, 5) -> impossible"
+    assert str(split.split_workers(11, (10, 5))) == "11 on (10, 5) -> 8, 3"
+    assert str(split.split_workers(16, (10, 5))) == "16 on (10, 5) -> impossible"
 
 
 def test_the_refusal_of_many_nodes_stays_short() -> None:
-    text = splitting.split(7, [3] * 3000).refusal("job.yaml: gpus")
+    text = split.split_workers(7, [3] * 3000).refusal_text("job.yaml: gpus")
     assert text == (
         "split: 7, expected a total that nodes of (3, 3, 3, 3, 3, 3, 3, 3, ...) can share with at least 3 each. "
         "Ask for 6 or 9, the nearest that can be. [job.yaml: gpus]"
@@ -116,7 +116,7 @@ def test_the_refusal_of_many_nodes_stays_short() -> None:
 
 
 def test_no_node_with_room() -> None:
-    assert splitting.split(4, (2, 1)).refusal().endswith("Add a node with room for at least 3.")
+    assert split.split_workers(4, (2, 1)).refusal_text().endswith("Add a node with room for at least 3.")
 
 
 @pytest.mark.parametrize(
@@ -130,4 +130,4 @@ def test_no_node_with_room() -> None:
 )
 def test_what_is_no_count_is_refused(total, capacities, least: int, text: str) -> None:
     with pytest.raises(JobError, match=text):
-        splitting.split(total, capacities, min_per_node=least)
+        split.split_workers(total, capacities, min_per_node=least)

@@ -15,19 +15,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.operating import leading
-from ringweave.launch.kubernetes.resource.definition import definition
-from ringweave.testing.kubernetes.checks import pod_security
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
-from ringweave.testing.kubernetes.operators import OperatorProcess
+from ringweave.platforms.kubernetes import api_client, leader_election, names
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from tests.fakes.kubernetes import validation
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.operator_process import OperatorProcess
+from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 
 SOON_S = 250.0
-SERVICE_ACCOUNTS = kinds.Kind(api_version="v1", kind="ServiceAccount", plural="serviceaccounts")
+SERVICE_ACCOUNTS = api_client.ResourceKind(api_version="v1", kind="ServiceAccount", plural="serviceaccounts")
 _Result = TypeVar("_Result")
 
 
@@ -38,10 +36,10 @@ class Kube:
         self.kubeconfig, self.namespace = kubeconfig, namespace
         self._runner = asyncio.Runner()
         self.environ = {**os.environ, "KUBECONFIG": str(kubeconfig)}
-        self.client = Client(lambda: connecting.connection(self.environ))
+        self.client = KubernetesClient(lambda: api_client.connection_info(self.environ))
         self.run(self.client.__aenter__())
-        self.kubelet = PlayedKubelet(self.client, namespace)
-        user = self.run(self.client.create(kinds.SELF_REVIEWS, None, {}))["status"]["userInfo"]
+        self.kubelet = SimulatedKubelet(self.client, namespace)
+        user = self.run(self.client.create(api_client.SELF_REVIEWS, None, {}))["status"]["userInfo"]
         self.requester = {"username": user["username"], "groups": user.get("groups") or []}
 
     def spec(self) -> dict[str, Any]:
@@ -64,36 +62,36 @@ class Kube:
 
     def job(self, name: str) -> Object | None:
         try:
-            return self.run(self.client.get(kinds.TRAINING_JOBS, self.namespace, name))
+            return self.run(self.client.get(api_client.TRAINING_JOBS, self.namespace, name))
         except ApiError as error:
-            if error.is_gone:
+            if error.is_not_found:
                 return None
             raise
 
     def submit(self, name: str, **spec: Any) -> Object:
         whole = {key: value for key, value in {**self.spec(), **spec}.items() if value is not None}
         body = {"metadata": {"name": name, "namespace": self.namespace}, "spec": whole}
-        return self.run(self.client.create(kinds.TRAINING_JOBS, self.namespace, body))
+        return self.run(self.client.create(api_client.TRAINING_JOBS, self.namespace, body))
 
     def change(self, name: str, **spec: Any) -> Object:
-        return self.run(self.client.patch(kinds.TRAINING_JOBS, self.namespace, name, {"spec": spec}))
+        return self.run(self.client.patch(api_client.TRAINING_JOBS, self.namespace, name, {"spec": spec}))
 
     def remove(self, name: str) -> None:
-        self.run(self.client.delete(kinds.TRAINING_JOBS, self.namespace, name))
+        self.run(self.client.delete(api_client.TRAINING_JOBS, self.namespace, name))
 
     def pods(self, name: str) -> dict[tuple[int, int], Object]:
-        return self.run(self.kubelet.pods(name))
+        return self.run(self.kubelet.list_pods(name))
 
     def left(self, name: str) -> list[str]:
         """Everything of a job that is there."""
         selector = f"{names.JOB_LABEL}={name}"
-        of_job = (kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
+        of_job = (api_client.PODS, api_client.CONFIG_MAPS, api_client.SECRETS, api_client.SERVICES)
         found = [
             f"{kind.kind}/{item['metadata']['name']}"
             for kind in of_job
             for item in self.run(self.client.list(kind, self.namespace, labelSelector=selector))
         ]
-        return found + ([f"{names.KIND}/{name}"] if self.job(name) else [])
+        return found + ([f"{names.CRD_KIND}/{name}"] if self.job(name) else [])
 
     def play(
         self, name: str, until: Callable[[], bool], *, hold: frozenset[int] = frozenset(), steps: bool = True
@@ -102,7 +100,7 @@ class Kube:
         deadline_s = time.monotonic() + SOON_S
         while True:
             if steps:
-                self.run(self.kubelet.step(name, hold=hold))
+                self.run(self.kubelet.advance_pods(name, hold=hold))
             if until():
                 return
             if time.monotonic() > deadline_s:
@@ -145,23 +143,23 @@ def kube(kubeconfig: Path) -> Iterator[Kube]:
         _make_namespace(kube)
         yield kube
         _remove(kube)
-        name = definition()["metadata"]["name"]
+        name = custom_resource_definition()["metadata"]["name"]
         if before is None:
-            kube.run(kube.client.delete(kinds.DEFINITIONS, None, name))
+            kube.run(kube.client.delete(api_client.DEFINITIONS, None, name))
         else:
-            now = kube.run(kube.client.get(kinds.DEFINITIONS, None, name))
-            kube.run(kube.client.replace(kinds.DEFINITIONS, None, {**now, "spec": before["spec"]}))
+            now = kube.run(kube.client.get(api_client.DEFINITIONS, None, name))
+            kube.run(kube.client.replace(api_client.DEFINITIONS, None, {**now, "spec": before["spec"]}))
 
 
 def _refuse_another_operator(kube: Kube) -> None:
     """One that leads jobs of all namespaces would lead those of the tests as well."""
-    for lease in kube.run(kube.client.list(kinds.LEASES, None)):
+    for lease in kube.run(kube.client.list(api_client.LEASES, None)):
         holder = lease["spec"].get("holderIdentity")
-        if lease["metadata"]["name"] == leading.NAME and holder:
+        if lease["metadata"]["name"] == leader_election.LEASE_NAME and holder:
             where = lease["metadata"]["namespace"]
             pytest.exit(
-                f"operator {holder} leads jobs here (Lease {leading.NAME} in namespace {where}), and would lead those "
-                f"of the tests: kubectl -n {where} scale deployment {leading.NAME} --replicas 0, and again to 1 "
+                f"operator {holder} leads jobs here (Lease {leader_election.LEASE_NAME} in namespace {where}), and would lead those "
+                f"of the tests: kubectl -n {where} scale deployment {leader_election.LEASE_NAME} --replicas 0, and again to 1 "
                 "afterwards. Where none runs any more, delete the Lease.",
                 returncode=2,
             )
@@ -169,65 +167,71 @@ def _refuse_another_operator(kube: Kube) -> None:
 
 def _make_namespace(kube: Kube) -> None:
     for kind, where, name in (
-        (kinds.NAMESPACES, None, kube.namespace),
+        (api_client.NAMESPACES, None, kube.namespace),
         # Made by a controller elsewhere; Pods are refused without it.
         (SERVICE_ACCOUNTS, kube.namespace, "default"),
     ):
         try:
             # Where the cluster's own default is stricter, Pods of the tests are still taken.
-            labels = {pod_security.LABEL: "privileged"} if kind is kinds.NAMESPACES else {}
+            labels = {validation.ENFORCE_LABEL: "privileged"} if kind is api_client.NAMESPACES else {}
             kube.run(kube.client.create(kind, where, {"metadata": {"name": name, "labels": labels}}))
         except ApiError as error:
-            if not error.is_taken:
+            if not error.already_exists:
                 raise
 
 
 def _remove(kube: Kube) -> None:
     """The namespace, also where there is no controller that empties it and lets it go."""
-    of_jobs = (kinds.TRAINING_JOBS, kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
-    for kind in (*of_jobs, SERVICE_ACCOUNTS, kinds.LEASES, kinds.EVENTS):
+    of_jobs = (
+        api_client.TRAINING_JOBS,
+        api_client.PODS,
+        api_client.CONFIG_MAPS,
+        api_client.SECRETS,
+        api_client.SERVICES,
+    )
+    for kind in (*of_jobs, SERVICE_ACCOUNTS, api_client.LEASES, api_client.EVENTS):
         for item in kube.run(kube.client.list(kind, kube.namespace)):
             name = item["metadata"]["name"]
             if item["metadata"].get("finalizers"):  # a test failed, and its operator is gone
                 body: Object = {"metadata": {"finalizers": None}}
                 kube.run(kube.client.patch(kind, kube.namespace, name, body))
             kube.run(kube.client.delete(kind, kube.namespace, name))
-    kube.run(kube.client.delete(kinds.NAMESPACES, None, kube.namespace))
+    kube.run(kube.client.delete(api_client.NAMESPACES, None, kube.namespace))
     try:
-        found = kube.run(kube.client.get(kinds.NAMESPACES, None, kube.namespace))
+        found = kube.run(kube.client.get(api_client.NAMESPACES, None, kube.namespace))
         whole = {**found, "spec": {"finalizers": []}}
-        kube.run(kube.client.replace(kinds.NAMESPACES, None, whole, subresource="finalize"))
+        kube.run(kube.client.replace(api_client.NAMESPACES, None, whole, subresource="finalize"))
     except ApiError as error:
-        if not (error.is_gone or error.is_stale):  # a controller was faster
+        if not (error.is_not_found or error.is_stale):  # a controller was faster
             raise
 
 
 def _define(kube: Kube) -> Object | None:
     """The resource, served; as it was before, None where it was not there."""
-    wanted = definition()
+    wanted = custom_resource_definition()
     name = wanted["metadata"]["name"]
     known: Object | None = None
     try:
-        kube.run(kube.client.create(kinds.DEFINITIONS, None, wanted))
+        kube.run(kube.client.create(api_client.DEFINITIONS, None, wanted))
     except ApiError as error:
-        if not error.is_taken:
+        if not error.already_exists:
             raise
-        known = kube.run(kube.client.get(kinds.DEFINITIONS, None, name))
-        kube.run(kube.client.replace(kinds.DEFINITIONS, None, {**known, "spec": wanted["spec"]}))
+        known = kube.run(kube.client.get(api_client.DEFINITIONS, None, name))
+        kube.run(kube.client.replace(api_client.DEFINITIONS, None, {**known, "spec": wanted["spec"]}))
 
     def established() -> bool:
-        found = kube.run(kube.client.get(kinds.DEFINITIONS, None, name)).get("status", {})
+        found = kube.run(kube.client.get(api_client.DEFINITIONS, None, name)).get("status", {})
         conditions = found.get("conditions") or ()  # null at first
         return any(item["type"] == "Established" and item["status"] == "True" for item in conditions)
 
     def served() -> bool:
         """Established is said before it is served, and before it is described."""
         try:
-            kube.run(kube.client.list(kinds.TRAINING_JOBS, "default"))
+            kube.run(kube.client.list(api_client.TRAINING_JOBS, "default"))
             described = kube.run(kube.client.request("GET", f"/openapi/v3/apis/{names.API_VERSION}"))
         except ApiError:
             return False
-        return any(name.endswith(f".{names.KIND}") for name in described.get("components", {}).get("schemas", ()))
+        return any(name.endswith(f".{names.CRD_KIND}") for name in described.get("components", {}).get("schemas", ()))
 
     for holds in (established, served):
         deadline_s = time.monotonic() + SOON_S
@@ -240,9 +244,9 @@ def _define(kube: Kube) -> Object | None:
 @pytest.fixture(scope="session")
 def roles(kube: Kube) -> None:
     """Skips where the API server has no roles, and allows everybody everything."""
-    attributes = {"namespace": kube.namespace, "verb": "submit", "group": names.GROUP, "resource": names.PLURAL}
+    attributes = {"namespace": kube.namespace, "verb": "submit", "group": names.API_GROUP, "resource": names.CRD_PLURAL}
     spec = {"user": "nobody-knows-me", "resourceAttributes": attributes}
-    review = kube.run(kube.client.create(kinds.ACCESS_REVIEWS, None, {"spec": spec}))
+    review = kube.run(kube.client.create(api_client.ACCESS_REVIEWS, None, {"spec": spec}))
     if review["status"]["allowed"]:
         pytest.skip("this API server allows everybody everything (--authorization-mode=RBAC changes that)")
 
@@ -252,7 +256,7 @@ def any_requester(kube: Kube) -> None:
     """Skips where admission policies see to it that nobody asks in another's name."""
     body = {"metadata": {"name": "another"}, "spec": {**kube.spec(), "requester": {"username": "nobody-knows-me"}}}
     try:
-        kube.run(kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body, dryRun="All"))
+        kube.run(kube.client.create(api_client.TRAINING_JOBS, kube.namespace, body, dryRun="All"))
     except ApiError as error:
         pytest.skip(f"this API server refuses another requester: {error}")
 

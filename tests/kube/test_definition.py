@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from ringweave.jobs import splitting
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import kinds
-from ringweave.launch.kubernetes.api.client import Object
-from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.jobs import split as jobs_split
+from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes.api_client import Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
 from tests.kube.conftest import Kube
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
@@ -59,7 +58,7 @@ ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
 
 def dry(kube: Kube, name: str, spec: Mapping[str, Any], **params: str) -> Object:
     body = {"metadata": {"name": name}, "spec": {key: value for key, value in spec.items() if value is not None}}
-    return kube.run(kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body, dryRun="All", **params))
+    return kube.run(kube.client.create(api_client.TRAINING_JOBS, kube.namespace, body, dryRun="All", **params))
 
 
 def test_defaults_are_filled_in(kube: Kube) -> None:
@@ -78,7 +77,7 @@ def test_defaults_are_filled_in(kube: Kube) -> None:
 
 def test_the_manifest_of_the_examples_is_legal_to_the_last_field(kube: Kube) -> None:
     manifest = YAML(typ="safe").load(EXAMPLES / "text.yaml")
-    assert (manifest["apiVersion"], manifest["kind"]) == (names.API_VERSION, names.KIND)
+    assert (manifest["apiVersion"], manifest["kind"]) == (names.API_VERSION, names.CRD_KIND)
     spec = dry(kube, manifest["metadata"]["name"], manifest["spec"], fieldValidation="Strict")["spec"]
     assert [node["maxRetries"] for node in spec["nodes"]] == [3, 1]
 
@@ -130,7 +129,7 @@ def is_accepted(kube: Kube, spec: Mapping[str, Any]) -> bool:
 def test_the_server_accepts_just_what_can_be_split(kube: Kube) -> None:
     for total, capacities, least in cases():
         nodes = [{"name": f"n{index}", "capacity": capacity} for index, capacity in enumerate(capacities)]
-        expected = splitting.split(total, capacities, min_per_node=least).is_feasible
+        expected = jobs_split.split_workers(total, capacities, min_per_node=least).is_feasible
         spec = {**kube.spec(), "gpus": total, "nodes": nodes, "minPerNode": least}
         assert is_accepted(kube, spec) is expected, (total, capacities, least)
 
@@ -139,7 +138,7 @@ def test_the_server_accepts_just_the_elastic_jobs_that_the_request_does(kube: Ku
     seen: set[bool] = set()
     for total, capacities, least in cases():
         nodes = [{"name": f"n{index}", "capacity": capacity} for index, capacity in enumerate(capacities)]
-        split = splitting.split(total, capacities, min_per_node=least)
+        split = jobs_split.split_workers(total, capacities, min_per_node=least)
         for left in sorted({1, total // 2 + 1, total - least, total - max(split.counts or (0,)), total}):
             expected = split.num_nodes > 1 and 1 <= left <= total - min(filter(None, split.counts or ()), default=0)
             spec = {**kube.spec(), "gpus": total, "nodes": nodes, "minPerNode": least, "elastic": {"min": left}}
@@ -158,7 +157,7 @@ def test_the_largest_legal_list_of_nodes_is_checked_within_the_servers_budget(
     spec = {**kube.spec(), "gpus": total, "nodes": nodes}
     assert dry(kube, "large", spec)["spec"]["gpus"] == total
     assert dry(kube, "large", {**spec, "elastic": {"min": total // 2}})["spec"]["gpus"] == total
-    counts = splitting.split(total, [node["capacity"] for node in nodes]).counts or ()
+    counts = jobs_split.split_workers(total, [node["capacity"] for node in nodes]).counts or ()
     most = total - min(filter(None, counts))
     with pytest.raises(ApiError, match=rf"elastic.min of {total} is more than the {most} that are left"):
         dry(kube, "large", {**spec, "elastic": {"min": total}})
@@ -186,7 +185,7 @@ def test_what_was_asked_for_never_changes(kube: Kube) -> None:
 def test_every_field_is_described(kube: Kube) -> None:
     path = f"/openapi/v3/apis/{names.API_VERSION}"
     schemas = kube.run(kube.client.request("GET", path))["components"]["schemas"]
-    ours = next(schema for name, schema in schemas.items() if name.endswith(f".{names.KIND}"))
+    ours = next(schema for name, schema in schemas.items() if name.endswith(f".{names.CRD_KIND}"))
 
     def undescribed(schema: Mapping[str, Any], where: str) -> Iterator[str]:
         for key, field in schema.get("properties", {}).items():

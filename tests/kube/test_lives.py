@@ -8,15 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ruamel.yaml import YAML
 
-from ringweave.jobs.life.hanging import PUT_OUT
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.launch.groups.posts import Report
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import kinds
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects import configs, seeing
-from ringweave.launch.kubernetes.resource import times
-from ringweave.testing.kubernetes.operators import OperatorProcess
+from ringweave.jobs.failures import EVICTED_HANG
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.platforms.agent.channel import AgentStatus
+from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from tests.fakes.kubernetes.operator_process import OperatorProcess
 from tests.kube.conftest import Kube
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,13 +21,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def end_all(kube: Kube, name: str) -> None:
     for pod in kube.pods(name).values():
-        kube.run(kube.kubelet.succeed(pod))
+        kube.run(kube.kubelet.succeed_pod(pod))
 
 
 def end_all_but(kube: Kube, name: str, node: int) -> None:
     for (each, _), pod in kube.pods(name).items():
         if each != node:
-            kube.run(kube.kubelet.succeed(pod))
+            kube.run(kube.kubelet.succeed_pod(pod))
 
 
 def status(kube: Kube, name: str) -> dict:
@@ -46,11 +43,14 @@ def is_gone(kube: Kube, name: str):
 def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("runs", nodes=[{"name": "n0", "capacity": 10, "deletionPolicy": "keep"}, {"name": "n1", "capacity": 5}])
     kube.play("runs", lambda: len(kube.pods("runs")) == 2, steps=False)
-    config = kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs")))
-    assert [(node.name, node.workers) for node in configs.config_of(config["data"]).nodes] == [("n0", 10), ("n1", 5)]
-    assert config["data"][configs.SCRIPT] == "print('hello')\n"
-    assert configs.OPENING not in config["data"]
-    service = kube.run(kube.client.get(kinds.SERVICES, kube.namespace, "runs"))
+    config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
+    assert [(node.name, node.workers) for node in objects.parse_config_data(config["data"]).nodes] == [
+        ("n0", 10),
+        ("n1", 5),
+    ]
+    assert config["data"][objects.SCRIPT_KEY] == "print('hello')\n"
+    assert objects.RENDEZVOUS_KEY not in config["data"]
+    service = kube.run(kube.client.get(api_client.SERVICES, kube.namespace, "runs"))
     assert service["spec"]["clusterIP"] == "None"
     pod = kube.pods("runs")[0, 1]
     assert pod["spec"]["automountServiceAccountToken"] is False
@@ -60,8 +60,8 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     told = status(kube, "runs")
     assert told["state"] == "Pending"
     assert "node n1" in told["message"]
-    config = kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs")))
-    assert configs.OPENING not in config["data"], "the gate opened before all were ready"
+    config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
+    assert objects.RENDEZVOUS_KEY not in config["data"], "the gate opened before all were ready"
 
     kube.play("runs", kube.in_state("runs", "Running"))
     told = status(kube, "runs")
@@ -74,7 +74,9 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
         "Failed": "False",
     }
     assert told["observedGeneration"] == 1
-    opening = configs.opening_of(kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs"))))
+    opening = objects.rendezvous_in(
+        kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
+    )
     assert opening is not None
     assert (opening.round, opening.meeting.host, opening.meeting.port) == (1, "10.0.1.0", 29500)
     assert set(opening.addresses) == {"n0", "n1"}
@@ -83,7 +85,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     kube.play("runs", lambda: kube.in_state("runs", "Succeeded")() and set(kube.pods("runs")) == {(0, 1)})
     nodes = status(kube, "runs")["nodes"]
     assert [(node["iterations"], node["lastLoss"]) for node in nodes] == [(100, 1.5), (100, 1.5)]
-    posted = kube.run(kube.client.list(kinds.EVENTS, kube.namespace))  # what kubectl describe shows
+    posted = kube.run(kube.client.list(api_client.EVENTS, kube.namespace))  # what kubectl describe shows
     told = {event["reason"] for event in posted if event["involvedObject"]["name"] == "runs"}
     assert {"AttemptBegun", "Starting", "Running", "Succeeded"} <= told
     kube.remove("runs")
@@ -94,15 +96,15 @@ def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operat
     kube.submit("fails")
     kube.play("fails", kube.in_state("fails", "Running"))
     before = {key: pod["metadata"]["uid"] for key, pod in kube.pods("fails").items()}
-    kube.run(kube.kubelet.fail(kube.pods("fails")[1, 1], Cause.PLACE, text="killed by SIGKILL"))
+    kube.run(kube.kubelet.fail_pod(kube.pods("fails")[1, 1], EndCause.PLATFORM, text="killed by SIGKILL"))
     kube.play("fails", lambda: (1, 2) in kube.pods("fails"))
     kube.play("fails", kube.in_state("fails", "Running"))
     pods = kube.pods("fails")
     assert set(pods) == {(0, 1), (1, 2)}
     assert pods[0, 1]["metadata"]["uid"] == before[0, 1]
-    assert seeing.round_of(pods[0, 1]) == seeing.round_of(pods[1, 2]) == 2
+    assert pod_status.requested_round(pods[0, 1]) == pod_status.requested_round(pods[1, 2]) == 2
     assert [node["retries"] for node in status(kube, "fails")["nodes"]] == [0, 1]
-    kube.run(kube.kubelet.fail(pods[0, 1], Cause.PROGRAM, exit_code=1, text="raised ValueError: no"))
+    kube.run(kube.kubelet.fail_pod(pods[0, 1], EndCause.PROGRAM, exit_code=1, text="raised ValueError: no"))
     kube.play("fails", kube.in_state("fails", "Failed"))
     told = status(kube, "fails")
     assert (told["reason"], told["nodes"][0]["retries"]) == ("ProgramFailed", 0)
@@ -119,12 +121,14 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
     nodes = [{"name": f"n{index}", **keep} for index in range(3)]
     kube.submit("elastic", nodes=nodes, elastic={"min": 5})
     kube.play("elastic", kube.in_state("elastic", "Running"))
-    opening = configs.opening_of(kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("elastic"))))
+    opening = objects.rendezvous_in(
+        kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("elastic")))
+    )
     assert opening is not None
-    hosts = [names.found_at("elastic", node, kube.namespace) for node in (0, 1)]
+    hosts = [names.pod_dns_name("elastic", node, kube.namespace) for node in (0, 1)]
     assert [meeting.host for meeting in opening.coordinators] == hosts
 
-    kube.run(kube.kubelet.fail(kube.pods("elastic")[0, 1], Cause.PLACE, text="killed by SIGKILL"))
+    kube.run(kube.kubelet.fail_pod(kube.pods("elastic")[0, 1], EndCause.PLATFORM, text="killed by SIGKILL"))
     kube.play("elastic", lambda: (0, 2) in kube.pods("elastic"), steps=False)
     told = status(kube, "elastic")
     running = next(item for item in told["conditions"] if item["type"] == "Running")
@@ -139,7 +143,7 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
     told = status(kube, "elastic")
     assert (told["round"], [node["retries"] for node in told["nodes"]]) == (1, [1, 0, 0])
     assert set(kube.pods("elastic")) == {(0, 2), (1, 1), (2, 1)}
-    assert {seeing.round_of(pod) for pod in kube.pods("elastic").values()} == {1}
+    assert {pod_status.requested_round(pod) for pod in kube.pods("elastic").values()} == {1}
 
     kube.change("elastic", suspend=True)
     kube.play("elastic", lambda: kube.in_state("elastic", "Suspended")() and kube.pods("elastic") == {})
@@ -147,7 +151,7 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
     kube.play("elastic", kube.in_state("elastic", "Running"))
     assert [node["retries"] for node in status(kube, "elastic")["nodes"]] == [1, 0, 0]
 
-    kube.run(kube.kubelet.fail(kube.pods("elastic")[0, 3], Cause.PLACE, text="killed again"))
+    kube.run(kube.kubelet.fail_pod(kube.pods("elastic")[0, 3], EndCause.PLATFORM, text="killed again"))
     kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "GoesOnWithout")
     end_all_but(kube, "elastic", 0)
     kube.play("elastic", kube.in_state("elastic", "Succeeded"))
@@ -163,14 +167,20 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
     pods = kube.pods("hangs")
     for node in range(3):
         knows = {"members": (f"{5 * node}.0",), "epoch": (1, 2), "out": ("10.0",)}
-        kube.run(kube.kubelet.tell(pods[node, 1], Report(round=1, phase=Phase.RUNNING, pid=1, **knows)))
+        kube.run(
+            kube.kubelet.set_running(pods[node, 1], AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1, **knows))
+        )
     for node in range(2):
         knows = {"members": (f"{5 * node}.0",), "epoch": (1, 2), "out": ("10.0",), "ended_s": time.time()}
-        kube.run(kube.kubelet.end(pods[node, 1], Report(round=1, phase=Phase.SUCCEEDED, pid=1, exit_code=0, **knows)))
+        kube.run(
+            kube.kubelet.end_container(
+                pods[node, 1], AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, exit_code=0, **knows)
+            )
+        )
     kube.play("hangs", kube.in_state("hangs", "Succeeded"), steps=False)
     told = status(kube, "hangs")
     assert told["reason"] == "FinishedWithout"
-    assert f"all nodes finished their iterations but node n2: {PUT_OUT.text}" in told["message"]
+    assert f"all nodes finished their iterations but node n2: {EVICTED_HANG.text}" in told["message"]
     assert [(node["state"], node["retries"]) for node in told["nodes"]] == [("Succeeded", 0)] * 2 + [("Stopped", 0)]
     kube.remove("hangs")
     kube.play("hangs", is_gone(kube, "hangs"))
@@ -179,7 +189,7 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
 def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("loses")
     kube.play("loses", kube.in_state("loses", "Running"))
-    kube.run(kube.client.delete(kinds.PODS, kube.namespace, names.pod("loses", 0, 1)))
+    kube.run(kube.client.delete(api_client.PODS, kube.namespace, names.pod_name("loses", 0, 1)))
     kube.play("loses", lambda: (0, 2) in kube.pods("loses"))
     kube.play("loses", kube.in_state("loses", "Running"))
     assert status(kube, "loses")["nodes"][0]["retries"] == 1
@@ -190,7 +200,7 @@ def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) 
 def test_suspended_and_resumed(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("waits", suspend=True)
     kube.play("waits", kube.in_state("waits", "Suspended"))
-    assert kube.left("waits") == [f"{names.KIND}/waits"]
+    assert kube.left("waits") == [f"{names.CRD_KIND}/waits"]
     kube.change("waits", suspend=False)
     kube.play("waits", kube.in_state("waits", "Running"))
     kube.change("waits", suspend=True)
@@ -211,8 +221,8 @@ def test_stopped_kept_and_tried_again(kube: Kube, operator: OperatorProcess) -> 
     kube.change("stops", stopRun=1)
     kube.play("stops", kube.in_state("stops", "Stopped"))
     kept = kube.pods("stops")
-    assert {key: seeing.group_of(pod, time.time()).phase for key, pod in kept.items()} == dict.fromkeys(
-        [(0, 1), (1, 1)], Phase.STOPPED
+    assert {key: pod_status.observed_group(pod, time.time()).phase for key, pod in kept.items()} == dict.fromkeys(
+        [(0, 1), (1, 1)], GroupPhase.STOPPED
     )
     assert kept[0, 1]["spec"]["activeDeadlineSeconds"] == 1
     kube.change("stops", retryRun=1)
@@ -229,7 +239,7 @@ def test_a_ttl_removes_the_job_within_a_second_of_its_time(kube: Kube, operator:
     kube.play("expires", kube.in_state("expires", "Running"))
     end_all(kube, "expires")
     kube.play("expires", kube.in_state("expires", "Succeeded"), steps=False)
-    ended_s = times.parse(status(kube, "expires")["endedAt"])
+    ended_s = names.parse_time(status(kube, "expires")["endedAt"])
     kube.play("expires", is_gone(kube, "expires"), steps=False)
     # Never early; how late depends on how busy the machine is, so that is measured in bench/, not here.
     assert time.time() >= ended_s + ttl_s
@@ -255,7 +265,7 @@ def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorPr
     told = status(kube, "refused")
     assert told["reason"] == "Forbidden"
     assert "Ask whoever runs this place to let nobody-knows-me submit" in told["message"]
-    assert kube.left("refused") == [f"{names.KIND}/refused"]
+    assert kube.left("refused") == [f"{names.CRD_KIND}/refused"]
     kube.remove("refused")
     kube.play("refused", is_gone(kube, "refused"))
 
@@ -281,7 +291,7 @@ def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator
         told = status(kube, name)
         assert told["reason"] == reason
         assert text in told["message"]
-        assert kube.left(name) == [f"{names.KIND}/{name}"]
+        assert kube.left(name) == [f"{names.CRD_KIND}/{name}"]
         kube.remove(name)
         kube.play(name, is_gone(kube, name))
 
@@ -290,11 +300,11 @@ def test_of_64_at_once_one_gets_the_name(kube: Kube) -> None:
     body = {"metadata": {"name": "wanted"}, "spec": {**kube.spec(), "managedBy": "somebody/else"}}
 
     async def all_at_once() -> list[object]:
-        wanted = [kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body) for _ in range(64)]
+        wanted = [kube.client.create(api_client.TRAINING_JOBS, kube.namespace, body) for _ in range(64)]
         return await asyncio.gather(*wanted, return_exceptions=True)
 
     found = kube.run(all_at_once())
-    refused = [each for each in found if isinstance(each, ApiError) and each.is_taken]
+    refused = [each for each in found if isinstance(each, ApiError) and each.already_exists]
     assert (len(found), len(refused)) == (64, 63)
     kube.remove("wanted")
 
@@ -303,7 +313,7 @@ def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: OperatorProces
     kube.submit("survives")
     kube.play("survives", kube.in_state("survives", "Running"))
     operator.kill()
-    kube.run(kube.kubelet.fail(kube.pods("survives")[0, 1], Cause.PLACE))
+    kube.run(kube.kubelet.fail_pod(kube.pods("survives")[0, 1], EndCause.PLATFORM))
     operator.start()
     kube.play("survives", lambda: (0, 2) in kube.pods("survives"))
     kube.play("survives", kube.in_state("survives", "Running"))
@@ -321,7 +331,7 @@ def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: OperatorProces
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: OperatorProcess, tmp_path) -> None:
     path = tmp_path / "job.yaml"
-    body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "typed"}, "spec": kube.spec()}
+    body = {"apiVersion": names.API_VERSION, "kind": names.CRD_KIND, "metadata": {"name": "typed"}, "spec": kube.spec()}
     with path.open("w") as file:
         YAML(typ="safe", pure=True).dump(body, file)
     assert "trainingjob.ringweave.dev/typed created" in kube.kubectl("apply", "-f", str(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import lab, topology
-from ringweave.lab import Lab, state
+from ringweave.lab import Lab, lab_state
 from tests.lab import fixtures
 
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
@@ -39,9 +39,9 @@ def left_of() -> Callable[[str], list[str]]:
 def _left_of(name: str) -> list[str]:
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return [
-        *(str(path) for path in state.NETNS.glob(f"rw-{name}:*")),
+        *(str(path) for path in lab_state.NETNS_FOLDER.glob(f"rw-{name}:*")),
         *(point for point in mounts if f"/{name}/" in point),
         *(str(path) for path in Path("/sys/fs/cgroup").glob(f"*/rw-{name}")),
         *(str(path) for path in Path("/sys/fs/cgroup").glob(f"rw-{name}")),
-        *(str(path) for path in [state.folder(name), state.HOME / "locks" / name] if path.exists()),
+        *(str(path) for path in [lab_state.lab_folder(name), lab_state.LAB_HOME / "locks" / name] if path.exists()),
     ]

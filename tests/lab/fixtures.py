@@ -16,7 +16,7 @@ _CLI = "from ringweave.cli.main import main; main()"
 
 @pytest.fixture(scope="session")
 def lab_problems() -> list[str]:
-    return lab.problems()
+    return lab.lab_problems()
 
 
 @pytest.fixture

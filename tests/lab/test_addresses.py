@@ -2,11 +2,15 @@ import pytest
 
 from ringweave import topology
 from ringweave.errors import ClusterError
-from ringweave.lab import addresses
+from ringweave.lab import lab_layout
 
 
 def assigned(*nodes: str) -> dict[str, tuple[str, ...]]:
-    return dict(addresses.assign(topology.loads("name: c\nnodes:\n" + "\n".join(f"  - {{{node}}}" for node in nodes))))
+    return dict(
+        lab_layout.assign_addresses(
+            topology.loads("name: c\nnodes:\n" + "\n".join(f"  - {{{node}}}" for node in nodes))
+        )
+    )
 
 
 NICS = "nics: [{name: eth0, rate: 1Gbit/s}, {name: eth1, rate: 1Gbit/s}]"
@@ -48,7 +52,7 @@ def test_an_address_that_no_node_can_have_is_refused(address: str) -> None:
 
 def test_networks() -> None:
     found = {"a": ("10.99.0.1", "10.100.0.1"), "b": ("192.168.1.5",), "c": ("10.99.3.1",)}
-    assert addresses.networks(found) == [("10.99.0.0/16", 0), ("10.100.0.0/16", 1), ("192.168.1.0/24", 0)]
-    assert addresses.interface("10.99.0.1", 0) == "10.99.0.1/16"
-    assert addresses.interface("10.100.0.1", 1) == "10.100.0.1/16"
-    assert addresses.interface("192.168.1.5", 0) == "192.168.1.5/24"
+    assert lab_layout.address_networks(found) == [("10.99.0.0/16", 0), ("10.100.0.0/16", 1), ("192.168.1.0/24", 0)]
+    assert lab_layout.interface_address("10.99.0.1", 0) == "10.99.0.1/16"
+    assert lab_layout.interface_address("10.100.0.1", 1) == "10.100.0.1/16"
+    assert lab_layout.interface_address("192.168.1.5", 0) == "192.168.1.5/24"

@@ -12,7 +12,7 @@ import pytest
 
 from ringweave import lab, topology
 from ringweave.errors import LabError
-from ringweave.lab import state, tools
+from ringweave.lab import lab_state, tools
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,8 @@ def cut_up(lab_name: str, tmp_path: Path) -> Callable[[int, str], subprocess.Com
     """`cut_up(3, "KILL")`: `ringweave lab up`, or `down`, sent a signal when it calls its third program."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    for name in set(tools.PACKAGES) - {"sh"}:
-        (folder / name).write_text(WRAPPER.replace("{program}", tools.find(name) or name))
+    for name in set(tools.DEBIAN_PACKAGES) - {"sh"}:
+        (folder / name).write_text(WRAPPER.replace("{program}", tools.find_program(name) or name))
         (folder / name).chmod(0o755)
     (tmp_path / "cut.yaml").write_text(CLUSTER)
     main = "from ringweave.cli.main import main; main()"
@@ -109,7 +109,7 @@ def test_a_program_that_fails_leaves_nothing(left_of, lab_name: str, tmp_path: P
     fake = tmp_path / "tc"
     fake.write_text(f'#!{shutil.which("sh")}\necho "no room" >&2\nexit 1\n')
     fake.chmod(0o755)
-    monkeypatch.setattr(tools, "problems", lambda *, needs_quotas: [])
+    monkeypatch.setattr(tools, "lab_problems", lambda *, needs_quotas: [])
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(LabError, match="command of the lab: 'no room', expected tc to succeed"):
         lab.up(topology.loads(CLUSTER), lab_name)
@@ -130,7 +130,7 @@ def test_two_at_once_give_one_lab(lab_name: str, tmp_path: Path) -> None:
 
 def test_what_a_deleted_record_would_have_told_is_found_all_the_same(left_of, lab_name: str) -> None:
     lab.up(topology.loads(CLUSTER), lab_name)
-    (state.folder(lab_name) / "lab.json").unlink()
+    (lab_state.lab_folder(lab_name) / "lab.json").unlink()
     assert not lab.is_up(lab_name)
     assert lab.down(lab_name)
     assert left_of(lab_name) == []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ringweave import lab
-from ringweave.cli.main import call
+from ringweave.cli.main import run_command_line
 from ringweave.errors import ClusterError, UsageError
 from ringweave.lab import Lab
 
@@ -66,17 +66,17 @@ def test_one_way_or_both_and_only_the_one_that_is_meant(up: Callable[..., Lab], 
     rates = trio.rates()
     assert heard(trio, "c", node)
     trio.cut(node, "out")
-    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.cut_of(node)) == (False, True, "out")
-    trio.mend(node)
+    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.current_cut(node)) == (False, True, "out")
+    trio.reconnect(node)
     assert heard(trio, "c", node)  # each knows the other's hardware address anew: a deaf node could not ask for it
     trio.cut(node, "in")
-    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.cut_of(node)) == (True, False, "in")
+    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.current_cut(node)) == (True, False, "in")
     trio.cut(node)
-    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.cut_of(node)) == (False, False, "both")
+    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.current_cut(node)) == (False, False, "both")
     assert trio.rates() == rates
-    trio.mend(node)
-    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.cut_of(node)) == (True, True, "")
-    assert trio.cut_of("c") == ""
+    trio.reconnect(node)
+    assert (heard(trio, "c", node), heard(trio, node, "c"), trio.current_cut(node)) == (True, True, "")
+    assert trio.current_cut("c") == ""
     assert trio.rates() == rates
 
 
@@ -86,10 +86,10 @@ def test_a_rate_that_changes_meanwhile_stays_and_so_does_the_cut(up: Callable[..
     trio.cut("b")
     trio.set_rate("r->b", 1e6)
     trio.set_rate("r->core", 2e6)
-    assert trio.cut_of("b") == "both"
-    trio.mend("b")
-    trio.mend("b")
-    assert trio.cut_of("b") == ""
+    assert trio.current_cut("b") == "both"
+    trio.reconnect("b")
+    trio.reconnect("b")
+    assert trio.current_cut("b") == ""
     assert (trio.rate("r->b"), trio.rate("r->core")) == (1e6, 2e6)
 
 
@@ -102,18 +102,18 @@ def test_what_is_not_there_cannot_be_cut(up: Callable[..., Lab]) -> None:
         trio.cut("a", "down")
     with pytest.raises(ClusterError, match=r"node.*'d'"):
         trio.cut("d")
-    assert trio.cut_of("a") == ""
+    assert trio.current_cut("a") == ""
 
 
 @pytest.mark.slow
 def test_the_commands(up: Callable[..., Lab], lab_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     up(TRIO)
-    assert call(["lab", "cut", "--lab", lab_name, "a", "--in", "--json"]) == 0
+    assert run_command_line(["lab", "cut", "--lab", lab_name, "a", "--in", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"lab": lab_name, "node": "a", "cut": "in"}
-    assert call(["lab", "cut", "--lab", lab_name, "a"]) == 0
+    assert run_command_line(["lab", "cut", "--lab", lab_name, "a"]) == 0
     assert capsys.readouterr().out == "a: cut off\n"
-    assert lab.find(lab_name).cut_of("a") == "both"
-    assert call(["lab", "mend", "--lab", lab_name, "a"]) == 0
+    assert lab.find(lab_name).current_cut("a") == "both"
+    assert run_command_line(["lab", "mend", "--lab", lab_name, "a"]) == 0
     assert capsys.readouterr().out == "a: connected\n"
-    assert call(["lab", "mend", "--lab", lab_name, "a", "--json"]) == 0
+    assert run_command_line(["lab", "mend", "--lab", lab_name, "a", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cut"] is None

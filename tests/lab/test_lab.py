@@ -16,7 +16,7 @@ import pytest
 
 from ringweave import lab, topology
 from ringweave.errors import ClusterError, LabError, PlacementError, UsageError
-from ringweave.lab import Lab, processes
+from ringweave.lab import Lab, lab_processes
 
 PAIR = """
 name: pair
@@ -330,10 +330,10 @@ def test_a_name_that_no_cluster_could_have_is_refused(name: str) -> None:
 
 
 def test_processes_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_send", lambda *_: [5])
-    monkeypatch.setattr(processes, "KILL_S", 0)
+    monkeypatch.setattr(lab_processes, "_signal_all", lambda *_: [5])
+    monkeypatch.setattr(lab_processes, "KILL_WAIT_S", 0)
     with pytest.raises(LabError, match=r"processes of the lab: \[5\], expected them to end when killed\. Look at them"):
-        processes.end([])
+        lab_processes.end_processes([])
 
 
 def test_eight_nodes_take_little_processor_time(lab_name: str) -> None:

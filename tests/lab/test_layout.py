@@ -3,7 +3,7 @@ from hypothesis import given, settings
 
 from ringweave import topology
 from ringweave.errors import ClusterError
-from ringweave.lab import batches, layout
+from ringweave.lab import bring_up, lab_layout
 from ringweave.testing.clusters import clusters
 from tests import effort
 
@@ -19,8 +19,8 @@ switches:
 """
 
 
-def laid_out(text: str, name: str = "one") -> layout.Layout:
-    return layout.lay_out(topology.loads(text), name)
+def laid_out(text: str, name: str = "one") -> lab_layout.LabLayout:
+    return lab_layout.plan_layout(topology.loads(text), name)
 
 
 def test_every_link_has_the_ends_that_send_on_it() -> None:
@@ -45,7 +45,7 @@ def test_every_link_has_the_ends_that_send_on_it() -> None:
 @settings(max_examples=effort.share_of(60))
 def test_ports_send_what_links_carry_and_no_name_is_used_twice(cluster: topology.Cluster) -> None:
     try:
-        planned = layout.lay_out(cluster, cluster.name)
+        planned = lab_layout.plan_layout(cluster, cluster.name)
     except ClusterError:
         return
     for link in cluster.links():
@@ -60,8 +60,8 @@ def test_ports_send_what_links_carry_and_no_name_is_used_twice(cluster: topology
 
 
 def test_labs_never_share_a_name() -> None:
-    assert layout.namespace("x", "y-z") != layout.namespace("x-y", "z")
-    assert layout.namespace("two-racks", "a0") == "rw-two-racks:a0"
+    assert lab_layout.namespace_name("x", "y-z") != lab_layout.namespace_name("x-y", "z")
+    assert lab_layout.namespace_name("two-racks", "a0") == "rw-two-racks:a0"
 
 
 def test_nics_are_called_as_in_the_file_where_linux_allows_it() -> None:
@@ -97,13 +97,13 @@ def test_nics_are_called_as_in_the_file_where_linux_allows_it() -> None:
     ],
 )
 def test_what_one_machine_cannot_play_is_refused(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MAX_CABLES", 999)
+    monkeypatch.setattr(lab_layout, "MAX_CABLES", 999)
     with pytest.raises(ClusterError, match=expected):
         laid_out(text)
 
 
 def test_a_node_with_one_nic_needs_one_table() -> None:
-    assert batches.make_node(laid_out(RACKS), "b") == [
+    assert bring_up.node_commands(laid_out(RACKS), "b") == [
         "link set dev lo up",
         "address add 10.99.0.3/16 dev eth0 noprefixroute",
         "link set dev eth0 up",
@@ -112,11 +112,11 @@ def test_a_node_with_one_nic_needs_one_table() -> None:
 
 
 def test_a_bucket_holds_a_piece_of_tcp_or_a_millisecond() -> None:
-    assert batches.tbf(25e6) == "tbf rate 25000000bps burst 81920b limit 1048576b"
-    assert batches.tbf(1.25e9) == "tbf rate 1250000000bps burst 1250000b limit 5000000b"
+    assert bring_up.token_bucket_options(25e6) == "tbf rate 25000000bps burst 81920b limit 1048576b"
+    assert bring_up.token_bucket_options(1.25e9) == "tbf rate 1250000000bps burst 1250000b limit 5000000b"
 
 
 def test_every_node_knows_every_name() -> None:
-    lines = batches.hosts_file(laid_out(RACKS)).splitlines()
+    lines = bring_up.hosts_file_text(laid_out(RACKS)).splitlines()
     assert lines[:4] == ["127.0.0.1 localhost", "10.99.0.1 a-0", "10.99.0.2 a-1", "10.99.0.3 b"]
     assert "::ffff:10.99.0.3 b.lab" in lines

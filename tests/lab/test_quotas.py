@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import ClusterError
-from ringweave.lab import quotas
+from ringweave.lab import cpu_quotas
 from ringweave.topology import Cluster, Device, Nic, Node
 
 
@@ -14,28 +14,28 @@ def cluster(*speeds: float) -> Cluster:
 
 
 def test_equal_speeds_get_none_unless_asked_for() -> None:
-    assert quotas.choose(cluster(1, 1), "auto", 2) is None
-    assert quotas.choose(cluster(1, 0.5), "never", 2) is None
-    assert quotas.choose(cluster(1, 1), "always", 2) == {"a0": (32_000,), "a1": (32_000,)}
-    assert quotas.in_cpus(32_000) == 0.8
+    assert cpu_quotas.choose_quotas(cluster(1, 1), "auto", 2) is None
+    assert cpu_quotas.choose_quotas(cluster(1, 0.5), "never", 2) is None
+    assert cpu_quotas.choose_quotas(cluster(1, 1), "always", 2) == {"a0": (32_000,), "a1": (32_000,)}
+    assert cpu_quotas.quota_in_cpus(32_000) == 0.8
 
 
 def test_the_fastest_gets_at_most_one_cpu() -> None:
-    assert quotas.choose(cluster(2, 1), "auto", 64) == {"a0": (40_000,), "a1": (20_000,)}
+    assert cpu_quotas.choose_quotas(cluster(2, 1), "auto", 64) == {"a0": (40_000,), "a1": (20_000,)}
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=12), st.integers(1, 64))
 def test_they_are_in_proportion_and_leave_a_fifth_of_the_machine(speeds: list[float], num_cpus: int) -> None:
     try:
-        chosen = quotas.choose(cluster(*speeds), "always", num_cpus)
+        chosen = cpu_quotas.choose_quotas(cluster(*speeds), "always", num_cpus)
     except ClusterError:
         fair = min(speeds) / max(*speeds, sum(speeds) / (0.8 * num_cpus))
-        assert fair * quotas.PERIOD_US < quotas.MIN_QUOTA_US + 1
+        assert fair * cpu_quotas.QUOTA_PERIOD_US < cpu_quotas.MIN_QUOTA_US + 1
         return
     assert chosen is not None
     us = [of_node[0] for of_node in chosen.values()]
-    assert sum(us) <= 0.8 * num_cpus * quotas.PERIOD_US
-    assert min(us) >= quotas.MIN_QUOTA_US
+    assert sum(us) <= 0.8 * num_cpus * cpu_quotas.QUOTA_PERIOD_US
+    assert min(us) >= cpu_quotas.MIN_QUOTA_US
     for one, speed in zip(us, speeds, strict=True):
         assert one == pytest.approx(us[0] * speed / speeds[0], abs=1 + speed / speeds[0])
 
@@ -47,4 +47,4 @@ def test_too_slow_a_device_is_refused() -> None:
         r"the lab up with --quotas never\."
     )
     with pytest.raises(ClusterError, match=expected):
-        quotas.choose(cluster(1, 0.01), "auto", 2)
+        cpu_quotas.choose_quotas(cluster(1, 0.01), "auto", 2)

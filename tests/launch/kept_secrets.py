@@ -6,7 +6,7 @@ from pathlib import Path
 
 TELLS = """
 import os, pathlib
-from ringweave.wire import Credentials
+from ringweave.rpc import Credentials
 own = os.environ["RINGWEAVE_CREDENTIALS"]
 pathlib.Path("secrets").mkdir(exist_ok=True)
 name = os.environ.get("RINGWEAVE_MEMBER") or os.environ["RANK"]

@@ -2,25 +2,25 @@ import itertools
 
 import pytest
 
-from ringweave.launch.causes import Death, find_exception, first_cause
-from ringweave.launch.launcher import Exit
+from ringweave.launcher.launcher import WorkerExit
+from ringweave.launcher.outcome import WorkerFailure, find_exception, first_cause
 
 TRACEBACK = "Traceback (most recent call last):"
 
 
-def death(rank: int, how: str | int = 1, *said: str, time_s: float = 1.0, stopped: bool = False) -> Death:
+def death(rank: int, how: str | int = 1, *said: str, time_s: float = 1.0, stopped: bool = False) -> WorkerFailure:
     """`how`: a signal's name or an exit code; `said`: what follows a traceback in its log."""
     lines = (TRACEBACK, '  File "x.py", line 1, in <module>', *said) if said else ("epoch 1",)
-    ended = Exit(
+    ended = WorkerExit(
         exit_code=how if isinstance(how, int) else None,
         signal_name=how if isinstance(how, str) else None,
         time_s=time_s,
-        stopped=stopped,
+        was_stopped=stopped,
     )
-    return Death(global_rank=rank, node="a0", exit=ended, last_lines=lines)
+    return WorkerFailure(global_rank=rank, node="a0", exit=ended, last_lines=lines)
 
 
-def cause(*deaths: Death) -> int | None:
+def cause(*deaths: WorkerFailure) -> int | None:
     """The rank of the first cause, whatever the order in which the deaths are listed."""
     found = {getattr(first_cause(order), "global_rank", None) for order in itertools.permutations(deaths)}
     assert len(found) == 1
@@ -68,10 +68,10 @@ def test_who_complains_of_a_peer_is_not_the_cause(complaint: str) -> None:
 
 
 def test_tracebacks_as_torch_prints_them_are_understood() -> None:
-    lost = Death(
+    lost = WorkerFailure(
         global_rank=0,
         node="a0",
-        exit=Exit(exit_code=1, signal_name=None, time_s=0.1, stopped=False),
+        exit=WorkerExit(exit_code=1, signal_name=None, time_s=0.1, was_stopped=False),
         last_lines=(f"[rank0]: {TRACEBACK}", "[rank0]:   x", "[rank0]: RuntimeError: Connection reset by peer"),
     )
     assert cause(lost, death(1, 1, "ValueError: x", time_s=0.4)) == 1

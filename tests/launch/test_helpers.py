@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from ringweave import topology
-from ringweave.launch import runs
-from ringweave.launch.local import leftovers
-from ringweave.launch.local.sites import ThisMachine
-from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.runs import Request
-from ringweave.launch.workers import Program
+from ringweave.launcher import local_run, processes
+from ringweave.launcher.local_run import RunRequest
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import WorkerProgram
 
 WAITS = """
 import os, pathlib, time
@@ -27,25 +26,25 @@ while events.read_text().count('"server_started"') < 3 and time.monotonic() < de
 PAIR = "{name: pair, nodes: [{name: a, nic: 1Gbit/s, devices: 1}, {name: b, nic: 1Gbit/s, devices: 1}]}"
 
 
-class FirstOneFails(ThisMachine):
+class FirstOneFails(HostContext):
     """Has something in the place of parameter servers: the first ends at once, all others stay until they are ended."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_asked = 0
 
-    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         self._num_asked += 1
         does = "raise SystemExit(3)" if self._num_asked == 1 else "import signal; signal.pause()"
         return [sys.executable, "-I", "-S", "-c", does]
 
 
 def test_a_server_that_was_started_again_is_stopped_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "adopt_orphans", lambda: None)  # this process has other tests to run
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)  # this process has other tests to run
     (tmp_path / "s.py").write_text(WAITS)
     run_dir = RunDir(root=tmp_path / "run")
-    request = Request(
-        program=Program(target=str(tmp_path / "s.py")),
+    request = RunRequest(
+        program=WorkerProgram(target=str(tmp_path / "s.py")),
         cluster=topology.loads(PAIR),
         cluster_text=PAIR,
         cluster_path=None,
@@ -54,10 +53,10 @@ def test_a_server_that_was_started_again_is_stopped_by_the_run(tmp_path: Path, m
         replace_backend=False,
         mode="ps-hra",
         has_standby=True,
-        site=FirstOneFails(),
+        node_context=FirstOneFails(),
     )
     said = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
-    ending = runs.run(request, environ=os.environ, stdout=said[0], stderr=said[1])
+    ending = local_run.run_here(request, environ=os.environ, stdout=said[0], stderr=said[1])
     assert ending.outcome == "done"
     events = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
     exits = [

@@ -12,8 +12,7 @@ import pytest
 from ringweave import lab, topology
 from ringweave.errors import LaunchError
 from ringweave.lab import Lab
-from ringweave.launch import orders
-from ringweave.launch.local import sites
+from ringweave.launcher import node_context, workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -24,7 +23,7 @@ nodes:
   - {name: b, nics: [{name: ib0, rate: 100Mbit/s}, {name: ib1, rate: 100Mbit/s}], devices: 1}
 """
 GOODPUT = 0.955
-"""TCP's part of a rate (docs/lab.md)."""
+"""TCP's part of a rate (docs/how-to/build-a-lab.md)."""
 TWO_NICS = """
 name: two-nics
 nodes:
@@ -102,7 +101,7 @@ def test_rank_0_may_be_on_any_node(start_in, script) -> None:
 
 def node_of_rank_0(seed: int) -> int:
     """Index of rank 0's node."""
-    return orders.deal([2, 1], orders.parse(f"shuffled:{seed}"))[0][0]
+    return workers.assign_ranks([2, 1], workers.parse_rank_order(f"shuffled:{seed}"))[0][0]
 
 
 def test_a_killed_worker_is_named_and_the_rest_is_ended(start_in, script, all_gone, trio: Lab) -> None:
@@ -172,12 +171,12 @@ def test_collectives_go_over_the_links_and_a_ring_sends_what_theory_says(start_i
 def test_without_a_port_the_run_does_not_start(trio: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nosuch")
     with pytest.raises(LaunchError, match=r"port on node b: .*not found, expected a free one\. See whether the lab is"):
-        sites.InLab(trio).meeting("b")
+        node_context.LabContext(trio).pick_address("b")
 
 
 def test_outside_of_a_lab_nothing_is_entered() -> None:
-    here = sites.ThisMachine()
-    assert (here.lab_name, here.environ("a"), here.meeting("a").host) == (None, {}, "127.0.0.1")
+    here = node_context.HostContext()
+    assert (here.lab_name, here.node_environ("a"), here.pick_address("a").host) == (None, {}, "127.0.0.1")
 
 
 def test_without_the_cluster_file_workers_are_told_nothing(start_in, script) -> None:
@@ -212,7 +211,7 @@ switches: [{name: r0, uplink: 50Mbit/s}, {name: r1, uplink: 50Mbit/s}]
         assert run.wait_ended() == 0, run.stderr
         document = json.loads(run.log(0))
         assert len(document["pairs"]) == 12
-        assert [path.suffix for path in place.findings_folder.iterdir()] == [".json"]
+        assert [path.suffix for path in place.probe_results_folder.iterdir()] == [".json"]
         assert not (tmp_path / "cache" / "ringweave" / "probes").exists(), "that is for machines that are no lab"
         found = topology.load(written)
         homes = [(node.name, node.switch) for node in found.nodes]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.launch import records
+from ringweave.launcher import run_dir
 
 
 def collectives(rank: int, group: str, **by_schedule: tuple[int, int, int]) -> dict:
@@ -15,7 +15,7 @@ def collectives(rank: int, group: str, **by_schedule: tuple[int, int, int]) -> d
 
 def test_a_collective_of_a_group_counts_once_and_messages_of_all_ranks_add_up() -> None:
     events = [collectives(rank, "world", ring=(10, 1000, 60 + rank), host=(2, 8, 0)) for rank in (2, 1, 3)]
-    assert records.count_collectives(events) == {
+    assert run_dir.count_collectives(events) == {
         "ring": {"collectives": 10, "bytes": 1000, "messages": 186},
         "host": {"collectives": 2, "bytes": 8, "messages": 0},
     }
@@ -23,7 +23,7 @@ def test_a_collective_of_a_group_counts_once_and_messages_of_all_ranks_add_up() 
 
 def test_the_last_event_of_each_rank_and_group_counts() -> None:
     events = [collectives(0, "world", ring=(1, 100, 6)), collectives(0, "world", ring=(5, 500, 30))]
-    assert records.count_collectives(events) == {"ring": {"collectives": 5, "bytes": 500, "messages": 30}}
+    assert run_dir.count_collectives(events) == {"ring": {"collectives": 5, "bytes": 500, "messages": 30}}
 
 
 def test_groups_add_up() -> None:
@@ -32,11 +32,11 @@ def test_groups_add_up() -> None:
         collectives(2, "b", ring=(2, 20, 4)),
         collectives(3, "b", ring=(9, 90, 5)),
     ]
-    assert records.count_collectives(events) == {"ring": {"collectives": 3, "bytes": 120, "messages": 15}}
+    assert run_dir.count_collectives(events) == {"ring": {"collectives": 3, "bytes": 120, "messages": 15}}
 
 
 def test_other_events_count_nothing() -> None:
-    assert records.summarize([{"kind": "run_started"}]) == {
+    assert run_dir.summarize_events([{"kind": "run_started"}]) == {
         "collectives_by_schedule": {},
         "networks": [],
         "plan": [],
@@ -61,11 +61,11 @@ def test_plans_and_tunings_are_listed() -> None:
         made | {"version": 2, "rates": {"a->core": 5.0}},
         {"kind": "plan_changed", "group": "g", "version": 2, "why": "slower"},
     ]
-    assert records.list_versions(events) == [
+    assert run_dir.list_plan_versions(events) == [
         {"group": "g", "version": 1, "rates": {}, "why": None},
         {"group": "g", "version": 2, "rates": {"a->core": 5.0}, "why": "slower"},
     ]
-    assert records.list_tuned(events) == [
+    assert run_dir.list_tuned_schedules(events) == [
         {"group": "g", "version": 1, "bytes": 9, "schedule": "ring", "measured_s": {}}
     ]
 
@@ -73,7 +73,7 @@ def test_plans_and_tunings_are_listed() -> None:
 def test_every_agreement_is_listed_once() -> None:
     agreed = {"kind": "schedule_agreed", "group": "world", "schedule": "ring", "digest": "ab", "bytes": 100}
     events = [agreed | {"rank": 0}, agreed | {"rank": 1}, agreed | {"rank": 0, "bytes": 200}]
-    assert records.list_agreed(events) == [
+    assert run_dir.list_agreed_schedules(events) == [
         {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 100},
         {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 200},
     ]
@@ -88,23 +88,23 @@ def test_training_is_summed_up() -> None:
         {"kind": "samples_accounted", "samples": 40, "exact": True},
     ]
     accounted = {"epochs_accounted": 2, "samples_accounted": 80, "exact": True}
-    found = records.sum_up_training(events)
+    found = run_dir.summarize_training(events)
     assert found == {**prepared, "shares": [16, 4], "changes": 1, **accounted}
     told = "ringweave: trained in mode balanced: r. 80 samples in 2 epochs, each exactly once.\n"
-    assert records.tell_training(found) == told
+    assert run_dir.describe_training(found) == told
     lost = [{"kind": "samples_accounted", "samples": 39, "exact": False}, events[-1]]
-    found = records.sum_up_training([*events, *lost])
+    found = run_dir.summarize_training([*events, *lost])
     assert found["exact"] is False
-    assert "159 samples in 4 epochs, not each exactly once" in records.tell_training(found)
-    assert "No epoch came to its end" in records.tell_training(records.sum_up_training(events[:2]))
-    assert records.tell_training(records.sum_up_training([])) == ""
+    assert "159 samples in 4 epochs, not each exactly once" in run_dir.describe_training(found)
+    assert "No epoch came to its end" in run_dir.describe_training(run_dir.summarize_training(events[:2]))
+    assert run_dir.describe_training(run_dir.summarize_training([])) == ""
 
 
 def test_keys_of_others_survive_an_update(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    records.update(path, {"outcome": "running", "schedule": None})
+    run_dir.update_run_json(path, {"outcome": "running", "schedule": None})
     path.write_text(json.dumps(json.loads(path.read_text()) | {"loss": 2.5}))
-    records.update(path, {"outcome": "done"})
+    run_dir.update_run_json(path, {"outcome": "done"})
     assert json.loads(path.read_text()) == {"outcome": "done", "schedule": None, "loss": 2.5}
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
@@ -114,20 +114,20 @@ def test_a_record_that_cannot_be_read_is_kept_beside(tmp_path: Path) -> None:
     deep = '{"loss": ' + "[" * 5000 + "]" * 5000 + "}"
     for text in (b'{"half', b"[]", b"[" * 100_000, deep.encode(), b'{"\xff": 1}', b"9" * 5000):
         path.write_bytes(text)
-        records.update(path, {"outcome": "done"})
+        run_dir.update_run_json(path, {"outcome": "done"})
         assert json.loads(path.read_text()) == {"outcome": "done"}
         assert (tmp_path / "run.json.unreadable").read_bytes() == text
 
 
 def test_a_record_that_is_too_long_is_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_BYTES", 100)
+    monkeypatch.setattr(run_dir, "MAX_RUN_JSON_BYTES", 100)
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"losses": [0.5] * 50}))
-    records.update(path, {"outcome": "done"})
+    run_dir.update_run_json(path, {"outcome": "done"})
     assert json.loads(path.read_text()) == {"outcome": "done"}
     assert len((tmp_path / "run.json.unreadable").read_text()) > 100
 
 
 def test_versions_come_without_importing_torch() -> None:
-    assert records.versions()["torch"] == importlib.metadata.version("torch")
-    assert records.versions()["ringweave"] == importlib.metadata.version("ringweave")
+    assert run_dir.software_versions()["torch"] == importlib.metadata.version("torch")
+    assert run_dir.software_versions()["ringweave"] == importlib.metadata.version("ringweave")

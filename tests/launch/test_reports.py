@@ -1,26 +1,25 @@
 import signal
 
-from ringweave.launch.causes import Death
-from ringweave.launch.launcher import Exit
-from ringweave.launch.reports import conclude, to_text
+from ringweave.launcher.launcher import WorkerExit
+from ringweave.launcher.outcome import WorkerFailure, conclude_run, run_failure_text
 
 
-def death(rank: int, how: str | int, *lines: str, stopped: bool = False) -> Death:
-    ended = Exit(
+def death(rank: int, how: str | int, *lines: str, stopped: bool = False) -> WorkerFailure:
+    ended = WorkerExit(
         exit_code=how if isinstance(how, int) else None,
         signal_name=how if isinstance(how, str) else None,
         time_s=rank,
-        stopped=stopped,
+        was_stopped=stopped,
     )
-    return Death(global_rank=rank, node="a0", exit=ended, last_lines=lines)
+    return WorkerFailure(global_rank=rank, node="a0", exit=ended, last_lines=lines)
 
 
-def text(deaths: list[Death], interrupts: tuple[signal.Signals, ...] = ()) -> str:
-    return to_text(conclude(deaths, interrupts), wall_s=12.34, log_of="runs/x/logs/rank-{rank}.log")
+def text(deaths: list[WorkerFailure], interrupts: tuple[signal.Signals, ...] = ()) -> str:
+    return run_failure_text(conclude_run(deaths, interrupts), wall_s=12.34, log_pattern="runs/x/logs/rank-{rank}.log")
 
 
 def test_a_good_end_is_silent() -> None:
-    ending = conclude([], ())
+    ending = conclude_run([], ())
     assert (ending.outcome, ending.exit_code, ending.cause) == ("done", 0, None)
     assert text([]) == ""
 
@@ -40,7 +39,7 @@ def test_the_first_cause_is_on_top() -> None:
         "After it, rank 2 on node a0 ended with exit code 3.\n"
         "Ended by ringweave: rank 0, 3.\n"
     )
-    assert conclude(deaths, ()).exit_code == 1
+    assert conclude_run(deaths, ()).exit_code == 1
 
 
 def test_signals_come_with_advice() -> None:
@@ -49,7 +48,7 @@ def test_signals_come_with_advice() -> None:
 
 
 def test_an_interrupt_is_no_failure_of_a_rank() -> None:
-    ending = conclude([death(0, "SIGINT", stopped=True)], (signal.SIGINT, signal.SIGINT))
+    ending = conclude_run([death(0, "SIGINT", stopped=True)], (signal.SIGINT, signal.SIGINT))
     assert (ending.outcome, ending.exit_code) == ("interrupted", 1)
     assert (
         text([death(0, "SIGINT", stopped=True)], (signal.SIGINT,)) == "ringweave: interrupted after 12.3 s by SIGINT.\n"
@@ -57,9 +56,9 @@ def test_an_interrupt_is_no_failure_of_a_rank() -> None:
 
 
 def test_workers_that_got_the_same_signal_from_the_same_hand_are_no_cause() -> None:
-    assert conclude([death(0, "SIGTERM")], (signal.SIGTERM,)).outcome == "interrupted"
+    assert conclude_run([death(0, "SIGTERM")], (signal.SIGTERM,)).outcome == "interrupted"
 
 
 def test_an_interrupt_after_a_failure_does_not_hide_it() -> None:
-    ending = conclude([death(1, 1, "ValueError: y")], (signal.SIGINT,))
+    ending = conclude_run([death(1, 1, "ValueError: y")], (signal.SIGINT,))
     assert (ending.outcome, ending.cause) == ("failed", "rank 1 on node a0 raised ValueError: y")

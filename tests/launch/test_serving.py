@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringweave.errors import LaunchError
-from ringweave.launch.local.attendants import Post
-from ringweave.launch.local.sites import ThisMachine
-from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.serving import JobServer
-from ringweave.wire import Authority
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import JobServer, SidecarEndpoint
+from ringweave.rpc import CertificateAuthority
 from tests.launch.conftest import wait_until
 
 
-class FailsOnB(ThisMachine):
+class FailsOnB(HostContext):
     """What runs in the place of a server stays on node a, and fails at once on node b."""
 
-    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         does = "import signal; signal.pause()" if node == "a" else "import sys; sys.exit(3)"
         return [sys.executable, "-I", "-S", "-c", does]
 
@@ -25,19 +24,19 @@ class FailsOnB(ThisMachine):
 def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     site, said, now_s = FailsOnB(), [], [0.0]
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     run_dir = RunDir(root=tmp_path)
-    server = JobServer(posts, site, run_dir, Authority("job"), give_up=said.append, clock=lambda: now_s[0])
+    server = JobServer(posts, site, run_dir, CertificateAuthority("job"), give_up=said.append, clock=lambda: now_s[0])
 
     def look() -> bool:
         now_s[0] += 1.0
-        server.look()
+        server.restart_dead()
         return bool(said)
 
     with server.running(os.environ):
         wait_until(look, "an end of it")
         now_s[0] += 1000.0
-        server.look()
+        server.restart_dead()
         assert len(server.pids) == 1, "the one on node a"
     assert said == [
         "parameter server 1 on node b is given up: 10 of its processes in a row were over soon after they began, the "
@@ -48,12 +47,12 @@ def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp
     assert len(started) == 11
 
 
-class StartsOnce(ThisMachine):
+class StartsOnce(HostContext):
     """What runs in the place of a server ends at once, and no other process can be had."""
 
     num_started = 0
 
-    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         self.num_started += 1
         if self.num_started > 2:
             raise LaunchError("no process is to be had")
@@ -63,14 +62,14 @@ class StartsOnce(ThisMachine):
 def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     site, said, now_s = StartsOnce(), [], [0.0]
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     server = JobServer(
-        posts, site, RunDir(root=tmp_path), Authority("job"), give_up=said.append, clock=lambda: now_s[0]
+        posts, site, RunDir(root=tmp_path), CertificateAuthority("job"), give_up=said.append, clock=lambda: now_s[0]
     )
 
     def look() -> bool:
         now_s[0] += 1.0
-        server.look()
+        server.restart_dead()
         return len(said) == 2
 
     with server.running(os.environ):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.params.rules.succession import Claim
-from ringweave.params.standby.claims import Claims
+from ringweave.param_server.failover import LeadershipLog
+from ringweave.param_server.leadership import LeadershipRecord
 from tests.ending import ended
 from tests.launch.conftest import wait_until
 from tests.launch.small_training import SUM, epoch, prepared
@@ -36,13 +36,13 @@ def test_a_run_goes_on_when_its_parameter_server_is_killed(tmp_path: Path) -> No
     argv = [sys.executable, "-m", "ringweave", "run", "--workers", "2", "--mode", "ps-hra", "--standby"]
     argv += ["--run-dir", "run", "train.py"]
     asked = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    claims = Claims(tmp_path / "run" / "claims")
-    before: Claim | None = None
+    claims = LeadershipLog(tmp_path / "run" / "claims")
+    before: LeadershipRecord | None = None
 
     def is_ready() -> bool:
         nonlocal before
         waiting = all((tmp_path / f"waits-{rank}").exists() for rank in range(2))
-        before = claims.newest()
+        before = claims.latest()
         return asked.poll() is not None or (waiting and before is not None and len(before.members) == 2)
 
     with ended(asked):
@@ -53,7 +53,7 @@ def test_a_run_goes_on_when_its_parameter_server_is_killed(tmp_path: Path) -> No
         (tmp_path / "killed").touch()
         stdout, stderr = asked.communicate(timeout=TIMEOUT_S)
     assert asked.returncode == 0, stderr
-    after = claims.newest()
+    after = claims.latest()
     assert after is not None
     assert after.term > before.term, "and more than one, if a server stood still for longer than its lease"
     assert len({line.split()[-1] for line in stdout.splitlines() if "sum " in line}) == 1

@@ -3,12 +3,12 @@
 import signal
 from dataclasses import dataclass, field
 
-from ringweave.launch.launcher import Exit, Launcher, WorkerState
-from ringweave.launch.supervision import Patience, supervise
+from ringweave.launcher.launcher import Launcher, WorkerExit, WorkerState
+from ringweave.launcher.supervise import StopTimeouts, supervise_workers
 from tests.clock import Clock
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
-PATIENCE = Patience()
+PATIENCE = StopTimeouts()
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Fake:
     exit_code: int | None = 0
     signal_name: str | None = None
     obeys: tuple[signal.Signals, ...] = (INT, TERM, KILL)
-    ended: Exit | None = None
+    ended: WorkerExit | None = None
 
 
 @dataclass
@@ -47,8 +47,10 @@ class FakeLauncher(Launcher):
             if worker.ended is None and how in worker.obeys:
                 worker.ended = self.end(None, how.name)
 
-    def end(self, exit_code: int | None, signal_name: str | None) -> Exit:
-        return Exit(exit_code=exit_code, signal_name=signal_name, time_s=self.clock(), stopped=bool(self.sent))
+    def end(self, exit_code: int | None, signal_name: str | None) -> WorkerExit:
+        return WorkerExit(
+            exit_code=exit_code, signal_name=signal_name, time_s=self.clock(), was_stopped=bool(self.sent)
+        )
 
 
 def watch(*workers: Fake, interrupts: dict[float, signal.Signals] | None = None):
@@ -63,7 +65,7 @@ def watch(*workers: Fake, interrupts: dict[float, signal.Signals] | None = None)
     clock.on_sleep = deliver
     launcher = FakeLauncher(list(workers), clock)
     exits: list[int] = []
-    states = supervise(
+    states = supervise_workers(
         launcher, received, on_exit=lambda s: exits.append(s.global_rank), clock=clock, sleep=clock.sleep
     )
     return launcher.sent, round(clock(), 1), exits, states
@@ -125,4 +127,4 @@ def test_what_even_sigkill_does_not_end_is_given_up() -> None:
     sent, took_s, _, states = watch(Fake(obeys=()), interrupts={1.0: INT, 1.1: INT, 1.2: INT, 1.3: INT})
     assert sent == [("SIGINT", 1.0), ("SIGKILL", 1.1)]
     assert states[0].exit is None
-    assert took_s == round(1.1 + PATIENCE.kill_s, 1)
+    assert took_s == round(1.1 + PATIENCE.sigkill_s, 1)

@@ -5,8 +5,16 @@ import pytest
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
-from ringweave.launch.orders import BLOCK, Order
-from ringweave.launch.workers import Meeting, Program, check_target, is_python, lay_out, parse_counts
+from ringweave.launcher.workers import (
+    BLOCK_ORDER,
+    HostPort,
+    RankOrder,
+    WorkerProgram,
+    build_worker_group,
+    check_program,
+    is_python_script,
+    parse_worker_counts,
+)
 
 
 @dataclass(frozen=True)
@@ -15,11 +23,13 @@ class Node:
     devices: tuple[int, ...]
 
 
-def laid_out(*counts: int, num_cpus: int = 8, order: Order = BLOCK):
+def laid_out(*counts: int, num_cpus: int = 8, order: RankOrder = BLOCK_ORDER):
     nodes = [Node(f"a{index}", (0,) * count) for index, count in enumerate(counts)]
     told = {"schedule": "ring", "tuning": False, "mode": "sync"}
     common = WorkerEnvironment(cluster_path=Path("/c.yaml"), run_dir=Path("/r"), **told)
-    return lay_out(nodes, ("python", "x.py"), Meeting(host="h", port=5), num_cpus=num_cpus, common=common, order=order)
+    return build_worker_group(
+        nodes, ("python", "x.py"), HostPort(host="h", port=5), num_cpus=num_cpus, common_environment=common, order=order
+    )
 
 
 def test_ranks_count_through_the_nodes() -> None:
@@ -35,7 +45,7 @@ def test_ranks_count_through_the_nodes() -> None:
 
 
 def test_ranks_in_another_order_keep_node_and_local_rank() -> None:
-    group = laid_out(2, 1, order=Order(kind="round-robin"))
+    group = laid_out(2, 1, order=RankOrder(kind="round-robin"))
     told = [(w.node, w.local_rank, w.environ["LOCAL_RANK"], w.environ["GROUP_RANK"]) for w in group.workers]
     assert told == [("a0", 0, "0", "0"), ("a1", 0, "0", "1"), ("a0", 1, "1", "0")]
 
@@ -71,20 +81,20 @@ def test_cpus_are_shared_among_the_workers(num_cpus: int, threads: str) -> None:
 
 @pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("3,2", [3, 2]), (" 1 , 1,1", [1, 1, 1])])
 def test_counts(text: str, counts: list[int]) -> None:
-    assert parse_counts(text) == counts
+    assert parse_worker_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "two", "3,", "3,0", "1.5", "3 2", "3;2", "²", "٣"])
 def test_wrong_counts_say_what_is_expected(text: str) -> None:
     expected = r"--workers: .*, expected one positive whole number per node, separated by commas\. Write 4 for four"
     with pytest.raises(UsageError, match=expected):
-        parse_counts(text)
+        parse_worker_counts(text)
 
 
 def test_command_lines() -> None:
-    assert Program(target="x.py", arguments=("-m", "1")).argv("py") == ("py", "x.py", "-m", "1")
-    assert Program(target="a.b", is_module=True).argv("py") == ("py", "-m", "a.b")
-    assert Program(target="ls", arguments=("-l",), is_command=True).argv("py") == ("ls", "-l")
+    assert WorkerProgram(target="x.py", arguments=("-m", "1")).argv("py") == ("py", "x.py", "-m", "1")
+    assert WorkerProgram(target="a.b", is_module=True).argv("py") == ("py", "-m", "a.b")
+    assert WorkerProgram(target="ls", arguments=("-l",), is_command=True).argv("py") == ("ls", "-l")
 
 
 @pytest.mark.parametrize(
@@ -101,27 +111,27 @@ def test_which_files_the_interpreter_is_given(content: bytes, mode: int, expecte
     path = tmp_path / "train"
     path.write_bytes(content)
     path.chmod(mode)
-    assert is_python(str(path)) == expected
+    assert is_python_script(str(path)) == expected
 
 
 def test_words_that_are_no_files_are_python_by_their_suffix_only() -> None:
-    assert [is_python(word) for word in ("nosuch.py", "nosuch", "ls")] == [True, False, False]
+    assert [is_python_script(word) for word in ("nosuch.py", "nosuch", "ls")] == [True, False, False]
 
 
 def test_a_missing_command_is_refused(tmp_path: Path) -> None:
-    check_target(Program(target="ls", is_command=True))
+    check_program(WorkerProgram(target="ls", is_command=True))
     with pytest.raises(UsageError, match=r"command: 'nosuch', expected a program on the PATH, or the path of one\."):
-        check_target(Program(target="nosuch", is_command=True))
+        check_program(WorkerProgram(target="nosuch", is_command=True))
     (tmp_path / "plain").touch()
     with pytest.raises(UsageError, match=r"expected a program that can be run\. Make it executable: chmod \+x\."):
-        check_target(Program(target=str(tmp_path / "plain"), is_command=True))
+        check_program(WorkerProgram(target=str(tmp_path / "plain"), is_command=True))
 
 
 def test_a_missing_script_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"script: '.*', expected the path of a Python file\. Check the path, or put -m"
     ):
-        check_target(Program(target=str(tmp_path)))
+        check_program(WorkerProgram(target=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["nosuch", "nosuch.train", "", "../x", "__main__"])
@@ -129,11 +139,11 @@ def test_a_missing_module_is_refused(name: str) -> None:
     with pytest.raises(
         UsageError, match=r"module: '.*', expected a module that `python -m` finds from this directory\."
     ):
-        check_target(Program(target=name, is_module=True))
+        check_program(WorkerProgram(target=name, is_module=True))
 
 
 def test_modules_are_found_here_and_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trainer.py").touch()
     monkeypatch.chdir(tmp_path)
     for name in ("trainer", "json.tool", "this"):
-        check_target(Program(target=name, is_module=True))
+        check_program(WorkerProgram(target=name, is_module=True))

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from ringweave.cli.main import call
+from ringweave.cli.main import run_command_line
 
 
 def submit_in(folder: Path, starts: int, argv: list[str]) -> NoReturn:
@@ -23,7 +23,7 @@ def submit_in(folder: Path, starts: int, argv: list[str]) -> NoReturn:
         for number, stream in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT, 0o600), number)
         os.read(starts, 1)
-        os._exit(call(argv))
+        os._exit(run_command_line(argv))
     os._exit(99)
 
 
@@ -50,5 +50,5 @@ if __name__ == "__main__":
     num_submits, place, path = sys.argv[1:]
     submit = ["submit", path, "--on", place, "-y", "--detach"]
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        assert call([*submit, "--dry-run"]) == 0  # imports all there is to import
+        assert run_command_line([*submit, "--dry-run"]) == 0  # imports all there is to import
     submit_all(int(num_submits), submit)

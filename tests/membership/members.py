@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from ringweave.membership.rules.contact import Contact
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.follower import Follower
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.election import Rejoin
+from ringweave.membership.failure_detector import CoordinatorMonitor, Heartbeat
+from ringweave.membership.member_rules import MemberRules
+from ringweave.membership.records import NO_GENERATION, GenerationId, Membership, MemberStatus
 
 NUM_FIRST = 4
 """Reductions with which a member starts."""
@@ -21,28 +20,28 @@ class Member:
     """A process. Its script trains; its session, another thread, forms epochs and ends reductions."""
 
     name: str
-    follower: Follower = field(init=False)
-    standing: Standing = field(init=False)
-    decree: Decree | None = None
-    forming: Decree | None = None
+    follower: MemberRules = field(init=False)
+    standing: MemberStatus = field(init=False)
+    decree: Membership | None = None
+    forming: Membership | None = None
     """The epoch that was ordered, while its group is not formed."""
     has_come: bool = False
     """It is where the members of that epoch meet."""
     is_settled: bool = True
     """It was not asked to stand still since its last epoch was ordered."""
-    life: Ballot = BEFORE_ALL
+    life: GenerationId = NO_GENERATION
     """The epoch in which members began with a state that is kept elsewhere as well, if any has; see `World.lives`."""
-    history: dict[int, Ballot] = field(default_factory=dict)
+    history: dict[int, GenerationId] = field(default_factory=dict)
     """Number of a reduction -> the epoch whose members' gradients are in it."""
-    rosters: dict[int, Ballot] = field(default_factory=dict)
+    share_table: dict[int, GenerationId] = field(default_factory=dict)
     """First of the batches -> the epoch whose members share those from there on. A batch has its reduction's number."""
-    drawn: dict[int, Ballot] = field(default_factory=dict)
+    drawn: dict[int, GenerationId] = field(default_factory=dict)
     """Batch -> the epoch whose members shared it when this one drew it."""
-    prepared_in: Ballot = BEFORE_ALL
+    prepared_in: GenerationId = NO_GENERATION
     """The epoch of the sums that it has while it is prepared."""
-    is_frozen: bool = True
-    wants_stop: bool = False
-    stops: bool = False
+    is_paused: bool = True
+    wants_pause: bool = False
+    pauses_at_boundary: bool = False
     """All want to stop, and it does so at its next border."""
     is_dead: bool = False
     is_paused: bool = False
@@ -56,11 +55,11 @@ class Member:
     """When it last heard a coordinator that decides, or needed none."""
     heard_s: float = 0.0
     """When it last heard a coordinator that decides."""
-    contact: Contact = field(init=False)
+    contact: CoordinatorMonitor = field(init=False)
     """What it knows of waiting."""
-    has_missed: Ballot | None = None
+    has_missed: GenerationId | None = None
     """An epoch in which it does not notice what it has to do, while it believes that it waits for the others."""
-    num_signs: int = 0
+    num_progress: int = 0
     """What its script and its session have got done."""
     looked_s: float = 0.0
     """When it last looked what that is."""
@@ -75,15 +74,15 @@ class Member:
     """Number of a heartbeat -> for how long it had neither got on nor waited when it said so."""
     num_counted: int = 0
     """Reductions that its script had the results of when they counted."""
-    num_kept: int = 0
+    num_retained: int = 0
     """Reductions that it follows, and that its script does later."""
     reason: str = ""
     at: int = 0
     """The coordinator that it asks."""
-    unstood: Ballot | None = None
-    accused: Ballot | None = None
+    unstood: GenerationId | None = None
+    accused: GenerationId | None = None
     suspects: tuple[str, ...] = ()
-    rejoining: Rejoining | None = None
+    rejoining: Rejoin | None = None
     num_connections: int = 0
     knows_it_decides: bool = False
     """On its connection it has heard that the coordinator decides."""
@@ -91,57 +90,57 @@ class Member:
     """The coordinator that it asks knows that it is there; it listens to orders from then on."""
 
     def __post_init__(self) -> None:
-        self.follower = Follower(self.name)
-        self.standing = Standing(member=self.name)
-        self.contact = Contact(self.heard_s)
+        self.follower = MemberRules(self.name)
+        self.standing = MemberStatus(member=self.name)
+        self.contact = CoordinatorMonitor(self.heard_s)
         self.looked_s = self.on_s = self.heard_s
 
-    def draw(self, number: int) -> None:
+    def record_batch(self, number: int) -> None:
         """The next batch, shared as is known here."""
-        roster = self.rosters[max(first for first in self.rosters if first <= number)]
+        roster = self.share_table[max(first for first in self.share_table if first <= number)]
         self.drawn[number] = roster
         sharing = f"{roster[0]} {roster[1]}"
         self.standing = replace(self.standing, at_border=False, num_drawn=number, sharing=sharing)
 
-    def begin_roster(self, decree: Decree) -> None:
+    def begin_roster(self, decree: Membership) -> None:
         """What others have drawn is shared as they say; what nobody has, by the members of this epoch."""
         training = [each for each in decree.standings if each.has_state or each.is_following]
-        drawn = max((each.num_drawn for each in training), default=decree.committed)
-        self.rosters = {number: roster for number, roster in self.rosters.items() if number <= drawn}
+        drawn = max((each.num_drawn for each in training), default=decree.last_committed)
+        self.share_table = {number: roster for number, roster in self.share_table.items() if number <= drawn}
         for each in training:
             if each.sharing and each.num_drawn == drawn:
                 term, number = map(int, each.sharing.split())
-                self.rosters[drawn] = term, number
-        self.rosters[drawn + 1] = decree.ballot
+                self.share_table[drawn] = term, number
+        self.share_table[drawn + 1] = decree.ballot
 
-    def look(self, now_s: float) -> Beat:
+    def look(self, now_s: float) -> Heartbeat:
         """Its next heartbeat."""
         if now_s - self.looked_s > PAUSED_S:
             self.on_s += now_s - self.looked_s
-        gets_on, waits = self.num_signs != self.num_seen, self.is_waiting
+        gets_on, waits = self.num_progress != self.num_seen, self.is_waiting
         if gets_on:
             self.num_gaps, self.longest_s = self.num_gaps + 1, max(self.longest_s, now_s - self.on_s)
         if gets_on or waits:
             self.on_s = now_s
-        self.looked_s, self.num_seen = now_s, self.num_signs
-        beat = Beat(
-            progress=self.num_signs, is_waiting=waits, is_starting=self.is_starting, num_counted=self.num_counted
+        self.looked_s, self.num_seen = now_s, self.num_progress
+        beat = Heartbeat(
+            progress=self.num_progress, is_waiting=waits, is_starting=self.is_starting, num_counted=self.num_counted
         )
-        said = self.contact.look(beat, now_s)
+        said = self.contact.observe_self(beat, now_s)
         self.idle_s[said.number] = now_s - self.on_s
         return said
 
     @property
     def has_missed_it(self) -> bool:
         """What it has to do in its epoch."""
-        return self.has_missed == self.follower.epoch
+        return self.has_missed == self.follower.generation_id
 
     @property
     def is_waiting(self) -> bool:
         """For the others: it has every sum, or its script stands still and does not hang elsewhere."""
         if self.has_missed_it:
             return True
-        may_wait = self.is_frozen or self.standing.is_following
+        may_wait = self.is_paused or self.standing.is_following
         return self.standing.is_prepared or (may_wait and not self.is_stuck)
 
     @property
@@ -152,4 +151,4 @@ class Member:
     @property
     def can_act(self) -> bool:
         """It lives, runs and may."""
-        return not (self.is_dead or self.is_paused or self.follower.is_out)
+        return not (self.is_dead or self.is_paused or self.follower.is_stopped)

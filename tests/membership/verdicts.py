@@ -4,18 +4,19 @@ In words of its own, from what was done to whom, and what of it has arrived wher
 their members hear of them.
 """
 
-# Longer than a file should be: each reason is judged beside the others, so that none is forgotten.
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Standing, slot_of
-from ringweave.membership.rules.settings import Settings
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.coordinator import Coordinator
+from ringweave.membership.election import Rejoin
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.records import NO_GENERATION, GenerationId, MemberStatus, parse_member_name
+from ringweave.membership.settings import MembershipSettings
 from tests.membership.members import Member
+
+# Longer than a file should be: each reason is judged beside the others, so that none is forgotten.
+
 
 SILENT_S = 0.9
 """Whoever was heard of within it is not put out for its silence."""
@@ -34,7 +35,7 @@ _NOBODY_CAME = re.compile(r"(\d+) workers came, expected at least (\d+)")
 class Accusation:
     """What a member says of an epoch that is broken for it."""
 
-    ballot: Ballot
+    ballot: GenerationId
     suspects: tuple[str, ...]
 
 
@@ -42,8 +43,8 @@ class Accusation:
 class Stand:
     """Where a member says that it stands still."""
 
-    ballot: Ballot
-    standing: Standing
+    ballot: GenerationId
+    standing: MemberStatus
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Part:
     """A member takes its leave of a connection."""
 
 
-Said = Accusation | Stand | Join | Part | Rejoining | Beat | None
+Said = Accusation | Stand | Join | Part | Rejoin | Heartbeat | None
 """What a letter says; None is what nothing follows from here."""
 
 
@@ -66,13 +67,13 @@ class Heard:
 
     at_s: float
     """A sign of life, the last one."""
-    last: Beat = field(default_factory=Beat)
+    last: Heartbeat = field(default_factory=Heartbeat)
     """The last one that it has sent, of those that have come."""
     stood: Stand | None = None
-    accused_in: set[Ballot] = field(default_factory=set)
+    accused_in: set[GenerationId] = field(default_factory=set)
     """Epochs in which somebody accused it, or it somebody."""
 
-    def beat(self, beat: Beat, now_s: float) -> None:
+    def beat(self, beat: Heartbeat, now_s: float) -> None:
         """A heartbeat has come."""
         self.at_s = now_s
         self.last = max(self.last, beat, key=lambda each: each.number)
@@ -95,8 +96,8 @@ class Side:
     """When the last of its voters last heard of another one."""
     lacks_since_s: float | None = None
     """Since when those who are there have stood still, and may not go on."""
-    epoch: Ballot = BEFORE_ALL
-    proposal: Ballot = BEFORE_ALL
+    epoch: GenerationId = NO_GENERATION
+    proposal: GenerationId = NO_GENERATION
     is_over: bool = False
     was_active: bool = False
     term: int = 0
@@ -105,7 +106,7 @@ class Side:
 class Verdicts:
     """Of both coordinators. Each judgement fails the test when the world has no such reason."""
 
-    def __init__(self, members: dict[str, Member], coordinators: list[Coordinator], wanted: Settings) -> None:
+    def __init__(self, members: dict[str, Member], coordinators: list[Coordinator], wanted: MembershipSettings) -> None:
         self._members, self._coordinators, self._wanted = members, coordinators, wanted
         self._sides = [Side(), Side()]
 
@@ -125,18 +126,18 @@ class Verdicts:
 
     def note(self, index: int, member: str, said: Said, now_s: float) -> None:
         """A member's letter has arrived at that coordinator, which has done what it does about it."""
-        later = said.decree.ballot if isinstance(said, Rejoining) and said.decree is not None else BEFORE_ALL
+        later = said.decree.ballot if isinstance(said, Rejoin) and said.decree is not None else NO_GENERATION
         side, is_active = self._side(index, later), self._coordinators[index].is_active
         heard = side.heard.get(member)
         match said:
             case Join() if heard is None and is_active:
                 self._come(side, member, now_s)
-            case Rejoining():
+            case Rejoin():
                 self._come(side, member, now_s).beat(said.beat, now_s)
                 side.lost_s = max(side.lost_s, now_s - said.lost_s)
             case Part() if not is_active:
                 side.heard.pop(member, None)
-            case Beat() if heard is not None:
+            case Heartbeat() if heard is not None:
                 heard.beat(said, now_s)
             case Stand() if heard is not None:
                 heard.stood = said
@@ -145,10 +146,10 @@ class Verdicts:
                     if each in side.heard:
                         side.heard[each].accused_in.add(said.ballot)
 
-    def _side(self, index: int, later: Ballot = BEFORE_ALL) -> Side:
+    def _side(self, index: int, later: GenerationId = NO_GENERATION) -> Side:
         """What it knows: nothing of before, if it has heard that another one decides, or began that later epoch."""
         side, coordinator = self._sides[index], self._coordinators[index]
-        is_later = later[0] > side.term or (side.epoch != BEFORE_ALL and later > side.epoch)
+        is_later = later[0] > side.term or (side.epoch != NO_GENERATION and later > side.epoch)
         if side.was_active and (not coordinator.is_active or is_later):
             side = self._sides[index] = Side(woken_s=side.woken_s, looked_s=side.looked_s)
         side.was_active, side.term = coordinator.is_active, coordinator.term
@@ -160,15 +161,15 @@ class Verdicts:
             side = self._side(index)
             if not coordinator.is_active or side.is_over:
                 continue
-            if coordinator.decree is not None and coordinator.decree.ballot != side.epoch:
-                side.epoch, side.lacks_since_s = coordinator.decree.ballot, None
-            if coordinator.ended:
+            if coordinator.membership is not None and coordinator.membership.ballot != side.epoch:
+                side.epoch, side.lacks_since_s = coordinator.membership.ballot, None
+            if coordinator.end_reason:
                 side.is_over = True
-                self._judge_end(index, coordinator.ended, now_s)
+                self._judge_end(index, coordinator.end_reason, now_s)
                 continue
             self._note_away(side, coordinator.present, now_s)
             for name in self._members:
-                order = coordinator.order_for(name)
+                order = coordinator.directive_for(name)
                 if order.is_out and name not in side.out:
                     side.out[name] = order.reason
                     reasons = self._reasons(index, name, now_s) | self._in_vain(index, order.reason, now_s)
@@ -209,11 +210,13 @@ class Verdicts:
     def _reasons(self, index: int, name: str, now_s: float) -> dict[str, bool]:
         """What a coordinator may say to whom it puts out -> whether that is so."""
         member, side = self._members[name], self._sides[index]
-        decree, heard = self._coordinators[index].decree, side.heard.get(name)
-        slot, incarnation = slot_of(name)
+        decree, heard = self._coordinators[index].membership, side.heard.get(name)
+        slot, incarnation = parse_member_name(name)
         is_member = decree is not None and name in decree.members
-        is_followed = any(slot_of(each)[0] == slot and slot_of(each)[1] > incarnation for each in self._members)
-        patience_s = self._wanted.patience_s if self._is_last(index, name) else 0.0
+        is_followed = any(
+            parse_member_name(each)[0] == slot and parse_member_name(each)[1] > incarnation for each in self._members
+        )
+        patience_s = self._wanted.member_wait_s if self._is_last(index, name) else 0.0
         return {
             "its slot was given to another process": is_followed,
             "it has left": member.standing.is_leaving,
@@ -231,9 +234,9 @@ class Verdicts:
 
     def _in_vain(self, index: int, said: str, now_s: float) -> dict[str, bool]:
         """Likewise, where the state is kept elsewhere: too few have waited twice as long as a job does."""
-        patience_s, side = 2 * self._wanted.patience_s, self._sides[index]
+        patience_s, side = 2 * self._wanted.member_wait_s, self._sides[index]
         what, _, others = said.partition(", and no other came within ")
-        if not self._wanted.is_kept_elsewhere or others != f"{patience_s:g} s":
+        if not self._wanted.has_external_state or others != f"{patience_s:g} s":
             return {}
         is_told = what == "most of the workers do not answer" or what.startswith("workers left: ")
         lacks_s = now_s - side.lacks_since_s if side.lacks_since_s is not None else 0.0
@@ -251,20 +254,20 @@ class Verdicts:
 
     def _is_last(self, index: int, name: str) -> bool:
         """It has the job's state, and nobody who is there has it, or may for all that is known there."""
-        coordinator, decree = self._coordinators[index], self._coordinators[index].decree
-        if self._wanted.is_kept_elsewhere or decree is None or not self._members[name].standing.has_state:
+        coordinator, decree = self._coordinators[index], self._coordinators[index].membership
+        if self._wanted.has_external_state or decree is None or not self._members[name].standing.has_state:
             return False
-        known = decree.holders or decree.members
+        known = decree.state_owners or decree.members
         others = set(coordinator.present) - {name}
         return not any(each in known or self._members[each].standing.has_state for each in others)
 
     # How a job ends.
 
     def _judge_end(self, index: int, reason: str, now_s: float) -> None:
-        side, least = self._sides[index], self._wanted.bounds.least
+        side, least = self._sides[index], self._wanted.bounds.min_members
         counted = self._counted(index)
         is_through = any(each.through_s is not None for each in self._members.values())
-        heir = self._coordinators[index].order_for("").heir
+        heir = self._coordinators[index].directive_for("").heir
         if reason in ("all workers are done", _NOBODY_LEFT):
             assert not heir, "nobody who is left has the state"
             assert reason == _NOBODY_LEFT or is_through, "nobody is through"
@@ -272,18 +275,18 @@ class Verdicts:
             self._judge_nobody_left(index, now_s)
             return
         if found := _NOBODY_CAME.fullmatch(reason):
-            assert self._coordinators[index].decree is None, "workers came, and began"
+            assert self._coordinators[index].membership is None, "workers came, and began"
             assert int(found[1]) == len(self._coordinators[index].present) < least == int(found[2]), reason
-            assert now_s - side.first_s + _EPSILON_S >= self._wanted.patience_s, "too early to give up"
+            assert now_s - side.first_s + _EPSILON_S >= self._wanted.member_wait_s, "too early to give up"
             return
         self._judge_heir(counted.values(), heir)
         if reason == "all workers have left":
             assert counted, reason
             assert all(self._members[name].standing.is_leaving for name in counted), "not all wanted to leave"
             return
-        lacks_since_s = side.first_s if self._coordinators[index].decree is None else side.lacks_since_s
+        lacks_since_s = side.first_s if self._coordinators[index].membership is None else side.lacks_since_s
         since_s = now_s if lacks_since_s is None else lacks_since_s
-        assert now_s - since_s + _EPSILON_S >= self._wanted.patience_s, f"{reason}: only for {now_s - since_s:g} s"
+        assert now_s - since_s + _EPSILON_S >= self._wanted.member_wait_s, f"{reason}: only for {now_s - since_s:g} s"
         if found := _TOO_FEW.fullmatch(reason):
             assert int(found[1]) == len(counted) < least == int(found[2]), f"{reason}: {sorted(counted)}"
         else:
@@ -292,74 +295,76 @@ class Verdicts:
 
     def _could_be_lost(self, index: int) -> bool:
         """There is a state, with members alone; before any has it, it is that of any member of the first epoch."""
-        coordinator, decree = self._coordinators[index], self._coordinators[index].decree
-        if self._wanted.is_kept_elsewhere:
+        coordinator, decree = self._coordinators[index], self._coordinators[index].membership
+        if self._wanted.has_external_state:
             return False
         if decree is None:  # it has heard of newcomers alone, some of which are in the place of others
-            is_any_followed = any(slot_of(each)[1] for each in self._members)
+            is_any_followed = any(parse_member_name(each)[1] for each in self._members)
             return is_any_followed and all(each.decree is None for each in self._members.values() if each.can_act)
-        return bool(decree.holders) or not set(coordinator.present) & set(decree.members)
+        return bool(decree.state_owners) or not set(coordinator.present) & set(decree.members)
 
     def _judge_nobody_left(self, index: int, now_s: float) -> None:
         """Who has the state, of those that this coordinator can know of, is gone, or out for a reason."""
         coordinator, side = self._coordinators[index], self._sides[index]
-        known = {*side.heard, *(coordinator.decree.members if coordinator.decree else ())}
+        known = {*side.heard, *(coordinator.membership.members if coordinator.membership else ())}
         for name in known:
             member = self._members[name]
-            is_gone = member.is_dead or member.follower.is_out or member.through_s is not None or name in side.out
+            is_gone = member.is_dead or member.follower.is_stopped or member.through_s is not None or name in side.out
             if member.standing.has_state and not is_gone:
                 assert name not in coordinator.present, f"{name} has the state"
                 assert any(self._reasons(index, name, now_s).values()), f"{name} has the state, and ought to be there"
 
-    def _judge_heir(self, standings: Iterable[Standing], heir: str) -> None:
+    def _judge_heir(self, standings: Iterable[MemberStatus], heir: str) -> None:
         """Of those who have the state one that is furthest saves it."""
         holders = {each.member: each.committed for each in standings if each.has_state}
         assert holders.get(heir) == max(holders.values(), default=None), f"{heir!r} saves the state of {holders}"
 
-    def _counted(self, index: int) -> dict[str, Standing]:
+    def _counted(self, index: int) -> dict[str, MemberStatus]:
         """Those who are there and have said where they stand, since all were last asked to."""
         coordinator, side = self._coordinators[index], self._sides[index]
-        order = coordinator.order_for("")
+        order = coordinator.directive_for("")
         side.proposal = order.proposal.ballot if order.proposal is not None else side.proposal
         stood = {name: side.heard[name].stood for name in coordinator.present if name in side.heard}
         return {
             name: each.standing for name, each in stood.items() if each is not None and each.ballot == side.proposal
         }
 
-    def _do_most_answer(self, index: int, counted: dict[str, Standing]) -> bool:
+    def _do_most_answer(self, index: int, counted: dict[str, MemberStatus]) -> bool:
         """Of the epoch's members that are not known to have ended, most do; of two halves, who has the first.
 
         And of those of epochs before, as long as none that is there has done a reduction in this one.
         """
-        decree = self._coordinators[index].decree
+        decree = self._coordinators[index].membership
         assert decree is not None, "there are members"
         done = [each.committed for name, each in counted.items() if name in decree.members]
-        before = () if max(done, default=0) > decree.committed else decree.forerunners
+        before = () if max(done, default=0) > decree.last_committed else decree.forerunners
         return all(self._most_of(index, each, counted) for each in (decree.members, *before))
 
-    def _most_of(self, index: int, names: Iterable[str], counted: dict[str, Standing]) -> bool:
+    def _most_of(self, index: int, names: Iterable[str], counted: dict[str, MemberStatus]) -> bool:
         side = self._sides[index]
 
         def may_live(name: str) -> bool:
-            slot, incarnation = slot_of(name)
-            is_followed = any(slot_of(each)[0] == slot and slot_of(each)[1] > incarnation for each in side.heard)
+            slot, incarnation = parse_member_name(name)
+            is_followed = any(
+                parse_member_name(each)[0] == slot and parse_member_name(each)[1] > incarnation for each in side.heard
+            )
             leaves = name in counted and counted[name].is_leaving and counted[name].at_border
             return side.out.get(name) not in _ENDED and not is_followed and not leaves
 
         able = [name for name, each in counted.items() if each.has_state] or list(counted)
-        living = sorted(filter(may_live, names), key=slot_of)
+        living = sorted(filter(may_live, names), key=parse_member_name)
         answer = set(able) & set(living)
         return 2 * len(answer) > len(living) or (2 * len(answer) == len(living) and {*living[:1]} <= answer)
 
     def _see_lack(self, index: int, now_s: float) -> None:
         """Note since when those who are there stand still and may not go on; another epoch ends that."""
         side, coordinator = self._sides[index], self._coordinators[index]
-        counted, decree = self._counted(index), coordinator.decree
-        if decree is None or side.lacks_since_s is not None or coordinator.order_for("").proposal is None:
+        counted, decree = self._counted(index), coordinator.membership
+        if decree is None or side.lacks_since_s is not None or coordinator.directive_for("").proposal is None:
             return
         heard = {name for name, each in side.heard.items() if self._silent_s(side, each, now_s) < SILENT_S}
         is_whole = all(name in counted for name in coordinator.present if name in decree.members and name in heard)
-        if is_whole and (len(counted) < self._wanted.bounds.least or not self._do_most_answer(index, counted)):
+        if is_whole and (len(counted) < self._wanted.bounds.min_members or not self._do_most_answer(index, counted)):
             side.lacks_since_s = now_s
 
 

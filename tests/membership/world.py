@@ -1,18 +1,26 @@
 """Members, two coordinators and a bad network, on a virtual clock: what the random tests of the protocol play with."""
 
-# Longer than a file should be: one world, whose events change what the others look at.
-
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.follower import Form, Freeze, Out, resolve
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing, slot_of
-from ringweave.membership.rules.settings import Bounds, Settings
+from ringweave.membership.coordinator import Coordinator
+from ringweave.membership.election import Rejoin
+from ringweave.membership.member_rules import BeginGeneration, PauseTraining, StopTraining, resolve_reduction
+from ringweave.membership.records import (
+    NO_GENERATION,
+    GenerationId,
+    MemberDirective,
+    Membership,
+    MemberStatus,
+    parse_member_name,
+)
+from ringweave.membership.settings import MemberBounds, MembershipSettings
 from tests.membership.members import MOST_KEPT, Member
 from tests.membership.verdicts import Accusation, Join, Part, Said, Stand, Verdicts
+
+# Longer than a file should be: one world, whose events change what the others look at.
+
 
 TICK_S = 0.1
 SAYS_S = 5.0
@@ -31,11 +39,11 @@ class World:
     def __init__(self, num_members: int, *, least: int = 1, is_kept_elsewhere: bool = False) -> None:
         """Where the state is kept elsewhere, members are those of a ring: its size is the most that it may have."""
         self.now_s, self.healed_s = 0.0, math.inf
-        self.wanted = Settings(
-            bounds=Bounds(least=least, most=num_members if is_kept_elsewhere else 16),
+        self.wanted = MembershipSettings(
+            bounds=MemberBounds(min_members=least, max_members=num_members if is_kept_elsewhere else 16),
             expected=num_members,
-            patience_s=20.0,
-            is_kept_elsewhere=is_kept_elsewhere,
+            member_wait_s=20.0,
+            has_external_state=is_kept_elsewhere,
         )
         self.coordinators = [
             Coordinator(self.wanted, now_s=0.0),
@@ -60,21 +68,21 @@ class World:
         self.limit: int | None = None
         """The last reduction of the training."""
         self.letters: list[Letter] = []
-        self.decrees: dict[Ballot, Decree] = {}
-        self.entered: dict[tuple[Ballot, int], set[str]] = {}
-        self.taken: dict[tuple[Ballot, int], Ballot] = {}
+        self.memberships: dict[GenerationId, Membership] = {}
+        self.entered: dict[tuple[GenerationId, int], set[str]] = {}
+        self.taken: dict[tuple[GenerationId, int], GenerationId] = {}
         """(life, number) of a reduction -> the epoch of the gradients that whoever has ever taken it over took over."""
-        self.lives: dict[Ballot, Ballot] = {}
+        self.lives: dict[GenerationId, GenerationId] = {}
         """Epoch -> the one in which members began with a state that is kept elsewhere; where none has, the first life.
 
         Whatever members had taken over before, and nobody has any more, is lost: reductions are counted anew.
         """
-        self.offsets: dict[Ballot, int] = {BEFORE_ALL: 0}
+        self.offsets: dict[GenerationId, int] = {NO_GENERATION: 0}
         """Life -> reductions that had counted before it, and are in the state that is kept elsewhere."""
-        self.newest_life = BEFORE_ALL
+        self.newest_life = NO_GENERATION
         """In which a reduction has counted."""
-        self.stops: dict[tuple[Ballot, int], bool] = {}
-        self.shared: dict[tuple[Ballot, int], Ballot] = {}
+        self.pauses_at_boundary: dict[tuple[GenerationId, int], bool] = {}
+        self.shared: dict[tuple[GenerationId, int], GenerationId] = {}
         """(life, number) of a batch that counts -> the epoch whose members shared it."""
         self.verdicts = Verdicts(self.members, self.coordinators, self.wanted)
         for slot in range(num_members):
@@ -108,24 +116,24 @@ class World:
     def note_decrees(self) -> None:
         """Epochs that have begun are remembered, and whatever else was decided is judged."""
         for each in self.coordinators:
-            if each.decree is not None and each.decree.ballot not in self.decrees:
-                self._note_life(each.decree)
-            if each.decree is not None:
-                known = self.decrees.setdefault(each.decree.ballot, each.decree)
-                assert known == each.decree, "no two epochs have the same term and number"
+            if each.membership is not None and each.membership.ballot not in self.memberships:
+                self._note_life(each.membership)
+            if each.membership is not None:
+                known = self.memberships.setdefault(each.membership.ballot, each.membership)
+                assert known == each.membership, "no two epochs have the same term and number"
         try:
             self.verdicts.judge(self.now_s)
         except AssertionError as fault:
             raise AssertionError(f"{fault}\n{self.describe()}") from None
 
-    def _note_life(self, decree: Decree) -> None:
+    def _note_life(self, decree: Membership) -> None:
         """Of an epoch in which nobody has the state a new one begins, with what is kept elsewhere."""
-        if decree.holders or not self.wanted.is_kept_elsewhere:
-            self.lives[decree.ballot] = self.members[decree.teller].life if decree.holders else BEFORE_ALL
+        if decree.state_owners or not self.wanted.has_external_state:
+            self.lives[decree.ballot] = self.members[decree.primary].life if decree.state_owners else NO_GENERATION
             return
         self.lives[decree.ballot] = decree.ballot
         done = max((self.offsets[life] + number for life, number in self.taken), default=0)
-        self.offsets[decree.ballot] = done - decree.committed
+        self.offsets[decree.ballot] = done - decree.last_committed
 
     # What may happen.
 
@@ -147,20 +155,22 @@ class World:
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
         beat = member.look(self.now_s)
-        self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s), beat)
+        self._send(member, lambda each, now_s: each.record_heartbeat(member.name, beat, now_s), beat)
         if member.through_s is not None and member.is_heard:
             self._say_through(member)
-        if member.unstood is not None and member.is_frozen and member.forming is None:
+        if member.unstood is not None and member.is_paused and member.forming is None:
             ballot, standing = member.unstood, member.standing
             stand = Stand(ballot, standing)
-            self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s), stand)
-        if member.accused is not None and member.accused == member.follower.epoch:  # said again until there is another
+            self._send(member, lambda each, now_s: each.report_status(ballot, standing, now_s), stand)
+        if (
+            member.accused is not None and member.accused == member.follower.generation_id
+        ):  # said again until there is another
             self._say_accused(member, member.accused)
         at = member.at
         if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut | self.deaf:
             coordinator, connection = self.coordinators[at], member.num_connections
-            order = coordinator.order_for(member.name)
-            known = coordinator.decree.ballot if coordinator.decree else BEFORE_ALL
+            order = coordinator.directive_for(member.name)
+            known = coordinator.membership.ballot if coordinator.membership else NO_GENERATION
             self.letters.append(lambda: self._hear_order(member, order, known, connection))
             decides, told_s = coordinator.is_active, self.now_s
             self.letters.append(lambda: self._hear_whether_it_decides(member, connection, told_s, decides=decides))
@@ -174,19 +184,19 @@ class World:
         elif member.knows_it_decides and member.can_act:
             self.rejoin(member)
 
-    def _hear_order(self, member: Member, order: Order, known: Ballot, connection: int) -> None:
+    def _hear_order(self, member: Member, order: MemberDirective, known: GenerationId, connection: int) -> None:
         """It arrives, unless the member has gone to another coordinator, or has come anew: one thread does both there.
 
         Whoever went on with others is not put out by a coordinator that does not know of them.
         """
         if connection != member.num_connections:
             return
-        was_out, done = member.follower.is_out, member.history.get(member.standing.committed, BEFORE_ALL)
+        was_out, done = member.follower.is_stopped, member.history.get(member.standing.committed, NO_GENERATION)
         self.obey(member, order)
-        if member.follower.is_out and not was_out:
+        if member.follower.is_stopped and not was_out:
             assert known >= done, f"what {member.name} did in {done} is lost to a coordinator that knows {known}"
 
-    def _ask_back(self, member: Member, rejoining: Rejoining) -> None:
+    def _ask_back(self, member: Member, rejoining: Rejoin) -> None:
         connection, lost_s = member.num_connections, self.now_s - member.heard_s
         asks = replace(rejoining, lost_s=lost_s, patience_s=PATIENCE_S, beat=member.look(self.now_s))
 
@@ -197,20 +207,25 @@ class World:
 
         self._send(member, arrive, asks)
 
-    def obey(self, member: Member, order: Order) -> None:
+    def obey(self, member: Member, order: MemberDirective) -> None:
         """An order arrives, perhaps late, perhaps again."""
         if not member.can_act:
             return
-        epoch = member.follower.epoch
-        for action in member.follower.take(order):
+        epoch = member.follower.generation_id
+        for action in member.follower.apply_directive(order):
             match action:
-                case Freeze():
+                case PauseTraining():
                     member.unstood, member.is_settled = action.ballot, False
-                    if action.is_urgent or (member.is_frozen and member.forming is None):
-                        member.is_frozen, member.wants_stop, member.forming, member.stops = True, False, None, False
+                    if action.is_urgent or (member.is_paused and member.forming is None):
+                        member.is_paused, member.wants_pause, member.forming, member.pauses_at_boundary = (
+                            True,
+                            False,
+                            None,
+                            False,
+                        )
                     else:
-                        member.wants_stop = True
-                case Form():
+                        member.wants_pause = True
+                case BeginGeneration():
                     own = next(each for each in action.decree.standings if each.member == member.name)
                     if own.is_following and not member.standing.is_following:  # it began anew since then
                         self._accuse(member, action.decree)
@@ -219,22 +234,27 @@ class World:
                     own = replace(own, sharing=member.standing.sharing)  # of one only
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
-                    member.has_come, member.wants_stop, member.unstood, member.stops = False, False, None, False
+                    member.has_come, member.wants_pause, member.unstood, member.pauses_at_boundary = (
+                        False,
+                        False,
+                        None,
+                        False,
+                    )
                     member.is_settled = True
-                case Out():
-                    member.is_frozen, member.forming, member.reason = True, None, action.reason
-        assert member.follower.epoch >= epoch, "no member goes back to an earlier epoch"
+                case StopTraining():
+                    member.is_paused, member.forming, member.reason = True, None, action.reason
+        assert member.follower.generation_id >= epoch, "no member goes back to an earlier epoch"
 
-    def _settle(self, member: Member, decree: Decree) -> None:
+    def _settle(self, member: Member, decree: Membership) -> None:
         """End what the epoch before left unfinished."""
-        if resolve(member.standing, decree) == "take":
-            number = decree.committed
+        if resolve_reduction(member.standing, decree) == "take":
+            number = decree.last_committed
             self._count(member, number)
             member.history[number] = member.prepared_in
         member.standing = replace(member.standing, is_prepared=False)
         member.begin_roster(decree)
 
-    def _meet(self, member: Member, decree: Decree) -> None:
+    def _meet(self, member: Member, decree: Membership) -> None:
         """Go on with the others, once all have come; a newcomer with the state of one of them."""
         member.has_come = True
         others = [self.members[name] for name in decree.members]
@@ -243,19 +263,19 @@ class World:
         self._settle(member, decree)
         if not member.standing.has_state and not member.standing.is_following:
             self._learn(member, decree)
-        member.forming, member.is_frozen = None, False
+        member.forming, member.is_paused = None, False
 
-    def _learn(self, member: Member, decree: Decree) -> None:
+    def _learn(self, member: Member, decree: Membership) -> None:
         """It has what another one has, or what is kept elsewhere; or begins to follow.
 
         Where the state is kept elsewhere as well nobody follows: the others wait until a newcomer has read it.
         """
         member.life = self.lives[decree.ballot]
-        member.history = dict.fromkeys(range(1, decree.committed + 1), decree.ballot)
-        if decree.holders:
-            member.history = dict(self.members[decree.holders[0]].history)
-        is_following = bool(decree.holders) and decree.committed > 0 and not self.wanted.is_kept_elsewhere
-        done = decree.committed
+        member.history = dict.fromkeys(range(1, decree.last_committed + 1), decree.ballot)
+        if decree.state_owners:
+            member.history = dict(self.members[decree.state_owners[0]].history)
+        is_following = bool(decree.state_owners) and decree.last_committed > 0 and not self.wanted.has_external_state
+        done = decree.last_committed
         member.standing = replace(
             member.standing, has_state=not is_following, is_following=is_following, committed=done, num_drawn=done
         )
@@ -272,16 +292,16 @@ class World:
             return
         if not member.is_stuck:
             self._end_training(member)
-        if member.is_frozen or member.decree is None or member.through_s is not None:
+        if member.is_paused or member.decree is None or member.through_s is not None:
             return
-        standing, ballot = member.standing, member.follower.epoch
+        standing, ballot = member.standing, member.follower.generation_id
         number = standing.committed + 1
         together = self.entered.setdefault((ballot, number), set())
         if standing.is_prepared:
             if together == set(member.decree.members):
                 self._count(member, number)
-                member.stops = self._all_want(member.decree, number)
-                member.is_frozen = member.stops and (not member.is_stuck or member.standing.is_following)
+                member.pauses_at_boundary = self._all_want(member.decree, number)
+                member.is_paused = member.pauses_at_boundary and (not member.is_stuck or member.standing.is_following)
         elif standing.is_following:
             self._follow(member, together)
         elif not member.is_stuck:
@@ -291,44 +311,44 @@ class World:
         """Its script draws the batch that it is level with; else it takes part, as long as it may be behind."""
         number = member.standing.committed + 1
         if self._is_level_at(member, number) and number not in member.drawn:
-            member.draw(number)
-        elif member.num_kept < MOST_KEPT or not member.is_stuck:
+            member.record_batch(number)
+        elif member.num_retained < MOST_KEPT or not member.is_stuck:
             self._prepare(member, together)
 
     def _train(self, member: Member, together: set[str]) -> None:
         """What the script does: it stops at a border, leaves it, and has all its gradients summed."""
-        if member.stops:
-            member.is_frozen = True
+        if member.pauses_at_boundary:
+            member.is_paused = True
         elif member.standing.at_border:
-            member.draw(member.standing.committed + 1)
+            member.record_batch(member.standing.committed + 1)
             self._get_on(member)
         else:
             self._prepare(member, together)
 
     def _get_on(self, member: Member) -> None:
-        member.num_signs += 1
+        member.num_progress += 1
 
     def start_over(self, member: Member) -> None:
         """Who follows could not read the state: it is a newcomer again, and lets the coordinator know."""
         if not (member.can_act and member.standing.is_following and member.decree is not None):
             return
-        member.standing = Standing(member=member.name, is_leaving=member.standing.is_leaving)
-        member.history, member.is_frozen, member.forming = {}, True, None
-        self._accuse(member, self.decrees[member.follower.epoch])
+        member.standing = MemberStatus(member=member.name, is_leaving=member.standing.is_leaving)
+        member.history, member.is_paused, member.forming = {}, True, None
+        self._accuse(member, self.memberships[member.follower.generation_id])
 
-    def accuse(self, member: Member, suspects: Collection[str]) -> None:
+    def report_failure(self, member: Member, suspects: Collection[str]) -> None:
         """It could not reach these members of its epoch, or believes so: what it does there is broken."""
-        if member.can_act and member.decree is not None and member.decree.ballot == member.follower.epoch:
+        if member.can_act and member.decree is not None and member.decree.ballot == member.follower.generation_id:
             self._accuse(member, member.decree, suspects)
 
-    def _accuse(self, member: Member, decree: Decree, suspects: Collection[str] = ()) -> None:
+    def _accuse(self, member: Member, decree: Membership, suspects: Collection[str] = ()) -> None:
         member.accused, member.suspects = decree.ballot, tuple(suspects)
         self._say_accused(member, decree.ballot)
 
-    def _say_accused(self, member: Member, ballot: Ballot) -> None:
+    def _say_accused(self, member: Member, ballot: GenerationId) -> None:
         name, suspects = member.name, list(member.suspects)
         said = Accusation(ballot, member.suspects)
-        self._send(member, lambda each, now_s: each.accuse(name, ballot, suspects, now_s), said)
+        self._send(member, lambda each, now_s: each.report_failure(name, ballot, suspects, now_s), said)
 
     def _end_training(self, member: Member) -> None:
         """Its script is through once it has done the last reduction; then it says so."""
@@ -347,7 +367,7 @@ class World:
         standing, at = member.standing, member.at
 
         def arrive(coordinator: Coordinator, now_s: float) -> None:
-            coordinator.leave(standing, now_s, is_finished=True)
+            coordinator.request_leave(standing, now_s, is_finished=True)
             if member.can_act and (member.name, at) not in self.cut | self.deaf:
                 self._finish(member)
 
@@ -365,14 +385,14 @@ class World:
             if not member.can_act:
                 continue
             is_there = member.decree is not None and member.is_heard and self.is_led(member)
-            if is_there and not self.coordinators[member.at].knows(member.name):
+            if is_there and not self.coordinators[member.at].knows_member(member.name):
                 self.rejoin(member, is_other=False)  # what it missed of that one's stepping down arrives at last
             known = member.decree.members if member.decree else ()
             gone = [each for each in known if self.members[each].is_dead]
-            if gone and member.through_s is None and member.accused != member.follower.epoch:
-                self.accuse(member, gone)
+            if gone and member.through_s is None and member.accused != member.follower.generation_id:
+                self.report_failure(member, gone)
             if (member.is_heard and self.is_led(member)) or (
-                known and member.is_settled and member.accused != member.follower.epoch
+                known and member.is_settled and member.accused != member.follower.generation_id
             ):
                 member.alone_s = self.now_s
             elif self.now_s - member.alone_s > SEARCH_S:
@@ -386,7 +406,7 @@ class World:
     def _prepare(self, member: Member, together: set[str]) -> None:
         """It has all sums, and says so; of its own there is nothing in them while it follows."""
         member.standing = replace(member.standing, is_prepared=True)
-        member.prepared_in = member.follower.epoch
+        member.prepared_in = member.follower.generation_id
         together.add(member.name)
         self._get_on(member)
 
@@ -396,7 +416,7 @@ class World:
         self.newest_life = member.life
         was_following = member.standing.is_following
         is_level = was_following and self._is_level_at(member, number)
-        member.history[number] = member.follower.epoch
+        member.history[number] = member.follower.generation_id
         self._compare(member, number)
         member.standing = replace(
             member.standing,
@@ -409,7 +429,7 @@ class World:
             is_following=was_following and not is_level,
         )
         member.num_counted += not was_following
-        member.num_kept = member.num_kept + 1 if member.standing.is_following else 0
+        member.num_retained = member.num_retained + 1 if member.standing.is_following else 0
         self._get_on(member)
 
     def _is_level_at(self, member: Member, number: int) -> bool:
@@ -422,31 +442,31 @@ class World:
             shared = self.shared.setdefault((member.life, number), member.drawn[number])
             assert shared == member.drawn[number], f"{member.name} drew {number} as of {member.drawn[number]}: {shared}"
 
-    def _all_want(self, decree: Decree, number: int) -> bool:
+    def _all_want(self, decree: Membership, number: int) -> bool:
         """What the rows said: fixed by the first who takes the reduction over."""
         key = (decree.ballot, number)
-        if key not in self.stops:
-            self.stops[key] = all(self.members[each].wants_stop for each in decree.members)
-        return self.stops[key]
+        if key not in self.pauses_at_boundary:
+            self.pauses_at_boundary[key] = all(self.members[each].wants_pause for each in decree.members)
+        return self.pauses_at_boundary[key]
 
     def kill(self, member: Member) -> None:
         """SIGKILL: the kernel hangs up, which the coordinator that it talked to hears of, sooner or later."""
         member.is_dead = True
-        self._send(member, lambda each, now_s: each.lose(member.name, now_s), is_kernel=True)
+        self._send(member, lambda each, now_s: each.note_process_exit(member.name, now_s), is_kernel=True)
 
     def lose_node(self, index: int, slots: Collection[int]) -> None:
         """A node dies with its coordinator and its workers, and is replaced: others begin in their places."""
         self.coordinators[index] = Coordinator(self.wanted, now_s=self.now_s, index=index, is_standby=True)
         self.verdicts.restart(index, self.now_s)
         for slot in slots:
-            lives = [each for name, each in self.members.items() if slot_of(name)[0] == slot]
+            lives = [each for name, each in self.members.items() if parse_member_name(name)[0] == slot]
             for member in lives:
                 if not member.is_dead:
                     self.kill(member)
-            if not self.wanted.is_kept_elsewhere:  # a ring's hears of no such thing
-                self.coordinators[index].announce(f"{slot}.{len(lives)}", self.now_s)
+            if not self.wanted.has_external_state:  # a ring's hears of no such thing
+                self.coordinators[index].announce_start(f"{slot}.{len(lives)}", self.now_s)
         for slot in slots:
-            self.enter(f"{slot}.{sum(1 for name in self.members if slot_of(name)[0] == slot)}")
+            self.enter(f"{slot}.{sum(1 for name in self.members if parse_member_name(name)[0] == slot)}")
         for member in self.members.values():
             if member.at == index and member.can_act and member.rejoining is None and member.decree is not None:
                 self.rejoin(member)
@@ -454,30 +474,34 @@ class World:
     def leave(self, member: Member) -> None:
         """SIGTERM: it wants to go, and says so at once, and whenever it says where it stands."""
         name, member.standing = member.name, replace(member.standing, is_leaving=True)
-        self._send(member, lambda each, now_s: each.leave(Standing(member=name), now_s, is_finished=False))
+        self._send(member, lambda each, now_s: each.request_leave(MemberStatus(member=name), now_s, is_finished=False))
 
     def hear(self, index: int) -> None:
         """A coordinator asks the other one which term it decides in."""
         process, other = self.coordinators[index], self.coordinators[1 - index]
         if self.is_down[0] or self.is_down[1] or self.is_divided:
             return
-        is_active, term, ballot = other.is_active, other.term, other.decree.ballot if other.decree else BEFORE_ALL
+        is_active, term, ballot = (
+            other.is_active,
+            other.term,
+            other.membership.ballot if other.membership else NO_GENERATION,
+        )
 
         def arrive() -> None:
             if self.is_down[index] or self.coordinators[index] is not process:
                 return
             self.unheard.discard(index)
             if is_active:
-                process.hear_active(term, ballot)
-            elif not self.wanted.is_kept_elsewhere:  # where a ring begins again for it, ballots may come a second time
-                process.hear_idle(self.now_s)
+                process.note_other_active(term, ballot)
+            elif not self.wanted.has_external_state:  # where a ring begins again for it, ballots may come a second time
+                process.note_other_idle(self.now_s)
             self.note_decrees()
 
         self.letters.append(arrive)
 
     def rejoin(self, member: Member, *, is_other: bool = True) -> None:
         """It has lost its coordinator, or believes so, takes its leave of it, and asks the other one or it again."""
-        self._send(member, lambda each, _now_s: each.part(member.name), Part())
+        self._send(member, lambda each, _now_s: each.note_disconnect(member.name), Part())
         member.at = 1 - member.at if is_other else member.at
         name = member.name
         member.num_connections, member.knows_it_decides = member.num_connections + 1, False
@@ -486,10 +510,10 @@ class World:
             member.unstood = None
             self._send(member, lambda each, now_s: each.join(name, now_s), Join())
             return
-        promised = member.follower.promised
+        promised = member.follower.promised_id
         member.follower.forget_coordinator()
         member.is_heard = False
-        member.rejoining = Rejoining(
+        member.rejoining = Rejoin(
             standing=member.standing, decree=member.decree, promised=promised, is_settled=member.is_settled
         )
 
@@ -535,22 +559,26 @@ class World:
     # What must never be.
 
     @property
-    def live_epochs(self) -> list[Ballot]:
+    def live_epochs(self) -> list[GenerationId]:
         """Epochs that all of their members are in, and none has stood for another: only those can take a step."""
         found = []
-        for ballot, decree in self.decrees.items():
+        for ballot, decree in self.memberships.items():
             members = [self.members[name] for name in decree.members]
-            if all(each.follower.epoch == ballot and not each.is_frozen and not each.is_dead for each in members):
+            if all(
+                each.follower.generation_id == ballot and not each.is_paused and not each.is_dead for each in members
+            ):
                 found.append(ballot)
         return found
 
     def check(self) -> None:
         """The invariants, in words."""
         assert len(self.live_epochs) <= 1, "at most one epoch can take a step"
-        newest = max((each.follower.epoch for each in self.members.values()), default=BEFORE_ALL)
-        if newest == BEFORE_ALL:
+        newest = max((each.follower.generation_id for each in self.members.values()), default=NO_GENERATION)
+        if newest == NO_GENERATION:
             return
-        there = [each for each in self.members.values() if each.follower.epoch == newest and each.forming is None]
+        there = [
+            each for each in self.members.values() if each.follower.generation_id == newest and each.forming is None
+        ]
         numbers = {number for each in there for number in each.history}
         for number in numbers:
             sets = {each.history[number] for each in there if number in each.history}
@@ -570,13 +598,13 @@ class World:
     def describe(self) -> str:
         """For the text of a failure."""
         coordinators = [
-            f"term {each.term} decree {each.decree and (each.decree.ballot, each.decree.members)} "
-            f"present {each.present} proposal {each._proposal} ended {each.ended!r}"
+            f"term {each.term} decree {each.membership and (each.membership.ballot, each.membership.members)} "
+            f"present {each.present} proposal {each._proposal} ended {each.end_reason!r}"
             for each in self.coordinators
         ]
         members = [
-            f"{each.name} at {each.at} epoch {each.follower.epoch} promised {each.follower.promised} "
-            f"out {each.follower.is_out} dead {each.is_dead} frozen {each.is_frozen} stop {each.wants_stop} "
+            f"{each.name} at {each.at} epoch {each.follower.generation_id} promised {each.follower.promised_id} "
+            f"out {each.follower.is_stopped} dead {each.is_dead} frozen {each.is_paused} stop {each.wants_pause} "
             f"stuck {each.is_stuck} unstood {each.unstood} {each.standing} {each.reason}"
             for each in self.members.values()
         ]

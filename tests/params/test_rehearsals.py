@@ -7,8 +7,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from ringweave.testing import rehearsals
-from ringweave.testing.rehearsals import Task
+from tests.fakes import async_training
+from tests.fakes.async_training import VirtualTask
 
 EPOCHS, BATCH = 8, 128
 IMAGES, LABELS = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
@@ -28,7 +28,7 @@ def loss(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(IMAGES[samples].float() / 16), LABELS[samples])
 
 
-def task_of(optimizer: str, seed: int) -> Task:
+def task_of(optimizer: str, seed: int) -> VirtualTask:
     def make_model() -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
@@ -40,7 +40,7 @@ def task_of(optimizer: str, seed: int) -> Task:
 
     generator, train = torch.Generator().manual_seed(seed), (~IS_HELD_OUT).nonzero().flatten()
     whole = len(train) - len(train) % BATCH
-    return Task(
+    return VirtualTask(
         make_model=make_model,
         make_optimizer=make_optimizer,
         loss=loss,
@@ -60,8 +60,8 @@ def held_out(model: nn.Module) -> float:
 @pytest.mark.parametrize("speeds", [(4.0, 1.0), (1.0, 1.01, 0.5)])
 def test_the_loss_is_that_of_synchronous_training(optimizer, speeds):
     tasks = [task_of(optimizer, seed) for seed in range(3)]
-    sync = statistics.mean(held_out(rehearsals.synchronous(task)) for task in tasks)
-    found = [rehearsals.asynchronous(task, speeds) for task in tasks]
+    sync = statistics.mean(held_out(async_training.train_synchronously(task)) for task in tasks)
+    found = [async_training.train_asynchronously(task, speeds) for task in tasks]
     # An optimizer that steps once a push is 15 to 40 % behind with AdamW. What is left is noise of the seeds.
     assert statistics.mean(held_out(each.model) for each in found) < sync * 1.02
     assert max(max(each.staleness) for each in found) <= 4 * len(speeds)
@@ -69,8 +69,8 @@ def test_the_loss_is_that_of_synchronous_training(optimizer, speeds):
 
 def test_one_ring_is_synchronous_training():
     task = task_of("AdamW", 0)
-    expected = rehearsals.synchronous(task)
-    found = rehearsals.asynchronous(task, (1.0,))
+    expected = async_training.train_synchronously(task)
+    found = async_training.train_asynchronously(task, (1.0,))
     assert set(found.staleness) == {0}
     torch.testing.assert_close(list(found.model.parameters()), list(expected.parameters()), rtol=1e-4, atol=1e-6)
 
@@ -78,15 +78,15 @@ def test_one_ring_is_synchronous_training():
 @pytest.mark.slow
 def test_stalls_let_the_others_go_on():
     task = task_of("SGD", 0)
-    found = rehearsals.asynchronous(task, (1.0,) * 4, stall=0.125)
+    found = async_training.train_asynchronously(task, (1.0,) * 4, stall=0.125)
     assert max(found.staleness) > 3
-    assert held_out(found.model) < held_out(rehearsals.synchronous(task)) * 1.1
+    assert held_out(found.model) < held_out(async_training.train_synchronously(task)) * 1.1
 
 
 @pytest.mark.parametrize("slower", [1, 2, 3, 4, 8])
 def test_nothing_runs_away_when_a_ring_suddenly_becomes_slow(slower):
     after, curvatures = [], torch.linspace(0.1, 1.4, 14, dtype=torch.float64)
-    task = Task(
+    task = VirtualTask(
         make_model=lambda: nn.ParameterList([torch.ones_like(curvatures)]),  # a place in one valley of each curvature
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9),
         loss=lambda model, _: (curvatures * next(model.parameters()).square()).sum() / 2,
@@ -94,12 +94,12 @@ def test_nothing_runs_away_when_a_ring_suddenly_becomes_slow(slower):
         batch_samples=2,
         after_epoch=lambda model: after.append(next(model.parameters()).detach().abs().clone()),
     )
-    rehearsals.asynchronous(task, (1.0, 1.0), later_speeds=(1.0, 1 / slower))
+    async_training.train_asynchronously(task, (1.0, 1.0), later_speeds=(1.0, 1 / slower))
     # With leads of up to two train steps a curvature of 0.8 / lr was enough for four times slower, 0.5 / lr for eight.
     assert (after[1] < after[0]).all()
 
 
 def test_shares_follow_a_change_of_speeds_an_epoch_later():
-    found = rehearsals.asynchronous(task_of("SGD", 0), (1.0, 1.0), later_speeds=(1.0, 0.25))
+    found = async_training.train_asynchronously(task_of("SGD", 0), (1.0, 1.0), later_speeds=(1.0, 0.25))
     assert max(found.staleness) == 4, "the slow ring's pushes, as long as shares are equal"
     assert max(found.staleness[-20:]) < 4

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
+from ringweave_bench import pipeline_history
 
 from ringweave.errors import UsageError
-from ringweave.pictures import adapting
 
 
 def measured(first: int, splits: list[int], seconds: float) -> dict:
@@ -20,16 +20,18 @@ EVENTS = [
 
 
 def test_history_of_events() -> None:
-    found = adapting.history([{"kind": "run_started"}, *EVENTS])
+    found = pipeline_history.read_history([{"kind": "run_started"}, *EVENTS])
     assert found.num_blocks == 6
-    assert [(era.begin_step, era.end_step, era.splits) for era in found.eras] == [(2, 23, (3,)), (23, 34, (2,))]
-    assert [span.measured_s for span in found.spans] == [1.0, 2.0, 1.5]
-    assert adapting.history(EVENTS[:2]).eras == (adapting.Era(begin_step=2, end_step=22, splits=(3,)),)
+    assert [(era.begin_step, era.end_step, era.splits) for era in found.periods] == [(2, 23, (3,)), (23, 34, (2,))]
+    assert [span.measured_s for span in found.windows] == [1.0, 2.0, 1.5]
+    assert pipeline_history.read_history(EVENTS[:2]).periods == (
+        pipeline_history.PartitionPeriod(begin_step=2, end_step=22, splits=(3,)),
+    )
 
 
 def test_no_events() -> None:
     with pytest.raises(UsageError, match=r"^events of a pipeline: 'none', expected events of kind pipeline"):
-        adapting.history([{"kind": "run_started"}])
+        pipeline_history.read_history([{"kind": "run_started"}])
 
 
 @pytest.mark.slow
@@ -37,7 +39,7 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib as mpl
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    adapting.draw(adapting.history(EVENTS), tmp_path / "p.svg")
+    pipeline_history.draw_history(pipeline_history.read_history(EVENTS), tmp_path / "p.svg")
     words = (tmp_path / "p.svg").read_text()
     for word in ("device 1", "device 2", "measured step", "predicted step", "train step", "blocks"):
         assert word in words

@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.cost import crossovers
-from ringweave.cost.architectures import Setting
-from ringweave.pictures import architectures
-from ringweave.pictures.architectures import Sweep
+from ringweave.cost import architectures
+from ringweave.cost.architectures import ArchitectureSetting
+from ringweave.plots import architecture_curves
+from ringweave.plots.architecture_curves import WorkerSweep
 
-SETTING = Setting(
+SETTING = ArchitectureSetting(
     num_workers=16,
     num_groups=4,
     num_bytes=100_000_000,
@@ -27,7 +27,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_against_latency(path: Path) -> None:
-    architectures.draw_latency(SETTING, path)
+    architecture_curves.draw_over_latency(SETTING, path)
     words = path.read_text()
     for expected in (
         "S = 100MB, B = 1Gbit/s, C = 1e-10 s/byte, N = 16, k = 4",
@@ -43,8 +43,8 @@ def test_against_latency(path: Path) -> None:
 
 @pytest.mark.slow
 def test_against_workers(path: Path) -> None:
-    sweep = crossovers.settings_over_workers(SETTING, range(4, 65, 4), lambda count: count // 4)
-    architectures.draw_workers([Sweep(title="rings of 4", settings=tuple(sweep))], path)
+    sweep = architectures.settings_over_workers(SETTING, range(4, 65, 4), lambda count: count // 4)
+    architecture_curves.draw_over_workers([WorkerSweep(title="rings of 4", settings=tuple(sweep))], path)
     words = path.read_text()
     for expected in (
         "S = 100MB, B = 1Gbit/s, C = 1e-10 s/byte, a = 200ms",

@@ -2,8 +2,7 @@ import copy
 from pathlib import Path
 
 import pytest
-
-from ringweave.pictures import charts
+from ringweave_bench import result_charts
 
 
 def entry(system: str, median_s: float, **changes) -> dict:
@@ -25,7 +24,7 @@ LOCAL = {"cluster": "local:2", "results": [entry("mpich", 2.0, bound_s=None), en
 
 
 def test_bars_are_fractions_of_the_bound_or_speeds_relative_to_gloo() -> None:
-    bounded, relative = charts.groups([RACKS, LOCAL])
+    bounded, relative = result_charts.bar_groups([RACKS, LOCAL])
     assert [group.label for group in bounded + relative] == ["two-racks\n1MB", "local:2\n1MB"]
     assert [(bar.system, bar.height) for bar in bounded[0].bars] == [("ringweave", 0.8), ("gloo", 0.5)]
     assert [(bar.system, bar.height) for bar in relative[0].bars] == [("gloo", 1.0), ("mpich", 0.5)]
@@ -37,14 +36,17 @@ def test_bars_are_fractions_of_the_bound_or_speeds_relative_to_gloo() -> None:
 def test_orders_are_named_where_there_are_several() -> None:
     both = copy.deepcopy(RACKS)
     both["results"].append(entry("gloo", 4.0, order="shuffled"))
-    assert [group.label for group in charts.groups([both])[0]] == ["two-racks\n1MB, block", "two-racks\n1MB, shuffled"]
+    assert [group.label for group in result_charts.bar_groups([both])[0]] == [
+        "two-racks\n1MB, block",
+        "two-racks\n1MB, shuffled",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_pictures(tmp_path: Path, suffix: str, begin: bytes) -> None:
     path = tmp_path / f"picture{suffix}"
-    charts.draw([RACKS, LOCAL], path)
+    result_charts.draw_results([RACKS, LOCAL], path)
     content = path.read_bytes()
     assert content.startswith(begin)
     assert len(content) > 5000
@@ -52,7 +54,7 @@ def test_pictures(tmp_path: Path, suffix: str, begin: bytes) -> None:
 
 @pytest.mark.parametrize(("count", "lengths"), [(0, []), (1, [1]), (6, [6]), (7, [3, 4]), (13, [4, 4, 5])])
 def test_many_groups_are_drawn_in_rows(count: int, lengths: list[int]) -> None:
-    found = [charts.Group(label=str(index), bars=()) for index in range(count)]
-    rows = charts._rows(found)
+    found = [result_charts.BarGroup(label=str(index), bars=()) for index in range(count)]
+    rows = result_charts._split_rows(found)
     assert [len(row) for row in rows] == lengths
     assert [group for row in rows for group in row] == found

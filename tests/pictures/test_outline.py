@@ -1,9 +1,9 @@
 from ringweave import topology
-from ringweave.pictures.outline import Item, outline
+from ringweave.plots.plan_drawing import OutlineItem, outline_cluster
 from ringweave.topology import Cluster
 
 
-def labels(item: Item) -> list[str]:
+def labels(item: OutlineItem) -> list[str]:
     return [child.label for child in item.children]
 
 
@@ -18,10 +18,10 @@ def racks(*sizes: int) -> Cluster:
 
 
 def test_every_node_of_a_small_cluster_has_a_row() -> None:
-    root = outline(racks(2, 1), ["r1->core", "n0-1->r0"], {"n0-0": "leads"})
+    root = outline_cluster(racks(2, 1), ["r1->core", "n0-1->r0"], {"n0-0": "leads"})
     assert labels(root) == ["r0", "r1"]
     assert labels(root.children[0]) == ["n0-0, 1 device, leads", "n0-1, 1 device"]
-    assert [child.rate for child in root.children] == ["1Gbit/s", "2Gbit/s"]
+    assert [child.rate_text for child in root.children] == ["1Gbit/s", "2Gbit/s"]
     assert [child.is_binding for child in root.children] == [False, True]
     assert [node.is_binding for node in root.children[0].children] == [False, True]
     assert [node.is_leader for node in root.children[0].children] == [True, False]
@@ -29,11 +29,11 @@ def test_every_node_of_a_small_cluster_has_a_row() -> None:
 
 
 def test_a_link_downwards_binds_too() -> None:
-    assert outline(racks(1, 1), ["core->r0"], {}).children[0].is_binding
+    assert outline_cluster(racks(1, 1), ["core->r0"], {}).children[0].is_binding
 
 
 def test_nodes_that_are_alike_share_a_row() -> None:
-    root = outline(racks(30, 20), ["n0-3->r0"], {})
+    root = outline_cluster(racks(30, 20), ["n0-3->r0"], {})
     first, second = root.children
     assert labels(second) == ["n1-0 .. n1-19 (20 nodes), 1 device"]
     assert labels(first) == ["n0-0 .. n0-29 (29 nodes), 1 device", "n0-3, 1 device"]
@@ -41,17 +41,17 @@ def test_nodes_that_are_alike_share_a_row() -> None:
 
 
 def test_of_too_many_racks_those_that_bind_or_are_slow_are_kept_in_order() -> None:
-    root = outline(racks(*[100] * 100), ["r77->core"], {})
+    root = outline_cluster(racks(*[100] * 100), ["r77->core"], {})
     assert root.num_rows == 40
     assert labels(root)[:2] == ["r0", "r1"]
     assert labels(root)[-2:] == ["r77", "61 more switches with 6100 nodes"]
-    assert root.children[-1].rate == "39Gbit/s to 100Gbit/s"
+    assert root.children[-1].rate_text == "39Gbit/s to 100Gbit/s"
     assert root.num_nodes == 10_000
 
 
 def test_nodes_that_all_differ_are_cut_short() -> None:
     lines = ["name: c", "nodes:", *(f"  - {{name: n{i}, nic: {i + 1}Gbit/s, devices: 2}}" for i in range(60))]
-    root = outline(topology.loads("\n".join(lines)), [], {})
+    root = outline_cluster(topology.loads("\n".join(lines)), [], {})
     assert root.num_rows == 40
     assert labels(root)[0] == "n0, 2 devices"
     assert labels(root)[-1] == "21 more nodes"

@@ -3,22 +3,22 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import UsageError
-from ringweave.pictures import plotting
+from ringweave.plots import figures
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    plotting.check_library()
+    figures.check_matplotlib()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     expected = r"picture: 'no matplotlib', expected matplotlib to draw it\. Install it: pip install matplotlib\."
     with pytest.raises(UsageError, match=expected):
-        plotting.check_library()
+        figures.check_matplotlib()
     with pytest.raises(UsageError, match=expected):
-        plotting.check_path("x.png")
+        figures.check_picture_path("x.png")
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.SVG"])
 def test_paths(name: str, tmp_path: Path) -> None:
-    assert plotting.check_path(str(tmp_path / name)) == tmp_path / name
+    assert figures.check_picture_path(str(tmp_path / name)) == tmp_path / name
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_paths(name: str, tmp_path: Path) -> None:
 def test_other_paths(path: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        plotting.check_path(path)
+        figures.check_picture_path(path)
     assert str(caught.value) == text
 
 
@@ -40,8 +40,8 @@ def test_other_paths(path: str, text: str, tmp_path: Path, monkeypatch: pytest.M
 def test_the_same_figure_is_the_same_file(name: str, tmp_path: Path) -> None:
     contents = []
     for _ in range(2):
-        figure, axis = plotting.new_figure(2, 2)
+        figure, axis = figures.new_figure(2, 2)
         axis.plot([0, 1], [0, 1])
-        plotting.save(figure, tmp_path / name)
+        figures.save_figure(figure, tmp_path / name)
         contents.append((tmp_path / name).read_bytes())
     assert contents[0] == contents[1]

@@ -2,14 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.pictures import stages
-from ringweave.planning.partitioning import Problem, solve
+from ringweave.planning.partition import PartitionProblem, solve_partition
+from ringweave.plots import partition_chart
 
-PROBLEM = Problem(work=((8, 1, 8),), capability=(1, 0.01, 1), activation=(2, 2, 2), bandwidth=(1, 1), allow_empty=True)
+PROBLEM = PartitionProblem(
+    work=((8, 1, 8),), capability=(1, 0.01, 1), activation=(2, 2, 2), bandwidth=(1, 1), allow_empty=True
+)
 
 
 def test_rows() -> None:
-    assert [line.split() for line in stages.rows(solve(PROBLEM))] == [
+    assert [line.split() for line in partition_chart.partition_rows(solve_partition(PROBLEM))] == [
         ["device", "blocks", "compute", "s", "transfer", "s"],
         ["1", "1", "8", "0", "#" * 36],
         ["2", "none", "0", "2", "=" * 9],
@@ -18,7 +20,9 @@ def test_rows() -> None:
 
 
 def test_rows_without_any_time() -> None:
-    assert stages.rows(solve(Problem(work=((0,),), capability=(1,))))[1].split() == ["1", "1", "0", "0"]
+    assert partition_chart.partition_rows(solve_partition(PartitionProblem(work=((0,),), capability=(1,))))[
+        1
+    ].split() == ["1", "1", "0", "0"]
 
 
 @pytest.mark.slow
@@ -26,7 +30,7 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib as mpl
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    stages.draw(solve(PROBLEM), tmp_path / "p.svg")
+    partition_chart.draw_partition(solve_partition(PROBLEM), tmp_path / "p.svg")
     words = (tmp_path / "p.svg").read_text()
     for expected in (
         "device 1: 1<",
@@ -43,5 +47,7 @@ def test_many_devices_are_not_all_named(tmp_path: Path, monkeypatch: pytest.Monk
     import matplotlib as mpl
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    stages.draw(solve(Problem(work=((1,) * 100,), capability=(1,) * 100)), tmp_path / "p.svg")
+    partition_chart.draw_partition(
+        solve_partition(PartitionProblem(work=((1,) * 100,), capability=(1,) * 100)), tmp_path / "p.svg"
+    )
     assert (tmp_path / "p.svg").read_text().count(">device ") == 34

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings
-from ringweave.sim.pipelines import parse_order
+from ringweave.sim.pipeline_schedules import parse_pipeline_schedule
 from tests.pipeline.pipeline_functions import BATCH, FEATURES, batch_of, gradients_of, make_optimizer, plain_model
 
 
@@ -26,7 +26,7 @@ class Found:
 
 def run(text: str, splits: tuple[int, ...]) -> Found:
     """A batch by an order that is given as text."""
-    order = parse_order(text)
+    order = parse_pipeline_schedule(text)
     settings = Settings(num_microbatches=order.num_microbatches, schedule=order, splits=splits)
     example = torch.empty(BATCH, FEATURES, dtype=torch.float64)
     pipeline = Pipeline(list(plain_model()), nn.CrossEntropyLoss(), make_optimizer, example, settings)

@@ -72,7 +72,7 @@ def fingerprints(pipeline: Pipeline) -> dict[int, str]:
     """Of every held block: all bits of its parameters, buffers and optimizer state."""
     found = {}
     for index in pipeline.blocks.held:
-        optimizer = pipeline.optimizer.of(index)
+        optimizer = pipeline.optimizer.for_block(index)
         state: Any = optimizer.state_dict()["state"] if optimizer else {}
         tensors = [*pipeline.blocks[index].state_dict().values()]
         tensors += [state[key][name] for key in sorted(state) for name in sorted(state[key])]
@@ -120,18 +120,18 @@ def move(pipeline: Pipeline, splits: tuple[int, ...]) -> None:
     layout = pipeline.layout
     new = dataclasses.replace(layout, splits=splits)
     for block in range(layout.num_blocks):
-        sender, receiver = layout.stage_with(block), new.stage_with(block)
+        sender, receiver = layout.stage_of_block(block), new.stage_of_block(block)
         if sender == receiver or pipeline.rank not in (sender, receiver):
             continue
         message: list[Any] = [None]
         if pipeline.rank == sender:
-            optimizer = pipeline.optimizer.of(block)
+            optimizer = pipeline.optimizer.for_block(block)
             message = [(pipeline.blocks[block].state_dict(), optimizer.state_dict() if optimizer else None)]
             dist.send_object_list(message, receiver)
         else:
             dist.recv_object_list(message, sender)
-            pipeline.blocks.hold(block).load_state_dict(message[0][0])
-            pipeline.optimizer.take(block, message[0][1])
+            pipeline.blocks.allocate(block).load_state_dict(message[0][0])
+            pipeline.optimizer.add_block(block, message[0][1])
     pipeline.repartition(splits)
 
 
@@ -205,7 +205,7 @@ def train_replicas(splits: tuple[int, ...], num_replicas: int, num_steps: int) -
     if dist.get_rank() >= len(splits) + 1:
         nn.init.zeros_(next(blocks[0].parameters()))  # replicas take the values of the first one
     pipeline = Pipeline(blocks, nn.CrossEntropyLoss(), make_optimizer, example, settings)
-    replica = pipeline.layout.replica_of(pipeline.rank)
+    replica = pipeline.layout.replica_of_rank(pipeline.rank)
     loss = torch.tensor(0.0)
     for step in range(num_steps):
         x, y = batch_of(step)
@@ -246,7 +246,7 @@ def accumulate(
         example = torch.empty(samples, FEATURES, dtype=torch.float64)
         loss_fn = nn.CrossEntropyLoss(reduction=reduction)
         pipeline = Pipeline(list(plain_model()), loss_fn, make_optimizer, example, settings)
-        first = pipeline.layout.replica_of(pipeline.rank) * samples
+        first = pipeline.layout.replica_of_rank(pipeline.rank) * samples
         own, losses = slice(first, first + samples), []
         for step in range(3):
             x, y = batch_of(step)

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError
+from ringweave.files import file_io
 from ringweave.pipeline import Pipeline, Settings, checkpoints, profiling
 from ringweave.pipeline import blocks as pipeline_blocks
 from tests.pipeline.pipeline_functions import Case, batch_of, fingerprints, make_pipeline, without_checks
@@ -107,7 +108,7 @@ def _crashing(directory: Path, moment: str) -> Any:
         "the new one half written": (checkpoints, "_sync", broken_sync),
         "all written": (Path, "rename", broken_rename),
         "the old one aside": (Path, "rename", broken_rename),
-        "the new one has its name": (checkpoints.durable, "sync_folder", broken_sync),
+        "the new one has its name": (file_io, "sync_folder", broken_sync),
         "the old one half deleted": (shutil, "rmtree", broken_rmtree),
     }
     return mock.patch.object(*replaced[moment])
@@ -166,10 +167,10 @@ def _damages(directory: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
             flipped = bytes([whole[place] ^ 1 << random.randrange(8)])
             yield "flipped", functools.partial(_put, path.name, whole[:place] + flipped + whole[place + 1 :])
         yield "missing", lambda folder, path=path: (folder / path.name).unlink()
-    text = (directory / checkpoints.SHARED).read_text()
+    text = (directory / checkpoints.SHARED_FILE).read_text()
     other = text.replace('"train_steps": 1', '"train_steps": 3').encode()
-    yield "another number", functools.partial(_put, checkpoints.SHARED, other)
-    yield "half of pipeline.json", functools.partial(_put, checkpoints.SHARED, text[: len(text) // 2].encode())
+    yield "another number", functools.partial(_put, checkpoints.SHARED_FILE, other)
+    yield "half of pipeline.json", functools.partial(_put, checkpoints.SHARED_FILE, text[: len(text) // 2].encode())
     yield "right check, no safetensors", _replace_first_block
 
 
@@ -224,7 +225,7 @@ def save_what_is_rare(directory: Path) -> dict[str, Any]:
     made[0].train_step(x, target=x)
     checkpoints.save(made[0], directory)
     checkpoints.load(made[1], directory)
-    optimizers = [pipeline.optimizer.of(1) for pipeline in made]
+    optimizers = [pipeline.optimizer.for_block(1) for pipeline in made]
     masters = [state["master"] for each in optimizers if each for state in each.state.values()]
     half = len(masters) // 2
     profile = profiling.profile(made[0], lambda block: Mastered(block.parameters()), rounds=1)

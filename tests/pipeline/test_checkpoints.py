@@ -23,10 +23,10 @@ def test_training_goes_on_with_the_same_bits_on_other_stages_and_on_one_device(t
     names = sorted(path.name for path in directory.iterdir())
     assert [pipeline_functions.without_checks(name) for name in names] == [
         *(f"block-0000{index}-CHECK.safetensors" for index in range(5)),
-        checkpoints.SHARED,
+        checkpoints.SHARED_FILE,
     ]
     assert not list(tmp_path.glob("*.part"))
-    assert json.loads((directory / checkpoints.SHARED).read_text())["train_steps"] == 3
+    assert json.loads((directory / checkpoints.SHARED_FILE).read_text())["train_steps"] == 3
     for splits in ((), (1,)):
         found: dict[int, str] = {}
         for bits, before in run_ranks(pipeline_functions.load_and_go_on, len(splits) + 1, directory, splits):
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> N
     blocks = [(f"sync {stem}.safetensors", f"rename {stem}.safetensors {stem}-CHECK.safetensors") for stem in stems]
     assert done == [
         *itertools.chain.from_iterable(blocks),
-        f"sync {checkpoints.SHARED}",
+        f"sync {checkpoints.SHARED_FILE}",
         "sync checkpoint.part",
         "rename checkpoint.part checkpoint",
         f"sync {tmp_path.name}",
@@ -73,7 +73,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert said == [text.format(rank) for rank in (0, 1, 2, 0)]
     assert loaded == 1
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    assert json.loads((directory / checkpoints.SHARED).read_text())["train_steps"] == 2
+    assert json.loads((directory / checkpoints.SHARED_FILE).read_text())["train_steps"] == 2
 
 
 def test_types_of_the_optimizer_and_extra_state_come_back_as_they_were(tmp_path: Path) -> None:

@@ -10,6 +10,6 @@ from ringweave.pipeline import checkpoints
 
 @pytest.mark.parametrize("content", [b"", b"null", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000, b"{}"])
 def test_what_is_no_file_of_ours_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / checkpoints.SHARED).write_bytes(content)
+    (tmp_path / checkpoints.SHARED_FILE).write_bytes(content)
     with pytest.raises(TrainingError, match=r"^(format of the )?checkpoint: .*, expected (a file pipeline.json|\d)"):
-        checkpoints._shared(tmp_path)
+        checkpoints._read_shared(tmp_path)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import DisagreementError
-from ringweave.pipeline import telling
+from ringweave.pipeline import pipeline
 
 
 class Group:
@@ -26,13 +26,13 @@ class Group:
 
 @pytest.mark.parametrize(("told", "heard"), [(b"text", "text"), (b"\0", ""), (b"\xff", "\ufffd")])
 def test_it_is_heard(told: bytes, heard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "dist", Group(told))
-    assert telling.tell("", None) == heard  # pyrefly: ignore
+    monkeypatch.setattr(pipeline, "dist", Group(told))
+    assert pipeline.broadcast_text("", None) == heard  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("length", [-1, 0, 2**40])
 def test_a_length_that_is_none_takes_no_memory(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "dist", Group(b"", length))
+    monkeypatch.setattr(pipeline, "dist", Group(b"", length))
     expected = rf"text of another rank: '{length} bytes', expected 1 to 16777216 bytes.* \[rank 0 of the group\]"
     with pytest.raises(DisagreementError, match=expected):
-        telling.tell("", None)  # pyrefly: ignore
+        pipeline.broadcast_text("", None)  # pyrefly: ignore

@@ -4,9 +4,8 @@ import copy
 from typing import Any
 
 import torch
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import Tensor, nn
-
-from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 
 
 class Time:

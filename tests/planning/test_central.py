@@ -3,7 +3,7 @@ import math
 import pytest
 
 from ringweave import topology
-from ringweave.planning import central
+from ringweave.planning import group_planner
 
 
 def loads(nodes: str, switches: str = "") -> topology.Cluster:
@@ -11,7 +11,7 @@ def loads(nodes: str, switches: str = "") -> topology.Cluster:
 
 
 def test_the_node_with_the_fastest_link_of_equals():
-    found = central.best_connected(
+    found = group_planner.find_best_connected(
         loads(
             "{name: a, nic: 100Mbit/s, devices: 1}, {name: b, nic: 400Mbit/s, devices: 1},"
             " {name: c, nic: 200Mbit/s, devices: 1}"
@@ -21,7 +21,7 @@ def test_the_node_with_the_fastest_link_of_equals():
 
 
 def test_a_fast_link_behind_a_slow_uplink_is_no_good():
-    found = central.best_connected(
+    found = group_planner.find_best_connected(
         loads(
             "{name: a, nic: 1Gbit/s, devices: 1, switch: r0}, {name: b, nic: 400Mbit/s, devices: 1},"
             " {name: c, nic: 300Mbit/s, devices: 1}",
@@ -32,4 +32,4 @@ def test_a_fast_link_behind_a_slow_uplink_is_no_good():
 
 
 def test_one_node_is_its_own_best():
-    assert central.best_connected(topology.one_machine([3])).inflow_bytes_per_s == math.inf
+    assert group_planner.find_best_connected(topology.one_machine([3])).inflow_bytes_per_s == math.inf

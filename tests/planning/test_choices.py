@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.cost import Demand
-from ringweave.planning.choices import MAX_PIECE_BYTES, MAX_SEGMENTS, MAX_WINDOW, MIN_PIECE_BYTES, pipelined
+from ringweave.cost import ScheduleDemand
+from ringweave.planning.plans import MAX_PIECE_BYTES, MAX_SEGMENTS, MAX_WINDOW, MIN_PIECE_BYTES, best_pipelining
 
 MB = 10**6
-RING_OF_8 = Demand(
+RING_OF_8 = ScheduleDemand(
     num_rounds=14,
     num_latencies=14,
     waves_s_per_byte=7e-8,
@@ -24,9 +24,9 @@ RING_OF_8 = Demand(
 )
 
 
-def changed(**values: float) -> Demand:
-    fields = {name: getattr(RING_OF_8, name) for name in Demand.__slots__}
-    return Demand(**(fields | values))
+def changed(**values: float) -> ScheduleDemand:
+    fields = {name: getattr(RING_OF_8, name) for name in ScheduleDemand.__slots__}
+    return ScheduleDemand(**(fields | values))
 
 
 @given(
@@ -40,7 +40,7 @@ def test_pieces_stay_between_their_limits_where_the_segments_allow(
     num_bytes: int, largest: float, overlap: float, num_rounds: int, message_s: float
 ) -> None:
     asked = changed(largest_piece=largest, waves_s_per_byte=7e-8 * overlap, num_rounds=num_rounds, message_s=message_s)
-    choice = pipelined("ring", asked, num_bytes)
+    choice = best_pipelining("ring", asked, num_bytes)
     piece = largest * num_bytes / choice.num_segments
     assert 1 <= choice.num_segments <= MAX_SEGMENTS
     assert 2 <= choice.window <= MAX_WINDOW
@@ -52,35 +52,35 @@ def test_pieces_stay_between_their_limits_where_the_segments_allow(
 
 @pytest.mark.parametrize(("num_rounds", "lag"), [(1, 1), (8, 1), (9, 2), (14, 2), (200, 25)])
 def test_about_eight_segments_overlap(num_rounds: int, lag: int) -> None:
-    assert pipelined("direct", changed(num_rounds=num_rounds), 25 * MB).lag == lag
+    assert best_pipelining("direct", changed(num_rounds=num_rounds), 25 * MB).lag == lag
 
 
 def test_the_window_holds_what_two_segments_receive() -> None:
-    assert pipelined("direct", RING_OF_8, 25 * MB).window == 28
-    assert pipelined("direct", changed(num_receives=100), 25 * MB).window == MAX_WINDOW
+    assert best_pipelining("direct", RING_OF_8, 25 * MB).window == 28
+    assert best_pipelining("direct", changed(num_receives=100), 25 * MB).window == MAX_WINDOW
 
 
 def test_messages_that_cost_much_are_not_cut_finely() -> None:
     waves = {"waves_s_per_byte": 14e-8}
-    fine = pipelined("direct", changed(**waves), 25 * MB).num_segments
-    assert pipelined("direct", changed(message_s=3e-3, **waves), 25 * MB).num_segments < fine
+    fine = best_pipelining("direct", changed(**waves), 25 * MB).num_segments
+    assert best_pipelining("direct", changed(message_s=3e-3, **waves), 25 * MB).num_segments < fine
 
 
 def test_streams_that_meet_are_cut_as_finely_as_costs_nothing() -> None:
     meeting = changed(streams_meet=True)
-    coarse, fine = pipelined("direct", RING_OF_8, 25 * MB), pipelined("direct", meeting, 25 * MB)
+    coarse, fine = best_pipelining("direct", RING_OF_8, 25 * MB), best_pipelining("direct", meeting, 25 * MB)
     assert fine.num_segments == MAX_SEGMENTS > coarse.num_segments
     assert coarse.predicted_s <= fine.predicted_s <= 1.02 * coarse.predicted_s
     dear = changed(streams_meet=True, message_s=3e-3)
-    assert pipelined("direct", dear, 25 * MB).num_segments < MAX_SEGMENTS
+    assert best_pipelining("direct", dear, 25 * MB).num_segments < MAX_SEGMENTS
 
 
 def test_a_tiny_message_is_not_cut() -> None:
-    assert pipelined("ring", RING_OF_8, MB // 8).num_segments == 1
+    assert best_pipelining("ring", RING_OF_8, MB // 8).num_segments == 1
 
 
 @pytest.mark.parametrize(("num_bytes", "num_segments"), [(0, 1), (MB, 1), (24 * MB, 3), (10**10, 128)])
 def test_inside_a_node_pieces_have_the_size_that_is_assumed(num_bytes: int, num_segments: int) -> None:
-    assert pipelined("direct", changed(num_latencies=0), num_bytes).num_segments == num_segments
+    assert best_pipelining("direct", changed(num_latencies=0), num_bytes).num_segments == num_segments
     larger = changed(num_latencies=0, local_piece_bytes=4e6)
-    assert pipelined("direct", larger, 96 * MB).num_segments == 3
+    assert best_pipelining("direct", larger, 96 * MB).num_segments == 3

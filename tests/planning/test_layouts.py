@@ -1,8 +1,8 @@
 import pytest
 
 from ringweave import cost, topology
-from ringweave.planning import layouts
-from ringweave.planning.layouts import Layout
+from ringweave.planning import group_planner
+from ringweave.planning.group_planner import RankLayout
 from ringweave.topology import Cluster
 
 LINES = """\
@@ -17,8 +17,8 @@ switches:
 """
 
 
-def laid_out(cluster: Cluster, nodes: list[str], **options: bool) -> Layout:
-    return layouts.lay_out(cluster, cost.network(cluster, nodes), nodes, **options)
+def laid_out(cluster: Cluster, nodes: list[str], **options: bool) -> RankLayout:
+    return group_planner.lay_out_ranks(cluster, cost.group_network(cluster, nodes), nodes, **options)
 
 
 def test_ranks_of_a_node_and_nodes_of_a_switch_are_neighbours() -> None:
@@ -85,13 +85,15 @@ def test_where_ranks_are_not_one_per_device_the_first_leads() -> None:
 def test_rows_that_lie_inside_racks(racks, counts) -> None:
     num_groups = sum(map(len, racks))
     groups = tuple((rank,) for rank in range(num_groups))
-    assert layouts.column_counts(Layout(ring_order=(), groups=groups, racks=racks, root=0)) == counts
+    assert (
+        group_planner.column_count_candidates(RankLayout(ring_order=(), groups=groups, racks=racks, root=0)) == counts
+    )
 
 
 def test_groups_of_nodes_and_of_racks_are_compared() -> None:
     found = laid_out(topology.loads(LINES), ["a-0", "a-1", "b-0", "a-0"])
-    assert layouts.tierings(found) == [((0, 3), (1,), (2,)), ((0, 3, 1), (2,))]
+    assert group_planner.tier_candidates(found) == [((0, 3), (1,), (2,)), ((0, 3, 1), (2,))]
     alone = laid_out(topology.loads(LINES), ["a-0", "a-1", "b-0"])
-    assert layouts.tierings(alone) == [((0, 1), (2,))]
+    assert group_planner.tier_candidates(alone) == [((0, 1), (2,))]
     on_one_switch = laid_out(topology.loads(TWO_NICS), ["g-0", "g-0"])
-    assert layouts.tierings(on_one_switch) == [((0, 1),)]
+    assert group_planner.tier_candidates(on_one_switch) == [((0, 1),)]

@@ -5,20 +5,20 @@ from ringweave.planning import modes
 
 
 def test_the_script_decides_before_the_launcher_and_auto_last() -> None:
-    assert modes.decide("sync", "balanced", 4) == ("sync", "the script asks for it")
-    assert modes.decide("auto", "sync", 4) == ("sync", "ringweave run --mode asks for it")
-    assert modes.decide("auto", None, 4)[0] == "balanced"
-    assert modes.decide("auto", "auto", 1) == ("sync", "there is one worker, and nobody to share with")
+    assert modes.decide_mode("sync", "balanced", 4) == ("sync", "the script asks for it")
+    assert modes.decide_mode("auto", "sync", 4) == ("sync", "ringweave run --mode asks for it")
+    assert modes.decide_mode("auto", None, 4)[0] == "balanced"
+    assert modes.decide_mode("auto", "auto", 1) == ("sync", "there is one worker, and nobody to share with")
 
 
 @pytest.mark.parametrize("name", ["ps", "ps-hra"])
 def test_modes_with_a_server_are_taken(name: str) -> None:
-    assert modes.check_name(name) == name
-    assert modes.decide("auto", name, 4)[0] == name
+    assert modes.check_mode(name) == name
+    assert modes.decide_mode("auto", name, 4)[0] == name
 
 
 @pytest.mark.parametrize(("name", "mend"), [("balance", 'Did you mean "balanced"?'), ("x", "Name one of them.")])
 def test_unknown_modes_are_refused(name: str, mend: str) -> None:
     with pytest.raises(UsageError) as caught:
-        modes.check_name(name)
+        modes.check_mode(name)
     assert str(caught.value) == f"mode: {name!r}, expected one of auto, sync, balanced, ps-hra, ps. {mend}"

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from ringweave import cost, planning, schedules, topology
 from ringweave.errors import ClusterError, ScheduleError, UsageError
-from ringweave.planning import Plan, groups, plan_text
-from ringweave.planning.sharing import program
-from ringweave.schedules import HOST
+from ringweave.planning import Plan, group_planner, plans
+from ringweave.planning.chunk_shares import linear_program
+from ringweave.schedules import NATIVE
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, random_trees
 
 MB = 10**6
 CLUSTERS = ("two-racks", "unequal-nics", "two-unequal-nodes", "lab-of-three")
-SCHEDULES = tuple(name for name in schedules.NAMES if name != HOST)
+SCHEDULES = tuple(name for name in schedules.SCHEDULE_NAMES if name != NATIVE)
 
 
 def whole(cluster: Cluster) -> Plan:
@@ -109,11 +109,11 @@ def test_any_schedule_can_be_forced(name: str) -> None:
 
 def test_the_host_library_can_be_forced_but_not_planned() -> None:
     plan = whole(example("two-racks"))
-    choice = plan.choose(25 * MB, forced=HOST)
-    assert (choice.schedule, choice.num_segments, choice.lag) == (HOST, 1, 0)
+    choice = plan.choose(25 * MB, forced=NATIVE)
+    assert (choice.schedule, choice.num_segments, choice.lag) == (NATIVE, 1, 0)
     assert choice.predicted_s == math.inf
     with pytest.raises(UsageError) as caught:
-        plan.generate(HOST)
+        plan.generate(NATIVE)
     assert str(caught.value) == (
         "schedule: 'host', expected one that is planned here. 'host' names the library underneath, which plans its "
         "messages itself."
@@ -145,7 +145,7 @@ def test_a_node_that_there_is_not() -> None:
 
 
 def test_what_has_too_many_operations_is_left_out_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_MAX_OPERATIONS", 100)
+    monkeypatch.setattr(group_planner, "_MAX_OPERATIONS", 100)
     plan = whole(flat([1.0] * 8))
     assert dict(plan.left_out) == {
         "multi-level": "128 operations are too many to count",
@@ -165,10 +165,10 @@ def test_what_has_too_many_operations_is_left_out_and_can_be_forced(monkeypatch:
 
 
 def test_too_many_leaders_or_levels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_MAX_LEADERS", 20)
+    monkeypatch.setattr(group_planner, "_MAX_PLANNED_LEADERS", 20)
     reason = "leaders of 8 chunks in 3 domains are too many"
     assert dict(whole(example("two-racks")).left_out) == {"multi-level": reason}
-    monkeypatch.setattr(groups, "_MAX_DEPTH", 1)
+    monkeypatch.setattr(group_planner, "_MAX_SWITCH_DEPTH", 1)
     reason = "switches below each other more than 1 deep"
     assert dict(whole(example("two-racks")).left_out) == {"multi-level": reason}
 
@@ -183,7 +183,7 @@ def test_racks_that_send_one_partial_sum_of_a_part_and_several_of_another() -> N
 
 
 def test_one_tree_where_several_would_have_too_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_MAX_OPERATIONS", 128)  # 62 of one tree, 138 of the two that are better
+    monkeypatch.setattr(group_planner, "_MAX_OPERATIONS", 128)  # 62 of one tree, 138 of the two that are better
     assert len(whole(example("slow-racks")).stripes) == 1
 
 
@@ -191,7 +191,7 @@ def test_a_solver_that_gives_up_leaves_the_other_schedules(monkeypatch: pytest.M
     class Failed:
         success, message = False, "Time limit reached."
 
-    monkeypatch.setattr(program, "linprog", lambda *_, **__: Failed)
+    monkeypatch.setattr(linear_program, "linprog", lambda *_, **__: Failed)
     plan = whole(example("lab-of-three"))
     reason = "shares: Time limit reached., expected a solution. Force --schedule ring and report it."
     assert dict(plan.left_out) == {"multi-level": reason}
@@ -229,7 +229,7 @@ def test_text_that_is_no_plan(text: str) -> None:
 
 def test_text_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = whole(example("two-racks"))
-    monkeypatch.setattr(plan_text, "MAX_BYTES", len(str(plan)))
+    monkeypatch.setattr(plans, "MAX_PLAN_BYTES", len(str(plan)))
     assert Plan.parse(str(plan)) == plan
     with pytest.raises(ScheduleError, match=r"expected the text of a plan .*\d characters, more than \d"):
         Plan.parse(str(plan) + " ")

@@ -3,8 +3,8 @@
 import pytest
 
 from ringweave import topology
-from ringweave.planning import Plan, plan_group, simulating
-from ringweave.sim import Machine
+from ringweave.planning import Plan, plan_group, simulated
+from ringweave.sim import HostModel
 from ringweave.topology import Cluster
 
 
@@ -19,8 +19,8 @@ def many(count: int) -> str:
 
 def test_an_estimate_is_near_the_whole_simulation() -> None:
     plan, cluster = planned(many(4))
-    whole = simulating.simulate_best(plan, cluster, 5_000_000, count=2, machine=Machine.assumed())
-    found = simulating.estimate(plan, cluster, 5_000_000)
+    whole = simulated.simulate_best(plan, cluster, 5_000_000, count=2, machine=HostModel.assumed())
+    found = simulated.estimate_candidates(plan, cluster, 5_000_000)
     assert list(found) == [choice.schedule for choice in plan.choices(5_000_000)[: len(found)]]
     for name, seconds in whole.items():
         assert found[name] == pytest.approx(seconds, rel=0.3)
@@ -28,22 +28,22 @@ def test_an_estimate_is_near_the_whole_simulation() -> None:
 
 def test_an_estimate_is_the_same_each_time() -> None:
     plan, cluster = planned(many(4))
-    assert simulating.estimate(plan, cluster, 10**6) == simulating.estimate(plan, cluster, 10**6)
+    assert simulated.estimate_candidates(plan, cluster, 10**6) == simulated.estimate_candidates(plan, cluster, 10**6)
 
 
 def test_it_is_made_at_the_rates_that_are_given() -> None:
     plan, cluster = planned(many(4))
     slow = {"a-0->core": 12.5e6, "core->a-0": 12.5e6}
-    before, after = (simulating.estimate(plan, cluster, 10**6, rates=rates) for rates in (None, slow))
+    before, after = (simulated.estimate_candidates(plan, cluster, 10**6, rates=rates) for rates in (None, slow))
     assert all(after[name] > 3 * before[name] for name in before)
 
 
 @pytest.mark.parametrize("count", [32, 100])
 def test_a_group_of_many_ranks_has_no_estimates(count: int) -> None:
     plan, cluster = planned(many(count))
-    assert simulating.estimate(plan, cluster, 10**6) == {}
+    assert simulated.estimate_candidates(plan, cluster, 10**6) == {}
 
 
 def test_sixteen_ranks_have_estimates() -> None:
     plan, cluster = planned(many(16))
-    assert len(simulating.estimate(plan, cluster, 10**5)) >= 2
+    assert len(simulated.estimate_candidates(plan, cluster, 10**5)) >= 2

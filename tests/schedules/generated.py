@@ -71,8 +71,8 @@ ALL: dict[str, Make] = {
     "multi-level reduce-scatter": over_domains(schedules.multi_level_reduce_scatter),
     "multi-level allgather": over_domains(schedules.multi_level_allgather),
     "multi-level broadcast": over_domains(schedules.multi_level_broadcast, rooted=True),
-    "chain broadcast": along_a_chain(schedules.broadcast),
-    "chain reduce": along_a_chain(schedules.reduce),
+    "chain broadcast": along_a_chain(schedules.chain_broadcast),
+    "chain reduce": along_a_chain(schedules.chain_reduce),
     "binomial broadcast": along_a_tree(schedules.binomial_broadcast),
     "binomial reduce": along_a_tree(schedules.binomial_reduce),
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringweave.schedules import Collective, Round, Schedule
-from ringweave.schedules.schedule import Kind
+from ringweave.schedules.schedule import CollectiveKind
 
 
 class Op(NamedTuple):
@@ -28,7 +28,7 @@ class Listing:
     num_ranks: int
     num_chunks: int
     rounds: tuple[tuple[Op, ...], ...]
-    kind: Kind = "allreduce"
+    kind: CollectiveKind = "allreduce"
     owners: tuple[int, ...] | None = None
     root: int | None = None
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from random import Random
 
-from ringweave.schedules import Collective, How, Round, Schedule
+from ringweave.schedules import Collective, ReceiveOp, Round, Schedule
 from ringweave.schedules.generators.ring import ring
 
 Row = tuple[int, int, int, int]
 """src, dst, first chunk, number of chunks."""
 
 
-def make_round(how: How, rows: Iterable[Row]) -> Round:
+def make_round(how: ReceiveOp, rows: Iterable[Row]) -> Round:
     src, dst, first, count = zip(*rows, strict=True)
     return Round.of(src, dst, first, how, count)
 
@@ -24,9 +24,9 @@ def star(num_ranks: int, random: Random) -> Schedule:
     centre, chunks = random.randrange(num_ranks), random.randint(1, 4)
     others = [r for r in range(num_ranks) if r != centre]
     random.shuffle(others)
-    rounds = [make_round(How.REDUCE, [(r, centre, 0, chunks)]) for r in others]
+    rounds = [make_round(ReceiveOp.REDUCE, [(r, centre, 0, chunks)]) for r in others]
     if others:
-        rounds.append(make_round(How.COPY, [(centre, r, 0, chunks) for r in others]))
+        rounds.append(make_round(ReceiveOp.COPY, [(centre, r, 0, chunks) for r in others]))
     return Schedule("star", Collective("allreduce"), num_ranks, random_shares(chunks, random), rounds)
 
 
@@ -37,10 +37,10 @@ def direct(num_ranks: int, random: Random) -> Schedule:
     bounds[0] = 0
     owned = [(bounds[r], bounds[r + 1] - bounds[r]) for r in range(num_ranks)]
     rounds = []
-    for how in How:
+    for how in ReceiveOp:
         for distance in range(1, num_ranks):
             pairs = [(r, (r + distance) % num_ranks) for r in range(num_ranks)]
-            rows = [(s, d, *owned[d if how == How.REDUCE else s]) for s, d in pairs]
+            rows = [(s, d, *owned[d if how == ReceiveOp.REDUCE else s]) for s, d in pairs]
             rounds.append(make_round(how, kept) if (kept := [row for row in rows if row[3]]) else Round.of((), 0, 0, 0))
     return Schedule("direct", Collective("allreduce"), num_ranks, random_shares(2 * num_ranks, random), rounds)
 
@@ -52,20 +52,20 @@ def two_level(num_ranks: int, random: Random) -> Schedule:
     chunks = len(groups) * width
     rounds = []
     for turn in range(1, max(map(len, groups))):
-        rounds.append(make_round(How.REDUCE, [(g[turn], g[0], 0, chunks) for g in groups if turn < len(g)]))
+        rounds.append(make_round(ReceiveOp.REDUCE, [(g[turn], g[0], 0, chunks) for g in groups if turn < len(g)]))
     for round_ in ring(len(groups)).rounds:
         rows = [(leaders[s], leaders[d], c * width, width) for s, d, c, _, _ in round_.rows()]
-        rounds.append(make_round(How(int(round_.how[0])), rows))
+        rounds.append(make_round(ReceiveOp(int(round_.how[0])), rows))
     followers = [(group[0], r, 0, chunks) for group in groups for r in group[1:]]
     if followers:
-        rounds.append(make_round(How.COPY, followers))
+        rounds.append(make_round(ReceiveOp.COPY, followers))
     return Schedule("two-level", Collective("allreduce"), num_ranks, random_shares(chunks, random), rounds)
 
 
 def random_trees(num_ranks: int, random: Random) -> Schedule:
     """Each chunk is merged and spread along a random tree of its own; chunks overlap in time as they may."""
     chunks = random.randint(1, 4)
-    rounds: list[list[tuple[int, int, int, How]]] = []
+    rounds: list[list[tuple[int, int, int, ReceiveOp]]] = []
     for chunk in range(chunks):
         turn = -1
         for src, dst, how in _tree(num_ranks, random):
@@ -97,13 +97,13 @@ def random_groups(num_ranks: int, random: Random) -> list[list[int]]:
     return [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, num_ranks], strict=True)]
 
 
-def _tree(num_ranks: int, random: Random) -> Iterable[tuple[int, int, How]]:
+def _tree(num_ranks: int, random: Random) -> Iterable[tuple[int, int, ReceiveOp]]:
     parts = list(range(num_ranks))
     while len(parts) > 1:
         src = parts.pop(random.randrange(len(parts)))
-        yield src, random.choice(parts), How.REDUCE
+        yield src, random.choice(parts), ReceiveOp.REDUCE
     complete, waiting = parts, random.sample(range(num_ranks), num_ranks)
     for dst in waiting:
         if dst not in complete:
-            yield random.choice(complete), dst, How.COPY
+            yield random.choice(complete), dst, ReceiveOp.COPY
             complete.append(dst)

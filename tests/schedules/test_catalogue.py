@@ -2,12 +2,12 @@ import pytest
 
 from ringweave import schedules
 from ringweave.errors import UsageError
-from ringweave.schedules import HOST, NAMES, Schedule
+from ringweave.schedules import NATIVE, SCHEDULE_NAMES, Schedule
 from ringweave.schedules.generators.ring import ring
 
 
 def test_the_names_that_users_type() -> None:
-    assert NAMES == (
+    assert SCHEDULE_NAMES == (
         "ring",
         "leader-matrix",
         "hierarchical",
@@ -20,10 +20,10 @@ def test_the_names_that_users_type() -> None:
 
 
 def test_every_name_but_the_host_is_generated_and_correct() -> None:
-    assert HOST in NAMES
-    for name in NAMES:
-        assert schedules.check_name(name) == name
-        if name != HOST:
+    assert NATIVE in SCHEDULE_NAMES
+    for name in SCHEDULE_NAMES:
+        assert schedules.check_schedule_name(name) == name
+        if name != NATIVE:
             for num_ranks in (1, 2, 3, 5, 8, 13):
                 schedule: Schedule = schedules.generate(name, num_ranks)
                 assert schedule.num_ranks == num_ranks
@@ -34,17 +34,17 @@ def test_every_name_but_the_host_is_generated_and_correct() -> None:
 
 def test_a_name_that_is_nearly_one() -> None:
     with pytest.raises(UsageError) as caught:
-        schedules.check_name("rings", where="--schedule")
+        schedules.check_schedule_name("rings", where="--schedule")
     assert str(caught.value) == (
-        f"schedule: 'rings', expected one of {', '.join(NAMES)}. Did you mean 'ring'? [--schedule]"
+        f"schedule: 'rings', expected one of {', '.join(SCHEDULE_NAMES)}. Did you mean 'ring'? [--schedule]"
     )
 
 
-@pytest.mark.parametrize("ask", [schedules.check_name, lambda name: schedules.generate(name, 4)])
+@pytest.mark.parametrize("ask", [schedules.check_schedule_name, lambda name: schedules.generate(name, 4)])
 def test_a_name_like_no_other(ask) -> None:
     with pytest.raises(UsageError) as caught:
         ask("butterfly")
-    assert str(caught.value) == f"schedule: 'butterfly', expected one of {', '.join(NAMES)}. Name one of them."
+    assert str(caught.value) == f"schedule: 'butterfly', expected one of {', '.join(SCHEDULE_NAMES)}. Name one of them."
     assert caught.value.exit_code == 2
 
 

@@ -4,8 +4,16 @@ import pytest
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Collective, Phase, Round, Rounds, Schedule, beside, then
-from ringweave.schedules.joining import one_after_the_other
+from ringweave.schedules import (
+    Collective,
+    LazyRounds,
+    Round,
+    Schedule,
+    SchedulePhase,
+    compose_allreduce,
+    compose_side_by_side,
+)
+from ringweave.schedules.compose import concatenate_rounds
 
 EXPECTED = (
     "expected a reduce-scatter and the allgather of the same owners, or a reduce and the broadcast of the same root, "
@@ -13,17 +21,17 @@ EXPECTED = (
 )
 
 
-def counted(num_rounds: int, made: list[int]) -> Rounds:
+def counted(num_rounds: int, made: list[int]) -> LazyRounds:
     def make(index: int) -> Round:
         made.append(index)
         return Round.of([index], [index + 1], 0, 1)
 
-    return Rounds(num_rounds, make)
+    return LazyRounds(num_rounds, make)
 
 
 def test_rounds_are_made_when_asked_for_and_come_in_order() -> None:
     first, second = [], []
-    rounds, phases = one_after_the_other(("a", counted(2, first)), ("none", ()), ("b", counted(3, second)))
+    rounds, phases = concatenate_rounds(("a", counted(2, first)), ("none", ()), ("b", counted(3, second)))
     assert (len(rounds), first, second) == (5, [], [])
     assert phases == ((0, "a"), (2, "b"))
     assert [int(round_.src[0]) for round_ in rounds] == [0, 1, 0, 1, 2]
@@ -33,14 +41,16 @@ def test_rounds_are_made_when_asked_for_and_come_in_order() -> None:
 
 
 def test_nothing_after_nothing() -> None:
-    rounds, phases = one_after_the_other(("a", ()))
+    rounds, phases = concatenate_rounds(("a", ()))
     assert (len(rounds), phases) == (0, ())
 
 
 def test_phases_of_the_parts_are_kept_and_others_are_named_after_their_collective() -> None:
     scatter, gather = schedules.ring_reduce_scatter(4), schedules.ring_allgather(4)
-    named = Schedule("x", gather.collective, 4, gather.shares, gather.rounds, (Phase(0, "one"), Phase(2, "rest")))
-    whole = then("mine", scatter, named)
+    named = Schedule(
+        "x", gather.collective, 4, gather.shares, gather.rounds, (SchedulePhase(0, "one"), SchedulePhase(2, "rest"))
+    )
+    whole = compose_allreduce("mine", scatter, named)
     assert whole.name == "mine"
     assert whole.phases == ((0, "reduce-scatter"), (3, "one"), (5, "rest"))
     assert whole == schedules.ring(4)
@@ -49,7 +59,7 @@ def test_phases_of_the_parts_are_kept_and_others_are_named_after_their_collectiv
 
 def test_halves_of_different_makers_fit_if_their_owners_do() -> None:
     scatter, gather = schedules.ring_reduce_scatter(5, first=-1), schedules.direct_allgather(5)
-    schedules.verify(then("mixed", scatter, gather))
+    schedules.verify(compose_allreduce("mixed", scatter, gather))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +81,13 @@ def test_halves_of_different_makers_fit_if_their_owners_do() -> None:
             "reduce-scatter of 3 ranks and 3 chunks, then allgather of 3 ranks and 3 chunks",
         ),
         (
-            schedules.reduce(3, 1),
-            schedules.broadcast(3, 2),
+            schedules.chain_reduce(3, 1),
+            schedules.chain_broadcast(3, 2),
             "reduce of 3 ranks and 1 chunks, then broadcast of 3 ranks and 1 chunks",
         ),
         (
-            schedules.reduce(3),
-            schedules.broadcast(4),
+            schedules.chain_reduce(3),
+            schedules.chain_broadcast(4),
             "reduce of 3 ranks and 1 chunks, then broadcast of 4 ranks and 1 chunks",
         ),
         (
@@ -89,7 +99,7 @@ def test_halves_of_different_makers_fit_if_their_owners_do() -> None:
 )
 def test_parts_that_do_not_fit(first: Schedule, second: Schedule, what: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        then("mine", first, second)
+        compose_allreduce("mine", first, second)
     assert str(caught.value) == f"allreduce mine: {what}, {EXPECTED}"
 
 
@@ -97,7 +107,7 @@ def test_parts_of_a_message_run_side_by_side_phase_by_phase() -> None:
     """Two chunks by a ring, then three by another one in the other direction, in the same rounds."""
     one = schedules.ring_reduce_scatter(3)
     other = schedules.ring_reduce_scatter(3, [2, 1, 0])
-    both = beside(one, other)
+    both = compose_side_by_side(one, other)
     assert both.shares == (1,) * 6
     assert both.collective.owners == (*one.collective.owners, *other.collective.owners)
     assert len(both.rounds) == len(one.rounds)
@@ -109,13 +119,15 @@ def test_parts_of_a_message_run_side_by_side_phase_by_phase() -> None:
 def phased(names: dict[str, int]) -> Schedule:
     """A reduce-scatter of one chunk of two ranks, with rounds that do nothing in phases."""
     starts = list(itertools.accumulate(names.values(), initial=0))
-    phases = tuple(Phase(start, name) for start, name in zip(starts, names, strict=False))
+    phases = tuple(SchedulePhase(start, name) for start, name in zip(starts, names, strict=False))
     rounds = [Round.of([], [], [], [])] * starts[-1]
     return Schedule("x", Collective("reduce-scatter", (0,)), 2, (1,), rounds, phases)
 
 
 def test_phases_of_one_name_run_together_and_others_keep_their_order() -> None:
-    both = beside(phased({"deep": 2, "top": 1}), phased({"deeper": 1, "deep": 1, "top": 3}), phased({"top": 1}))
+    both = compose_side_by_side(
+        phased({"deep": 2, "top": 1}), phased({"deeper": 1, "deep": 1, "top": 3}), phased({"top": 1})
+    )
     assert both.phases == ((0, "deeper"), (1, "deep"), (3, "top"))
     assert len(both.rounds) == 6
 
@@ -124,11 +136,11 @@ def test_parts_that_cannot_be_side_by_side() -> None:
     first = schedules.ring_reduce_scatter(3)
     for other in (schedules.ring_allgather(3), schedules.ring_reduce_scatter(4)):
         with pytest.raises(ScheduleError) as caught:
-            beside(first, other)
+            compose_side_by_side(first, other)
         what = f"{other.collective.kind} of {other.num_ranks} ranks and {other.num_chunks} chunks"
         assert str(caught.value) == (
             f"{first.name}: reduce-scatter of 3 ranks and 3 chunks, beside {what}, expected the same collective of the "
             "same group and root. Make all parts by the same generator."
         )
     with pytest.raises(ScheduleError, match=r"expected phases of the same names in the same order\. Make all parts by"):
-        beside(phased({"a": 1, "b": 1}), phased({"b": 1, "a": 1}))
+        compose_side_by_side(phased({"a": 1, "b": 1}), phased({"b": 1, "a": 1}))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Collective, How, Phase, Round, Schedule
+from ringweave.schedules import Collective, ReceiveOp, Round, Schedule, SchedulePhase
 from ringweave.schedules.generators.ring import ring
 
 EMPTY = Round.of((), 0, 0, 0)
@@ -46,15 +46,15 @@ def make(**changes) -> Schedule:
         (lambda: make(name="a\nb"), "schedule name: 'a\\nb', expected one line without spaces around it. Shorten it."),
         (lambda: make(name=" a"), "schedule name: ' a', expected one line without spaces around it. Shorten it."),
         (
-            lambda: make(phases=(Phase(0, "a"),)),
+            lambda: make(phases=(SchedulePhase(0, "a"),)),
             "phases: [0], expected none, for no rounds. Name each by its first round.",
         ),
         (
-            lambda: make(rounds=(EMPTY, EMPTY), phases=(Phase(1, "a"), Phase(0, "b"))),
+            lambda: make(rounds=(EMPTY, EMPTY), phases=(SchedulePhase(1, "a"), SchedulePhase(0, "b"))),
             "phases: [1, 0], expected rounds 0..1 in ascending order. Name each by its first round.",
         ),
         (
-            lambda: make(rounds=(EMPTY,), phases=(Phase(0, "a "),)),
+            lambda: make(rounds=(EMPTY,), phases=(SchedulePhase(0, "a "),)),
             "phase name: 'a ', expected one line without spaces around it. Shorten it.",
         ),
         (
@@ -91,9 +91,9 @@ def test_numbers_that_a_column_would_cut_off(src, shown: str | None) -> None:
     with pytest.raises(
         ScheduleError, match=r"^round: \[.*\], expected whole numbers from -2147483648 to 2147483647\. M"
     ):
-        Round.of(src, 0, 0, How.COPY)
+        Round.of(src, 0, 0, ReceiveOp.COPY)
     with pytest.raises(ScheduleError) as caught:
-        Round.of(0, src, 0, How.COPY)
+        Round.of(0, src, 0, ReceiveOp.COPY)
     assert (shown or "[8589934593]") in str(caught.value)
     with pytest.raises(
         ScheduleError, match=r"^round: \[256\], expected whole numbers from 0 to 255\. Mend the generator"
@@ -122,10 +122,10 @@ def test_chunks_cover_a_message_by_their_shares(shares: list[int], num_elements:
 
 
 def test_identity_is_what_is_sent_not_how_it_is_called_or_stored() -> None:
-    base = make(rounds=(Round.of([1], [0], [0], How.REDUCE), Round.of([0], [1], [0], How.COPY)))
+    base = make(rounds=(Round.of([1], [0], [0], ReceiveOp.REDUCE), Round.of([0], [1], [0], ReceiveOp.COPY)))
     stored = make(
         name="y",
-        phases=(Phase(1, "z"),),
+        phases=(SchedulePhase(1, "z"),),
         num_ranks=np.int64(2),
         shares=tuple(np.array([1])),
         rounds=[Round.of(np.array([1], np.int64), 0, 0, 0), Round.of((0,), 1, 0, 1)],
@@ -137,9 +137,9 @@ def test_identity_is_what_is_sent_not_how_it_is_called_or_stored() -> None:
 
 
 def variants() -> dict[str, Schedule]:
-    one, two = Round.of([1], [0], [0], How.REDUCE), Round.of([0], [1], [0], How.COPY)
-    both = Round.of([1, 0], [0, 1], [0, 1], How.REDUCE)
-    swapped = Round.of([0, 1], [1, 0], [1, 0], How.REDUCE)
+    one, two = Round.of([1], [0], [0], ReceiveOp.REDUCE), Round.of([0], [1], [0], ReceiveOp.COPY)
+    both = Round.of([1, 0], [0, 1], [0, 1], ReceiveOp.REDUCE)
+    swapped = Round.of([0, 1], [1, 0], [1, 0], ReceiveOp.REDUCE)
     return {
         "nothing": make(),
         "one": make(rounds=(one,)),
@@ -147,12 +147,12 @@ def variants() -> dict[str, Schedule]:
         "order of rounds": make(rounds=(two, one)),
         "an empty round": make(rounds=(one, EMPTY, two)),
         "an empty round elsewhere": make(rounds=(one, two, EMPTY)),
-        "src": make(num_ranks=3, rounds=(Round.of([2], [0], [0], How.REDUCE),)),
-        "dst": make(num_ranks=3, rounds=(Round.of([1], [2], [0], How.REDUCE),)),
+        "src": make(num_ranks=3, rounds=(Round.of([2], [0], [0], ReceiveOp.REDUCE),)),
+        "dst": make(num_ranks=3, rounds=(Round.of([1], [2], [0], ReceiveOp.REDUCE),)),
         "ranks": make(num_ranks=3, rounds=(one,)),
-        "how": make(rounds=(Round.of([1], [0], [0], How.COPY),)),
-        "chunk": make(shares=(1, 1), rounds=(Round.of([1], [0], [1], How.REDUCE),)),
-        "count": make(shares=(1, 1), rounds=(Round.of([1], [0], [0], How.REDUCE, 2),)),
+        "how": make(rounds=(Round.of([1], [0], [0], ReceiveOp.COPY),)),
+        "chunk": make(shares=(1, 1), rounds=(Round.of([1], [0], [1], ReceiveOp.REDUCE),)),
+        "count": make(shares=(1, 1), rounds=(Round.of([1], [0], [0], ReceiveOp.REDUCE, 2),)),
         "shares": make(shares=(1, 1), rounds=(one,)),
         "unequal shares": make(shares=(2, 1), rounds=(one,)),
         "joined": make(shares=(1, 1), rounds=(both,)),

@@ -11,7 +11,7 @@ from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, Round, Schedule, parse, render
 from ringweave.schedules.generators.ring import ring
-from ringweave.schedules.schedule import KINDS
+from ringweave.schedules.schedule import COLLECTIVE_KINDS
 from tests.schedules import generated
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,7 +22,7 @@ NUMBER = st.integers(0, 10**9 - 10)
 def any_schedule(draw: st.DrawFn) -> Schedule:
     """Any that can be built, correct or not."""
     num_ranks, shares = draw(st.integers(1, 9)), draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
-    kind, rank = draw(st.sampled_from(KINDS)), st.integers(0, num_ranks - 1)
+    kind, rank = draw(st.sampled_from(COLLECTIVE_KINDS)), st.integers(0, num_ranks - 1)
     owners = tuple(draw(rank) for _ in shares) if kind in ("reduce-scatter", "allgather") else None
     collective = Collective(kind, owners, draw(rank) if kind in ("broadcast", "reduce") else None)
     op = st.tuples(NUMBER, NUMBER, NUMBER, st.integers(0, 1), st.integers(-3, 9))

@@ -5,13 +5,13 @@ from random import Random
 from hypothesis import strategies as st
 
 from ringweave.schedules import Schedule
-from ringweave.schedules.programs import Pipelining
-from ringweave.sim import Machine
+from ringweave.schedules.program import Pipelining
+from ringweave.sim import HostModel
 from tests.schedules import generated
 
 PIPELININGS = st.builds(Pipelining, num_segments=st.integers(1, 5), lag=st.integers(0, 4), window=st.integers(1, 6))
 MACHINES = st.builds(
-    Machine,
+    HostModel,
     message_s=st.sampled_from([0.0, 1.0, 30.0]),
     inside_message_s=st.sampled_from([0.0, 2.0]),
     wake_s=st.sampled_from([0.0, 3.0]),

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave import cost, schedules, sim
-from ringweave.schedules import Collective, How, Round, Schedule
-from ringweave.sim import Death, Delay, Machine, RateChange, Slowdown
-from ringweave.sim.regular import IrregularError, follow
-from ringweave.sim.routes import Routes
+from ringweave.schedules import Collective, ReceiveOp, Round, Schedule
+from ringweave.sim import HostModel, LinkRateChange, NodeSlowdown, RankFailure, StartDelay
+from ringweave.sim.regular import IrregularScheduleError, simulate_regular
+from ringweave.sim.scenario import Routes
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, node, random_trees
 
 PLAIN = st.builds(
-    Machine,
+    HostModel,
     message_s=st.sampled_from([0.0, 1.0, 30.0]),
     wake_s=st.sampled_from([0.0, 3.0]),
     combine_s_per_byte=st.sampled_from([0.0, 0.01]),
@@ -30,27 +30,27 @@ PLAIN = st.builds(
 
 
 def routes_of(cluster: Cluster, nodes: list[str], rates: dict[str, float] | None = None) -> Routes:
-    return Routes(cost.network(cluster, nodes, rates), nodes, len(nodes))
+    return Routes(cost.group_network(cluster, nodes, rates), nodes, len(nodes))
 
 
 @pytest.mark.slow
 @settings(max_examples=effort.share_of(120))
 @given(random_trees(min_nodes=2, max_nodes=8), PLAIN, st.sampled_from([0.0, 0.5]), st.data())
-def test_rings_on_any_tree(case, machine: Machine, latency_s: float, data) -> None:
+def test_rings_on_any_tree(case, machine: HostModel, latency_s: float, data) -> None:
     cluster, nodes, rates = case
     cluster = dataclasses.replace(cluster, latency_s=latency_s)
     count = len(nodes)
     schedule, size = schedules.ring(count), 4 * count * 25
     late = data.draw(st.floats(0, 50))
-    faults = [Delay(rank=0, seconds=late), Slowdown(node=nodes[-1], times=3.0)]
+    faults = [StartDelay(rank=0, seconds=late), NodeSlowdown(node=nodes[-1], times=3.0)]
     routes = routes_of(cluster, nodes, rates)
     try:
-        found = follow(schedule, routes, size, machine, faults)
-    except IrregularError:
+        found = simulate_regular(schedule, routes, size, machine, faults)
+    except IrregularScheduleError:
         return  # streams that meet on an uplink out of step, as the ring is not in the order of the tree
     one_by_one = sim.simulate(schedule, cluster, nodes, size, rates=rates, machine=machine, faults=faults)
     assert found.finish_s.tolist() == pytest.approx(one_by_one.finish_s)
-    assert routes.by_name(found.carried.tolist()) == pytest.approx(dict(one_by_one.bytes_on_link))
+    assert routes.values_by_link(found.carried.tolist()) == pytest.approx(dict(one_by_one.bytes_on_link))
 
 
 @pytest.mark.parametrize("num_columns", [2, 4, 8])
@@ -59,8 +59,8 @@ def test_a_matrix_of_leaders(num_columns: int, message_s: float) -> None:
     cluster = dataclasses.replace(flat([10.0] * 16), latency_s=0.25)
     nodes = [each.name for each in cluster.nodes]
     schedule = schedules.leader_matrix([[rank] for rank in range(16)], num_columns)
-    machine = Machine(message_s=message_s, wake_s=0.75, combine_s_per_byte=0.125, kernel_s_per_byte=0.25, start_s=2.0)
-    found = follow(schedule, routes_of(cluster, nodes), 4 * 16 * 8, machine)
+    machine = HostModel(message_s=message_s, wake_s=0.75, combine_s_per_byte=0.125, kernel_s_per_byte=0.25, start_s=2.0)
+    found = simulate_regular(schedule, routes_of(cluster, nodes), 4 * 16 * 8, machine)
     one_by_one = sim.simulate(schedule, cluster, nodes, 4 * 16 * 8, machine=machine)
     assert found.finish_s.tolist() == pytest.approx(one_by_one.finish_s)
 
@@ -71,7 +71,7 @@ def test_halving_and_doubling_over_an_uplink_that_all_share(uplink: float) -> No
     racks = tuple(sim_switch(f"r{index}", uplink) for index in range(2))
     cluster = Cluster(name="racks", nodes=tuple(nodes), switches=racks, latency_s=0.5)
     names = [each.name for each in nodes]
-    found = follow(schedules.halving_doubling(8), routes_of(cluster, names), 3200, Machine())
+    found = simulate_regular(schedules.halving_doubling(8), routes_of(cluster, names), 3200, HostModel())
     one_by_one = sim.simulate(schedules.halving_doubling(8), cluster, names, 3200)
     assert found.finish_s.tolist() == pytest.approx(one_by_one.finish_s)
 
@@ -82,42 +82,44 @@ def sim_switch(name: str, uplink: float):
     return Switch(name=name, uplink_bytes_per_s=uplink)
 
 
-def refused(schedule: Schedule, count: int, match: str, machine: Machine | None = None, faults=(), size=4000) -> None:
+def refused(schedule: Schedule, count: int, match: str, machine: HostModel | None = None, faults=(), size=4000) -> None:
     cluster = flat([10.0] * count)
     nodes = [each.name for each in cluster.nodes]
-    with pytest.raises(IrregularError, match=match):
-        follow(schedule, routes_of(cluster, nodes), size, machine or Machine(), faults)
+    with pytest.raises(IrregularScheduleError, match=match):
+        simulate_regular(schedule, routes_of(cluster, nodes), size, machine or HostModel(), faults)
 
 
 def test_what_is_refused() -> None:
     refused(schedules.parameter_server(4), 4, "a rank sends or receives several messages in round 0")
     refused(schedules.direct(4), 4, "a rank sends in round 1 what it did not receive last|meet those of earlier")
-    refused(schedules.ring(4), 4, "ranks share processors", Machine(num_processors=1))
-    refused(schedules.ring(4), 4, "messages of round 0 do not fit into the buffers", Machine(send_buffer_bytes=10))
-    refused(schedules.ring(4), 4, "comes in the middle", faults=[Death(rank=0, at_s=1.0)])
-    refused(schedules.ring(4), 4, "comes in the middle", faults=[RateChange(link="n0->core", bytes_per_s=1, at_s=1)])
-    refused(Schedule("hop", Collective("allreduce"), 3, (1, 0), [Round.of([0], [1], 1, How.REDUCE)]), 3, "empty")
+    refused(schedules.ring(4), 4, "ranks share processors", HostModel(num_processors=1))
+    refused(schedules.ring(4), 4, "messages of round 0 do not fit into the buffers", HostModel(send_buffer_bytes=10))
+    refused(schedules.ring(4), 4, "comes in the middle", faults=[RankFailure(rank=0, at_s=1.0)])
+    refused(
+        schedules.ring(4), 4, "comes in the middle", faults=[LinkRateChange(link="n0->core", bytes_per_s=1, at_s=1)]
+    )
+    refused(Schedule("hop", Collective("allreduce"), 3, (1, 0), [Round.of([0], [1], 1, ReceiveOp.REDUCE)]), 3, "empty")
 
 
 def test_what_is_refused_inside_a_node() -> None:
     cluster = flat([10.0], num_devices=2)
-    with pytest.raises(IrregularError, match="ranks of one node send each other messages"):
-        follow(schedules.ring(2), routes_of(cluster, ["n0", "n0"]), 400, Machine())
+    with pytest.raises(IrregularScheduleError, match="ranks of one node send each other messages"):
+        simulate_regular(schedules.ring(2), routes_of(cluster, ["n0", "n0"]), 400, HostModel())
 
 
 def test_messages_that_meet_out_of_step_are_refused() -> None:
     nodes = [node(f"n{index}", rate, f"r{index // 2}") for index, rate in enumerate([10.0, 1.0, 10.0, 10.0])]
     racks = tuple(sim_switch(f"r{index}", 30.0) for index in range(2))
     cluster = Cluster(name="racks", nodes=tuple(nodes), switches=racks)
-    with pytest.raises(IrregularError, match="do not begin and end together"):
-        follow(schedules.halving_doubling(4), routes_of(cluster, [n.name for n in nodes]), 4000, Machine())
+    with pytest.raises(IrregularScheduleError, match="do not begin and end together"):
+        simulate_regular(schedules.halving_doubling(4), routes_of(cluster, [n.name for n in nodes]), 4000, HostModel())
 
 
 LATENCY_S, RATE = 10e-6, 12.5e9
 SIZE = 100_000_000
 
 
-def simulate_square(side: int) -> tuple[sim.Simulation, sim.Simulation, float, int]:
+def simulate_square(side: int) -> tuple[sim.SimulationResult, sim.SimulationResult, float, int]:
     """A ring and a square matrix, seconds of the processor, and the most KiB of memory that this process has had."""
     nodes = tuple(node(f"n{index}", RATE) for index in range(side**2))
     cluster = Cluster(name="large", nodes=nodes, latency_s=LATENCY_S)

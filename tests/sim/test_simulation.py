@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from ringweave import cost, schedules, sim, topology
 from ringweave.errors import PlacementError, UsageError
-from ringweave.schedules.programs import Pipelining
-from ringweave.sim import Machine, simulation
-from ringweave.sim.events import world
+from ringweave.schedules.program import Pipelining
+from ringweave.sim import HostModel, simulation
 from ringweave.topology import Cluster, Device, Nic, Node
 from tests import effort
 from tests.cost.trees import flat, random_trees
@@ -27,7 +26,7 @@ def names(cluster: Cluster) -> list[str]:
 @pytest.mark.parametrize("message_s", [0.0, 0.25])
 def test_a_ring_takes_what_the_formula_says(count: int, message_s: float) -> None:
     cluster = dataclasses.replace(flat([100.0] * count), latency_s=0.5)
-    machine = Machine(message_s=message_s, combine_s_per_byte=0.01)
+    machine = HostModel(message_s=message_s, combine_s_per_byte=0.01)
     found = sim.simulate(schedules.ring(count), cluster, names(cluster), 4 * 100 * count, machine=machine)
     rounds = count - 1
     expected = 2 * rounds * (0.5 + 400 / 100 + 2 * message_s) + rounds * 400 * 0.01
@@ -39,28 +38,28 @@ def test_messages_inside_a_node_have_a_cost_of_their_own() -> None:
     """One message each way and, of four in a row, one after the other."""
     nodes = (Node(name="a", nics=(Nic(name="eth0", rate_bytes_per_s=100.0),), devices=(Device(),) * 2),)
     cluster = Cluster(name="one", nodes=nodes, latency_s=0.0)
-    found = sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=Machine(inside_message_s=0.5))
+    found = sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=HostModel(inside_message_s=0.5))
     assert found.seconds == pytest.approx(4 * 0.5), "a send and a receive in each of two rounds"
-    assert sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=Machine(message_s=0.5)).seconds == 0
+    assert sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=HostModel(message_s=0.5)).seconds == 0
 
 
 def test_who_sleeps_until_a_message_comes_has_to_wake_up() -> None:
     """In a ring everybody waits for each message; who has so much to do that all messages are there never sleeps."""
     cluster = dataclasses.replace(flat([100.0] * 4), latency_s=0.5)
-    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=Machine(wake_s=0.25))
+    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=HostModel(wake_s=0.25))
     assert found.num_wakes == 4 * 6
     assert found.seconds == pytest.approx(6 * (0.5 + 400 / 100 + 0.25))
-    late = [sim.Delay(rank=0, seconds=1000.0)]
-    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=Machine(wake_s=0.25), faults=late)
+    late = [sim.StartDelay(rank=0, seconds=1000.0)]
+    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=HostModel(wake_s=0.25), faults=late)
     assert found.num_wakes == 4 * 6 - 3, "three messages to the late one were there before it began"
-    busy = Machine(wake_s=0.25, message_s=100.0, num_processors=1)
+    busy = HostModel(wake_s=0.25, message_s=100.0, num_processors=1)
     assert sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=busy).num_wakes < 4 * 6
 
 
 def test_bursts_wake_who_waits_for_the_whole_message() -> None:
     """Two ranks, pieces of four bursts: three come too early, the fourth ends the piece."""
     cluster = dataclasses.replace(flat([100.0] * 2), latency_s=0.0)
-    machine = Machine(wake_s=0.25, burst_bytes=100.0)
+    machine = HostModel(wake_s=0.25, burst_bytes=100.0)
     found = sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=machine)
     assert found.num_wakes == 2 * 2 * 4
     assert found.seconds == pytest.approx(2 * (500 / 100 + 0.25)), "a burst is forwarded as a whole; one waking counts"
@@ -70,7 +69,7 @@ def test_bursts_wake_who_waits_for_the_whole_message() -> None:
 def test_what_the_kernel_does_for_each_byte_and_what_it_takes_to_begin(burst: float) -> None:
     """Of each piece's 400 bytes one burst's are copied while nothing else goes on."""
     cluster = dataclasses.replace(flat([100.0] * 4), latency_s=0.0)
-    machine = Machine(kernel_s_per_byte=0.01, start_s=3.0, burst_bytes=burst)
+    machine = HostModel(kernel_s_per_byte=0.01, start_s=3.0, burst_bytes=burst)
     found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=machine)
     near = min(burst, 400)
     forwarded_s = 0 if burst == float("inf") else burst / 100
@@ -96,7 +95,7 @@ def test_who_waits_for_the_slowest_of_uneven_streams(name: str, least: float, mo
             names(cluster),
             1_000_000,
             pipelining=pipelining,
-            machine=dataclasses.replace(Machine.assumed(), unevenness=unevenness),
+            machine=dataclasses.replace(HostModel.assumed(), unevenness=unevenness),
         ).seconds
         for unevenness in (0.0, 0.43)
     )
@@ -137,7 +136,7 @@ def test_ranks_of_a_node_come_to_an_end_together(counts, seed, pipelining, machi
 
 def test_copies_inside_a_node_take_time_there() -> None:
     cluster = flat([1.0], num_devices=2)
-    machine = Machine(inside_s_per_byte=0.5)
+    machine = HostModel(inside_s_per_byte=0.5)
     found = sim.simulate(schedules.direct(2), cluster, ["n0", "n0"], 80, machine=machine)
     # each shows a half, reads and adds the other's, shows its sum, reads the other's: 4 x 40 bytes at half the cost
     assert found.seconds == pytest.approx(4 * 40 * 0.5 / 2)
@@ -148,7 +147,7 @@ def test_a_full_send_buffer_is_waited_for_before_memory_is_overwritten() -> None
     cluster = dataclasses.replace(flat([1.0, 1.0, 1.0]), latency_s=0.0)
     ring = schedules.ring(3)
     times = [
-        sim.simulate(ring, cluster, names(cluster), 1200, machine=Machine(send_buffer_bytes=size)).seconds
+        sim.simulate(ring, cluster, names(cluster), 1200, machine=HostModel(send_buffer_bytes=size)).seconds
         for size in (0.0, float("inf"))
     ]
     assert times[0] >= times[1]
@@ -157,7 +156,9 @@ def test_a_full_send_buffer_is_waited_for_before_memory_is_overwritten() -> None
 def test_few_processors_for_many_ranks_take_longer() -> None:
     cluster = dataclasses.replace(flat([1e9] * 4), latency_s=0.0)
     own, shared = (
-        sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=Machine(message_s=1.0, num_processors=n))
+        sim.simulate(
+            schedules.ring(4), cluster, names(cluster), 1600, machine=HostModel(message_s=1.0, num_processors=n)
+        )
         for n in (None, 1)
     )
     assert own.seconds == pytest.approx(12, rel=1e-5)
@@ -177,7 +178,7 @@ def test_the_plan_can_be_simulated() -> None:
         plan.nodes,
         25_000_000,
         pipelining=pipelining,
-        machine=Machine.assumed(),
+        machine=HostModel.assumed(),
     )
     assert found.seconds == pytest.approx(choice.predicted_s, rel=0.1)
 
@@ -193,8 +194,8 @@ def test_not_one_node_per_rank() -> None:
 
 
 def test_too_many_messages_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "FEW_MESSAGES", 1)
-    monkeypatch.setattr(simulation, "MOST_MESSAGES", 10)
+    monkeypatch.setattr(simulation, "REGULAR_FROM_MESSAGES", 1)
+    monkeypatch.setattr(simulation, "MAX_MESSAGES", 10)
     cluster = flat([1.0] * 4)
     text = (
         r"messages of ring: 'more than 10', expected at most 10, or a schedule that is regular; here there are 2 "
@@ -210,21 +211,21 @@ def test_too_many_messages_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_machines_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected finite times and sizes, none negative"):
-        Machine(**wrong)
+        HostModel(**wrong)
 
 
 def test_a_machine_without_processors() -> None:
     with pytest.raises(ValueError, match="machine: 0 processors, expected at least one, or None"):
-        Machine(num_processors=0)
+        HostModel(num_processors=0)
 
 
 def test_who_asks_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "_TOLD_EVERY", 1)
+    monkeypatch.setattr(simulation, "_PROGRESS_EVERY", 1)
     cluster, told = flat([1.0] * 4), []
-    sim.simulate(schedules.ring(4), cluster, names(cluster), 400, tell=lambda *counts: told.append(counts))
+    sim.simulate(schedules.ring(4), cluster, names(cluster), 400, progress=lambda *counts: told.append(counts))
     assert told[-1] == (24, 24)
     assert told == sorted(told)
-    monkeypatch.setattr(simulation, "FEW_MESSAGES", 1)
+    monkeypatch.setattr(simulation, "REGULAR_FROM_MESSAGES", 1)
     told.clear()
-    sim.simulate(schedules.ring(4), cluster, names(cluster), 400, tell=lambda *counts: told.append(counts))
+    sim.simulate(schedules.ring(4), cluster, names(cluster), 400, progress=lambda *counts: told.append(counts))
     assert told == [(done, 6) for done in range(1, 7)], "round by round"

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 
 from ringweave import schedules, sim, topology
-from ringweave.sim import Death, Machine
+from ringweave.sim import HostModel, RankFailure
 
 FIELDS = {
     "M": {"name", "pid", "tid", "args"},
@@ -20,14 +20,14 @@ FIELDS = {
 def document(*faults) -> dict:
     cluster = topology.load("examples/clusters/two-ranks-a-node.yaml")
     nodes = [node.name for node in cluster.nodes for _ in node.devices]
-    machine = dataclasses.replace(Machine.assumed(), num_processors=2)
+    machine = dataclasses.replace(HostModel.assumed(), num_processors=2)
     schedule = schedules.leader_matrix([[rank, rank + 1] for rank in range(0, 8, 2)])
     found = sim.simulate(schedule, cluster, nodes, 1_000_000, machine=machine, faults=faults, keeps_trace=True)
-    return json.loads(json.dumps(sim.trace(found, cluster, nodes, "a title"), allow_nan=False))
+    return json.loads(json.dumps(sim.trace_document(found, cluster, nodes, "a title"), allow_nan=False))
 
 
 def test_every_event_has_the_fields_of_its_kind() -> None:
-    found = document(Death(rank=0, at_s=0.05))
+    found = document(RankFailure(rank=0, at_s=0.05))
     assert found["displayTimeUnit"] == "ms"
     assert {event["ph"] for event in found["traceEvents"]} == set(FIELDS)
     for event in found["traceEvents"]:

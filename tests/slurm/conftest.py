@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.jobs.requests import job_file
-from ringweave.launch.services.service import LogQuery
-from ringweave.launch.services.views import JobView
-from ringweave.launch.slurm.asking.commands import Done, Slurm
-from ringweave.launch.slurm.leases import Patience
-from ringweave.launch.slurm.service import SlurmService
-from ringweave.testing import slurm as clusters
-from ringweave.testing.slurm import SlurmCluster
+from ringweave.jobs import request
+from ringweave.platforms.api import JobView, LogQuery
+from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.lease import SlurmTimeouts
+from ringweave.platforms.slurm.platform import SlurmPlatform
+from tests.fakes import slurm
+from tests.fakes.slurm import FakeGpuSlurmCluster
 
 DEADLINE_S = 400
 """What takes longer hangs; a busy machine needs many times what an idle one does."""
-PATIENCE = Patience(lease_s=60.0, fence_s=75.0)
+PATIENCE = SlurmTimeouts(lease_s=60.0, fence_s=75.0)
 
 
 def wait_until(claim: Callable[[], bool], what: Callable[[], object]) -> None:
@@ -31,37 +30,37 @@ def wait_until(claim: Callable[[], bool], what: Callable[[], object]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[SlurmCluster]:
-    problems = clusters.problems()
+def cluster() -> Iterator[FakeGpuSlurmCluster]:
+    problems = slurm.slurm_problems()
     if problems:
         pytest.skip(" ".join(problems))
-    with SlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}") as up:
+    with FakeGpuSlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}") as up:
         yield up
 
 
 class Jobs:
     """A service with a folder of its own, seen from where people log in."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+    def __init__(self, cluster: FakeGpuSlurmCluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         self.environ = {**environ, "OMP_NUM_THREADS": "1"}
         self.service = self.open()
 
-    def open(self) -> SlurmService:
-        slurm = Slurm(self.run)
-        return SlurmService(self.folder / "state", slurm, requester="ann", environ=self.environ, patience=PATIENCE)
+    def open(self) -> SlurmPlatform:
+        slurm = SlurmClient(self.run)
+        return SlurmPlatform(self.folder / "state", slurm, requester="ann", environ=self.environ, timeouts=PATIENCE)
 
-    def run(self, argv, stdin, environ) -> Done:
+    def run(self, argv, stdin, environ) -> SlurmResult:
         done = subprocess.run(
-            self.cluster.command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
+            self.cluster.wrap_command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
         )
-        return Done(code=done.returncode, out=done.stdout, err=done.stderr)
+        return SlurmResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
     def submit(self, script: str, extra: str = "", *, gpus: int = 15, nodes: str = "[{capacity: 10}, {capacity: 5}]"):
         (self.folder / "train.py").write_text("import os, time\nfrom pathlib import Path\n" + textwrap.dedent(script))
         text = f"name: text\ngpus: {gpus}\nscript: train.py\nnodes: {nodes}\n{extra}"
-        return self.service.submit(job_file.loads(text), base=self.folder)
+        return self.service.submit(request.parse_request(text), base=self.folder)
 
     def view(self) -> JobView:
         return self.service.job("text")
@@ -88,16 +87,16 @@ class Jobs:
         """All that helps to see why a test fails."""
         files = [*self.folder.glob("state/jobs/*/controller.log"), *self.folder.glob("state/jobs/*/runs/*/*/agent.log")]
         logs = [f"{path}: {path.read_text(errors='replace')}" for path in files]
-        return "\n".join([str(self.view()), self.cluster.call("scontrol", "show", "job"), *logs])
+        return "\n".join([str(self.view()), self.cluster.run_command("scontrol", "show", "job"), *logs])
 
     def wait_idle(self) -> None:
         """Slurm has nothing left of any job."""
-        wait_until(lambda: not self.cluster.call("squeue", "-h"), lambda: self.cluster.call("squeue"))
+        wait_until(lambda: not self.cluster.run_command("squeue", "-h"), lambda: self.cluster.run_command("squeue"))
 
 
 @pytest.fixture
-def jobs(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
+def jobs(cluster: FakeGpuSlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
     cluster.wait_ready(["big", "small"])
     yield Jobs(cluster, tmp_path)
-    cluster.call("scancel", "--user=root")
-    wait_until(lambda: not cluster.call("squeue", "-h"), lambda: cluster.call("squeue"))
+    cluster.run_command("scancel", "--user=root")
+    wait_until(lambda: not cluster.run_command("squeue", "-h"), lambda: cluster.run_command("squeue"))

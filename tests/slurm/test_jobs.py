@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.life.observing import Cause
-from ringweave.lab import processes
-from ringweave.launch.services.service import LogQuery
+from ringweave.jobs.records import EndCause
+from ringweave.lab import lab_processes
+from ringweave.platforms.api import LogQuery
 from tests.launch import until_back
 from tests.slurm.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TOGETHER = Path(__file__).parents[1] / "launch" / "together.py"
-_AGENT = " -P -m ringweave.launch.slurm.group "
+_AGENT = " -P -m ringweave.platforms.slurm.agent_main "
 WAITS = """
 print("began", flush=True)
 while not Path("go").exists():
@@ -33,7 +33,7 @@ while not Path("go").exists():
 
 def agents(jobs, node: str) -> dict[int, str]:
     """Process id -> command line of the agents on a node."""
-    lines = {pid: processes.command_line(pid) for pid in jobs.cluster.lab.processes()[node]}
+    lines = {pid: lab_processes.command_line(pid) for pid in jobs.cluster.lab.processes()[node]}
     return {pid: line for pid, line in lines.items() if _AGENT in line and "srun" not in line}
 
 
@@ -63,7 +63,7 @@ def test_only_the_node_whose_step_was_killed_is_retried(jobs):
     assert [node.retries for node in view.used_nodes] == [0, 1]
     assert jobs.attempts() == [1, 2]
     (first, _) = view.used_nodes[1].attempts
-    assert first.cause is Cause.PLACE
+    assert first.cause is EndCause.PLATFORM
     assert first.charged
     assert "ended without a word" in first.text
     assert {line.attempt for line in jobs.service.logs("text", LogQuery(node="n1"))} == {1, 2}, (

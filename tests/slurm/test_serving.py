@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ringweave.lab import processes
+from ringweave.lab import lab_processes
 from tests.launch.small_training import PREPARED
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -26,7 +26,7 @@ torch.distributed.destroy_process_group()
 def servers(jobs, machine: str) -> list[int]:
     """Process ids of parameter servers on a machine."""
     there = jobs.cluster.lab.processes()[machine]
-    return [pid for pid in there if "ringweave.params.serving.main" in processes.command_line(pid)]
+    return [pid for pid in there if "ringweave.param_server.main" in lab_processes.command_line(pid)]
 
 
 def test_a_parameter_server_is_on_a_machine_of_the_job(jobs):

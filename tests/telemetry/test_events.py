@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.telemetry import KINDS, EventLog, Lines, Tail, events, read, read_last_attempt
+from ringweave.telemetry import EVENT_KINDS, EventLog, EventTail, LineReader, events, read_events, read_last_attempt
 from ringweave.telemetry.kinds import to_markdown
-from tests.wire.test_bad_bytes import mutated
+from tests.wire.mutations import mutated
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_an_event_is_one_json_line_with_time_and_kind(tmp_path: Path) -> None:
     text = (tmp_path / "events.jsonl").read_text()
     assert text.endswith("\n")
     assert json.loads(text) == {"time": 12.5, "kind": "worker_exited", **exited(3)}
-    assert list(read(tmp_path / "events.jsonl")) == [json.loads(text)]
+    assert list(read_events(tmp_path / "events.jsonl")) == [json.loads(text)]
 
 
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_missing_and_undocumented_fields_are_refused(tmp_path: Path, change: dic
 
 
 def test_no_file_holds_no_events(tmp_path: Path) -> None:
-    assert list(read(tmp_path / "absent")) == []
+    assert list(read_events(tmp_path / "absent")) == []
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_torn_lines_are_skipped(tmp_path: Path, torn: bytes) -> None:
     EventLog(path).write("worker_exited", **exited(0))
     with path.open("ab") as file:
         file.write(torn)
-    assert [event["rank"] for event in read(path)] == [0]
-    assert [event["rank"] for event in Tail(path).new()] == [0]
+    assert [event["rank"] for event in read_events(path)] == [0]
+    assert [event["rank"] for event in EventTail(path).read_new()] == [0]
 
 
 def test_mutated_lines_are_events_or_none_and_cost_no_others(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_mutated_lines_are_events_or_none_and_cost_no_others(tmp_path: Path) -> 
     EventLog(path, clock=lambda: 12.5).write("worker_exited", **exited(3))
     good = path.read_bytes()
     path.write_bytes(b"".join(mutated(rng, good).removesuffix(b"\n") + b"\n" + good for _ in range(1_000)))
-    found = list(read(path))
+    found = list(read_events(path))
     assert all(isinstance(event["kind"], str) for event in found)
     assert len([event for event in found if event == json.loads(good)]) >= 1_000
-    assert Tail(path).new() == found
+    assert EventTail(path).read_new() == found
 
 
 def test_an_endless_line_is_skipped_and_no_more_of_it_in_memory_than_an_event_may_have(
@@ -90,32 +90,32 @@ def test_an_endless_line_is_skipped_and_no_more_of_it_in_memory_than_an_event_ma
 ) -> None:
     monkeypatch.setattr(events, "MAX_LINE_BYTES", 200)
     path, good = tmp_path / "events.jsonl", b'{"kind": "b"}\n'
-    tail = Tail(path)
+    tail = EventTail(path)
     path.write_bytes(good + b'{"kind": "a", "text": "' + b"x" * 250)
-    assert [event["kind"] for event in tail.new()] == ["b"]
+    assert [event["kind"] for event in tail.read_new()] == ["b"]
     for more in (b"x" * 30, b"x" * 500):
         with path.open("ab") as file:
             file.write(more)
-        assert tail.new() == []
+        assert tail.read_new() == []
     with path.open("ab") as file:
         file.write(b'"}\n' + good)
-    assert [event["kind"] for event in tail.new()] == ["b"]
-    assert max(map(len, Lines(path).new())) == len(good)
+    assert [event["kind"] for event in tail.read_new()] == ["b"]
+    assert max(map(len, LineReader(path).read_new())) == len(good)
     longest = b'{"kind": "c"' + b" " * (200 - 14) + b"}\n"
     path.write_bytes(longest + b" " + longest)
-    assert [len(line) for line in Lines(path).new()] == [200]
+    assert [len(line) for line in LineReader(path).read_new()] == [200]
 
 
 def test_a_tail_reads_each_event_once_and_one_that_is_being_written_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path)
-    assert tail.new() == [], "no file yet"
+    tail = EventTail(path)
+    assert tail.read_new() == [], "no file yet"
     path.write_bytes(b'{"kind": "a", "text": "\xe2\x80\xa8"}\nnonsense\n{"kind": "b"}\n{"kind": ')
-    assert [event["kind"] for event in tail.new()] == ["a", "b"]
-    assert tail.new() == []
+    assert [event["kind"] for event in tail.read_new()] == ["a", "b"]
+    assert tail.read_new() == []
     with path.open("ab") as file:
         file.write(b'"c"}\n')
-    assert [event["kind"] for event in tail.new()] == ["c"]
+    assert [event["kind"] for event in tail.read_new()] == ["c"]
 
 
 def test_the_last_attempt_begins_at_the_last_run_started(tmp_path: Path) -> None:
@@ -132,15 +132,15 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITE_MANY, path]) for _ in range(2)]
     assert [writer.wait() for writer in writers] == [0, 0]
-    assert len(list(read(path))) == 400 == len(path.read_text().splitlines())
+    assert len(list(read_events(path))) == 400 == len(path.read_text().splitlines())
 
 
 def test_the_documentation_is_the_table(check_golden) -> None:
-    check_golden(ROOT / "docs" / "events.md", to_markdown())
+    check_golden(ROOT / "docs" / "reference" / "events.md", to_markdown())
 
 
 def test_every_field_has_a_meaning() -> None:
-    assert all(meaning for kind in KINDS.values() for meaning in kind.fields.values())
+    assert all(meaning for kind in EVENT_KINDS.values() for meaning in kind.fields.values())
 
 
 def test_a_disk_that_takes_nothing_costs_the_event_and_no_more(
@@ -159,4 +159,4 @@ def test_a_line_that_the_disk_cut_short_takes_no_other_with_it(tmp_path: Path, m
         log.write("worker_exited", **exited(0))
     log.write("worker_exited", **exited(1))
     log.write("worker_exited", **exited(2))
-    assert [event["rank"] for event in read(tmp_path / "e")] == [1, 2]
+    assert [event["rank"] for event in read_events(tmp_path / "e")] == [1, 2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.testing import forking
+from ringweave.testing import ranks
 
 LIMIT_S = 300.0
 
@@ -22,7 +22,7 @@ def look(teller: Connection) -> None:
 @pytest.mark.distributed
 def test_the_server_has_one_thread_and_has_everything_loaded() -> None:
     """Threads would not be there in what is forked, and the locks that they hold would never open."""
-    context = forking.context()
+    context = ranks.forkserver_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=look, args=(theirs,), daemon=True)
     process.start()
@@ -30,7 +30,7 @@ def test_the_server_has_one_thread_and_has_everything_loaded() -> None:
     num_threads, loaded = ours.recv()
     process.join(LIMIT_S)
     assert num_threads == 1
-    wanted = set(forking.PRELOADED)
+    wanted = set(ranks.PRELOADED_MODULES)
     if importlib.util.find_spec("kopf") is None:
-        wanted.remove("ringweave.testing.kubernetes.crashing")
+        wanted.remove("tests.fakes.kubernetes.crashing_operator")
     assert wanted - loaded == set()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.topology.cgroups import OwnQuota, Quota, cores_of_one
+from ringweave.topology.cgroups import CpuQuota, ProcessCpuQuota, cores_per_process
 
 
 class Kernel:
@@ -35,10 +35,10 @@ STAT = "nr_periods 9\nnr_throttled 4\nthrottled_time 12"
 def test_version_1(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, 1, group="/lab/n0")
     kernel.group("lab/n0", cpu__cfs_quota_us="7000", cpu__cfs_period_us="40000", cpu__stat=STAT)
-    quota = OwnQuota(kernel.process)
-    assert quota.read() == Quota(cores=pytest.approx(0.175), period_s=pytest.approx(0.04), num_throttled=4)
+    quota = ProcessCpuQuota(kernel.process)
+    assert quota.read() == CpuQuota(cores=pytest.approx(0.175), period_s=pytest.approx(0.04), num_throttled=4)
     kernel.group("lab/n0", cpu__cfs_quota_us="2000")
-    assert quota.read() == Quota(cores=pytest.approx(0.05), period_s=pytest.approx(0.04), num_throttled=4), (
+    assert quota.read() == CpuQuota(cores=pytest.approx(0.05), period_s=pytest.approx(0.04), num_throttled=4), (
         "as it is now"
     )
     kernel.group("lab/n0", cpu__cfs_quota_us="-1")
@@ -50,10 +50,10 @@ def test_the_least_of_a_group_and_those_above_it_binds(tmp_path: Path) -> None:
     kernel.group("", cpu__stat=STAT)
     kernel.group("pods", cpu__max="150000 100000", cpu__stat=STAT)
     kernel.group("pods/one", cpu__max="max 100000", cpu__stat="usage_usec 5")
-    quota = OwnQuota(kernel.process)
-    assert quota.read() == Quota(cores=pytest.approx(1.5), period_s=pytest.approx(0.1), num_throttled=4)
+    quota = ProcessCpuQuota(kernel.process)
+    assert quota.read() == CpuQuota(cores=pytest.approx(1.5), period_s=pytest.approx(0.1), num_throttled=4)
     kernel.group("pods/one", cpu__max="50000 100000")
-    assert quota.read() == Quota(cores=pytest.approx(0.5), period_s=pytest.approx(0.1), num_throttled=0)
+    assert quota.read() == CpuQuota(cores=pytest.approx(0.5), period_s=pytest.approx(0.1), num_throttled=0)
 
 
 @pytest.mark.parametrize("inside", ["/docker/1f", "/elsewhere"])
@@ -61,17 +61,17 @@ def test_in_a_container_the_mount_point_is_its_group(tmp_path: Path, inside: str
     """Without a namespace of its own the process is told where its group is on the host; with one that is not below."""
     kernel = Kernel(tmp_path, 2, group="/docker/1f", inside=inside)
     kernel.group("", cpu__max="25000 100000", cpu__stat=STAT)
-    assert OwnQuota(kernel.process).read() == Quota(
+    assert ProcessCpuQuota(kernel.process).read() == CpuQuota(
         cores=pytest.approx(0.25), period_s=pytest.approx(0.1), num_throttled=4
     )
 
 
 def test_no_quota_where_nobody_says(tmp_path: Path) -> None:
-    assert OwnQuota(tmp_path).read() is None
+    assert ProcessCpuQuota(tmp_path).read() is None
     kernel = Kernel(tmp_path, 1, group="/gone")
-    assert OwnQuota(kernel.process).read() is None
+    assert ProcessCpuQuota(kernel.process).read() is None
     (kernel.process / "cgroup").write_text("5:memory:/other\n")
-    assert OwnQuota(kernel.process).read() is None
+    assert ProcessCpuQuota(kernel.process).read() is None
 
 
 def test_who_shares_a_quota_with_the_parent_shares_it_with_its_siblings(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_who_shares_a_quota_with_the_parent_shares_it_with_its_siblings(tmp_path
     parent = tmp_path / "77"
     parent.mkdir()
     (parent / "cgroup").write_text((kernel.process / "cgroup").read_text())
-    assert cores_of_one(4, kernel.process) == pytest.approx(0.75)
+    assert cores_per_process(4, kernel.process) == pytest.approx(0.75)
     (parent / "cgroup").write_text("0::/pods\n")
-    assert cores_of_one(4, kernel.process) == pytest.approx(3.0), "a group of its own, as in a lab"
+    assert cores_per_process(4, kernel.process) == pytest.approx(3.0), "a group of its own, as in a lab"
     kernel.group("pods/one", cpu__max="max 100000")
-    assert cores_of_one(4, kernel.process) is None
+    assert cores_per_process(4, kernel.process) is None
 
 
 def test_this_process_can_ask() -> None:
-    quota = OwnQuota().read()
+    quota = ProcessCpuQuota().read()
     assert quota is None or quota.cores > 0

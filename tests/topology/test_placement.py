@@ -80,7 +80,7 @@ def test_a_worker_with_the_addresses_of_two_nodes_is_not_guessed_at():
 
 
 def test_the_local_rank_indexes_the_devices_of_the_node():
-    assert topology.device_of(CLUSTER.node("a1"), 0).speed == 2.0
+    assert topology.device_of_local_rank(CLUSTER.node("a1"), 0).speed == 2.0
 
 
 @pytest.mark.parametrize("local_rank", [-1, 2])
@@ -88,4 +88,4 @@ def test_a_local_rank_without_a_device_is_an_error_that_names_node_and_count(loc
     with pytest.raises(
         PlacementError, match=rf"local rank on node a0: {local_rank}, expected 0 to 1, the 2 device.*Start fewer"
     ):
-        topology.device_of(CLUSTER.node("a0"), local_rank)
+        topology.device_of_local_rank(CLUSTER.node("a0"), local_rank)

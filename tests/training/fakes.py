@@ -5,11 +5,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ringweave.planning.balancing import Account, Speed
-from ringweave.training.balancer import Balancer
-from ringweave.training.loading import orders
-from ringweave.training.loading.loader import EpochAccount, Parts, SharedLoader
-from ringweave.training.reducing import SampleWeights
+from ringweave.planning.balancing import SampleAccount, Speed
+from ringweave.training.balancer import ShareBalancer
+from ringweave.training.data import order
+from ringweave.training.data.shared_loader import EpochAccount, SharedLoader, SharedLoaderParts
+from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import HostTimeline, StepTimer
 
 
@@ -30,16 +30,16 @@ class FakeControl:
         self.rank, self.world_size = rank, world_size
         self.speeds: list[Speed] | None = None
         self.num_exchanges = 0
-        self.accounts: list[Account] = []
+        self.accounts: list[SampleAccount] = []
 
-    def start_exchange(self, own: Speed | None) -> FakeExchange:
+    def start_speed_exchange(self, own: Speed | None) -> FakeExchange:
         self.num_exchanges += 1
         return FakeExchange(self.speeds)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def gather_accounts(self, own: Account) -> list[Account]:
+    def gather_accounts(self, own: SampleAccount) -> list[SampleAccount]:
         self.accounts.append(own)
         return [own]
 
@@ -52,10 +52,12 @@ def loaders(
     for rank in range(world_size):
         control: Any = FakeControl(rank, world_size)
         timer = StepTimer(HostTimeline())
-        balancer = Balancer(shares, timer, control, num_prefetched=num_prefetched)
+        balancer = ShareBalancer(shares, timer, control, num_prefetched=num_prefetched)
         weights = SampleWeights(num_ranks=world_size, is_mean=True)
-        parts = Parts(control=control, balancer=balancer, weights=weights, timer=timer, note=_ignore)
-        made.append(SharedLoader(loader, orders.read(loader), 5, parts))
+        parts = SharedLoaderParts(
+            control=control, balancer=balancer, weights=weights, timer=timer, record_account=_ignore
+        )
+        made.append(SharedLoader(loader, order.read_loader(loader), 5, parts))
     return made
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
+from ringweave import errors
 from ringweave.training import Asynchronous, speed_test
-from ringweave.training.choosing import trials
-from ringweave.training.rings import preparing
+from ringweave.training.mode_choice import trial
+from ringweave.training.rings import ring_formation
 from tests.training.rings.ring_training import meet_server
 
 TEST = "ringweave-speed-test/1"
@@ -47,13 +48,13 @@ def prepare(
     torch.manual_seed(0)
     model, samples = Slow(num_faster[rank]), TensorDataset(torch.randn(64, 6), torch.randn(64, 2))
     triple = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(samples, batch_size=16)
-    preparing.speeds_of = lambda said: [1.0] * len(said)  # no borders by the noise of a busy machine
-    speed_test.TEST_S, trials.BUDGET_S = 0.05, 0.1
+    ring_formation.relative_speeds = lambda said: [1.0] * len(said)  # no borders by the noise of a busy machine
+    speed_test.TEST_S, trial.TRIAL_BUDGET_S = 0.05, 0.1
     settings = Asynchronous(rings=rings, speed_test_s=speed_test_s)
     try:
         loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=settings)[2]
-    except ringweave.errors.PeerError as error:
+    except errors.PeerError as error:
         store.set("the others have seen it", "")
         return str(error)
-    loader._parts.places.leave()
-    return loader._parts.places.seat.rings
+    loader._parts.assignment.leave_server()
+    return loader._parts.assignment.current.rings

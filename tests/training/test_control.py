@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import DisagreementError
-from ringweave.training.control import Control
-from tests.wire.test_bad_bytes import mutated
+from ringweave.training.collectives import ControlGroup
+from tests.wire.mutations import mutated
 
 
-class Told(Control):
+class Told(ControlGroup):
     """Rank 0 of two; the other one says these bytes, and that they are so many."""
 
     def __init__(self, theirs: bytes, length: int | None = None) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.testing.elastic import ElasticJob
+from tests.fakes.elastic_job import ElasticJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -28,7 +28,7 @@ def count_looked_at(mode: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("mode", "attendants"), [("balanced", ()), ("ps-hra", ("server",))])
 def test_collections_of_an_elastic_worker_are_short(mode: str, attendants: tuple[str, ...]) -> None:
-    with ElasticJob(count_looked_at, 2, mode, attended_by=attendants) as job:
+    with ElasticJob(count_looked_at, 2, mode, services=attendants) as job:
         for member in ("0.0", "1.0"):
             outcome = job.outcome(member)
             assert outcome.value is not None, outcome.error

@@ -18,9 +18,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ringweave.errors import TrainingError
-from ringweave.planning.balancing import Account, Change
-from ringweave.training.loading import orders
-from ringweave.training.loading.loader import EpochAccount, SharedLoader
+from ringweave.planning.balancing import SampleAccount, ShareChange
+from ringweave.training.data import order
+from ringweave.training.data.shared_loader import EpochAccount, SharedLoader
 from tests.training import fakes
 
 NUMBERS = TensorDataset(torch.arange(50))
@@ -61,7 +61,7 @@ def one_epoch(ranks: list[SharedLoader]) -> list[list[int]]:
 
 def change(ranks: list[SharedLoader], shares: tuple[int, ...], batch_number: int) -> None:
     for rank in ranks:
-        rank._parts.balancer._change(batch_number, Change(shares=shares, before_s=2.0, after_s=1.0))
+        rank._parts.balancer._change(batch_number, ShareChange(shares=shares, before_s=2.0, after_s=1.0))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -71,13 +71,13 @@ def test_every_sample_is_given_once(shuffle: bool) -> None:
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(50))
     assert [len(own) for own in first] == [8, 17, 25], "the last batch of two is shared 0, 1, 1"
     assert (first != second) is shuffle, "each pass has an order of its own"
-    total = sum((rank._parts.control.accounts[0] for rank in ranks), Account())
-    assert total == Account.of(range(50))
+    total = sum((rank._parts.control.accounts[0] for rank in ranks), SampleAccount())
+    assert total == SampleAccount.from_indices(range(50))
 
 
 def test_a_rank_without_samples_computes_one_that_does_not_count() -> None:
     ranks = fakes.loaders(DataLoader(NUMBERS, batch_size=49), 3, (1, 24, 24))
-    last = [list(rank._source.batches(rank._order(), 0))[-1] for rank in ranks]
+    last = [list(rank._source.batches(rank._epoch_order(), 0))[-1] for rank in ranks]
     assert [portion.num_total for _, portion in last] == [1, 1, 1]
     assert sorted(len(portion.indices) for _, portion in last) == [0, 0, 1]
     assert all(values.tolist() == [49] for (values,), _ in last)
@@ -185,32 +185,36 @@ def test_a_stream_is_shared_too() -> None:
 
 def test_what_is_read_off_a_loader() -> None:
     def read(**settings) -> tuple[int, int | None, str, bool]:
-        found = orders.read(DataLoader(NUMBERS, **settings))
+        found = order.read_loader(DataLoader(NUMBERS, **settings))
         return found.batch_samples, found.num_samples, found.order, found.drop_last
 
     assert read(batch_size=8) == (8, 50, "sequential", False)
     assert read(batch_size=8, shuffle=True, drop_last=True) == (8, 50, "shuffled", True)
     distributed = DistributedSampler(NUMBERS, num_replicas=4, rank=1, seed=9)
     assert read(batch_size=8, sampler=distributed) == (32, 50, "shuffled", False), "its batch size is a rank's"
-    assert orders.seed_of(DataLoader(NUMBERS, sampler=distributed)) == 9
+    assert order.shuffle_seed(DataLoader(NUMBERS, sampler=distributed)) == 9
     assert read(batch_size=8, sampler=WeightedRandomSampler(torch.ones(50), 20)) == (8, 20, "sampled", False)
     assert read(batch_size=8, sampler=RandomSampler(NUMBERS, num_samples=20)) == (8, 20, "sampled", False)
-    assert orders.read(DataLoader(NUMBERS, num_workers=2, prefetch_factor=3)).num_prefetched == 6
+    assert order.read_loader(DataLoader(NUMBERS, num_workers=2, prefetch_factor=3)).num_prefetched == 6
 
 
 def test_batches_that_cannot_be_shared_are_refused() -> None:
     text = r"^batches of the loader: 'list', expected batches of a fixed size\. Give the DataLoader batch_size"
     with pytest.raises(TrainingError, match=text):
-        orders.read(DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]))  # pyrefly: ignore
+        order.read_loader(DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]))  # pyrefly: ignore
     with pytest.raises(TrainingError, match=r"^batches of the loader: 'NoneType', expected batches of a fixed size\."):
-        orders.read(DataLoader(NUMBERS, batch_size=None))
+        order.read_loader(DataLoader(NUMBERS, batch_size=None))
     with pytest.raises(TrainingError, match=r"^workers of a loader of a stream: 1, expected none\. Set num_workers=0"):
-        orders.read(DataLoader(Stream(), batch_size=4, num_workers=1))
+        order.read_loader(DataLoader(Stream(), batch_size=4, num_workers=1))
 
 
 def test_an_account_tells_what_is_wrong() -> None:
     def account(*by_rank: list[int]) -> EpochAccount:
-        return EpochAccount(epoch=0, expected=Account.of(range(4)), by_rank=tuple(map(Account.of, by_rank)))
+        return EpochAccount(
+            epoch=0,
+            expected=SampleAccount.from_indices(range(4)),
+            by_rank=tuple(map(SampleAccount.from_indices, by_rank)),
+        )
 
     assert account([2, 0], [1, 3]).is_exact
     assert not account([2, 0], [1]).is_exact

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave.errors import TrainingError, UsageError
-from ringweave.training.reducing import SampleWeights
+from ringweave.training.gradients import SampleWeights
 
 
 def things() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:

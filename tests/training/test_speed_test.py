@@ -7,20 +7,20 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from ringweave.comm import hearing
+from ringweave.comm import peer_data
 from ringweave.errors import DisagreementError, PeerError
 from ringweave.testing.ranks import Ranks
 from ringweave.training import speed_test
-from ringweave.training.speed_test import Referee
+from ringweave.training.speed_test import SpeedTestParticipant
 from tests.clock import Clock
 from tests.params.ring.test_rings import TIMEOUT_S, serving
 from tests.training import speed_test_functions
 
 
-def referees(num_ranks: int, patience_s: float = 300.0) -> tuple[list[Referee], list[Clock]]:
+def referees(num_ranks: int, patience_s: float = 300.0) -> tuple[list[SpeedTestParticipant], list[Clock]]:
     store, clocks = HashStore(), [Clock() for _ in range(num_ranks)]
     made = [
-        Referee(store, rank, num_ranks, patience_s=patience_s, clock=clock, sleep=clock.sleep)
+        SpeedTestParticipant(store, rank, num_ranks, timeout_s=patience_s, clock=clock, sleep=clock.sleep)
         for rank, clock in enumerate(clocks)
     ]
     return made, clocks
@@ -33,7 +33,7 @@ def test_the_model_is_as_it_was_before() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = torch.get_rng_state()
 
-    with speed_test.leaving_no_trace(model):
+    with speed_test.preserve_model_state(model):
         model.train()(torch.randn(8, 4)).sum().backward()
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -47,39 +47,39 @@ def test_all_ranks_make_as_many_trials_as_the_fastest_makes_in_half_a_second() -
     ranks, _ = referees(3)
     store = ranks[0]._store
     for referee, trial_s in zip(ranks[1:], (0.2, 0.01), strict=True):
-        referee._be_ready(trial_s)
-    assert ranks[0].start(0.04) == 50
+        referee._report_ready(trial_s)
+    assert ranks[0].wait_start(0.04) == 50
     assert store.check(["go"])
 
 
-def finish(ranks: list[Referee], clocks: list[Clock], seconds: dict[int, float]) -> None:
+def finish(ranks: list[SpeedTestParticipant], clocks: list[Clock], seconds: dict[int, float]) -> None:
     """Ranks report in this order, each after so many seconds."""
     for rank, each_s in seconds.items():
         ranks[rank]._is_ready = True
         clocks[rank].now_s += each_s
-        ranks[rank].report()
+        ranks[rank].report_finished()
 
 
 def test_the_queue_is_in_order_of_arrival() -> None:
     ranks, clocks = referees(4)
     finish(ranks, clocks, {2: 0.1, 0: 0.2, 3: 0.9, 1: 2.0})
-    assert ranks[0].arrivals() == (2, 0, 3, 1)
-    assert ranks[3].arrivals() == (2, 0, 3, 1), "the others read what rank 0 found"
+    assert ranks[0].finish_order() == (2, 0, 3, 1)
+    assert ranks[3].finish_order() == (2, 0, 3, 1), "the others read what rank 0 found"
 
 
 def test_who_finishes_at_about_the_same_time_arrives_together() -> None:
     ranks, clocks = referees(5)
     finish(ranks, clocks, {3: 0.50, 1: 0.55, 0: 0.60, 4: 2.1, 2: 2.0})
-    assert ranks[0].arrivals() == (0, 1, 3, 2, 4)
+    assert ranks[0].finish_order() == (0, 1, 3, 2, 4)
 
 
 def test_one_that_was_not_tried_out_is_waited_for_by_nobody() -> None:
     ranks, clocks = referees(3)
     ranks[0].withdraw()
     ranks[0].withdraw()
-    assert ranks[1]._hear("go", speed_test._num_trials) == 1
+    assert ranks[1]._wait_published("go", speed_test._parse_num_trials) == 1
     finish(ranks, clocks, {1: 0.1, 2: 0.2})
-    assert [referee.arrivals() for referee in ranks] == [None] * 3
+    assert [referee.finish_order() for referee in ranks] == [None] * 3
 
 
 NOTHING = (
@@ -93,20 +93,20 @@ def test_who_never_reports_is_named_to_all_that_have_and_to_itself_when_it_comes
     finish(ranks, clocks, {0: 0.1, 2: 0.2})
     for rank in (0, 2):
         with pytest.raises(PeerError, match=NOTHING):
-            ranks[rank].arrivals()
+            ranks[rank].finish_order()
     assert 20 <= clocks[0].now_s < 21
     finish(ranks, clocks, {3: 50})
     with pytest.raises(PeerError, match=NOTHING):
-        ranks[3].arrivals()
+        ranks[3].finish_order()
 
 
 def test_who_never_has_its_samples_is_named_before_anybody_computes() -> None:
     ranks, clocks = referees(4, patience_s=20)
-    ranks[2]._be_ready(0.1)
+    ranks[2]._report_ready(0.1)
     with pytest.raises(PeerError, match=NOTHING):
-        ranks[0].start(0.1)
+        ranks[0].wait_start(0.1)
     with pytest.raises(PeerError, match=NOTHING):
-        ranks[2].start(0.1)
+        ranks[2].wait_start(0.1)
     assert clocks[0].now_s < 21
 
 
@@ -116,7 +116,7 @@ def test_a_silent_rank_0_is_named() -> None:
     with pytest.raises(
         PeerError, match=r"^speed test of 2 workers: 'nothing from worker 0 within 50 s', expected a re"
     ):
-        ranks[1].arrivals()
+        ranks[1].finish_order()
 
 
 def test_a_late_one_is_waited_for() -> None:
@@ -124,20 +124,20 @@ def test_a_late_one_is_waited_for() -> None:
     clocks[0].sleep = lambda seconds: finish(ranks, clocks, {1: 5.0}) if not ranks[1]._has_reported else None
     ranks[0]._sleep = clocks[0].sleep
     finish(ranks, clocks, {0: 0.1})
-    assert ranks[0].arrivals() == (0, 1)
+    assert ranks[0].finish_order() == (0, 1)
 
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b"[0, NaN]", b"[7, 0.5]", b"[0, -1]"]
 
 
-@pytest.mark.parametrize("value", [*RUBBISH, b'[0, "1"]', b"[true, 1]", b" " * (hearing.MAX_BYTES + 1)])
+@pytest.mark.parametrize("value", [*RUBBISH, b'[0, "1"]', b"[true, 1]", b" " * (peer_data.MAX_PEER_BYTES + 1)])
 def test_what_is_no_report_is_a_disagreement(value: bytes) -> None:
     ranks, _ = referees(2)
     ranks[0]._store.set(f"arrived/{ranks[0]._store.add('arrived', 1)}", value)
     with pytest.raises(
         DisagreementError, match=r"speed test: .*, expected .*keep others out of the store\. \[arrived/1"
     ):
-        ranks[0].arrivals()
+        ranks[0].finish_order()
 
 
 @pytest.mark.parametrize("content", ["0", "1.5", "true", "1e9", "null", '"1"', "10000000", "[" * 100_000])
@@ -145,7 +145,7 @@ def test_a_number_of_trials_that_is_none_is_a_disagreement(content: str) -> None
     ranks, _ = referees(2)
     ranks[1]._store.set("go", f'{{"absent": [], "content": {content}}}')
     with pytest.raises(DisagreementError, match=r"speed test: .*, expected what rank 0 says of it.* \[go\]"):
-        ranks[1].start(0.1)
+        ranks[1].wait_start(0.1)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_order_of_other_ranks_is_a_disagreement(said: bytes) -> None:
     ranks, _ = referees(2)
     ranks[1]._store.set("order", said)
     with pytest.raises(DisagreementError, match=r"speed test: .*, expected what rank 0 says of it.* \[order\]"):
-        ranks[1].arrivals()
+        ranks[1].finish_order()
 
 
 def run(folder: Path, *settings: object) -> list:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ringweave.topology.cgroups import Quota
+from ringweave.topology.cgroups import CpuQuota
 from ringweave.training import timing
-from ringweave.training.timing import HostTimeline, Measured, StepTimer, Timeline
+from ringweave.training.timing import HostTimeline, MeasuredStep, StepTimer, Timeline
 from tests.clock import Clock
 
 
@@ -25,22 +25,22 @@ def timer(clock: Clock) -> StepTimer:
 
 
 def test_waits_for_others_are_left_out(clock: Clock, timer: StepTimer) -> None:
-    timer.begin()
+    timer.begin_step()
     clock.now_s += 1  # loading
-    timer.give(8)
-    timer.open()
+    timer.record_samples(8)
+    timer.open_span()
     clock.now_s += 100  # buffers of rank 0 come
     timer.close_wait()
     clock.now_s += 2  # forward and backward
     timer.gradients_ready()
     clock.now_s += 100  # allreduce
-    timer.open()
+    timer.open_span()
     clock.now_s += 4  # update
     timer.close_update()
     clock.now_s += 100  # the script logs
-    timer.end()
-    assert timer.take() == [(8, 7.0)]
-    assert timer.take() == []
+    timer.end_step()
+    assert timer.take_times() == [(8, 7.0)]
+    assert timer.take_times() == []
 
 
 @pytest.mark.parametrize(("waited_s", "outside"), [(30.0, 0.5), (0.0, 0.0)])
@@ -52,54 +52,54 @@ def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: f
     def work(seconds: float) -> None:
         clock.now_s, processor.now_s = clock.now_s + seconds, processor.now_s + seconds
 
-    timer.begin()
-    timer.give(8)
+    timer.begin_step()
+    timer.record_samples(8)
     work(3)
     clock.now_s += waited_s
     timer.gradients_ready()
     work(2)
     clock.now_s += 100
-    timer.open()
+    timer.open_span()
     work(1)
     timer.close_update()
-    timer.end()
-    assert timer.measured() == [Measured(num_samples=8, seconds=4.0 + waited_s, outside=outside)]
+    timer.end_step()
+    assert timer.take_measured_steps() == [MeasuredStep(num_samples=8, seconds=4.0 + waited_s, outside_ratio=outside)]
 
 
 def test_pauses_of_a_quota_count_on_average(clock: Clock) -> None:
     """10 ms by a quarter of a core take 40 ms on average. The second step met no pause, the third no throttling."""
-    processor, told = Clock(), Quota(cores=0.25, period_s=0.04, num_throttled=7)
+    processor, told = Clock(), CpuQuota(cores=0.25, period_s=0.04, num_throttled=7)
     timer = StepTimer(HostTimeline(clock, processor, lambda: told))
     seconds = []
     for wall_s, throttled in ((0.06, 8), (0.01, 9), (0.01, 9)):
-        timer.begin()
-        timer.give(8)
+        timer.begin_step()
+        timer.record_samples(8)
         clock.now_s, processor.now_s = clock.now_s + wall_s, processor.now_s + 0.01
         timer.gradients_ready()
         told = dataclasses.replace(told, num_throttled=throttled)
-        timer.end()
-        seconds += [each.seconds for each in timer.measured()]
+        timer.end_step()
+        seconds += [each.seconds for each in timer.take_measured_steps()]
     assert seconds == pytest.approx([0.04, 0.04, 0.01])
 
 
 def test_a_step_without_communication_is_computing_all_the_time(clock: Clock, timer: StepTimer) -> None:
-    timer.begin()
-    timer.give(8)
+    timer.begin_step()
+    timer.record_samples(8)
     clock.now_s += 3
-    timer.end()
-    assert timer.take() == [(8, 3.0)]
+    timer.end_step()
+    assert timer.take_times() == [(8, 3.0)]
 
 
 def test_steps_without_samples_and_what_is_outside_of_steps_do_not_count(clock: Clock, timer: StepTimer) -> None:
-    timer.end()
-    timer.open()
+    timer.end_step()
+    timer.open_span()
     timer.close_update()
     timer.gradients_ready()
-    timer.begin()
-    timer.give(0)
+    timer.begin_step()
+    timer.record_samples(0)
     clock.now_s += 3
-    timer.end()
-    assert timer.take() == []
+    timer.end_step()
+    assert timer.take_times() == []
 
 
 class Device(Timeline):
@@ -123,15 +123,15 @@ def test_what_a_device_has_not_done_yet_is_told_later() -> None:
     device = Device()
     timer = StepTimer(device)
     for num_samples in (8, 9):
-        timer.begin()
-        timer.give(num_samples)
+        timer.begin_step()
+        timer.record_samples(num_samples)
         timer.gradients_ready()
-        timer.end()
-    assert timer.take() == []
+        timer.end_step()
+    assert timer.take_times() == []
     device.done = 2
-    assert timer.take() == [(8, 1.0)]
+    assert timer.take_times() == [(8, 1.0)]
     device.done = 4
-    assert timer.take() == [(9, 1.0)]
+    assert timer.take_times() == [(9, 1.0)]
 
 
 class OnDevice(nn.Module):
@@ -147,5 +147,5 @@ class OnDevice(nn.Module):
 
 def test_what_computes_on_a_device_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert isinstance(timing.timeline_of(OnDevice("cuda")), timing.CudaTimeline)
-    assert isinstance(timing.timeline_of(OnDevice("cpu")), timing.HostTimeline)
+    assert isinstance(timing.choose_timeline(OnDevice("cuda")), timing.CudaTimeline)
+    assert isinstance(timing.choose_timeline(OnDevice("cpu")), timing.HostTimeline)

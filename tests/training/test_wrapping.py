@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError
-from ringweave.training import wrapping
-from ringweave.training.reducing import SampleWeights
+from ringweave.training.elastic import ddp
+from ringweave.training.gradients import SampleWeights
 
 A, B, NEVER = 0, 1, 2
 
@@ -40,13 +40,13 @@ class Session:
         self.said.append("bucket")
         return future
 
-    def end_pass(self, used: int) -> torch.futures.Future[int]:
+    def end_backward(self, used: int) -> torch.futures.Future[int]:
         future: torch.futures.Future[int] = torch.futures.Future()
         self._ended.append((used, future))
         self.said.append("end")
         return future
 
-    def wait_counted(self) -> None:
+    def wait_committed(self) -> None:
         for summed, future in self._begun:
             future.set_result(summed.add_(10.0 * bool(self._used)))
         for used, ended in self._ended:
@@ -61,7 +61,7 @@ class Timer:
 
 def made(session: Any, weights: SampleWeights) -> tuple[Branches, nn.Module]:
     model, timer = Branches(), Timer()
-    parallel = wrapping.wrap(model, {}, session, weights, timer)  # pyrefly: ignore - what it asks of it
+    parallel = ddp.wrap_elastic_ddp(model, {}, session, weights, timer)  # pyrefly: ignore - what it asks of it
     return model, parallel
 
 
@@ -81,7 +81,7 @@ def test_a_parameter_that_another_member_has_used_gets_its_gradient_here_too(
     model = Branches()
     timer: Any = Timer()
     options = {"gradient_as_bucket_view": as_views}
-    parallel = wrapping.wrap(model, options, session, SampleWeights(num_ranks=1, is_mean=False), timer)
+    parallel = ddp.wrap_elastic_ddp(model, options, session, SampleWeights(num_ranks=1, is_mean=False), timer)
     for _ in range(3):
         model.zero_grad()
         parallel(torch.tensor([1.0, 2.0])).backward()
@@ -121,4 +121,4 @@ def test_static_graphs_are_refused() -> None:
     timer: Any = Timer()
     weights = SampleWeights(num_ranks=1, is_mean=True)
     with pytest.raises(TrainingError, match=r"option static_graph of an elastic job: True, expected False\. Leave "):
-        wrapping.wrap(Branches(), {"static_graph": True}, session, weights, timer)
+        ddp.wrap_elastic_ddp(Branches(), {"static_graph": True}, session, weights, timer)

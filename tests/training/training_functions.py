@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ringweave
 from ringweave.errors import DisagreementError
-from ringweave.planning.balancing import Change
+from ringweave.planning.balancing import ShareChange
 from ringweave.training import SharedLoader
-from ringweave.training.reducing import SampleWeights
+from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import HostTimeline
 
 FEATURES = 6
@@ -104,15 +104,15 @@ def weights_of(model: nn.Module) -> Tensor:
 def change_shares(loader: SharedLoader, every: int, shares: list[tuple[int, ...]]) -> None:
     """Give batches other shares every few borders, in the way in which rebalancing does."""
     balancer = loader._parts.balancer
-    border = balancer.border
+    border = balancer.pass_step_boundary
 
     def change(batch_number: int) -> None:
         border(batch_number)
         if batch_number % every == 0:
-            found = Change(shares=shares[batch_number // every % len(shares)], before_s=1.0, after_s=0.5)
+            found = ShareChange(shares=shares[batch_number // every % len(shares)], before_s=1.0, after_s=0.5)
             balancer._change(batch_number, found)
 
-    balancer.border = change
+    balancer.pass_step_boundary = change
 
 
 def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: int = 2) -> tuple[float, bool]:
@@ -140,9 +140,9 @@ def distance_without_weights(case: Case, shares: list[tuple[int, ...]]) -> tuple
 def watch_accounts(loader: SharedLoader) -> list[bool]:
     """Whether each account of an epoch is exact, as they come."""
     found: list[bool] = []
-    note = loader._parts.note
+    note = loader._parts.record_account
     loader._parts = dataclasses.replace(
-        loader._parts, note=lambda account: (note(account), found.append(account.is_exact))
+        loader._parts, record_account=lambda account: (note(account), found.append(account.is_exact))
     )
     return found
 

@@ -1,12 +1,12 @@
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from tests.wire.parts import Events
 
 
 @pytest.fixture(scope="session")
-def authority() -> wire.Authority:
-    return wire.Authority("job1")
+def authority() -> rpc.CertificateAuthority:
+    return rpc.CertificateAuthority("job1")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ringweave.wire.pacing import GivingWay
+from ringweave.rpc.state_transfer import BackgroundThrottle
 
 _TICK_S = 0.001
 
@@ -43,7 +43,7 @@ class Link:
         return passed
 
 
-def read(link: Link, pace: GivingWay, num_bytes: float, *, gap_s: float = 0.002) -> float:
+def read(link: Link, pace: BackgroundThrottle, num_bytes: float, *, gap_s: float = 0.002) -> float:
     """Seconds that it takes to read so many bytes, each chunk asked for so long after the one before."""
     began_s = link.now_s
     while num_bytes > 0:

@@ -5,10 +5,10 @@ import random
 import socket
 from collections.abc import Sequence
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import ConnectionLostError, MessageError
-from ringweave.wire.calls import fresh
-from ringweave.wire.framing.channels import Channel
+from ringweave.rpc.channel import RpcChannel
+from ringweave.rpc.server import uninitialized_buffers
 from tests.wire.parts import introduce
 
 
@@ -45,16 +45,16 @@ def damaged(rng: random.Random, good: bytes) -> bytes:
     return data
 
 
-def is_refused(data: bytes, limits: wire.Limits) -> bool:
+def is_refused(data: bytes, limits: rpc.RpcLimits) -> bool:
     """Whether a server has something to refuse before who sends these bytes hangs up; they hold no whole message."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        channel = Channel(ours, limits, "here")
+        channel = RpcChannel(ours, limits, "here")
         try:
             head = channel.receive_head()
-            channel.receive_content(head.prefix, fresh(head.sizes))
+            channel.receive_content(head.prefix, uninitialized_buffers(head.sizes))
         except MessageError:
             return True
         except ConnectionLostError:
@@ -67,17 +67,23 @@ def host(index: int) -> str:
     return f"127.{1 + index // 65025}.{index // 255 % 255}.{1 + index % 255}"
 
 
-def raw_peer(port: int, trusted: wire.Trust, source: str | None = None) -> socket.socket:
+def raw_peer(port: int, trusted: rpc.PeerAuthentication, source: str | None = None) -> socket.socket:
     """A socket on which the peer has been let in; `source` is the address that it calls from."""
     raw = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(source, 0) if source else None)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock = trusted.wrap(raw, serves=False)
+    sock = trusted.secure_socket(raw, is_server=False)
     introduce(sock, trusted)
     return sock
 
 
 def send_damaged(
-    port: int, trusted: wire.Trust, goods: Sequence[bytes], num_messages: int, *, seed: int, limits: wire.Limits
+    port: int,
+    trusted: rpc.PeerAuthentication,
+    goods: Sequence[bytes],
+    num_messages: int,
+    *,
+    seed: int,
+    limits: rpc.RpcLimits,
 ) -> set[str]:
     """Send so many of them, each on a connection of its own, from a host of its own, until the server hangs up.
 

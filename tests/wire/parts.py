@@ -6,36 +6,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from ringweave import wire
-from ringweave.wire.framing import frames
+from ringweave import rpc
+from ringweave.rpc import framing
 
 
-class Sum(wire.Message):
+class Sum(rpc.RpcMessage):
     kind: ClassVar[str] = "test.sum"
 
     total: int
     peer: str
 
 
-class Add(wire.Message):
+class Add(rpc.RpcMessage):
     """Adds all bytes of its buffers."""
 
     kind: ClassVar[str] = "test.add"
-    reply: ClassVar[type[wire.Message]] = Sum
+    reply: ClassVar[type[rpc.RpcMessage]] = Sum
 
     number: int = 0
     words: tuple[str, ...] = ()
 
 
-class Wait(wire.Message):
+class Wait(rpc.RpcMessage):
     kind: ClassVar[str] = "test.wait"
 
 
-class Echo(wire.Message):
+class Echo(rpc.RpcMessage):
     kind: ClassVar[str] = "test.echo"
 
 
-class Fail(wire.Message):
+class Fail(rpc.RpcMessage):
     kind: ClassVar[str] = "test.fail"
 
     ours: bool
@@ -44,12 +44,12 @@ class Fail(wire.Message):
 Echo.reply = Echo
 
 
-def add(call: wire.Call) -> Sum:
+def add(call: rpc.RpcCall) -> Sum:
     return Sum(total=sum(sum(buffer) for buffer in call.buffers), peer=str(call.peer))
 
 
-def trust(authority: wire.Authority, role: str, name: str) -> wire.Tls:
-    return wire.Tls(authority.issue(role, name))
+def trust(authority: rpc.CertificateAuthority, role: str, name: str) -> rpc.TlsAuthentication:
+    return rpc.TlsAuthentication(authority.issue(role, name))
 
 
 class Events:
@@ -77,8 +77,8 @@ class Events:
 
 
 @contextmanager
-def serving(trusted: wire.Trust, *handlers: wire.Handler, **options: Any) -> Iterator[wire.Server]:
-    server = wire.Server(trusted, [wire.Handler(message=Add, handle=add), *handlers], **options)
+def serving(trusted: rpc.PeerAuthentication, *handlers: rpc.RpcHandler, **options: Any) -> Iterator[rpc.RpcServer]:
+    server = rpc.RpcServer(trusted, [rpc.RpcHandler(message=Add, handle=add), *handlers], **options)
     server.start("127.0.0.1")
     try:
         yield server
@@ -86,20 +86,20 @@ def serving(trusted: wire.Trust, *handlers: wire.Handler, **options: Any) -> Ite
         server.close()
 
 
-def connect(server: wire.Server, trusted: wire.Trust, **options: Any) -> wire.Client:
-    return wire.Client.connect("127.0.0.1", server.port, trusted, role="server", **options)
+def connect(server: rpc.RpcServer, trusted: rpc.PeerAuthentication, **options: Any) -> rpc.RpcClient:
+    return rpc.RpcClient.connect("127.0.0.1", server.port, trusted, role="server", **options)
 
 
-def introduce(sock: socket.socket, trusted: wire.Trust) -> None:
+def introduce(sock: socket.socket, trusted: rpc.PeerAuthentication) -> None:
     """Say hello over a raw socket and read the welcome, as a client does."""
     hello = f'{{"token":"{trusted.token}","identity":"{trusted.identity}"}}'.encode()
-    sock.sendall(frames.pack(frames.FrameKind.HELLO, body=hello))
-    prefix = frames.read_prefix(_exactly(sock, frames.PREFIX_BYTES), wire.Limits())
+    sock.sendall(framing.pack_frame(framing.FrameKind.HELLO, body=hello))
+    prefix = framing.parse_prefix(_exactly(sock, framing.PREFIX_BYTES), rpc.RpcLimits())
     _exactly(sock, prefix.head_bytes)
-    assert prefix.kind == frames.FrameKind.WELCOME
+    assert prefix.kind == framing.FrameKind.WELCOME
 
 
-def frame(message: wire.Message, call: int, *buffers: bytes, name: str | None = None) -> bytes:
+def frame(message: rpc.RpcMessage, call: int, *buffers: bytes, name: str | None = None) -> bytes:
     """All bytes of a call."""
     return packed(name or message.kind, message.model_dump_json().encode(), buffers, call=call)
 
@@ -107,16 +107,16 @@ def frame(message: wire.Message, call: int, *buffers: bytes, name: str | None = 
 def packed(name: str, body: bytes, buffers: Sequence[bytes], *, call: int = 1, timeout_s: float = 0.0) -> bytes:
     """The same of any body: the checks are right, whatever it says."""
     sizes = [len(buffer) for buffer in buffers]
-    kind = frames.FrameKind.CALL
-    head = frames.pack(kind, call=call, name=name, body=body, timeout_s=timeout_s, sizes=sizes)
-    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
+    kind = framing.FrameKind.CALL
+    head = framing.pack_frame(kind, call=call, name=name, body=body, timeout_s=timeout_s, sizes=sizes)
+    tail = framing.pack_checksum(framing.checksum(*buffers)) if buffers else b""
     return b"".join((head, *buffers, tail))
 
 
-def read_frame(sock: socket.socket) -> tuple[frames.Prefix, bytes]:
+def read_frame(sock: socket.socket) -> tuple[framing.FramePrefix, bytes]:
     """The next frame of the other end, which has no buffers, and its body."""
-    prefix = frames.read_prefix(_exactly(sock, frames.PREFIX_BYTES), wire.Limits())
-    return prefix, frames.read_head(prefix, _exactly(sock, prefix.head_bytes)).body
+    prefix = framing.parse_prefix(_exactly(sock, framing.PREFIX_BYTES), rpc.RpcLimits())
+    return prefix, framing.parse_head(prefix, _exactly(sock, prefix.head_bytes)).body
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -145,15 +145,15 @@ class Gate:
     def __init__(self) -> None:
         self.entered = threading.Semaphore(0)
         self.open = threading.Event()
-        self.calls: list[wire.Call] = []
+        self.calls: list[rpc.RpcCall] = []
 
-    def __call__(self, call: wire.Call) -> wire.Done:
+    def __call__(self, call: rpc.RpcCall) -> rpc.Ack:
         self.calls.append(call)
         self.entered.release()
         while not self.open.wait(0.01) and not call.cancelled.is_set():
             pass
-        return wire.Done()
+        return rpc.Ack()
 
     @property
-    def handler(self) -> wire.Handler:
-        return wire.Handler(message=Wait, handle=self)
+    def handler(self) -> rpc.RpcHandler:
+        return rpc.RpcHandler(message=Wait, handle=self)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from ringweave import telemetry, wire
-from ringweave.errors import WireError
-from ringweave.wire.framing import frames
-from ringweave.wire.framing.frames import FrameKind
-from ringweave.wire.security import admission
-from ringweave.wire.security.authority import utc_now
+from ringweave import rpc, telemetry
+from ringweave.errors import RpcError
+from ringweave.rpc import framing, handshake
+from ringweave.rpc.framing import FrameKind
+from ringweave.rpc.tls import utc_now
 from tests.wire.mutations import host
 from tests.wire.parts import read_frame, wait_until
 
@@ -34,38 +33,44 @@ class Stranger:
     """What it does with its connection. Raises an error of ours or of the system when it is turned away."""
 
 
-def authority_and_expired(role: str, name: str) -> tuple[wire.Authority, wire.Credentials]:
+def authority_and_expired(role: str, name: str) -> tuple[rpc.CertificateAuthority, rpc.Credentials]:
     """The authority of a job, and what it issued so long ago that it counts no more."""
     now = [utc_now() - timedelta(days=2)]
-    authority = wire.Authority("job1", timedelta(days=1), clock=lambda: now[0])
+    authority = rpc.CertificateAuthority("job1", timedelta(days=1), clock=lambda: now[0])
     expired = authority.issue(role, name)
     now[0] = utc_now()
     return authority, expired
 
 
-def strangers(authority: wire.Authority, expired: wire.Credentials, *, server_role: str) -> list[Stranger]:
+def strangers(authority: rpc.CertificateAuthority, expired: rpc.Credentials, *, server_role: str) -> list[Stranger]:
     """All kinds of them; whoever says a name says that of the process whose credentials have expired."""
     role, name = expired.identity.role, expired.identity.name
-    ours, foreign = authority.issue(role, name), wire.Authority(authority.job).issue(role, name)
+    ours, foreign = authority.issue(role, name), rpc.CertificateAuthority(authority.job).issue(role, name)
     mixed = replace(ours, certificate_pem=foreign.certificate_pem, key_pem=foreign.key_pem)
-    guessing, liar = wire.Tls(ours), wire.Tls(ours)
+    guessing, liar = rpc.TlsAuthentication(ours), rpc.TlsAuthentication(ours)
     guessing.token = "guessed"
     liar.identity = replace(ours.identity, name=f"{name}1")
 
-    def by(trusted: wire.Trust) -> Callable[[socket.socket], object]:
-        return lambda raw: admission.call(raw, "there", trusted, wire.Limits(handshake_s=60.0), server_role)
+    def by(trusted: rpc.PeerAuthentication) -> Callable[[socket.socket], object]:
+        return lambda raw: handshake.connect_handshake(
+            raw, "there", trusted, rpc.RpcLimits(handshake_s=60.0), server_role
+        )
 
     found = (
-        ("certificate", "TLS handshake: 'WRONG_VERSION_NUMBER'", by(wire.Plain(ours.identity, ours.token))),
+        (
+            "certificate",
+            "TLS handshake: 'WRONG_VERSION_NUMBER'",
+            by(rpc.PlaintextAuthentication(ours.identity, ours.token)),
+        ),
         ("certificate", "HTTP_REQUEST", _ask_for_a_page),
         ("certificate", "PEER_DID_NOT_RETURN_A_CERTIFICATE", _show_nothing),
-        ("certificate", "TLSV1_ALERT_UNKNOWN_CA", by(wire.Tls(foreign))),
-        ("certificate", "CERTIFICATE_VERIFY_FAILED", by(wire.Tls(mixed))),
-        ("certificate", "certificate has expired", by(wire.Tls(expired))),
+        ("certificate", "TLSV1_ALERT_UNKNOWN_CA", by(rpc.TlsAuthentication(foreign))),
+        ("certificate", "CERTIFICATE_VERIFY_FAILED", by(rpc.TlsAuthentication(mixed))),
+        ("certificate", "certificate has expired", by(rpc.TlsAuthentication(expired))),
         ("token", "job token: 'another one', expected that of job job1", by(guessing)),
         ("identity", f"identity: .*/{name}1', expected that of the certificate", by(liar)),
-        ("role", "role of the other end: 'spy', expected ", by(wire.Tls(authority.issue("spy", name)))),
-        ("message", "message hello, identity: 'missing'", lambda raw: _say_no_name(raw, wire.Tls(ours))),
+        ("role", "role of the other end: 'spy', expected ", by(rpc.TlsAuthentication(authority.issue("spy", name)))),
+        ("message", "message hello, identity: 'missing'", lambda raw: _say_no_name(raw, rpc.TlsAuthentication(ours))),
     )
     return [Stranger(reason=reason, text=text, call=call) for reason, text, call in found]
 
@@ -76,7 +81,7 @@ def check_turned_away(port: int, everybody: Sequence[Stranger], log: Path) -> No
         address = ("127.0.0.1", port)
         with (
             socket.create_connection(address, timeout=60, source_address=(host(index), 0)) as raw,
-            pytest.raises((WireError, OSError)),
+            pytest.raises((RpcError, OSError)),
         ):
             stranger.call(raw)
     wait_until(lambda: len(refused(log)) >= len(everybody))
@@ -89,7 +94,7 @@ def check_turned_away(port: int, everybody: Sequence[Stranger], log: Path) -> No
 
 def refused(log: Path) -> dict[str, dict[str, Any]]:
     """Host -> the last event about somebody from there who was refused."""
-    events = [event for event in telemetry.read(log) if event["kind"] == "wire_refused"]
+    events = [event for event in telemetry.read_events(log) if event["kind"] == "wire_refused"]
     return {event["peer"].partition(":")[0]: event for event in events}
 
 
@@ -105,12 +110,12 @@ def _show_nothing(raw: socket.socket) -> None:
         _hear_out(sock)
 
 
-def _say_no_name(raw: socket.socket, trusted: wire.Tls) -> None:
-    with contextlib.closing(trusted.wrap(raw, serves=False)) as sock:
-        sock.sendall(frames.pack(FrameKind.HELLO, body=f'{{"token":"{trusted.token}"}}'.encode()))
+def _say_no_name(raw: socket.socket, trusted: rpc.TlsAuthentication) -> None:
+    with contextlib.closing(trusted.secure_socket(raw, is_server=False)) as sock:
+        sock.sendall(framing.pack_frame(FrameKind.HELLO, body=f'{{"token":"{trusted.token}"}}'.encode()))
         prefix, body = read_frame(sock)
         assert prefix.kind == FrameKind.REFUSED
-        raise admission.refused(body)
+        raise handshake.refusal_error(body)
 
 
 def _hear_out(sock: socket.socket) -> None:

@@ -8,10 +8,10 @@ import tracemalloc
 
 import pytest
 
-from ringweave import wire
-from ringweave.errors import MessageError, RemoteError, TrainingError, WireError
-from ringweave.wire.framing import frames
-from ringweave.wire.framing.frames import FrameKind
+from ringweave import rpc
+from ringweave.errors import MessageError, RemoteError, RpcError, TrainingError
+from ringweave.rpc import framing
+from ringweave.rpc.framing import FrameKind
 from tests.wire.mutations import damaged, host, mutated, raw_peer, send_damaged
 from tests.wire.parts import (
     Add,
@@ -28,14 +28,14 @@ from tests.wire.parts import (
     wait_until,
 )
 
-LIMITS = wire.Limits(
+LIMITS = rpc.RpcLimits(
     max_message_bytes=1 << 20, max_body_bytes=4096, max_bytes_in_flight=1 << 22, patience_s=60.0, handshake_s=60.0
 )
 GOOD_NUMBER = 77_777_777
 
 
-def plain(role: str) -> wire.Plain:
-    return wire.Plain(wire.Identity(job="job1", role=role, name="0"), "token")
+def plain(role: str) -> rpc.PlaintextAuthentication:
+    return rpc.PlaintextAuthentication(rpc.Identity(job="job1", role=role, name="0"), "token")
 
 
 def refusal(sock: socket.socket) -> str:
@@ -57,11 +57,11 @@ def refusal(sock: socket.socket) -> str:
     ],
 )
 def test_too_much_is_refused_before_memory_is_taken(
-    authority: wire.Authority, events: Events, secure: bool, announced: dict, text: str
+    authority: rpc.CertificateAuthority, events: Events, secure: bool, announced: dict, text: str
 ) -> None:
     server_trust = trust(authority, "server", "0") if secure else plain("server")
     peer_trust = trust(authority, "worker", "0") if secure else plain("worker")
-    data = frames.pack(FrameKind.CALL, call=1, name="test.add", **announced)[: frames.PREFIX_BYTES]
+    data = framing.pack_frame(FrameKind.CALL, call=1, name="test.add", **announced)[: framing.PREFIX_BYTES]
     with serving(server_trust, limits=LIMITS, record=events) as server, raw_peer(server.port, peer_trust) as sock:
         with raw_peer(server.port, peer_trust) as first:  # brings what any refusal needs once
             first.sendall(data)
@@ -83,7 +83,7 @@ def test_a_hello_may_not_be_large(events: Events) -> None:
         serving(plain("server"), limits=LIMITS, record=events) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock,
     ):
-        sock.sendall(frames.pack(FrameKind.HELLO, body=b"x" * 4000)[: frames.PREFIX_BYTES])
+        sock.sendall(framing.pack_frame(FrameKind.HELLO, body=b"x" * 4000)[: framing.PREFIX_BYTES])
         assert "bytes of a message's body: 4000, expected at most 2048" in refusal(sock)
 
 
@@ -96,9 +96,9 @@ def test_nothing_but_hello_comes_first(events: Events) -> None:
         assert "first frame: 'CALL', expected HELLO. Look who called." in refusal(sock)
 
 
-@pytest.mark.parametrize("kept", [10, frames.PREFIX_BYTES, frames.PREFIX_BYTES + 5, -1, -9])
+@pytest.mark.parametrize("kept", [10, framing.PREFIX_BYTES, framing.PREFIX_BYTES + 5, -1, -9])
 def test_a_frame_that_stops_halfway_is_given_up_in_time(events: Events, kept: int) -> None:
-    limits = wire.Limits(patience_s=0.5)
+    limits = rpc.RpcLimits(patience_s=0.5)
     with (
         serving(plain("server"), limits=limits, record=events) as server,
         raw_peer(server.port, plain("worker")) as sock,
@@ -111,7 +111,7 @@ def test_a_frame_that_stops_halfway_is_given_up_in_time(events: Events, kept: in
         wait_until(lambda: server.held_bytes == 0)
 
 
-@pytest.mark.parametrize("kept", [10, frames.PREFIX_BYTES, -1])
+@pytest.mark.parametrize("kept", [10, framing.PREFIX_BYTES, -1])
 def test_a_peer_that_hangs_up_halfway_leaves_nothing(kept: int) -> None:
     with serving(plain("server"), limits=LIMITS) as server:
         with raw_peer(server.port, plain("worker")) as sock:
@@ -121,7 +121,7 @@ def test_a_peer_that_hangs_up_halfway_leaves_nothing(kept: int) -> None:
 
 
 def test_a_peer_that_trickles_is_cut_though_bytes_keep_coming(events: Events) -> None:
-    limits = wire.Limits(patience_s=0.5, slowest_bytes_per_s=100_000)
+    limits = rpc.RpcLimits(patience_s=0.5, slowest_bytes_per_s=100_000)
     with (
         serving(plain("server"), limits=limits, record=events) as server,
         raw_peer(server.port, plain("worker")) as sock,
@@ -155,7 +155,7 @@ class Taken:
     def __init__(self) -> None:
         self.seen: list[tuple[Add, bytes]] = []
 
-    def __call__(self, call: wire.Call) -> Sum:
+    def __call__(self, call: rpc.RpcCall) -> Sum:
         self.seen.append((call.message, b"".join(call.buffers)))
         return Sum(total=0, peer="")
 
@@ -164,15 +164,15 @@ class Taken:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("secure", "num_messages"), [(False, 10_000), (True, 1_000)], ids=["plain", "tls"])
 def test_mutated_messages_reach_nobody_harm_nothing_and_are_written_down(
-    authority: wire.Authority, events: Events, secure: bool, num_messages: int
+    authority: rpc.CertificateAuthority, events: Events, secure: bool, num_messages: int
 ) -> None:
     taken, complaints = Taken(), []
-    server = wire.Server(
+    server = rpc.RpcServer(
         trust(authority, "server", "0") if secure else plain("server"),
-        [wire.Handler(message=Add, handle=taken)],
+        [rpc.RpcHandler(message=Add, handle=taken)],
         limits=LIMITS,
-        record=events,
-        complain=lambda *each: complaints.append(each),
+        write_event=events,
+        on_handler_error=lambda *each: complaints.append(each),
     ).start("127.0.0.1")
     peer_trust = trust(authority, "worker", "0") if secure else plain("worker")
     good = frame(Add(number=GOOD_NUMBER, words=("a", "b")), 1, b"parameters" * 20, b"", b"\x01")
@@ -215,15 +215,15 @@ def test_whoever_breaks_a_schema_is_written_down_and_stays(events: Events, name:
 def test_what_a_handler_refuses_is_not_written_down(events: Events) -> None:
     """It is between the two of them: in the life of a job it is nothing unusual."""
 
-    def refuse(call: wire.Call) -> wire.Done:
+    def refuse(call: rpc.RpcCall) -> rpc.Ack:
         raise MessageError("too late")
 
-    def refuse_room(incoming: wire.Incoming) -> list[memoryview]:
+    def refuse_room(incoming: rpc.IncomingCall) -> list[memoryview]:
         raise TrainingError("too large")
 
     handlers = (
-        wire.Handler(message=Echo, handle=refuse),
-        wire.Handler(message=Wait, handle=refuse, allocate=refuse_room),
+        rpc.RpcHandler(message=Echo, handle=refuse),
+        rpc.RpcHandler(message=Wait, handle=refuse, allocate=refuse_room),
     )
     with serving(plain("server"), *handlers, record=events) as server, connect(server, plain("worker")) as client:
         with pytest.raises(RemoteError, match="too late"):
@@ -237,7 +237,7 @@ def test_what_a_handler_refuses_is_not_written_down(events: Events) -> None:
 def test_mutated_hellos_let_nobody_in_and_are_written_down(events: Events) -> None:
     server_trust, peer_trust = plain("server"), plain("worker")
     hello = f'{{"token":"{peer_trust.token}","identity":"{peer_trust.identity}"}}'.encode()
-    good, rng = frames.pack(FrameKind.HELLO, body=hello), random.Random(3)
+    good, rng = framing.pack_frame(FrameKind.HELLO, body=hello), random.Random(3)
     with serving(server_trust, limits=LIMITS, record=events) as server:
         for index in range(1000):
             source, answer = (host(index), 0), b""
@@ -254,7 +254,7 @@ def test_mutated_hellos_let_nobody_in_and_are_written_down(events: Events) -> No
         connect(server, peer_trust).close()
 
 
-def test_a_client_survives_a_server_that_sends_rubbish(authority: wire.Authority) -> None:
+def test_a_client_survives_a_server_that_sends_rubbish(authority: rpc.CertificateAuthority) -> None:
     """Every answer is damaged in some way; each call fails with an error of ours, and none hangs."""
     rng = random.Random(5)
 
@@ -268,9 +268,9 @@ def test_a_client_survives_a_server_that_sends_rubbish(authority: wire.Authority
                 read_frame(sock)
                 welcome = {"identity": "ringweave://job1/server/0", "max_body_bytes": 1000, "max_buffers": 10}
                 body = str(welcome | {"max_message_bytes": 10000, "max_calls": 4}).replace("'", '"').encode()
-                sock.sendall(frames.pack(FrameKind.WELCOME, body=body))
+                sock.sendall(framing.pack_frame(FrameKind.WELCOME, body=body))
                 read_frame(sock)
-                good = frames.pack(FrameKind.REPLY, call=1, name="test.echo", body=b"{}")
+                good = framing.pack_frame(FrameKind.REPLY, call=1, name="test.echo", body=b"{}")
                 data = mutated(rng, good)
                 sock.sendall(b"x" if data.startswith(good) else data)
 
@@ -278,6 +278,6 @@ def test_a_client_survives_a_server_that_sends_rubbish(authority: wire.Authority
         threading.Thread(target=rubbish, args=(listener,), daemon=True).start()
         for _ in range(200):
             port = listener.getsockname()[1]
-            client = wire.Client.connect("127.0.0.1", port, plain("worker"), role="server", limits=LIMITS)
-            with client, pytest.raises(WireError, match=r".+"):
+            client = rpc.RpcClient.connect("127.0.0.1", port, plain("worker"), role="server", limits=LIMITS)
+            with client, pytest.raises(RpcError, match=r".+"):
                 client.call(Echo(), timeout_s=60)

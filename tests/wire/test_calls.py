@@ -6,23 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ringweave import wire
-from ringweave.errors import ConnectionLostError, DeadlineError, MessageError, RemoteError, UsageError, WireError
+from ringweave import rpc
+from ringweave.errors import ConnectionLostError, DeadlineError, MessageError, RemoteError, RpcError, UsageError
 from tests.wire.parts import Add, Echo, Fail, Gate, Wait, add, connect, serving, trust, wait_until
 
 
-def echo(call: wire.Call) -> wire.Answer:
-    return wire.Answer(Echo(), call.buffers)
+def echo(call: rpc.RpcCall) -> rpc.RpcReply:
+    return rpc.RpcReply(Echo(), call.buffers)
 
 
-def fail(call: wire.Call) -> wire.Done:
-    raise WireError("version: 3, expected 4. Pull first.") if call.message.ours else ZeroDivisionError("secret")
+def fail(call: rpc.RpcCall) -> rpc.Ack:
+    raise RpcError("version: 3, expected 4. Pull first.") if call.message.ours else ZeroDivisionError("secret")
 
 
-ECHO, FAIL = wire.Handler(message=Echo, handle=echo), wire.Handler(message=Fail, handle=fail)
+ECHO, FAIL = rpc.RpcHandler(message=Echo, handle=echo), rpc.RpcHandler(message=Fail, handle=fail)
 
 
-def test_buffers_arrive_as_they_were_sent_empty_ones_too(authority: wire.Authority) -> None:
+def test_buffers_arrive_as_they_were_sent_empty_ones_too(authority: rpc.CertificateAuthority) -> None:
     arrays = [np.random.default_rng(0).random((300, 1000)), np.zeros(0), np.arange(7, dtype=np.int8)]
     with (
         serving(trust(authority, "server", "0"), ECHO) as server,
@@ -34,7 +34,7 @@ def test_buffers_arrive_as_they_were_sent_empty_ones_too(authority: wire.Authori
         wait_until(lambda: server.held_bytes == 0)
 
 
-def test_an_answer_lands_in_the_callers_memory(authority: wire.Authority) -> None:
+def test_an_answer_lands_in_the_callers_memory(authority: rpc.CertificateAuthority) -> None:
     sent, room = np.arange(500_000, dtype=np.float32), np.zeros(500_000, np.float32)
     with (
         serving(trust(authority, "server", "0"), ECHO) as server,
@@ -49,14 +49,16 @@ def test_an_answer_lands_in_the_callers_memory(authority: wire.Authority) -> Non
         assert client.call(Add(), [b"\x05"], timeout_s=60).message.total == 5
 
 
-def test_what_is_quick_is_handled_by_the_thread_that_reads_and_its_failures_arrive(authority: wire.Authority) -> None:
+def test_what_is_quick_is_handled_by_the_thread_that_reads_and_its_failures_arrive(
+    authority: rpc.CertificateAuthority,
+) -> None:
     threads: list[threading.Thread] = []
 
-    def note(call: wire.Call) -> wire.Done:
+    def note(call: rpc.RpcCall) -> rpc.Ack:
         threads.append(threading.current_thread())
         return fail(call)
 
-    handlers = [wire.Handler(message=Fail, handle=note, is_quick=True), ECHO]
+    handlers = [rpc.RpcHandler(message=Fail, handle=note, is_quick=True), ECHO]
     with (
         serving(trust(authority, "server", "0"), *handlers) as server,
         connect(server, trust(authority, "worker", "0")) as client,
@@ -69,13 +71,13 @@ def test_what_is_quick_is_handled_by_the_thread_that_reads_and_its_failures_arri
         assert client.call(Echo(), [b"12"], timeout_s=60).buffers[0] == b"12"
         assert len(threads) == 3
         assert len(set(threads)) == 1, "one for all of them"
-        assert server.names() == {"0"}
+        assert server.peer_names() == {"0"}
         wait_until(lambda: server.held_bytes == 0)
 
 
-def test_a_call_lands_in_the_memory_that_the_handler_gives(authority: wire.Authority) -> None:
+def test_a_call_lands_in_the_memory_that_the_handler_gives(authority: rpc.CertificateAuthority) -> None:
     room = np.zeros(1000, np.uint8)
-    kept = wire.Handler(message=Echo, handle=lambda call: Echo(), allocate=lambda incoming: [memoryview(room)])
+    kept = rpc.RpcHandler(message=Echo, handle=lambda call: Echo(), allocate=lambda incoming: [memoryview(room)])
     with (
         serving(trust(authority, "server", "0"), kept) as server,
         connect(server, trust(authority, "worker", "0")) as client,
@@ -84,7 +86,7 @@ def test_a_call_lands_in_the_memory_that_the_handler_gives(authority: wire.Autho
     assert (room == 9).all()
 
 
-def test_four_peers_at_once_each_get_their_own_answers(authority: wire.Authority) -> None:
+def test_four_peers_at_once_each_get_their_own_answers(authority: rpc.CertificateAuthority) -> None:
     def push(index: int) -> None:
         content = np.random.default_rng(index).integers(0, 256, 2_000_000, np.uint8)
         with connect(server, trust(authority, "worker", str(index))) as client:
@@ -97,7 +99,7 @@ def test_four_peers_at_once_each_get_their_own_answers(authority: wire.Authority
         list(pool.map(push, range(4)))
 
 
-def test_threads_share_a_client(authority: wire.Authority) -> None:
+def test_threads_share_a_client(authority: rpc.CertificateAuthority) -> None:
     with (
         serving(trust(authority, "server", "0")) as server,
         ThreadPoolExecutor(8) as pool,
@@ -108,8 +110,8 @@ def test_threads_share_a_client(authority: wire.Authority) -> None:
         wait_until(lambda: server.peers()[0].traffic["calls"] == 64)  # counted once the answer has left
 
 
-def test_async_callers_use_a_thread(authority: wire.Authority) -> None:
-    async def calls(client: wire.Client) -> list[int]:
+def test_async_callers_use_a_thread(authority: rpc.CertificateAuthority) -> None:
+    async def calls(client: rpc.RpcClient) -> list[int]:
         pending = (asyncio.to_thread(client.call, Add(), [bytes([n])], timeout_s=60) for n in range(10))
         return [answer.message.total for answer in await asyncio.gather(*pending)]
 
@@ -120,7 +122,7 @@ def test_async_callers_use_a_thread(authority: wire.Authority) -> None:
         assert asyncio.run(calls(client)) == list(range(10))
 
 
-def test_a_handlers_own_error_reaches_the_caller_and_a_bug_does_not(authority: wire.Authority) -> None:
+def test_a_handlers_own_error_reaches_the_caller_and_a_bug_does_not(authority: rpc.CertificateAuthority) -> None:
     told: list[object] = []
     with (
         serving(trust(authority, "server", "0"), FAIL, complain=lambda *each: told.append(each)) as server,
@@ -136,7 +138,9 @@ def test_a_handlers_own_error_reaches_the_caller_and_a_bug_does_not(authority: w
     assert "ZeroDivisionError('secret')" in repr(told)
 
 
-def test_unknown_messages_are_answered_by_an_error_and_their_buffers_skipped(authority: wire.Authority) -> None:
+def test_unknown_messages_are_answered_by_an_error_and_their_buffers_skipped(
+    authority: rpc.CertificateAuthority,
+) -> None:
     with (
         serving(trust(authority, "server", "0")) as server,
         connect(server, trust(authority, "worker", "0")) as client,
@@ -148,7 +152,7 @@ def test_unknown_messages_are_answered_by_an_error_and_their_buffers_skipped(aut
         assert client.call(Add(), [b"\x01"], timeout_s=60).message.total == 1
 
 
-def test_a_call_that_takes_too_long_ends_in_time_and_the_handler_is_told(authority: wire.Authority) -> None:
+def test_a_call_that_takes_too_long_ends_in_time_and_the_handler_is_told(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
     with (
         serving(trust(authority, "server", "0"), gate.handler) as server,
@@ -165,28 +169,28 @@ def test_a_call_that_takes_too_long_ends_in_time_and_the_handler_is_told(authori
         assert client.call(Add(), timeout_s=60).message.total == 0, "the connection is still good"
 
 
-def test_a_dead_client_cancels_its_calls(authority: wire.Authority) -> None:
+def test_a_dead_client_cancels_its_calls(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
     with serving(trust(authority, "server", "0"), gate.handler) as server:
         client = connect(server, trust(authority, "worker", "0"))
         client.start(Wait(), timeout_s=60)
         assert gate.entered.acquire(timeout=60)
-        client._channel.cut()
+        client._channel.abort()
         assert gate.calls[0].cancelled.wait(60)
         wait_until(lambda: not server.peers())
 
 
 def test_the_end_of_a_peer_with_two_connections_is_told_once_while_its_calls_are_in_the_making(
-    authority: wire.Authority,
+    authority: rpc.CertificateAuthority,
 ) -> None:
     entered, done, gone = threading.Semaphore(0), threading.Event(), []
 
-    def stubborn(call: wire.Call) -> wire.Done:
+    def stubborn(call: rpc.RpcCall) -> rpc.Ack:
         entered.release()
         done.wait(60)
-        return wire.Done()
+        return rpc.Ack()
 
-    handler = wire.Handler(message=Wait, handle=stubborn)
+    handler = rpc.RpcHandler(message=Wait, handle=stubborn)
     with serving(trust(authority, "server", "0"), handler, hung_up=gone.append) as server:
         worker = trust(authority, "worker", "0")
         clients = [connect(server, worker) for _ in range(2)]
@@ -194,7 +198,7 @@ def test_the_end_of_a_peer_with_two_connections_is_told_once_while_its_calls_are
             client.start(Wait(), timeout_s=60)
             assert entered.acquire(timeout=60)
         for client in clients:
-            client.hang_up()
+            client.abort()
         wait_until(lambda: gone)
         assert gone == [worker.identity]
         done.set()
@@ -202,23 +206,25 @@ def test_the_end_of_a_peer_with_two_connections_is_told_once_while_its_calls_are
     assert gone == [worker.identity]
 
 
-def test_a_peer_whose_connection_ends_neither_by_its_end_nor_with_a_goodbye_is_lost(authority: wire.Authority) -> None:
+def test_a_peer_whose_connection_ends_neither_by_its_end_nor_with_a_goodbye_is_lost(
+    authority: rpc.CertificateAuthority,
+) -> None:
     gone, lost = [], []
     with serving(trust(authority, "server", "0"), hung_up=gone.append, lost=lost.append) as server:
         polite, dead, _ = (connect(server, trust(authority, "worker", name)) for name in "012")
         wait_until(lambda: len(server.peers()) == 3)
         polite.close()
-        dead.hang_up()
+        dead.abort()
         wait_until(lambda: gone)
         (session,) = (each for each in server._sessions if each.peer.name == "2")
-        session.channel.cut(": nothing was heard of it")
+        session.channel.abort(": nothing was heard of it")
         wait_until(lambda: lost)
         wait_until(lambda: not server.peers())
     assert [each.name for each in gone] == ["1"]
     assert [each.name for each in lost] == ["2"]
 
 
-def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: wire.Authority) -> None:
+def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
     with serving(trust(authority, "server", "0"), gate.handler) as server:
         client, idle = (connect(server, trust(authority, "worker", name)) for name in "01")
@@ -227,11 +233,11 @@ def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: wire.
         assert gate.entered.acquire(timeout=60)
         closing = threading.Thread(target=server.close, args=(60,))
         closing.start()
-        wait_until(lambda: idle.broken is not None)
+        wait_until(lambda: idle.failure is not None)
         with pytest.raises(ConnectionLostError, match="closed by the server"):
             idle.call(Add(), timeout_s=60)
         gate.open.set()
-        assert isinstance(pending.wait().message, wire.Done)
+        assert isinstance(pending.wait().message, rpc.Ack)
         closing.join(60)
         assert not closing.is_alive()
         with pytest.raises(
@@ -244,7 +250,7 @@ def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: wire.
             connect(server, trust(authority, "worker", "0"))
 
 
-def test_closing_does_not_wait_longer_than_it_may(authority: wire.Authority) -> None:
+def test_closing_does_not_wait_longer_than_it_may(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
     with serving(trust(authority, "server", "0"), gate.handler) as server:
         client = connect(server, trust(authority, "worker", "0"))
@@ -255,7 +261,7 @@ def test_closing_does_not_wait_longer_than_it_may(authority: wire.Authority) -> 
         client.close()
 
 
-def test_a_closed_client_says_so(authority: wire.Authority) -> None:
+def test_a_closed_client_says_so(authority: rpc.CertificateAuthority) -> None:
     with serving(trust(authority, "server", "0")) as server:
         client = connect(server, trust(authority, "worker", "0"))
         client.close()
@@ -263,43 +269,48 @@ def test_a_closed_client_says_so(authority: wire.Authority) -> None:
             client.call(Add(), timeout_s=60)
 
 
-def test_two_handlers_of_one_kind_are_refused(authority: wire.Authority) -> None:
+def test_two_handlers_of_one_kind_are_refused(authority: rpc.CertificateAuthority) -> None:
     with pytest.raises(
         UsageError, match=r"handlers: 'test\.add', expected one for each kind of message\. Rename one\."
     ):
-        wire.Server(trust(authority, "server", "0"), [wire.Handler(message=Add, handle=add)] * 2)
+        rpc.RpcServer(trust(authority, "server", "0"), [rpc.RpcHandler(message=Add, handle=add)] * 2)
 
 
 def test_plain_connections_on_one_machine_work_the_same() -> None:
-    here, there = (wire.Plain(wire.Identity(job="j", role=role, name="0"), "token") for role in ("server", "worker"))
+    here, there = (
+        rpc.PlaintextAuthentication(rpc.Identity(job="j", role=role, name="0"), "token")
+        for role in ("server", "worker")
+    )
     with serving(here, ECHO) as server, connect(server, there) as client:
         assert bytes(client.call(Echo(), [b"abc"], timeout_s=60).buffers[0]) == b"abc"
 
 
-def test_peers_are_counted_when_they_come_and_no_more_once_they_have_hung_up(authority: wire.Authority) -> None:
+def test_peers_are_counted_when_they_come_and_no_more_once_they_have_hung_up(
+    authority: rpc.CertificateAuthority,
+) -> None:
     with serving(trust(authority, "server", "0"), ECHO, FAIL) as server:
         for name in ("0", "1", "2"):
             peer = trust(authority, "worker", name)
             for client in (connect(server, peer), connect(server, peer)):
                 client.close(is_awaited=True)
-        assert (server.most_peers("worker"), server.most_peers("server")) == (1, 0)
+        assert (server.max_peers("worker"), server.max_peers("server")) == (1, 0)
         with connect(server, trust(authority, "worker", "0")), connect(server, trust(authority, "worker", "1")) as last:
             last.call(Echo(), [b""], timeout_s=60)  # so that the server has heard of it
-            assert server.most_peers("worker") == 2
+            assert server.max_peers("worker") == 2
             last.close(is_awaited=True)
-            server.count_peers_anew("worker")
-            assert server.most_peers("worker") == 1
+            server.reset_max_peers("worker")
+            assert server.max_peers("worker") == 1
 
 
-def test_what_a_peer_has_said_is_added_up_over_its_connections(authority: wire.Authority) -> None:
+def test_what_a_peer_has_said_is_added_up_over_its_connections(authority: rpc.CertificateAuthority) -> None:
     with serving(trust(authority, "server", "0"), ECHO, FAIL) as server:
         for _ in range(3):
             with connect(server, trust(authority, "worker", "0")) as client:
                 client.call(Echo(), [b"12"], timeout_s=60)
                 with pytest.raises(RemoteError):
                     client.call(Fail(ours=True), timeout_s=60)
-        peer = wire.Identity(job="job1", role="worker", name="0")
-        wait_until(lambda: server.traffic()[peer].calls == 3)
-        found = server.traffic()[peer]
+        peer = rpc.Identity(job="job1", role="worker", name="0")
+        wait_until(lambda: server.traffic_by_peer()[peer].calls == 3)
+        found = server.traffic_by_peer()[peer]
         assert found.failures == 3
         assert found.latency_max_s <= found.latency_sum_s

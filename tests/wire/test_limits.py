@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from ringweave import wire
-from ringweave.errors import DeadlineError, MessageError, WireError
+from ringweave import rpc
+from ringweave.errors import DeadlineError, MessageError, RpcError
 from tests.wire.parts import Add, Events, Gate, Wait, connect, serving, trust, wait_until
 
 
-def test_more_than_the_server_takes_is_refused_before_it_is_sent(authority: wire.Authority) -> None:
-    limits = wire.Limits(max_message_bytes=1000, max_body_bytes=100, max_buffers=2)
+def test_more_than_the_server_takes_is_refused_before_it_is_sent(authority: rpc.CertificateAuthority) -> None:
+    limits = rpc.RpcLimits(max_message_bytes=1000, max_body_bytes=100, max_buffers=2)
     with (
         serving(trust(authority, "server", "0"), limits=limits) as server,
         connect(server, trust(authority, "worker", "0")) as client,
@@ -30,10 +30,10 @@ def test_more_than_the_server_takes_is_refused_before_it_is_sent(authority: wire
         assert client.traffic["bytes_sent"] == sent
 
 
-def test_a_cancelled_call_frees_its_place(authority: wire.Authority) -> None:
+def test_a_cancelled_call_frees_its_place(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
     with (
-        serving(trust(authority, "server", "0"), gate.handler, limits=wire.Limits(max_calls=1)) as server,
+        serving(trust(authority, "server", "0"), gate.handler, limits=rpc.RpcLimits(max_calls=1)) as server,
         connect(server, trust(authority, "worker", "0")) as client,
     ):
         pending = client.start(Wait(), timeout_s=60)
@@ -43,35 +43,35 @@ def test_a_cancelled_call_frees_its_place(authority: wire.Authority) -> None:
         assert client.call(Add(), timeout_s=60).message.total == 0
 
 
-def test_a_slow_handler_slows_the_teller_down_and_memory_stays_bounded(authority: wire.Authority) -> None:
+def test_a_slow_handler_slows_the_teller_down_and_memory_stays_bounded(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
-    limits = wire.Limits(max_calls=2, max_message_bytes=1000, max_bytes_in_flight=2000)
+    limits = rpc.RpcLimits(max_calls=2, max_message_bytes=1000, max_bytes_in_flight=2000)
     with (
         serving(trust(authority, "server", "0"), gate.handler, limits=limits) as server,
         connect(server, trust(authority, "worker", "0")) as client,
     ):
         for _ in range(2):
-            client.tell(Wait(), [bytes(1000)], timeout_s=60)
+            client.send_oneway(Wait(), [bytes(1000)], timeout_s=60)
         for _ in range(2):
             assert gate.entered.acquire(timeout=60)
         with pytest.raises(DeadlineError):
-            client.tell(Wait(), [bytes(1000)], timeout_s=0.1)
+            client.send_oneway(Wait(), [bytes(1000)], timeout_s=0.1)
         assert server.held_bytes == 2000
         gate.open.set()
-        client.tell(Wait(), [bytes(1000)], timeout_s=60)
+        client.send_oneway(Wait(), [bytes(1000)], timeout_s=60)
         wait_until(lambda: client.traffic["calls"] == 3)
         wait_until(lambda: server.held_bytes == 0)
 
 
-def test_a_peer_waits_unread_while_others_hold_the_room(authority: wire.Authority) -> None:
+def test_a_peer_waits_unread_while_others_hold_the_room(authority: rpc.CertificateAuthority) -> None:
     gate = Gate()
-    limits = wire.Limits(max_message_bytes=1_000_000, max_bytes_in_flight=1_000_000)
+    limits = rpc.RpcLimits(max_message_bytes=1_000_000, max_bytes_in_flight=1_000_000)
     with (
         serving(trust(authority, "server", "0"), gate.handler, limits=limits) as server,
         connect(server, trust(authority, "worker", "0")) as first,
         connect(server, trust(authority, "worker", "1")) as second,
     ):
-        first.tell(Wait(), [bytes(1_000_000)], timeout_s=60)
+        first.send_oneway(Wait(), [bytes(1_000_000)], timeout_s=60)
         assert gate.entered.acquire(timeout=60)
         later = second.start(Add(), [bytes(500_000)], timeout_s=60)
         assert not later.ended.wait(0.2)
@@ -79,17 +79,17 @@ def test_a_peer_waits_unread_while_others_hold_the_room(authority: wire.Authorit
         assert later.wait().message.total == 0
 
 
-def test_who_disregards_the_number_of_calls_is_cut_off(authority: wire.Authority, events: Events) -> None:
+def test_who_disregards_the_number_of_calls_is_cut_off(authority: rpc.CertificateAuthority, events: Events) -> None:
     gate = Gate()
     with (
         serving(
-            trust(authority, "server", "0"), gate.handler, record=events, limits=wire.Limits(max_calls=1)
+            trust(authority, "server", "0"), gate.handler, record=events, limits=rpc.RpcLimits(max_calls=1)
         ) as server,
         connect(server, trust(authority, "worker", "0")) as client,
     ):
-        client._places = threading.BoundedSemaphore(100)
+        client._call_slots = threading.BoundedSemaphore(100)
         calls = [client.start(Wait(), timeout_s=60) for _ in range(2)]
-        with pytest.raises(WireError, match=r"calls at once: 2, expected at most 1, as the welcome said"):
+        with pytest.raises(RpcError, match=r"calls at once: 2, expected at most 1, as the welcome said"):
             calls[1].wait()
         events.wait_reason("message")
         assert gate.calls[0].cancelled.wait(60)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 
 from ringweave.errors import DeadlineError
-from ringweave.wire.pacing import CHUNK_BYTES, WINDOW, FullSpeed, GivingWay
+from ringweave.rpc.state_transfer import FULL_SPEED_WINDOW, STATE_CHUNK_BYTES, BackgroundThrottle, NoThrottle
 from tests.wire.link_model import Link, read
 
 MEGABYTE = 1_000_000
@@ -13,11 +13,11 @@ BURST_BYTES = 80 * 1024
 """What a lab's link lets through at once."""
 
 
-def fresh(haste: float = 0.0) -> GivingWay:
-    return GivingWay(lambda: haste, threading.Event())
+def fresh(haste: float = 0.0) -> BackgroundThrottle:
+    return BackgroundThrottle(lambda: haste, threading.Event())
 
 
-def giving_way(haste: float = 0.0) -> GivingWay:
+def giving_way(haste: float = 0.0) -> BackgroundThrottle:
     """After a first chunk, which says nothing of how fast the link is."""
     pace = fresh(haste)
     assert pace.pause_s(MEGABYTE, 0.03) == 0.0
@@ -25,9 +25,9 @@ def giving_way(haste: float = 0.0) -> GivingWay:
 
 
 def test_at_full_speed_chunks_are_large_and_the_next_is_asked_for_before_the_last_is_there() -> None:
-    pace = FullSpeed()
-    assert (pace.window, pace.chunk_bytes) == (WINDOW, CHUNK_BYTES)
-    pace.wait(CHUNK_BYTES, 10.0)
+    pace = NoThrottle()
+    assert (pace.window, pace.chunk_bytes) == (FULL_SPEED_WINDOW, STATE_CHUNK_BYTES)
+    pace.wait_after_chunk(STATE_CHUNK_BYTES, 10.0)
 
 
 def test_who_gives_way_uses_a_link_that_is_idle_without_a_pause() -> None:
@@ -44,7 +44,7 @@ def test_chunks_take_a_twentieth_of_a_second_within_bounds() -> None:
     pace.pause_s(MEGABYTE, 0.1)
     assert pace.chunk_bytes == 500_000
     pace.pause_s(MEGABYTE, 1e-4)
-    assert pace.chunk_bytes == CHUNK_BYTES
+    assert pace.chunk_bytes == STATE_CHUNK_BYTES
 
 
 @pytest.mark.parametrize(("haste", "pause_s"), [(0.0, 0.75), (0.5, 0.375), (1.0, 0.0), (3.0, 0.0)])
@@ -103,11 +103,11 @@ def test_a_link_that_has_become_slower_is_known_after_a_while() -> None:
 
 def test_what_nobody_needs_any_more_is_given_up() -> None:
     ended = threading.Event()
-    pace = GivingWay(lambda: 0.0, ended)
-    pace.wait(MEGABYTE, 0.1)
+    pace = BackgroundThrottle(lambda: 0.0, ended)
+    pace.wait_after_chunk(MEGABYTE, 0.1)
     ended.set()
     with pytest.raises(DeadlineError, match=r"^state: 'unfinished', expected all of it\. It was given up\.$"):
-        pace.wait(MEGABYTE, 0.1)
+        pace.wait_after_chunk(MEGABYTE, 0.1)
 
 
 class Looks(threading.Event):
@@ -127,9 +127,9 @@ def test_after_a_chunk_that_a_cut_held_up_the_pause_is_short_and_ends_when_other
     hastes: list[float], waited_s: float
 ) -> None:
     looks, left = Looks(), iter(hastes)
-    pace = GivingWay(lambda: next(left), looks)
+    pace = BackgroundThrottle(lambda: next(left), looks)
     for seconds in (0.03, 0.1):
-        pace.wait(MEGABYTE, seconds)
+        pace.wait_after_chunk(MEGABYTE, seconds)
     assert sum(looks.waited_s) == 0
-    pace.wait(MEGABYTE, 6.5)
+    pace.wait_after_chunk(MEGABYTE, 6.5)
     assert sum(looks.waited_s) == pytest.approx(waited_s)

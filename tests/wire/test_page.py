@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.wire.framing.frames import FrameKind
+from ringweave.rpc.framing import FrameKind
 
-PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "rpc-protocol.md").read_text()
 
 
 def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from tests.wire.parts import Echo, Events, connect, serving, trust, wait_until
 
 PEER = """
@@ -26,7 +26,7 @@ with wire.Client.connect("127.0.0.1", int(sys.argv[1]), trusted, role="server") 
 """
 
 
-def stop_within_a_call(pid: int, server: wire.Server) -> None:
+def stop_within_a_call(pid: int, server: rpc.RpcServer) -> None:
     """Stop a peer that calls without end while the server holds one of its messages: an idle one is cut by nobody."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.2)  # what was complete when it stopped is answered
@@ -40,11 +40,11 @@ def stop_within_a_call(pid: int, server: wire.Server) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stopped_peer_is_cut_in_time_and_nobody_else_waits(
-    authority: wire.Authority, events: Events, tmp_path: Path
+    authority: rpc.CertificateAuthority, events: Events, tmp_path: Path
 ) -> None:
     authority.issue("worker", "stopped").save(tmp_path / "stopped")
-    limits = wire.Limits(patience_s=6.0, slowest_bytes_per_s=20e6)
-    echo = wire.Handler(message=Echo, handle=lambda call: wire.Answer(Echo(), call.buffers))
+    limits = rpc.RpcLimits(patience_s=6.0, slowest_bytes_per_s=20e6)
+    echo = rpc.RpcHandler(message=Echo, handle=lambda call: rpc.RpcReply(Echo(), call.buffers))
     with serving(trust(authority, "server", "0"), echo, limits=limits, record=events) as server:
         argv = [sys.executable, "-c", PEER, str(server.port), str(tmp_path / "stopped")]
         peer = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,8 @@
-"""Makes the controller of a job of Slurm die at one boundary, and notes how its job ended; nothing else changes.
+"""Kills the controller of a Slurm job at one boundary, and records how its job ended; nothing else changes.
 
-`LIFE=FOLDER:NAME#2` says where it notes the boundaries that it comes to, and that it dies when it comes to NAME for the
-second time; `LIFE=FOLDER:` dies nowhere. What removes a job when its TTL is over notes how it ended, too.
+`LIFE=FOLDER:NAME#2` names the folder in which it records the boundaries that it reaches; it kills the controller when
+it reaches NAME for the second time. `LIFE=FOLDER:` kills nothing. The process that removes a job after its TTL also
+records how it ended.
 """
 
 import json
@@ -12,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CONTROLLER = "ringweave.launch.slurm.controller"
-SWEEPER = "ringweave.launch.slurm.sweeping"
+CONTROLLER = "ringweave.platforms.slurm.controller"
+SWEEPER = "ringweave.platforms.slurm.ttl_cleanup"
 
 
 def _die_in(home: Path, dies_at: str) -> None:
-    from ringweave.launch.slurm.place import SlurmPlace
-    from ringweave.launch.slurm.registry import Registry
+    from ringweave.platforms.slurm.job_runtime import SlurmJobRuntime
+    from ringweave.platforms.slurm.registry import SlurmJobRegistry
 
     def reached(name: str) -> None:
         with (home / "boundaries").open("a+") as log:
@@ -40,31 +41,31 @@ def _die_in(home: Path, dies_at: str) -> None:
 
         setattr(kind, method, call)
 
-    bounded(SlurmPlace, "do", lambda given: type(given[0]).__name__)
+    bounded(SlurmJobRuntime, "do", lambda given: type(given[0]).__name__)
     for method in ("save", "tell", "forget"):
-        bounded(Registry, method, lambda given, method=method: method)
-    make = SlurmPlace.__init__
+        bounded(SlurmJobRegistry, method, lambda given, method=method: method)
+    make = SlurmJobRuntime.__init__
 
-    def making(self: SlurmPlace, *given: Any, **named: Any) -> None:
+    def making(self: SlurmJobRuntime, *given: Any, **named: Any) -> None:
         make(self, *given, **named)
-        self._reached = reached
+        self._on_boundary = reached
 
-    SlurmPlace.__init__ = making
+    SlurmJobRuntime.__init__ = making
 
 
 def _note_end_in(home: Path) -> None:
-    """How the job ended, by the record with which it is forgotten."""
-    from ringweave.launch.slurm.registry import Entry, Registry
+    """Record how the job ended, from the record with which it is forgotten."""
+    from ringweave.platforms.slurm.registry import SlurmJobRegistry, SlurmRegistryEntry
 
-    forget = Registry.forget
+    forget = SlurmJobRegistry.delete
 
-    def noting(self: Registry, entry: Entry) -> None:
+    def noting(self: SlurmJobRegistry, entry: SlurmRegistryEntry) -> None:
         record = entry.job.record
         told = {"outcome": record.outcome, "retries": [node.retries for node in record.nodes]}
         (home / "end.json").write_text(json.dumps(told))
         forget(self, entry)
 
-    Registry.forget = noting
+    SlurmJobRegistry.delete = noting
 
 
 if os.environ.get("LIFE"):

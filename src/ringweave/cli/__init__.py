@@ -1,1 +1,1 @@
-"""The command line: one short file per verb."""
+"""Command line of ringweave: one file per verb, loaded when the verb is called."""

@@ -1,4 +1,4 @@
-"""`ringweave discover`: what this machine, or a file, or all machines of a job are; who leads; a cluster file of it."""
+"""`ringweave discover`: describes this machine, a topology file or all machines of a job, and writes a cluster file."""
 
 import importlib
 import json
@@ -12,9 +12,9 @@ import click
 from ringweave import errors, topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, UsageError
-from ringweave.files import json_text, writing
-from ringweave.topology import Cluster, Node, discovery, hosts
-from ringweave.topology.discovery import Leadership, Machine
+from ringweave.files import file_io
+from ringweave.topology import Cluster, Node, discovery, placement
+from ringweave.topology.discovery import LeaderChoice, Machine
 
 
 @click.command
@@ -39,62 +39,62 @@ def command(path: str | None, nic_name: str | None, target: str | None, probe: b
         do = "Start it on all workers: ringweave run, lab run or torchrun ... -m ringweave discover --probe"
         raise UsageError(errors.explain("--probe", got="this machine alone", expected="several workers", do=do))
     if not together or os.environ["RANK"] == "0":
-        writing.check("--write", target)
+        file_io.check_writable("--write", target)
     whole = discovery.read_file(Path(path)) if path else discovery.observe()
-    machine = whole if path else discovery.limit(whole, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    leadership = discovery.choose(machine, nic_name)
+    machine = whole if path else discovery.limit_to_visible_gpus(whole, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    leadership = discovery.choose_leader(machine, nic_name)
     if not together:
-        cluster = _alone(machine, leadership, bool(nic_name)) if target else None
+        cluster = _single_node_cluster(machine, leadership, bool(nic_name)) if target else None
     else:
-        cluster = _of_all(_told(whole, machine, leadership, bool(nic_name)), probe)
+        cluster = _cluster_of_all_ranks(_host_report(whole, machine, leadership, bool(nic_name)), probe)
         if cluster is None:
             return 0
     if target and cluster:
-        _write(target, cluster)
-    _print(machine, leadership, cluster, as_json)
+        _write_cluster_file(target, cluster)
+    _print_result(machine, leadership, cluster, as_json)
     return 0
 
 
-def _print(machine: Machine, leadership: Leadership, cluster: Cluster | None, as_json: bool) -> None:
+def _print_result(machine: Machine, leadership: LeaderChoice, cluster: Cluster | None, as_json: bool) -> None:
     if as_json:
         text = cluster and topology.dumps(cluster)
-        click.echo(json.dumps(discovery.document(machine, leadership) | {"cluster": text}))
+        click.echo(json.dumps(discovery.machine_document(machine, leadership) | {"cluster": text}))
         return
-    click.echo(discovery.describe(machine, leadership))
+    click.echo(discovery.describe_machine(machine, leadership))
     if cluster and cluster.num_nodes > 1:
         click.echo(f"\n{cluster.describe()}")
 
 
-def _alone(machine: Machine, leadership: Leadership, is_given: bool) -> Cluster:
-    """The cluster of this machine alone."""
-    node = discovery.to_node(machine, leadership, is_given=is_given)
-    _say(discovery.assumptions(machine, node))
-    return discovery.merge([node], name=node.name[:63])
+def _single_node_cluster(machine: Machine, leadership: LeaderChoice, is_given: bool) -> Cluster:
+    """Return the cluster of this machine alone."""
+    node = discovery.machine_to_node(machine, leadership, is_given=is_given)
+    _write_notes(discovery.assumed_rate_remarks(machine, node))
+    return discovery.merge_nodes([node], name=node.name[:63])
 
 
-def _told(whole: Machine, machine: Machine, leadership: Leadership, is_given: bool) -> dict[str, object]:
-    """What a rank says of its host: a cluster file of one node, which is read with all the checks of one.
+def _host_report(whole: Machine, machine: Machine, leadership: LeaderChoice, is_given: bool) -> dict[str, object]:
+    """Return a rank's report of its machine, with a cluster file of one node; its reader makes all checks of a file.
 
-    The ranks of a host may see different GPUs of it, so each tells of the whole machine, and which GPU is its.
+    The ranks of a machine may see different GPUs of it, so each reports the whole machine and the index of its own GPU.
     """
     name = WorkerEnvironment.from_environ(os.environ).node
     gpu = None
     if machine.workers[0].kind == "cuda":
         gpu = whole.workers.index(machine.workers[_local_rank(os.environ) % len(machine.workers)])
         machine = whole
-    node = discovery.to_node(machine, leadership, name=name, is_given=is_given)
+    node = discovery.machine_to_node(machine, leadership, name=name, is_given=is_given)
     return {
         "gpu": gpu,
-        "cluster": topology.dumps(discovery.merge([node], name="told")),
-        "assumed": discovery.assumptions(machine, node),
-        "host": hosts.host_id(),
+        "cluster": topology.dumps(discovery.merge_nodes([node], name="told")),
+        "assumed": discovery.assumed_rate_remarks(machine, node),
+        "host": placement.host_id(),
     }
 
 
-def _heard(text: str, rank: int) -> dict[str, Any]:
-    """What a rank has said of its host (`_told`)."""
+def _parse_host_report(text: str, rank: int) -> dict[str, Any]:
+    """Parse a rank's report of its machine (`_host_report`)."""
     try:
-        match json_text.loads(text):
+        match file_io.parse_json(text):
             case {"gpu": None | int(), "cluster": str(), "assumed": [*sentences], "host": str()} as said if all(
                 isinstance(each, str) for each in sentences
             ):
@@ -106,12 +106,12 @@ def _heard(text: str, rank: int) -> dict[str, Any]:
     raise RingweaveError(errors.explain("host of a worker", got=got, expected=expected, do=do, where=f"rank {rank}"))
 
 
-def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
-    """The cluster of all ranks, on rank 0."""
+def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Cluster | None:
+    """Return the cluster of all ranks, on rank 0; None on other ranks."""
     try:
-        # By name, as the command line imports without torch and a contract says so.
-        meetings = importlib.import_module("ringweave.comm.meetings")
-        knowing = importlib.import_module("ringweave.comm.probing.knowing")
+        # By name: an import contract keeps torch out of the command line.
+        peer_data = importlib.import_module("ringweave.comm.peer_data")
+        lookup = importlib.import_module("ringweave.comm.probing.lookup")
     except ImportError as cause:
         raise RingweaveError(
             errors.explain(
@@ -121,39 +121,43 @@ def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
                 do="Install ringweave[train], or run discover on each machine alone",
             )
         ) from cause
-    store, rank, world_size = meetings.meet(os.environ)
-    network = knowing.find_for_job(store, rank, world_size) if probe else None
-    texts = meetings.exchange(store, json.dumps(told), rank, world_size, meetings.TIMEOUT)
+    store, rank, world_size = peer_data.connect_store(os.environ)
+    network = lookup.measure_job_network(store, rank, world_size) if probe else None
+    texts = peer_data.exchange_texts(store, json.dumps(host_report), rank, world_size, peer_data.GATHER_TIMEOUT)
     if texts is None:
         return None
-    found = [_heard(text, rank) for rank, text in enumerate(texts)]
+    reports = [_parse_host_report(text, rank) for rank, text in enumerate(texts)]
     if network is None:
-        _say(list(dict.fromkeys(sentence for each in found for sentence in each["assumed"])))
-        return discovery.merge(_nodes(found))
+        _write_notes(list(dict.fromkeys(sentence for each in reports for sentence in each["assumed"])))
+        return discovery.merge_nodes(_merge_hosts(reports))
     click.echo(network.to_text(), err=True)
-    nodes, seen = _nodes(found), network.cluster()
-    measured = discovery.measured(nodes, _rates(seen), network.offers)
-    _say(measured.remarks)
-    return discovery.merge(
+    nodes, probed = _merge_hosts(reports), network.cluster()
+    measured = discovery.with_measured_rates(nodes, _nic_rates(probed), network.link_rates)
+    _write_notes(measured.remarks)
+    return discovery.merge_nodes(
         measured.nodes,
-        switches=seen.switches,
-        hangs_on={node.name: node.switch for node in seen.nodes if node.switch is not None},
-        latency_s=seen.latency_s,
+        switches=probed.switches,
+        switch_of_node={node.name: node.switch for node in probed.nodes if node.switch is not None},
+        latency_s=probed.latency_s,
     )
 
 
-def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """Of all ranks: those of one host are one node with as many devices."""
-    told = [topology.loads(each["cluster"], source="told by a rank").nodes[0] for each in found]
-    hosts.refuse_namesakes(
-        hosts.Seat(global_rank=rank, node=node.name, host=each["host"], address=node.address or "no address")
-        for rank, (node, each) in enumerate(zip(told, found, strict=True))
+def _merge_hosts(reports: Sequence[Mapping[str, Any]]) -> list[Node]:
+    """Merge the ranks' nodes: ranks of one machine become one node with as many devices."""
+    nodes = [topology.loads(each["cluster"], source="told by a rank").nodes[0] for each in reports]
+    placement.check_one_host_per_node(
+        placement.RankPlacement(
+            global_rank=rank, node=node.name, host=each["host"], address=node.address or "no address"
+        )
+        for rank, (node, each) in enumerate(zip(nodes, reports, strict=True))
     )
-    first = {node.name: node for node in reversed(told)}
+    first = {node.name: node for node in reversed(nodes)}
     gpus: dict[str, list[Any]] = {}
-    for node, each in zip(told, found, strict=True):
+    for node, each in zip(nodes, reports, strict=True):
         gpus.setdefault(node.name, []).append(each["gpu"])
-    return [discovery.with_workers(first[name], len(own), None if None in own else own) for name, own in gpus.items()]
+    return [
+        discovery.node_with_workers(first[name], len(own), None if None in own else own) for name, own in gpus.items()
+    ]
 
 
 def _local_rank(environ: Mapping[str, str]) -> int:
@@ -161,22 +165,22 @@ def _local_rank(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _rates(network: Cluster) -> dict[str, dict[str, float]]:
-    """Bytes per second of each node's NICs."""
+def _nic_rates(network: Cluster) -> dict[str, dict[str, float]]:
+    """Return bytes per second of each node's NICs."""
     return {node.name: {nic.name: nic.rate_bytes_per_s for nic in node.nics} for node in network.nodes}
 
 
 def _is_job(environ: Mapping[str, str]) -> bool:
-    """A launcher started several workers, of which this is one."""
+    """Return whether a launcher started several workers, of which this is one."""
     has_all = all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     return has_all and environ["WORLD_SIZE"].isdecimal() and int(environ["WORLD_SIZE"]) > 1
 
 
-def _write(target: str, cluster: Cluster) -> None:
-    writing.write("--write", target, topology.dumps(cluster))
+def _write_cluster_file(target: str, cluster: Cluster) -> None:
+    file_io.write_output("--write", target, topology.dumps(cluster))
     click.echo(f"{target}: {cluster.num_nodes} nodes, {cluster.num_devices} devices", err=True)
 
 
-def _say(sentences: Sequence[str]) -> None:
+def _write_notes(sentences: Sequence[str]) -> None:
     for sentence in sentences:
         click.echo(f"ringweave: {sentence}", err=True)

@@ -1,12 +1,342 @@
-"""`ringweave doctor`: what is here and works, and how to mend what does not."""
+"""`ringweave doctor`: tries what ringweave needs on this machine, and says how to fix what does not work."""
 
+import contextlib
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
 
 import click
 
-from ringweave.cli.checks import diagnosis, machine, software
-from ringweave.cli.checks.diagnosis import Observation
+from ringweave import lab
+from ringweave.cli import torch_trial
+
+CheckState = Literal["ok", "missing", "broken"]
+TABLE_WIDTH = 120
+_STATE_WIDTH, _NAME_WIDTH, _SEEN_WIDTH = 9, 17, 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """Result of one check."""
+
+    state: CheckState
+    """`missing`: not installed. `broken`: installed, but it does not work."""
+    seen: str
+    """A version, or the problem, in a few words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirement:
+    """Purpose of a check, and the fix if it fails."""
+
+    needed_for: str
+    is_required: bool
+    """Training a script on workers of this machine does not work without it."""
+    fix_missing: str
+    fix_broken: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    state: CheckState
+    seen: str
+    needed_for: str
+    is_required: bool
+    mend: str | None
+    """A command or words that fix it; None if it works."""
+
+
+_REINSTALL_FIX = "pip install --force-reinstall ringweave   (in a clone: make setup)"
+_TRAIN_FIX = "pip install 'ringweave[train]'   (in a clone: make setup)"
+_ROOT_FIX = (
+    "run as root: sudo ringweave doctor   (in a container: start it with --cap-add NET_ADMIN --cap-add SYS_ADMIN)"
+)
+
+REQUIREMENTS: Mapping[str, Requirement] = {
+    "python": Requirement(
+        needed_for="everything",
+        is_required=True,
+        fix_missing="install Python 3.11 or newer",
+        fix_broken="install Python 3.11 or newer, make a new environment with it",
+    ),
+    "ringweave": Requirement(
+        needed_for="everything; its entry point makes the backend known to torch",
+        is_required=True,
+        fix_missing=_REINSTALL_FIX,
+        fix_broken=_REINSTALL_FIX,
+    ),
+    "autoload": Requirement(
+        needed_for="scripts that do not import ringweave",
+        is_required=True,
+        fix_missing="unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+        fix_broken="unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+    ),
+    "torch": Requirement(needed_for="training", is_required=True, fix_missing=_TRAIN_FIX, fix_broken=_TRAIN_FIX),
+    "backend": Requirement(
+        needed_for='init_process_group("ringweave")',
+        is_required=True,
+        fix_missing=_REINSTALL_FIX,
+        fix_broken="see what fails: python -c 'import torch, ringweave.comm.backend'",
+    ),
+    "gloo": Requirement(
+        needed_for="every collective on CPUs",
+        is_required=True,
+        fix_missing=_TRAIN_FIX,
+        fix_broken="check the loopback interface: ip link set lo up; check that a firewall lets it through",
+    ),
+    "nccl": Requirement(
+        needed_for="collectives on NVIDIA GPUs",
+        is_required=False,
+        fix_missing="install a CUDA build of torch: https://pytorch.org/get-started/locally",
+        fix_broken="install a CUDA build of torch: https://pytorch.org/get-started/locally",
+    ),
+    "gpus": Requirement(
+        needed_for="training on GPUs",
+        is_required=False,
+        fix_missing="nothing to do on a machine without GPUs",
+        fix_broken="compare driver and CUDA version: nvidia-smi; python -m torch.utils.collect_env",
+    ),
+    "examples": Requirement(
+        needed_for="the examples: progress bar, TensorBoard, pictures",
+        is_required=False,
+        fix_missing=_TRAIN_FIX,
+        fix_broken=_TRAIN_FIX,
+    ),
+    "lab": Requirement(
+        needed_for="ringweave lab: a cluster on one machine",
+        is_required=False,
+        fix_missing="apt-get install dash iproute2 mount util-linux",
+        fix_broken=_ROOT_FIX,
+    ),
+    "cpu-quota": Requirement(
+        needed_for="the lab: devices of unequal speed",
+        is_required=False,
+        fix_missing="mount it as root: mount -t cgroup2 none /sys/fs/cgroup",
+        fix_broken="run as root   (in a container: start it with --privileged or --cgroupns=host)",
+    ),
+    "mpi": Requirement(
+        needed_for="bench: Open MPI and MPICH beside ours",
+        is_required=False,
+        fix_missing="apt-get install openmpi-bin libopenmpi-dev",
+        fix_broken="apt-get install --reinstall openmpi-bin",
+    ),
+    "slurm": Requirement(
+        needed_for="jobs on a Slurm cluster",
+        is_required=False,
+        fix_missing="apt-get install slurm-client   (or log in to a node of the cluster)",
+        fix_broken="check the cluster's configuration: scontrol ping",
+    ),
+    "kubectl": Requirement(
+        needed_for="jobs on Kubernetes",
+        is_required=False,
+        fix_missing="install it: https://kubernetes.io/docs/tasks/tools",
+        fix_broken="kubectl version --client",
+    ),
+    "hwloc": Requirement(
+        needed_for="discovery of NUMA nodes and NICs",
+        is_required=False,
+        fix_missing="apt-get install hwloc",
+        fix_broken="apt-get install --reinstall hwloc",
+    ),
+}
+
+
+def diagnose(observations: Mapping[str, CheckResult]) -> list[Finding]:
+    """Return the findings for these results, in the order of `REQUIREMENTS`.
+
+    Args:
+        observations: Results by name; a missing name of `REQUIREMENTS` was not checked and is left out.
+    """
+    return [
+        _make_finding(name, need, observations[name]) for name, need in REQUIREMENTS.items() if name in observations
+    ]
+
+
+def is_fit_for_training(findings: Sequence[Finding]) -> bool:
+    """Return whether everything works that training on this machine needs."""
+    return all(finding.state == "ok" for finding in findings if finding.is_required)
+
+
+def findings_document(findings: Sequence[Finding]) -> dict[str, object]:
+    """Return the report as one JSON document."""
+    return {"fit": is_fit_for_training(findings), "checks": [asdict(finding) for finding in findings]}
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    """Return the report for people, at most 120 columns wide."""
+    head = _table_row("", "", "seen", "needed for")
+    rows = [row for finding in findings for row in _finding_rows(finding)]
+    return "\n".join([head, *rows, "", _conclusion(findings)]) + "\n"
+
+
+def _make_finding(name: str, need: Requirement, observation: CheckResult) -> Finding:
+    fixes = {"ok": None, "missing": need.fix_missing, "broken": need.fix_broken}
+    return Finding(
+        name=name,
+        state=observation.state,
+        seen=observation.seen,
+        needed_for=need.needed_for,
+        is_required=need.is_required,
+        mend=fixes[observation.state],
+    )
+
+
+def _finding_rows(finding: Finding) -> list[str]:
+    seen = textwrap.wrap(finding.seen, _SEEN_WIDTH - 2) or [""]
+    used = textwrap.wrap(finding.needed_for, TABLE_WIDTH - _STATE_WIDTH - _NAME_WIDTH - _SEEN_WIDTH)
+    height = max(len(seen), len(used))
+    cells = zip(seen + [""] * (height - len(seen)), used + [""] * (height - len(used)), strict=True)
+    lines = [_table_row("" if i else finding.state, "" if i else finding.name, *pair) for i, pair in enumerate(cells)]
+    margin = " " * (_STATE_WIDTH + _NAME_WIDTH)
+    fix_lines = textwrap.wrap(
+        finding.mend or "", TABLE_WIDTH, initial_indent=margin + "-> ", subsequent_indent=margin + "   "
+    )
+    return lines + (fix_lines if finding.mend else [])
+
+
+def _table_row(state: str, name: str, seen: str, used: str) -> str:
+    return f"{state:{_STATE_WIDTH}}{name:{_NAME_WIDTH}}{seen:{_SEEN_WIDTH}}{used}".rstrip()
+
+
+def _conclusion(findings: Sequence[Finding]) -> str:
+    bad = [finding.name for finding in findings if finding.is_required and finding.state != "ok"]
+    if not bad:
+        return "Training on workers of this machine works."
+    return f"Training on workers of this machine does not work: mend {', '.join(bad)} first."
+
+
+TORCH_TRIAL_TIMEOUT_S = 90
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+_TORCH_DEPENDENT_CHECKS = ("backend", "gloo", "nccl", "gpus")
+
+
+def check_torch(timeout_s: float = TORCH_TRIAL_TIMEOUT_S) -> dict[str, CheckResult]:
+    """Check torch, and everything that depends on it."""
+    command = [sys.executable, torch_trial.__file__]
+    try:
+        trial = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/", errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return _same_for_torch(CheckResult(state="broken", seen=f"no answer in {timeout_s:.0f} s"))
+    return parse_torch_trial(trial.stdout, trial.stderr, trial.returncode)
+
+
+def parse_torch_trial(stdout: str, stderr: str, returncode: int) -> dict[str, CheckResult]:
+    """Parse the output of the torch trial; a check that it could not make counts as broken."""
+    try:
+        answer = json.loads(stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        last = (stderr.strip().splitlines() or ["no output"])[-1]
+        return _same_for_torch(CheckResult(state="broken", seen=f"exit code {returncode}: {last}"))
+    found = _same_for_torch(CheckResult(state="missing", seen="torch is not installed"))
+    return found | {name: CheckResult(state=state, seen=seen) for name, (state, seen) in answer.items()}
+
+
+def _same_for_torch(observation: CheckResult) -> dict[str, CheckResult]:
+    return dict.fromkeys(("torch", *_TORCH_DEPENDENT_CHECKS), observation)
+
+
+def check_lab() -> CheckResult:
+    """Check everything that a lab needs except quotas: namespaces, cables, bridges, links with limited rates."""
+    problems = lab.lab_problems()
+    if not problems:
+        return CheckResult(state="ok", seen="made namespaces, a bridge and a link limited by tbf")
+    return CheckResult(state="missing" if problems[0].startswith("programs:") else "broken", seen=" ".join(problems))
+
+
+def check_cpu_quota(root: Path = CGROUP_ROOT) -> CheckResult:
+    """Check CPU quotas in a new control group, which is removed again."""
+    trials = ((root, "cpu.max", "50000 100000", "cgroup v2"), (root / "cpu", "cpu.cfs_quota_us", "50000", "cgroup v1"))
+    for parent, file, quota, version in trials:
+        is_here = (parent / "cgroup.controllers").exists() if version == "cgroup v2" else (parent / file).exists()
+        if is_here:
+            return _try_quota(parent, file, quota, version)
+    return CheckResult(state="missing", seen=f"no cpu controller in {root}")
+
+
+def _try_quota(parent: Path, file: str, quota: str, version: str) -> CheckResult:
+    group = parent / f"ringweave-doctor-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / file).write_text(quota, encoding="ascii")
+    except OSError as error:
+        return CheckResult(state="broken", seen=f"{version}: {error.strerror} ({error.filename})")
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+    return CheckResult(state="ok", seen=f"{version}, set a quota")
+
+
+EXAMPLE_PACKAGES = ("matplotlib", "tensorboard", "tqdm", "scikit-learn")
+PROGRAM_TIMEOUT_S = 10
+
+
+def check_python() -> CheckResult:
+    """Check the version of the interpreter."""
+    state = "ok" if sys.version_info >= (3, 11) else "broken"
+    return CheckResult(state=state, seen=f"{platform.python_version()} at {sys.executable}")
+
+
+def check_ringweave() -> CheckResult:
+    """Check the installed package and its entry point."""
+    try:
+        version = importlib.metadata.version("ringweave")
+    except importlib.metadata.PackageNotFoundError:
+        return CheckResult(state="missing", seen="imported from a folder, not installed")
+    points = importlib.metadata.entry_points(group="torch.backends", name="ringweave")
+    if not points:
+        return CheckResult(state="broken", seen=f"{version}, but no entry point in group torch.backends")
+    return CheckResult(state="ok", seen=f"{version}, entry point {next(iter(points)).value}")
+
+
+def check_autoload(environ: Mapping[str, str]) -> CheckResult:
+    """Check that torch loads backends by itself."""
+    value = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    state = "broken" if value == "0" else "ok"
+    return CheckResult(state=state, seen="switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0" if value == "0" else "on")
+
+
+def check_example_packages() -> CheckResult:
+    """Check the packages that only the examples use."""
+    found, absent = [], []
+    for name in EXAMPLE_PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+    if absent:
+        return CheckResult(state="missing", seen=f"not installed: {', '.join(absent)}")
+    return CheckResult(state="ok", seen=", ".join(found))
+
+
+def check_program_version(command: Sequence[str]) -> CheckResult:
+    """Check that a program prints its version."""
+    path = shutil.which(command[0])
+    if path is None:
+        return CheckResult(state="missing", seen=f"{command[0]} is not on the PATH")
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return CheckResult(state="broken", seen=f"{path}: {type(error).__name__}")
+    lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or [""]
+    if answer.returncode != 0:
+        return CheckResult(state="broken", seen=f"{path}: exit code {answer.returncode}, {lines[-1]}")
+    return CheckResult(state="ok", seen=lines[0])
 
 
 @click.command
@@ -17,22 +347,22 @@ def command(as_json: bool) -> int:
     Everything is tried for real and removed again. Exit code 0 if all works that training on workers of this machine
     needs, else 1.
     """
-    findings = diagnosis.diagnose(_observe())
-    click.echo(json.dumps(diagnosis.to_json(findings)) if as_json else diagnosis.to_table(findings), nl=as_json)
-    return 0 if diagnosis.is_fit(findings) else 1
+    findings = diagnose(_run_checks())
+    click.echo(json.dumps(findings_document(findings)) if as_json else findings_table(findings), nl=as_json)
+    return 0 if is_fit_for_training(findings) else 1
 
 
-def _observe() -> dict[str, Observation]:
+def _run_checks() -> dict[str, CheckResult]:
     return {
-        "python": software.python(),
-        "ringweave": software.ringweave(),
-        "autoload": software.autoload(os.environ),
-        **machine.torch(),
-        "examples": software.extras(),
-        "lab": machine.lab(),
-        "cpu-quota": machine.cpu_quota(),
-        "mpi": software.program(["mpirun", "--version"]),
-        "slurm": software.program(["sbatch", "--version"]),
-        "kubectl": software.program(["kubectl", "version", "--client"]),
-        "hwloc": software.program(["lstopo", "--version"]),
+        "python": check_python(),
+        "ringweave": check_ringweave(),
+        "autoload": check_autoload(os.environ),
+        **check_torch(),
+        "examples": check_example_packages(),
+        "lab": check_lab(),
+        "cpu-quota": check_cpu_quota(),
+        "mpi": check_program_version(["mpirun", "--version"]),
+        "slurm": check_program_version(["sbatch", "--version"]),
+        "kubectl": check_program_version(["kubectl", "version", "--client"]),
+        "hwloc": check_program_version(["lstopo", "--version"]),
     }

@@ -1,4 +1,4 @@
-"""`ringweave lab`: a cluster file brought up on this machine, as namespaces with limited links."""
+"""`ringweave lab`: brings a cluster file up on this machine, as network namespaces with limited links."""
 
 import json
 import os
@@ -9,12 +9,13 @@ from typing import Any, cast
 import click
 
 from ringweave import lab, topology, units
-from ringweave.cli import run_options
-from ringweave.cli.run_options import RUN_SETTINGS, ProgramCommand, RunOptions
+from ringweave.cli import run as cli_run
+from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, RunOptions
 from ringweave.errors import LabError, UsageError, explain
-from ringweave.lab import Lab, status
-from ringweave.launch import workers
-from ringweave.launch.local.sites import InLab
+from ringweave.lab import Lab
+from ringweave.lab import lab as lab_lab
+from ringweave.launcher import workers
+from ringweave.launcher.node_context import LabContext
 
 _LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Which lab. Default: the only one that is up.")
 _JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -43,7 +44,7 @@ def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
     """Bring CLUSTER up. What an earlier attempt of that name has left is cleared away first."""
     started_s = time.monotonic()
     cluster = topology.load(cluster_path)
-    made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _say(f"{what} ..."))
+    made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _write_note(f"{what} ..."))
     wall_s = round(time.monotonic() - started_s, 3)
     if as_json:
         click.echo(json.dumps({"name": made.name, "addresses": made.addresses, "wall_s": wall_s}))
@@ -52,7 +53,7 @@ def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
     return 0
 
 
-@command.command("exec", context_settings=RUN_SETTINGS)
+@command.command("exec", context_settings=PROGRAM_CONTEXT_SETTINGS)
 @_LAB_OPTION
 @click.option("--device", type=int, metavar="N", help="Compute on this device of the node, with its CPU quota.")
 @click.argument("node")
@@ -62,24 +63,26 @@ def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ..
     argv = argv[1:] if argv[0] == "--" else argv
     if not argv:
         raise UsageError("command: none given, expected one after --. For example: ringweave lab exec a0 -- hostname.")
-    command_line = _find(name).command(node, argv, device=device)
+    command_line = _find_lab(name).command(node, argv, device=device)
     if shutil.which(argv[0]) is None:
-        return _refuse_command(argv[0], node)
+        return _refuse_lab_command(argv[0], node)
     return os.execv(command_line[0], command_line)
 
 
-@command.command("run", cls=ProgramCommand, context_settings=RUN_SETTINGS)
+@command.command("run", cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
 @_LAB_OPTION
 @click.option("--no-cluster-file", is_flag=True, help="Let workers find out by themselves what the network is like.")
-@run_options.shared
+@cli_run.run_program_options
 def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
     """Run SCRIPT, or any command after --, on all devices of the lab, every worker in its node.
 
     Otherwise the same as ringweave run.
     """
-    place = _find(name)
+    target_lab = _find_lab(name)
     tells = not no_cluster_file
-    return options.run(place.cluster, topology.dumps(place.cluster), None, InLab(place), tells_cluster=tells)
+    return options.run(
+        target_lab.cluster, topology.dumps(target_lab.cluster), None, LabContext(target_lab), tells_cluster=tells
+    )
 
 
 @command.command("set")
@@ -93,15 +96,15 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
     For example "a0->r0" 100Mbit/s; or "a0<->r0" for both directions. The shell needs the quotes.
     """
     rate_bytes_per_s = units.parse_rate(rate)
-    place = _find(name)
-    links = _directions(link)
+    target_lab = _find_lab(name)
+    links = _link_directions(link)
     for each in links:
-        place.rate(each)  # refuses one that is not there before anything is changed
+        target_lab.rate(each)  # refuses an unknown link before any change
     for each in links:
-        place.set_rate(each, rate_bytes_per_s)
-    rates = {each: place.rate(each) for each in links}
+        target_lab.set_rate(each, rate_bytes_per_s)
+    rates = {each: target_lab.rate(each) for each in links}
     if as_json:
-        click.echo(json.dumps({"lab": place.name, "rate_bytes_per_s": rates}))
+        click.echo(json.dumps({"lab": target_lab.name, "rate_bytes_per_s": rates}))
     else:
         click.echo("\n".join(f"{each}: {units.format_rate(now)}" for each, now in rates.items()))
     return 0
@@ -115,9 +118,9 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
 @_JSON_OPTION
 def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
     """Cut NODE off from the network, both ways, silently: packets vanish, and nobody gets an error."""
-    place = _find(name)
-    place.cut(node, way or "both")
-    return _show_cut(place, node, as_json=as_json)
+    target_lab = _find_lab(name)
+    target_lab.cut(node, way or "both")
+    return _print_cut(target_lab, node, as_json=as_json)
 
 
 @command.command("mend")
@@ -126,9 +129,9 @@ def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
 @_JSON_OPTION
 def mend(name: str | None, node: str, as_json: bool) -> int:
     """Connect NODE again after lab cut."""
-    place = _find(name)
-    place.mend(node)
-    return _show_cut(place, node, as_json=as_json)
+    target_lab = _find_lab(name)
+    target_lab.reconnect(node)
+    return _print_cut(target_lab, node, as_json=as_json)
 
 
 @command.command("status")
@@ -141,18 +144,18 @@ def show(name: str | None, as_json: bool) -> int:
     bytes sent on them since the lab is up.
     """
     if name is not None and name not in lab.names():
-        lab.find(name)  # says what there is
-    documents = [status.describe(name)] if name is not None else _all_described()
-    click.echo(json.dumps({"labs": documents}) if as_json else status.to_text(documents), nl=as_json)
+        lab.find(name)  # its error lists the labs
+    documents = [lab_lab.lab_document(name)] if name is not None else _describe_all()
+    click.echo(json.dumps({"labs": documents}) if as_json else lab_lab.labs_text(documents), nl=as_json)
     return 0
 
 
-def _all_described() -> list[dict[str, Any]]:
-    """All labs but those that go down meanwhile."""
+def _describe_all() -> list[dict[str, Any]]:
+    """Return the status of all labs, without those that go down meanwhile."""
     documents = []
     for each in lab.names():
         try:
-            documents.append(status.describe(each))
+            documents.append(lab_lab.lab_document(each))
         except (UsageError, LabError):
             if each in lab.names():
                 raise
@@ -168,7 +171,7 @@ def down(name: str | None, is_all: bool, as_json: bool) -> int:
     if is_all and name is not None:
         raise UsageError("--lab and --all: both given, expected one of them. Leave --lab out to take all down.")
     there = lab.names()
-    wanted = there if is_all else [name] if name is not None else [_only(there)] if there else []
+    wanted = there if is_all else [name] if name is not None else [_only_lab(there)] if there else []
     gone = [each for each in wanted if lab.down(each)]
     if as_json:
         click.echo(json.dumps({"down": gone}))
@@ -177,10 +180,10 @@ def down(name: str | None, is_all: bool, as_json: bool) -> int:
     return 0
 
 
-def _show_cut(place: Lab, node: str, *, as_json: bool) -> int:
-    now = place.cut_of(node)
+def _print_cut(target_lab: Lab, node: str, *, as_json: bool) -> int:
+    now = target_lab.current_cut(node)
     if as_json:
-        click.echo(json.dumps({"lab": place.name, "node": node, "cut": now or None}))
+        click.echo(json.dumps({"lab": target_lab.name, "node": node, "cut": now or None}))
     else:
         click.echo(
             f"{node}: " + ({"both": "cut off", "in": "gets nothing", "out": "is not heard"}.get(now, "connected"))
@@ -188,23 +191,23 @@ def _show_cut(place: Lab, node: str, *, as_json: bool) -> int:
     return 0
 
 
-def _find(name: str | None) -> Lab:
+def _find_lab(name: str | None) -> Lab:
     if name is not None:
         return lab.find(name)
-    return lab.find(_only([each for each in lab.names() if lab.is_up(each)]))
+    return lab.find(_only_lab([each for each in lab.names() if lab.is_up(each)]))
 
 
-def _directions(link: str) -> list[str]:
-    """`a0<->r0` means a0->r0 and r0->a0; anything else is the name of one link, or of none."""
+def _link_directions(link: str) -> list[str]:
+    """Return the links of a text: `a0<->r0` means a0->r0 and r0->a0; anything else is the name of one link."""
     src, both, dst = link.partition("<->")
     return [topology.link_name(src, dst), topology.link_name(dst, src)] if both else [link]
 
 
-def _only(names: list[str]) -> str:
-    """The one lab that there is.
+def _only_lab(names: list[str]) -> str:
+    """Return the only lab that is up.
 
     Raises:
-        UsageError: There is none, or more than one.
+        UsageError: No lab is up, or more than one.
     """
     if len(names) == 1:
         return names[0]
@@ -212,11 +215,11 @@ def _only(names: list[str]) -> str:
     raise UsageError(explain("labs", got=", ".join(names) or "none", expected="one that is up", do=do))
 
 
-def _refuse_command(name: str, node: str) -> int:
-    """127 or 126, as a shell has them."""
-    click.echo(f"ringweave: error: {workers.refuse_command(name, where=f'node {node}')}", err=True)
-    return 126 if workers.is_unexecutable(name) else 127
+def _refuse_lab_command(name: str, node: str) -> int:
+    """Report the command that cannot be run; return 127 or 126, like a shell."""
+    click.echo(f"ringweave: error: {workers.unrunnable_command_text(name, where=f'node {node}')}", err=True)
+    return 126 if workers.is_not_executable(name) else 127
 
 
-def _say(text: str) -> None:
+def _write_note(text: str) -> None:
     click.echo(f"ringweave: {text}", err=True)

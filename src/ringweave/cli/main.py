@@ -1,81 +1,166 @@
-"""Entry point of `ringweave`: finds the verb, calls it, and turns errors into one line and an exit code."""
+"""Entry point of `ringweave`: looks the verb up in a table, calls it, turns errors into one line and an exit code."""
 
 import difflib
 import importlib
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 from click.shell_completion import CompletionItem
 
 from ringweave import __version__
-from ringweave.cli.verbs import VERBS
 from ringweave.errors import RingweaveError
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """One verb of the command line."""
+
+    module: str
+    """Module in `ringweave.cli`."""
+    command: str = "command"
+    """Name of the command there."""
+    help: str
+    """One line for the list of verbs."""
+    takes_json: bool
+    """True if it takes --json."""
+    json_subcommands: tuple[str, ...] = ()
+    """Subcommands that take --json."""
+
+
+VERBS: Mapping[str, Verb] = {
+    "run": Verb(module="run", help="Run a PyTorch program on several workers.", takes_json=False),
+    "scale": Verb(module="scale", help="Give an elastic run more or fewer workers.", takes_json=True),
+    "lab": Verb(
+        module="lab",
+        help="Bring a cluster file up on this machine: namespaces, limited links.",
+        takes_json=False,
+        json_subcommands=("up", "set", "cut", "mend", "status", "down"),
+    ),
+    "discover": Verb(
+        module="discover",
+        help="Say what is in this machine, which device leads, and write a cluster file.",
+        takes_json=True,
+    ),
+    "plan": Verb(
+        module="plan",
+        help="Say what a cluster allows at best, and which schedule is chosen for it.",
+        takes_json=True,
+    ),
+    "cost": Verb(
+        module="cost", help="Predict a training round by the formulas of four architectures.", takes_json=True
+    ),
+    "simulate": Verb(
+        module="simulate",
+        help="Simulate an allreduce on a cluster, with stragglers and failures.",
+        takes_json=True,
+    ),
+    "partition": Verb(
+        module="partition",
+        help="Cut a model into pipeline stages for unequal devices and links.",
+        takes_json=True,
+    ),
+    "split": Verb(module="split", help="Share GPUs out over unequal nodes, at least three on each.", takes_json=True),
+    "submit": Verb(module="submit", help="Submit a job: so many GPUs over unequal nodes.", takes_json=True),
+    "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a place.", takes_json=True),
+    "status": Verb(module="jobs", command="status", help="Say how a job and its nodes are.", takes_json=True),
+    "why": Verb(module="jobs", command="why", help="Say why a job does not run, and what helps.", takes_json=True),
+    "logs": Verb(module="logs", help="Print what the workers of a job printed.", takes_json=True),
+    "events": Verb(module="jobs", command="events", help="List what happened to a job.", takes_json=True),
+    "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),
+    "delete": Verb(module="jobs", command="delete", help="Remove a job with all it left.", takes_json=True),
+    "retry": Verb(module="jobs", command="retry", help="Start a failed or stopped job again.", takes_json=True),
+    "suspend": Verb(module="jobs", command="suspend", help="Keep a job from running.", takes_json=True),
+    "resume": Verb(module="jobs", command="resume", help="Let a suspended job run.", takes_json=True),
+    "server": Verb(module="server", help="Hold the parameters of a job in mode ps-hra.", takes_json=False),
+    "operator": Verb(module="operator", help="Lead the TrainingJobs of a Kubernetes cluster.", takes_json=False),
+    "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", takes_json=True),
+}
+
+
+COMMANDS_GROUP = "ringweave.commands"
+"""Entry points of other distributions that add a verb: its name, and `module:command`."""
+BENCH_VERBS = ("bench", "chaos")
+"""Verbs of the distribution ringweave-bench, which the extra `bench` brings."""
+
+
+def _added_verbs() -> dict[str, EntryPoint]:
+    """Return the verbs that other installed distributions add, by name."""
+    return {each.name: each for each in entry_points(group=COMMANDS_GROUP) if each.name not in VERBS}
+
+
 class LazyGroup(click.Group):
-    """A group whose verbs are imported when called, so that `--help` is fast and a verb loads only what it needs."""
+    """Group that imports a verb when it is called: `--help` is fast, and a verb loads only what it needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All verbs, in the order of the table."""
-        return list(VERBS)
+        """Return all verbs: those of the table in its order, then those of other distributions."""
+        return [*VERBS, *sorted(_added_verbs())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one verb."""
         if cmd_name not in VERBS:
-            return None
+            added = _added_verbs().get(cmd_name)
+            return added.load() if added is not None else None
         verb = VERBS[cmd_name]
         return getattr(importlib.import_module(f"ringweave.cli.{verb.module}"), verb.command)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Verbs from the table, importing none; options as usual."""
+        """Complete verbs from the table without imports, and options as usual."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        return [CompletionItem(name, help=verb.help) for name, verb in VERBS.items() if name.startswith(incomplete)]
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [CompletionItem(name, help=VERBS[name].help if name in VERBS else None) for name in names]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Refuse an unknown verb with a suggestion."""
         name = args[0]
-        if name not in VERBS and not name.startswith("-"):
-            close = difflib.get_close_matches(name, VERBS, n=1)
+        if name not in VERBS and not name.startswith("-") and name not in _added_verbs():
+            verbs = self.list_commands(ctx)
+            close = difflib.get_close_matches(name, verbs, n=1)
             do = f"Did you mean {close[0]}?" if close else "See ringweave --help."
-            raise click.UsageError(f"verb: {name!r}, expected one of {', '.join(VERBS)}. {do}", ctx)
+            if name in BENCH_VERBS:
+                do = "Install the bench: pip install 'ringweave[bench]', or pip install ./bench in a clone."
+            raise click.UsageError(f"verb: {name!r}, expected one of {', '.join(verbs)}. {do}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs from the table, importing none."""
+        """List the verbs of the table without imports, and those of other distributions by their own help."""
+        rows = [(name, verb.help) for name, verb in VERBS.items()]
+        rows += [(name, each.load().get_short_help_str(limit=100)) for name, each in sorted(_added_verbs().items())]
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+            formatter.write_dl(rows)
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ringweave", message="%(prog)s %(version)s")
-def group() -> None:
+def ringweave_group() -> None:
     """Distributed training on unequal machines and unequal networks, on PyTorch."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 the work failed, 2 wrong usage or input."""
-    sys.exit(call(list(sys.argv[1:] if argv is None else argv)))
+    sys.exit(run_command_line(list(sys.argv[1:] if argv is None else argv)))
 
 
-def call(argv: list[str]) -> int:
-    """Run the command line; the exit code. Errors that are not ours to explain keep their traceback."""
+def run_command_line(argv: list[str]) -> int:
+    """Run the command line; return the exit code. Unexpected errors keep their traceback."""
     try:
-        return group.main(argv, prog_name="ringweave", standalone_mode=False) or 0
+        return ringweave_group.main(argv, prog_name="ringweave", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
-        return _refuse(_usage_text(error), 2, argv)
+        return _print_error(_usage_text(error), 2, argv)
     except click.Abort:
-        return _refuse("interrupted", 1, argv)
+        return _print_error("interrupted", 1, argv)
     except RingweaveError as error:
-        return _refuse(str(error), error.exit_code, argv)
+        return _print_error(str(error), error.exit_code, argv)
 
 
 def _usage_text(error: click.ClickException) -> str:
@@ -84,21 +169,29 @@ def _usage_text(error: click.ClickException) -> str:
     return f"{text} See {context.command_path} --help." if context and "--help" not in text else text
 
 
-def _refuse(text: str, exit_code: int, argv: list[str]) -> int:
+def _print_error(text: str, exit_code: int, argv: list[str]) -> int:
     click.echo(f"ringweave: error: {text}", err=True)
     if _wants_json(argv):
         click.echo(json.dumps({"error": text}))
     return exit_code
 
 
-_JSON = {"--json", "-ojson", "-o json", "--output=json", "--output json"}
+_JSON_FLAGS = {"--json", "-ojson", "-o json", "--output=json", "--output json"}
 
 
 def _wants_json(argv: list[str]) -> bool:
-    """Whether a verb that takes --json was given it; what follows `run` may be another program's."""
-    verb = VERBS.get(argv[0]) if argv else None
+    """Return whether a verb that takes --json was given it; words after `run` may belong to another program."""
     pairs = [" ".join(pair) for pair in itertools.pairwise(argv)]
-    asks = not _JSON.isdisjoint([*argv, *pairs])
-    if verb is None or not asks:
+    if not argv or _JSON_FLAGS.isdisjoint([*argv, *pairs]):
         return False
-    return verb.answers or any(word in verb.answering for word in argv[1:2])
+    verb, added = VERBS.get(argv[0]), _added_verbs().get(argv[0])
+    if verb is not None:
+        return verb.takes_json or any(word in verb.json_subcommands for word in argv[1:2])
+    return added is not None and _takes_json(added.load(), argv[1:2])
+
+
+def _takes_json(command: click.Command, words: Sequence[str]) -> bool:
+    """Return whether a command, or the subcommand that `words` names, has the option --json."""
+    if isinstance(command, click.Group) and words and words[0] in command.commands:
+        command = command.commands[words[0]]
+    return any("--json" in each.opts for each in command.params)

@@ -1,4 +1,4 @@
-"""`ringweave operator`: leads the TrainingJobs of a Kubernetes cluster."""
+"""`ringweave operator`: runs the TrainingJobs of a Kubernetes cluster."""
 
 import asyncio
 import logging
@@ -65,14 +65,14 @@ def command(**given: Any) -> int:
     when it is started again.
     """
     try:
-        from ringweave.launch.kubernetes.operating import ending, running
+        from ringweave.platforms.kubernetes import operator
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[kubernetes]'"
         raise LaunchError(explain("operator", got=f"no {error.name}", expected="kopf", do=do)) from error
     logging.basicConfig(level=logging.INFO if given["verbose"] else logging.WARNING, format="%(asctime)s %(message)s")
-    running.quiet()
+    operator.quiet_kopf()
     identity = str(given["identity"] or f"{socket.gethostname()}-{secrets.token_hex(4)}")
-    settings = running.settings_of(given, identity=identity)
-    connect = running.connector(os.environ, given["context"])
-    asyncio.run(running.operate(connect, settings, ends=ending.end_process_later))
+    settings = operator.operator_settings(given, identity=identity)
+    connect = operator.connector(os.environ, given["context"])
+    asyncio.run(operator.run_operator(connect, settings, on_shutdown=operator.kill_process_later))
     return 0

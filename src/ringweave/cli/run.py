@@ -1,23 +1,226 @@
-"""`ringweave run`: a PyTorch program on several workers of this machine."""
+"""`ringweave run`: starts a PyTorch program on several workers of this machine. `lab run` shares its options."""
 
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ringweave import topology
-from ringweave.cli import run_options
-from ringweave.cli.run_options import RUN_SETTINGS, ProgramCommand, RunOptions
-from ringweave.errors import UsageError
-from ringweave.launch import workers
-from ringweave.launch.local.sites import ThisMachine
+from ringweave.errors import UsageError, explain
+from ringweave.launcher import local_run, run_dir, workers
+from ringweave.launcher.node_context import HostContext, NodeContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import RankOrder, WorkerProgram, spread_slots
+from ringweave.membership import settings
+from ringweave.membership.settings import MemberBounds
+from ringweave.topology import Cluster, cluster
+
+PROGRAM_CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
-@click.command(cls=ProgramCommand, context_settings=RUN_SETTINGS)
+class ProgramCommand(click.Command):
+    """Command that runs a program; it records whether the program came after --, which click removes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as usual, and look for -- right before the words of the program."""
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        words = [ctx.params.get("script"), *ctx.params.get("arguments", ())]
+        ctx.params["is_after_dashes"] = given[-len(words) - 1 :] == ["--", *words]
+        return rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """Checked options of a run."""
+
+    program: WorkerProgram
+    run_dir: str | None
+    schedule: str | None
+    tuning: bool | None
+    mode: str | None
+    leader_per_nic: bool
+    replace_backend: bool
+    order: RankOrder
+    elastic: str | None
+    has_standby: bool
+
+    def slots_per_node(self, counts: Sequence[int]) -> list[int]:
+        """Return the worker slots of each node: initial workers, and in an elastic run later ones.
+
+        Raises:
+            UsageError: The bounds are malformed.
+        """
+        most = settings.parse_bounds(self.elastic).max_members if self.elastic else 0
+        return spread_slots(counts, most, max_per_node=cluster.MAX_DEVICES)
+
+    def run(
+        self,
+        cluster: Cluster,
+        cluster_text: str,
+        cluster_path: str | None,
+        node_context: NodeContext,
+        *,
+        tells_cluster: bool = True,
+        places: Cluster | None = None,
+    ) -> int:
+        """Run the program on a cluster; return the exit code.
+
+        Workers get the cluster file if `tells_cluster`. `places` is the cluster with slots for later workers.
+        """
+        request = local_run.RunRequest(
+            program=self.program,
+            cluster=cluster,
+            cluster_text=cluster_text,
+            cluster_path=cluster_path,
+            expanded_cluster=places,
+            run_dir=_resolve_run_dir(self.run_dir, self.program.target),
+            schedule=self.schedule,
+            tuning=self.tuning,
+            mode=self.mode,
+            leader_per_nic=self.leader_per_nic,
+            replace_backend=self.replace_backend,
+            order=self.order,
+            node_context=node_context,
+            shares_cluster_file=tells_cluster,
+            elastic=_elastic_bounds(self.elastic, cluster),
+            has_standby=_check_standby(self.has_standby, self.mode, is_elastic=self.elastic is not None),
+        )
+        return local_run.run_here(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
+
+
+def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a `ProgramCommand` these options; it gets them as one argument called `options`."""
+
+    @functools.wraps(command)
+    def call(**given: Any) -> int:
+        script, is_module, is_after_dashes = (given.pop(name) for name in ("script", "is_module", "is_after_dashes"))
+        program = WorkerProgram(
+            target=script,
+            arguments=given.pop("arguments"),
+            is_module=is_module,
+            is_command=is_after_dashes and not is_module and not workers.is_python_script(script),
+        )
+        options = RunOptions(
+            program=program,
+            run_dir=given.pop("run_dir"),
+            schedule=given.pop("schedule"),
+            tuning=given.pop("tuning"),
+            mode=given.pop("mode"),
+            leader_per_nic=given.pop("leader_per_nic"),
+            replace_backend=given.pop("replace_backend"),
+            order=workers.parse_rank_order(given.pop("order")),
+            elastic=given.pop("elastic"),
+            has_standby=given.pop("standby"),
+        )
+        workers.check_program(program)
+        _check_schedule(options.schedule)
+        _check_mode(options.mode)
+        return command(options=options, **given)
+
+    return functools.reduce(lambda inner, option: option(inner), reversed(_RUN_PROGRAM_OPTIONS), call)
+
+
+_RUN_PROGRAM_OPTIONS = (
+    click.option(
+        "--run-dir", metavar="DIR", help="Where logs, events and run.json go. Default: runs/DATE-TIME-SCRIPT."
+    ),
+    click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
+    click.option(
+        "--tuning/--no-tuning",
+        default=None,
+        help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
+        "from run to run. Default: among several nodes.",
+    ),
+    click.option(
+        "--mode",
+        metavar="NAME",
+        help="How scripts with ringweave.prepare train: auto, sync, balanced, ps-hra or ps.",
+    ),
+    click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
+    click.option(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="Go on when workers die, as long as MIN are left, and start them again; MAX is the most that there may "
+        "be (see ringweave scale). For scripts with ringweave.prepare; others start again from their checkpoint.",
+    ),
+    click.option(
+        "--standby",
+        is_flag=True,
+        help="A second parameter server, on another node if there is one, that takes over when the first one dies. "
+        "Modes auto, ps-hra and ps.",
+    ),
+    click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
+    click.option(
+        "--order",
+        metavar="ORDER",
+        default="block",
+        help="How devices get ranks: block (default), round-robin or shuffled[:SEED].",
+    ),
+    click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
+    click.argument("script"),
+    click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
+)
+
+
+def _check_schedule(name: str | None) -> None:
+    if name is not None:
+        from ringweave import schedules  # brings numpy, which most runs need not wait for here
+
+        schedules.check_schedule_name(name, where="--schedule")
+
+
+def _check_mode(name: str | None) -> None:
+    if name is not None:
+        from ringweave.planning import modes  # brings numpy as well
+
+        modes.check_mode(name, where="--mode")
+
+
+def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
+    if text is None:
+        return None
+    bounds = settings.parse_bounds(text)
+    num_workers = sum(node.num_devices for node in cluster.nodes)
+    if not bounds.min_members <= num_workers <= bounds.max_members:
+        do = "Give bounds with the number of workers in them"
+        raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
+    return bounds
+
+
+def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
+    if not is_wanted:
+        return False
+    from ringweave.planning import modes
+
+    if mode not in (
+        *modes.SERVER_MODES,
+        *(() if is_elastic else (modes.AUTO,)),
+    ):  # elastic jobs choose no server themselves
+        do = "Leave --standby out, or say --mode ps-hra"
+        expected = "ps-hra or ps" if is_elastic else "auto, ps-hra or ps"
+        raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
+    return True
+
+
+def _resolve_run_dir(given: str | None, script: str) -> RunDir:
+    if given:
+        return RunDir(root=Path(given).absolute())
+    return run_dir.create_run_dir(Path("runs"), script, datetime.now())
+
+
+@click.command(cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
 @click.option("--workers", "counts", metavar="N[,N...]", help="Workers per node: 4, or 3,2 for two nodes. Default: 1.")
 @click.option(
     "--cluster", "cluster_path", metavar="FILE", help="Cluster file: one worker per device, all on this machine."
 )
-@run_options.shared
+@run_program_options
 def command(counts: str | None, cluster_path: str | None, options: RunOptions) -> int:
     """Run SCRIPT on several workers, with the environment that torchrun would give them.
 
@@ -26,18 +229,18 @@ def command(counts: str | None, cluster_path: str | None, options: RunOptions) -
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
     A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """
-    cluster, text, places = _cluster(counts, cluster_path, options)
-    return options.run(cluster, text, cluster_path, ThisMachine(), places=places)
+    cluster, text, places = _read_cluster(counts, cluster_path, options)
+    return options.run(cluster, text, cluster_path, HostContext(), places=places)
 
 
-def _cluster(
+def _read_cluster(
     counts: str | None, path: str | None, options: RunOptions
 ) -> tuple[topology.Cluster, str, topology.Cluster | None]:
-    """The cluster, the text of its file, and the cluster with places for workers that may come later."""
+    """Return the cluster, the text of its file, and the cluster with slots for later workers."""
     if counts is not None and path is not None:
         raise UsageError("--workers and --cluster: both given, expected one of them. The cluster file says how many.")
     if path is not None:
         return topology.load(path), Path(path).read_text(encoding="utf-8"), None
-    parsed = workers.parse_counts(counts if counts is not None else "1")
-    places = topology.one_machine(options.places(parsed))
+    parsed = workers.parse_worker_counts(counts if counts is not None else "1")
+    places = topology.one_machine(options.slots_per_node(parsed))
     return topology.one_machine(parsed), topology.dumps(places), places

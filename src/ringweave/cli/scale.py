@@ -1,4 +1,4 @@
-"""`ringweave scale`: more or fewer workers for a run that is under way."""
+"""`ringweave scale`: changes the number of workers of an elastic run."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ringweave.launch.elastic import scaling
-from ringweave.launch.run_dirs import RunDir
+from ringweave.launcher import supervise
+from ringweave.launcher.run_dir import RunDir
 
 
 @click.command
@@ -21,10 +21,10 @@ def command(workers: int, as_json: bool, run_dir: str) -> int:
     If there are to be fewer, the last ones finish their train step and leave. Ranks that were given up, or had left,
     are started again if they are among the N.
     """
-    found = scaling.ask(RunDir(root=Path(run_dir).absolute()), workers)
+    found = supervise.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
     if as_json:
         document = dataclasses.asdict(found)
         click.echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))
     else:
-        click.echo(scaling.describe(found))
+        click.echo(supervise.describe_answer(found))
     return 0

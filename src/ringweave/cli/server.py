@@ -1,13 +1,13 @@
-"""`ringweave server`: the process that holds the parameters in mode ps-hra."""
+"""`ringweave server`: starts the parameter server of a job in mode ps-hra."""
 
 import os
 import sys
 
 import click
 
-from ringweave.params.rules.succession import LEASE_S
+from ringweave.param_server.leadership import LEASE_S
 
-_MAIN = "ringweave.params.serving.main"
+_SERVER_MAIN = "ringweave.param_server.main"
 
 
 @click.command()
@@ -40,8 +40,8 @@ def command(**given: object) -> int:
     only under other launchers. Ends when all rings have left, or by SIGTERM.
     """
     argv = [part for name, value in given.items() if value not in (None, "") for part in (_flag(name), str(value))]
-    # It takes the place of this command: the command line does without torch, the server does not.
-    return os.execv(sys.executable, [sys.executable, "-m", _MAIN, *argv])
+    # The server replaces this process: it needs torch, which the command line does not import.
+    return os.execv(sys.executable, [sys.executable, "-m", _SERVER_MAIN, *argv])
 
 
 def _flag(name: str) -> str:

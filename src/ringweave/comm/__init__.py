@@ -1,1 +1,1 @@
-"""The only room that talks to torch.distributed: the backend, executors of schedules, placement of ranks."""
+"""Communication: the process group of torch.distributed that runs collectives by verified schedules."""

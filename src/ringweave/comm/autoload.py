@@ -1,4 +1,4 @@
-"""Entry point of group `torch.backends`: `import torch` calls `register()`, so scripts need no line about ringweave."""
+"""Entry point of `torch.backends`: `import torch` registers the backend, so scripts need no line about ringweave."""
 
 import functools
 import inspect
@@ -14,8 +14,8 @@ _DEVICES = ("cpu", "cuda")
 def register() -> None:
     """Make the backend "ringweave" known to torch.distributed.
 
-    Imports nothing heavy and never raises: a failure here would break `import torch` for everybody. Under
-    `ringweave run` the backend also becomes the default of groups that name none.
+    It imports nothing heavy and never raises: a failure here would break `import torch` for all users. Under `ringweave
+    run` the backend also becomes the default of groups that name none.
     """
     try:
         _register(WorkerEnvironment.from_environ(os.environ))
@@ -30,21 +30,21 @@ def _register(environment: WorkerEnvironment) -> None:
 
     if not dist.is_available():
         return
-    dist.Backend.register_backend("ringweave", _create, extended_api=True, devices=list(_DEVICES))
+    dist.Backend.register_backend("ringweave", _create_group, extended_api=True, devices=list(_DEVICES))
     if environment.run_dir is not None:
         dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
     if environment.replace_backend and environment.run_dir is not None:
         _replace_named_backends()
 
 
-def _create(options: object, backend_options: object) -> object:
+def _create_group(options: object, backend_options: object) -> object:
     from ringweave.comm import backend
 
     return backend.create_group(options, backend_options)
 
 
 def _replace_named_backends() -> None:
-    """Let groups that ask for gloo or nccl by name be ringweave's: `ringweave run --replace-backend`."""
+    """Replace gloo or nccl, where named, by ringweave: `ringweave run --replace-backend`."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -59,7 +59,7 @@ def _with_own_backend(function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(function).bind(*args, **kwargs)
         named = arguments.arguments.get("backend")
-        if named is not None and _is_host_backend(named):
+        if named is not None and _is_native_backend(named):
             arguments.arguments["backend"] = "ringweave"
             arguments.arguments.pop("pg_options", None)  # they are the other backend's own
         return function(*arguments.args, **arguments.kwargs)
@@ -67,6 +67,6 @@ def _with_own_backend(function: Any) -> Any:
     return call
 
 
-def _is_host_backend(named: str) -> bool:
-    """Whether every backend in "gloo", "nccl" or "cpu:gloo,cuda:nccl" is one that runs inside ours."""
+def _is_native_backend(named: str) -> bool:
+    """Return True if every backend in "gloo", "nccl" or "cpu:gloo,cuda:nccl" runs inside ours."""
     return {part.rpartition(":")[2] for part in str(named).lower().split(",")} <= {"gloo", "nccl"}

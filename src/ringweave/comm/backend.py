@@ -1,7 +1,6 @@
-"""The backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
+"""Backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
 
-Everything else that DDP, FSDP2, DeviceMesh and torch.distributed.checkpoint call is done by the host library (Gloo for
-CPU tensors, NCCL for CUDA tensors), which is registered inside the group under its devices.
+Every other collective goes to the native backend (Gloo for CPU tensors, NCCL for CUDA tensors) inside the group.
 """
 
 import atexit
@@ -17,198 +16,207 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
-from ringweave.comm import choosing, members
-from ringweave.comm.adapting.directing import Asked
-from ringweave.comm.adapting.hosting import Hosts
-from ringweave.comm.adapting.starting import Scribe, make_director
-from ringweave.comm.counters import Counters
-from ringweave.comm.faults import FaultBoard
-from ringweave.comm.host import HostedProcessGroup
-from ringweave.comm.probing import knowing, nics
-from ringweave.comm.running import reductions
-from ringweave.comm.running.engine import NUM_LANES, Engine
-from ringweave.comm.transport.connecting import Door, open_doors
-from ringweave.comm.transport.seam import TransferFailedError
-from ringweave.comm.transport.sockets import LOOK_S, SocketTransport
+from ringweave.comm import group_info, plan_choice
+from ringweave.comm.counters import CollectiveCounters
+from ringweave.comm.engine import reductions
+from ringweave.comm.engine.engine import NUM_CHANNELS, CollectiveEngine
+from ringweave.comm.failure_registry import FailureRegistry
+from ringweave.comm.native_backend import NativeBackends, NativeProcessGroup
+from ringweave.comm.probing import lookup, measure
+from ringweave.comm.transport.connect import ChannelListener, open_listeners
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.comm.transport.sockets import SPIN_S, SocketTransport
+from ringweave.comm.tuning.selector import CollectiveRequest, GroupEventLog, make_selector
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
-from ringweave.schedules import HOST, check_name
+from ringweave.schedules import NATIVE, check_schedule_name
 from ringweave.telemetry.events import EventLog
 
-NAME = "ringweave"
+BACKEND_NAME = "ringweave"
 
-_EXIT_S = 0.5
-"""How long a process that ends waits for each lane of a group that was not destroyed."""
-_LET_GO_S = 0.1
-"""Then Gloo's threads get so long to let go of the last collective, for which each needs the interpreter: one that asks
-for it later aborts the process. A group that DDP has used lives on after `destroy_process_group`, and so do they."""
+_EXIT_TIMEOUT_S = 0.5
+"""Limit on waiting for each channel of a group that was not destroyed, at process exit."""
+_RELEASE_S = 0.1
+"""Time for Gloo's threads to release the last collective, which needs the interpreter: a thread that asks for it later
+aborts the process. A group that DDP has used outlives `destroy_process_group`, and so do its threads."""
 
 
-class RingweaveProcessGroup(HostedProcessGroup):
-    """A process group that runs large CPU allreduces itself and leaves the rest to the host library."""
+class RingweaveProcessGroup(NativeProcessGroup):
+    """Process group that runs large CPU allreduces by schedules and everything else natively."""
 
-    # Longer than a constructor should be: the one place where all parts of a group are joined, each made elsewhere.
+    # Longer than a constructor should be: it joins all parts of a group, each made elsewhere.
     def __init__(
         self,
         store: Store,
-        own: members.Members,
-        doors: list[Door],
-        group: str,
+        info: group_info.GroupInfo,
+        listeners: list[ChannelListener],
+        group_name: str,
         timeout: timedelta,
         environment: WorkerEnvironment,
     ) -> None:
-        """`doors` are where the other members expect this rank's lanes; `group` names the group in events."""
-        found = knowing.look(store, own, timeout, environment)
-        own = nics.settle(store, own, found, timeout)
-        super().__init__(store, own, timeout)
+        """The other members connect to this rank's channels at `listeners`; `group_name` names the group in events."""
+        measured = lookup.measurement_for_group(store, info, timeout, environment)
+        info = measure.agree_on_nics(store, info, measured, timeout)
+        super().__init__(store, info, timeout)
         self._environment = environment
-        self._forced = None if environment.schedule == HOST else environment.schedule
-        self._doors = doors
-        self._handlings: dict[tuple[object, torch.dtype], _Handling] = {}
+        self._forced = None if environment.schedule == NATIVE else environment.schedule
+        self._listeners = listeners
+        self._message_policies: dict[tuple[object, torch.dtype], _MessagePolicy] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
-        # No circles: the group must end when it is destroyed.
-        cut_own, let_go_own = weakref.WeakMethod(self.cut_host), weakref.WeakMethod(self.let_go_of_host)
-        hosts = Hosts(
-            store, own, timeout, lambda: _call_if_alive(cut_own), let_go_own=lambda: _call_if_alive(let_go_own)
+        # No reference cycles: the group must be freed when it is destroyed.
+        abort_native, release_native = weakref.WeakMethod(self.abort_native), weakref.WeakMethod(self.release_native)
+        native = NativeBackends(
+            store,
+            info,
+            timeout,
+            lambda: _call_if_alive(abort_native),
+            release_group_backend=lambda: _call_if_alive(release_native),
         )
-        where = choosing.situation(own, environment, found)
-        director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
-        nodes = [member.place.node for member in own.ranks]
-        is_alone = own.num_nodes == 1
-        look_s = LOOK_S if is_alone and not choosing.is_crowded(nodes) else 0.0
-        self._engine = Engine(
-            own,
-            director,
-            connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout, look_s=look_s, lends=is_alone),
-            hosts=hosts,
-            board=FaultBoard(store, own),
-            counters=Counters(log, own.own.global_rank, group),
+        placement = plan_choice.group_placement(info, environment, measured)
+        selector = make_selector(
+            store, info, environment, placement, timeout, GroupEventLog(log, info.own_info.global_rank, group_name)
+        )
+        nodes = [member.location.node for member in info.ranks]
+        is_alone = info.num_nodes == 1
+        spin_s = SPIN_S if is_alone and not plan_choice.is_oversubscribed(nodes) else 0.0
+        self._engine = CollectiveEngine(
+            info,
+            selector,
+            connect=lambda lane: SocketTransport(
+                listeners[lane], lane, info, timeout, spin_s=spin_s, allows_cross_memory=is_alone
+            ),
+            native=native,
+            failures=FailureRegistry(store, info),
+            counters=CollectiveCounters(log, info.own_info.global_rank, group_name),
             log=log,
         )
-        if log is not None and own.group_rank == 0:
-            _note_group(log, own, group)
-            if found is not None:
-                log.write("network_known", rank=own.own.global_rank, group=group, **found.summary(time.time()))
+        if log is not None and info.group_rank == 0:
+            _log_group(log, info, group_name)
+            if measured is not None:
+                log.write(
+                    "network_known", rank=info.own_info.global_rank, group=group_name, **measured.summary(time.time())
+                )
         atexit.register(_close_at_exit, weakref.ref(self._engine))
-        os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
+        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What `dist.get_backend` and DDP's log call this group."""
-        return NAME
+        """Return the name that `dist.get_backend` and DDP's log show."""
+        return BACKEND_NAME
 
     def allreduce(  # pyrefly: ignore - one signature that takes what torch's three overloads take
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        """Reduce over the group, in place; takes what torch's own ProcessGroup.allreduce takes.
+        """Reduce over the group, in place; takes the arguments of torch's ProcessGroup.allreduce.
 
         Raises:
             CommunicationError: torch cannot compute this operation on this dtype.
         """
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        opts = _options(opts, timeout)
+        opts = _allreduce_options(opts, timeout)
         tensor = tensors[0]
         if len(tensors) == 1 and tensor.device.type == "cuda" and self._forced is not None:
             reduction = self._reduction(opts.reduceOp, tensor.dtype)
-            return self._engine.allreduce_on_device(tensor, reduction, check_name(self._forced), self.plain)
+            return self._engine.allreduce_on_device(
+                tensor, reduction, check_schedule_name(self._forced), self.native_group
+            )
         if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            self._engine.counters.count(HOST, tensor.nbytes if tensor.layout == torch.strided else 0, 0)
-            host: Any = self._get_backend(tensor.device)
-            return self.named(host.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
-        reduction, host_can, host_limit_bytes = self._handling(opts.reduceOp, tensor.dtype)
-        if tensor.nbytes < host_limit_bytes:
-            self._engine.counters.count(HOST, tensor.nbytes, 0)
-            doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
-            return self._allreduce_by_host(tensor, opts, doing)
-        limit_s = opts.timeout.total_seconds()
-        timeout_s = (opts.timeout if limit_s > 0 else self._gloo.options._timeout).total_seconds()
-        asked = Asked(num_bytes=tensor.nbytes, forced=self._forced, host_can=host_can)
-        return self._engine.allreduce(tensor, opts.reduceOp, reduction, asked, timeout_s)
+            self._engine.counters.count(NATIVE, tensor.nbytes if tensor.layout == torch.strided else 0, 0)
+            native: Any = self._get_backend(tensor.device)
+            return self.wrap_work(native.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
+        reduction, native_can, native_limit_bytes = self._message_policy(opts.reduceOp, tensor.dtype)
+        if tensor.nbytes < native_limit_bytes:
+            self._engine.counters.count(NATIVE, tensor.nbytes, 0)
+            operation = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {NATIVE})"
+            return self._allreduce_natively(tensor, opts, operation)
+        requested_timeout_s = opts.timeout.total_seconds()
+        timeout_s = (opts.timeout if requested_timeout_s > 0 else self._gloo.options._timeout).total_seconds()
+        request = CollectiveRequest(num_bytes=tensor.nbytes, forced=self._forced, native_can=native_can)
+        return self._engine.allreduce(tensor, opts.reduceOp, reduction, request, timeout_s)
 
-    def exchange(self, own: Tensor) -> Tensor:
-        """(group_size, width): what each rank says in a few words, (width,) on the processor; blocks until all have.
+    def allgather_small(self, row: Tensor) -> Tensor:
+        """Return a short row of each rank, (group_size, width), from each rank's (width,) on the CPU; a barrier.
 
-        A collective of our own beside torch's: two small messages for each rank, where a library's allgather takes one
-        for each pair, or a hop for each rank.
-
-        Raises:
-            CommunicationError: A rank is gone or silent, or the group has failed before.
-        """
-        return self._engine.exchange(own, self._gloo.options._timeout.total_seconds())
-
-    def settle(self) -> None:
-        """Wait until this rank has the plan of the group, which the first one makes; else the first collective does.
+        It is a collective of our own beside torch's: two small messages per rank, where a library's allgather takes one
+        per pair, or a hop per rank.
 
         Raises:
-            PeerError: It did not come within the group's time-out, or before the group was aborted.
+            CommunicationError: A rank is dead or silent, or the group has failed before.
         """
-        self._engine.settle()
+        return self._engine.allgather_small(row, self._gloo.options._timeout.total_seconds())
 
-    def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
-        """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""
+    def wait_for_plan(self) -> None:
+        """Wait until this rank has the group's plan from the first rank; otherwise the first collective waits.
+
+        Raises:
+            PeerError: It did not come within the group's timeout, or before the group was aborted.
+        """
+        self._engine.wait_for_plan()
+
+    def _allreduce_natively(self, tensor: Tensor, opts: AllreduceOptions, operation: str) -> Work:
+        """Allreduce by Gloo, from a contiguous copy if needed: ranks whose layouts differ must choose alike."""
         if tensor.is_contiguous():
-            return self.allreduce_by_gloo(tensor, opts, doing)
+            return self.allreduce_by_gloo(tensor, opts, operation)
         message = tensor.detach().contiguous()
-        return self.allreduce_by_gloo(message, opts, doing, after=lambda: tensor.detach().copy_(message))
+        return self.allreduce_by_gloo(message, opts, operation, after=lambda: tensor.detach().copy_(message))
 
-    def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
-        """End the group because of a failed transfer, and return the error that names who is to blame."""
-        return self._engine.fail(failure, doing)
+    def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
+        """End the group because of a failed transfer, and return the error that names the culprit."""
+        return self._engine.fail(failure, operation)
 
     def shutdown(self) -> None:
-        """What `destroy_process_group` calls: finishes what was started, within the group's time-out."""
+        """Finish pending collectives within the group's timeout; `destroy_process_group` calls this."""
         self._engine.close(self._timeout.total_seconds())
-        for door in self._doors:
+        for door in self._listeners:
             door.close()
 
     def abort(self) -> None:
-        """Break what is in flight."""
+        """Fail everything in flight."""
         self._engine.abort()
 
-    def forget(self) -> None:
+    def close_inherited(self) -> None:
         """Close this process's ends of all connections: for a forked child, which would keep its parent's alive."""
-        self._engine.forget()
-        for door in self._doors:
+        self._engine.close_inherited()
+        for door in self._listeners:
             door.close()
 
-    def count_host(self, num_bytes: int) -> None:
-        """Note a collective that the host library does."""
-        self._engine.counters.count(HOST, num_bytes, 0)
+    def count_native(self, num_bytes: int) -> None:
+        """Count a collective of the native backend."""
+        self._engine.counters.count(NATIVE, num_bytes, 0)
 
     def collectives_by_schedule(self) -> dict[str, dict[str, int]]:
-        """{schedule: {collectives, bytes, messages}} that this rank has taken part in so far."""
+        """Return {schedule: {collectives, bytes, messages}} of this rank so far."""
         return self._engine.counters.snapshot()
 
-    def _reduction(self, op: Any, dtype: torch.dtype) -> reductions.Reduction:
-        return self._handling(op, dtype).reduction
+    def _reduction(self, op: Any, dtype: torch.dtype) -> reductions.ReduceOperation:
+        return self._message_policy(op, dtype).reduction
 
-    def _handling(self, op: Any, dtype: torch.dtype) -> "_Handling":
-        """Looked up, since this comes before every small message; a factor makes each operation another one."""
+    def _message_policy(self, op: Any, dtype: torch.dtype) -> "_MessagePolicy":
+        """Return the cached policy: every small message needs it. Each premultiplication factor has its own."""
         if op.op == ReduceOp.PREMUL_SUM:
-            return self._new_handling(op, dtype)
+            return self._make_message_policy(op, dtype)
         key = (op.op, dtype)
-        if key not in self._handlings:
-            self._handlings[key] = self._new_handling(op, dtype)
-        return self._handlings[key]
+        if key not in self._message_policies:
+            self._message_policies[key] = self._make_message_policy(op, dtype)
+        return self._message_policies[key]
 
-    def _new_handling(self, op: Any, dtype: torch.dtype) -> "_Handling":
+    def _make_message_policy(self, op: Any, dtype: torch.dtype) -> "_MessagePolicy":
         reduction = reductions.reduction_for(op, dtype)
-        host_can = reductions.host_supports(reduction, dtype)
-        limit_bytes = choosing.host_limit_bytes(self.members, self._environment, host_can=host_can)
-        return _Handling(reduction, host_can, limit_bytes)
+        native_can = reductions.native_supports(reduction, dtype)
+        limit_bytes = plan_choice.native_limit_bytes(self.members, self._environment, native_can=native_can)
+        return _MessagePolicy(reduction, native_can, limit_bytes)
 
 
-class _Handling(NamedTuple):
-    """What becomes of messages of one operation and dtype."""
+class _MessagePolicy(NamedTuple):
+    """Handling of messages of one operation and dtype."""
 
-    reduction: reductions.Reduction
-    host_can: bool
-    """Gloo computes it without our help."""
-    host_limit_bytes: float
-    """Smaller ones go to the host library."""
+    reduction: reductions.ReduceOperation
+    native_can: bool
+    native_limit_bytes: float
+    """Smaller messages go to the native backend."""
 
 
 def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:
-    """What torch.distributed calls to make a group of this backend (its extended API).
+    """Make a group of this backend; torch.distributed calls this through its extended API.
 
     Raises:
         PlacementError: This process fits no node of the cluster.
@@ -216,18 +224,18 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     """
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    place = members.own_place(environment, os.environ)
-    doors = open_doors(place.addresses, NUM_LANES)
+    location = group_info.locate_process(environment, os.environ)
+    listeners = open_listeners(location.addresses, NUM_CHANNELS)
     try:
-        # torch gives a group that is made again after destroy the same keys: every incarnation has a space of its own.
+        # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
         incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
         store = PrefixStore(f"{incarnation}/", options.store)
-        own = members.meet(
-            store, options.group_rank, global_ranks, place, [door.entrance for door in doors], options.timeout
+        info = group_info.exchange_group_info(
+            store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
         )
-        return RingweaveProcessGroup(store, own, doors, str(options.group_id), options.timeout, environment)
+        return RingweaveProcessGroup(store, info, listeners, str(options.group_id), options.timeout, environment)
     except BaseException:
-        for door in doors:
+        for door in listeners:
             door.close()
         raise
 
@@ -238,13 +246,13 @@ def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
         alive()
 
 
-def _note_group(log: EventLog, own: members.Members, group: str) -> None:
-    ranks = [member.global_rank for member in own.ranks]
-    nodes = [member.place.node for member in own.ranks]
-    log.write("group_formed", rank=ranks[0], node=nodes[0], group=group, members=ranks, nodes=nodes)
+def _log_group(log: EventLog, info: group_info.GroupInfo, group_name: str) -> None:
+    ranks = [member.global_rank for member in info.ranks]
+    nodes = [member.location.node for member in info.ranks]
+    log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)
 
 
-def _options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:
+def _allreduce_options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:
     if isinstance(opts, AllreduceOptions):
         return opts
     made = AllreduceOptions()
@@ -255,14 +263,14 @@ def _options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:
     return made
 
 
-def _close_at_exit(engine: "weakref.ref[Engine]") -> None:
+def _close_at_exit(engine: "weakref.ref[CollectiveEngine]") -> None:
     alive = engine()
     if alive is not None:
-        alive.close(_EXIT_S)
-        time.sleep(_LET_GO_S)
+        alive.close(_EXIT_TIMEOUT_S)
+        time.sleep(_RELEASE_S)
 
 
-def _forget_in_child(group: "weakref.ref[RingweaveProcessGroup]") -> None:
+def _close_in_child(group: "weakref.ref[RingweaveProcessGroup]") -> None:
     alive = group()
     if alive is not None:
-        alive.forget()
+        alive.close_inherited()

@@ -1,20 +1,20 @@
-"""What a collective costs on a cluster: the bound that nothing beats, bytes on links, predicted times."""
+"""Cost of a collective on a cluster: lower bound, bytes on each link, predicted time."""
 
+from ringweave.cost.alpha_beta import Assumptions, ScheduleDemand, predict, schedule_demand
 from ringweave.cost.bounds import Bound, bound, network_bound
-from ringweave.cost.loads import bytes_on_links, vertices
-from ringweave.cost.network import Network, network
-from ringweave.cost.predictions import Assumptions, Demand, demand, predict
+from ringweave.cost.loads import bytes_on_links, vertices_of_ranks
+from ringweave.cost.network import GroupNetwork, group_network
 
 __all__ = [
     "Assumptions",
     "Bound",
-    "Demand",
-    "Network",
+    "GroupNetwork",
+    "ScheduleDemand",
     "bound",
     "bytes_on_links",
-    "demand",
-    "network",
+    "group_network",
     "network_bound",
     "predict",
-    "vertices",
+    "schedule_demand",
+    "vertices_of_ranks",
 ]

@@ -1,29 +1,130 @@
-"""The time that no allreduce can beat on a cluster, and the links that say so."""
+"""Lower bound on the time of an allreduce on a cluster: the worst cut or partition of its nodes.
 
+The partition bound is the maximum of 2 (parts - 1) / (rate out of all parts). Every allreduce without reduction inside
+the network carries at least 2 (parts - 1) times the message out of the parts of any partition, and a part lets out no
+more than its smallest cut. There are many partitions, but beside the bound of the smallest cut, 1/c, only few count:
+those into which a tree falls when a *region*, a connected set of switches, is taken out. For let X_g be the smallest
+cut's side of each part g, and let the ratio be larger than 1/c.
+
+1. The X_g may be taken connected, and disjoint: by submodularity, joining two that share switches saves at least the
+   cut around these, which is 2 c or more, for one part less; by the mediant, that raises the ratio.
+2. No two are neighbours: joining them saves both directions of the link between them, 2 c or more.
+3. So each link out of a part leads into one of the connected regions of the switches that belong to no part. Parts and
+   regions form a tree in which region j has d_j neighbours, and the d_j - 1 add up to parts - 1. The ratio is the
+   mediant of the regions' own ratios 2 (d_j - 1) / (rate into region j), so one of these is at least as large.
+
+Dinkelbach's iteration (Management Science 13, 1967) finds the best region: for a ratio guessed too low, the region with
+the largest 2 (d - 1) - ratio x (rate into it) has a larger ratio; for the right one no region has a larger one.
+"""
+
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ringweave import units
-from ringweave.cost.network import Network, network
-from ringweave.cost.partitions import Region, Tree, worst_region
+from ringweave.cost.network import GroupNetwork, group_network
 from ringweave.topology import Cluster
 
+_NOTHING_GAINED = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTree:
+    """A network as plain lists, for loops over vertices; parents come before children, the root is vertex 0."""
+
+    parents: Sequence[int]
+    up: Sequence[float]
+    """Rate of the link to the parent."""
+    down: Sequence[float]
+    """Rate of the link from the parent."""
+    is_node: Sequence[bool]
+
+    def with_links_reversed(self) -> "LinkTree":
+        """Return the tree with the directions of all links swapped."""
+        return LinkTree(self.parents, self.down, self.up, self.is_node)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRegion:
+    """A connected set of switches, and the parts that remain of the nodes without it."""
+
+    top: int
+    """Its switch next to the root; unless that is the root, everything outside its subtree is a part."""
+    tops_of_parts: tuple[int, ...]
+    """The subtrees of these vertices are the other parts."""
+    into_bytes_per_s: float
+    """Sum of the rates of the links from the parts into the region."""
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.tops_of_parts) + (self.top != 0)
+
+    @property
+    def ratio(self) -> float:
+        """Seconds per byte of a message."""
+        return 2 * (self.num_parts - 1) / self.into_bytes_per_s
+
+
+def worst_region(tree: LinkTree) -> SwitchRegion:
+    """Return the region with the largest ratio; the tree has at least two nodes.
+
+    Cost:
+        A few passes over the vertices.
+    """
+    best = _region_below(tree, 0, tree.is_node)
+    while True:
+        better = _largest_gain(tree, best.ratio)
+        if better.ratio <= best.ratio * (1 + _NOTHING_GAINED):
+            return best
+        best = better
+
+
+def _largest_gain(tree: LinkTree, ratio: float) -> SwitchRegion:
+    """Return the region with the largest 2 (parts - 1) - ratio x (rate into it)."""
+    gains = [0.0] * len(tree.parents)  # of the best region with this top, without the part above
+    is_part = list(tree.is_node)
+    best, top = -math.inf, 0
+    for vertex in range(len(gains) - 1, -1, -1):
+        as_part = 2 - ratio * tree.up[vertex]
+        if not tree.is_node[vertex]:
+            above = 2 - ratio * tree.down[vertex] if vertex else 0.0
+            if gains[vertex] + above > best:
+                best, top = gains[vertex] + above, vertex
+            is_part[vertex] = as_part >= gains[vertex]
+        if vertex:
+            gains[tree.parents[vertex]] += as_part if is_part[vertex] else gains[vertex]
+    return _region_below(tree, top, is_part)
+
+
+def _region_below(tree: LinkTree, top: int, is_part: Sequence[bool]) -> SwitchRegion:
+    """Return the region below `top` that reaches down to the vertices that are parts."""
+    inside, tops, into = [False] * len(tree.parents), [], 0.0
+    inside[top] = True
+    for vertex in range(top + 1, len(tree.parents)):
+        if inside[tree.parents[vertex]]:
+            inside[vertex] = not is_part[vertex]
+            if is_part[vertex]:
+                tops.append(vertex)
+                into += tree.up[vertex]
+    return SwitchRegion(top, tuple(tops), into + (tree.down[top] if top else 0.0))
+
+
 _CLEARLY_LARGER = 1 + 1e-9
-_MAX_NAMED = 4
+_MAX_NAMED_NODES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A lower bound and its reason."""
+    """A lower bound with its reason."""
 
     seconds: float
-    """No allreduce of the message takes less, whatever its schedule."""
+    """No allreduce of the message is faster, with any schedule."""
     binding: str
-    """The cut or the partition that says so, in words."""
+    """Description of the binding cut or partition."""
     links: tuple[str, ...]
-    """Names of the links that are the cut, or that lead out of (or into) the parts of the partition."""
+    """Names of the links of the cut, or of those that lead out of (or into) the parts of the partition."""
 
 
 def bound(
@@ -33,17 +134,17 @@ def bound(
     nodes: Sequence[str] | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> Bound:
-    """The least time of an allreduce among nodes of a cluster, at the rates of its links.
+    """Return the minimum time of an allreduce among nodes of a cluster, at the rates of its links.
 
     S max(max over cuts A of 1/B+(A), max over partitions P of 2 (|P|-1) / (B+(g) added up over the parts g)), where B+
     is the smallest cut out of a set of nodes; and the same with B-, the smallest cut into it, which differs only where
     the rates of the two directions differ (an allreduce run backwards is an allreduce).
 
-    It ignores latency, what happens inside a node, and that TCP delivers less than the rate of a link: pass measured
-    rates for an honest comparison. It holds for networks that forward and do not reduce.
+    It ignores latency, traffic inside a node, and that TCP delivers less than the rate of a link: pass measured rates
+    for a fair comparison. It holds for networks that forward and do not reduce.
 
     Args:
-        cluster: The machines.
+        cluster: Cluster with the nodes.
         num_bytes: Size of the message, S.
         nodes: Names of the nodes that take part; all by default.
         rates: Measured bytes per second by directed link name (`a0->r0`), in place of the cluster's.
@@ -59,47 +160,49 @@ def bound(
         (2009). In general: a set of nodes has to let out its sum and let in the others' (S each), and among |P| parts
         each byte takes |P|-1 messages to be summed and |P|-1 to be spread.
     """
-    return network_bound(network(cluster, nodes, rates), num_bytes)
+    return network_bound(group_network(cluster, nodes, rates), num_bytes)
 
 
-def network_bound(net: Network, num_bytes: int) -> Bound:
-    """The bound of a network that is there already."""
+def network_bound(net: GroupNetwork, num_bytes: int) -> Bound:
+    """Return the bound of an existing network."""
     if len(net) == 1:
         text = f"none: all ranks are on node {net.names[0]}, so that no link is passed"
         return Bound(seconds=0.0, binding=text, links=())
-    largest = _cut(net)
-    for found in _partitions(net):
+    largest = _slowest_cut(net)
+    for found in _partition_bounds(net):
         if found.s_per_byte > largest.s_per_byte * _CLEARLY_LARGER:
             largest = found
     return Bound(seconds=num_bytes * largest.s_per_byte, binding=largest.text, links=largest.links)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _BoundCandidate:
     s_per_byte: float
     text: str
     links: tuple[str, ...]
 
 
-def _cut(net: Network) -> _Found:
-    """The slowest single link: on a tree it is the smallest cut, as every link separates nodes of the group."""
+def _slowest_cut(net: GroupNetwork) -> _BoundCandidate:
+    """Return the slowest single link: on a tree it is the smallest cut, as every link separates nodes of the group."""
     vertex = 1 + int(np.minimum(net.up_bytes_per_s, net.down_bytes_per_s)[1:].argmin())
     up, down = float(net.up_bytes_per_s[vertex]), float(net.down_bytes_per_s[vertex])
     link = net.up_name(vertex) if up <= down else net.down_name(vertex)
     way = "leaves" if up <= down else "enters"
     rate = min(up, down)
-    text = f"cut: all that {way} {_named(net.nodes_below(vertex))} passes {link} ({units.show_rate(rate)})"
-    return _Found(1 / rate, text, (link,))
+    text = f"cut: all that {way} {_node_list_text(net.nodes_below(vertex))} passes {link} ({units.show_rate(rate)})"
+    return _BoundCandidate(1 / rate, text, (link,))
 
 
-def _partitions(net: Network) -> Iterator[_Found]:
-    tree = Tree(net.parents.tolist(), net.up_bytes_per_s.tolist(), net.down_bytes_per_s.tolist(), net.is_node.tolist())
-    yield _described(net, worst_region(tree), "leave")
+def _partition_bounds(net: GroupNetwork) -> Iterator[_BoundCandidate]:
+    tree = LinkTree(
+        net.parents.tolist(), net.up_bytes_per_s.tolist(), net.down_bytes_per_s.tolist(), net.is_node.tolist()
+    )
+    yield _describe_region(net, worst_region(tree), "leave")
     if tree.up != tree.down:
-        yield _described(net, worst_region(tree.turned()), "enter")
+        yield _describe_region(net, worst_region(tree.with_links_reversed()), "enter")
 
 
-def _described(net: Network, region: Region, way: str) -> _Found:
+def _describe_region(net: GroupNetwork, region: SwitchRegion, way: str) -> _BoundCandidate:
     parts = [net.nodes_below(vertex) for vertex in region.tops_of_parts]
     away, towards = (net.up_name, net.down_name) if way == "leave" else (net.down_name, net.up_name)
     links = [away(vertex) for vertex in region.tops_of_parts]
@@ -108,16 +211,16 @@ def _described(net: Network, region: Region, way: str) -> _Found:
         parts.append(tuple(name for name in net.nodes_below(0) if name not in below))
         links.append(towards(region.top))
     count = region.num_parts
-    shown = "; ".join(map(_named, parts[:_MAX_NAMED]))
-    more = f"; and {count - _MAX_NAMED} more" if count > _MAX_NAMED else ""
+    shown = "; ".join(map(_node_list_text, parts[:_MAX_NAMED_NODES]))
+    more = f"; and {count - _MAX_NAMED_NODES} more" if count > _MAX_NAMED_NODES else ""
     text = (
         f"partition into {count} parts ({shown}{more}): the message {2 * (count - 1)} times has to {way} them, at "
         f"{units.show_rate(region.into_bytes_per_s)} together"
     )
-    return _Found(region.ratio, text, tuple(links))
+    return _BoundCandidate(region.ratio, text, tuple(links))
 
 
-def _named(names: tuple[str, ...]) -> str:
-    if len(names) <= _MAX_NAMED:
+def _node_list_text(names: tuple[str, ...]) -> str:
+    if len(names) <= _MAX_NAMED_NODES:
         return ", ".join(names)
     return f"{names[0]} .. {names[-1]} ({len(names)} nodes)"

@@ -11,6 +11,6 @@ lab.down("two-racks")
 """
 
 from ringweave.lab.lab import Lab, down, find, is_up, names, up
-from ringweave.lab.tools import problems
+from ringweave.lab.tools import lab_problems
 
-__all__ = ["Lab", "down", "find", "is_up", "names", "problems", "up"]
+__all__ = ["Lab", "down", "find", "is_up", "lab_problems", "names", "up"]

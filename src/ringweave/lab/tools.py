@@ -1,4 +1,4 @@
-"""The programs that make a lab, found and run; and whether this machine can have one at all."""
+"""External programs that build a lab (ip, tc, nsenter, ...), and checks that this machine can host one."""
 
 import os
 import shutil
@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 
 from ringweave.errors import LabError, explain
-from ringweave.lab import cgroups
+from ringweave.lab import cpu_quotas
 
-PACKAGES: Mapping[str, str] = {
+DEBIAN_PACKAGES: Mapping[str, str] = {
     "ip": "iproute2",
     "tc": "iproute2",
     "nsenter": "util-linux",
@@ -18,75 +18,81 @@ PACKAGES: Mapping[str, str] = {
     "umount": "mount",
     "sh": "dash",
 }
-"""Program -> Debian package that has it."""
-TIMEOUT_S = 30
-_TRIAL = """exec 2>&1
+"""Program -> Debian package that contains it."""
+TOOL_TIMEOUT_S = 30
+_TRIAL_SCRIPT = """exec 2>&1
 echo veth; ip link add name rw-t0 type veth peer name rw-t1 || exit 1
 echo bridge; ip link add name rw-t2 type bridge || exit 1
 echo tbf; tc qdisc add dev rw-t0 root tbf rate 1mbit burst 80kb limit 1mb || exit 1
 echo mounts; mount -t tmpfs rw-t3 /run || exit 1
 """
-"""Says what it tries before it tries it."""
-_TRIED = ("veth", "bridge", "tbf", "mounts")
-_MODULES = {"veth": "veth", "bridge": "bridge", "tbf": "sch_tbf"}
+"""Shell script that prints each operation before it tries it."""
+_TRIAL_STEPS = ("veth", "bridge", "tbf", "mounts")
+_KERNEL_MODULES = {"veth": "veth", "bridge": "bridge", "tbf": "sch_tbf"}
 
 
-def problems(*, needs_quotas: bool = False) -> list[str]:
-    """Why this machine cannot have a lab, each with what mends it; empty if it can. Everything is really tried.
+def lab_problems(*, needs_quotas: bool = False) -> list[str]:
+    """Return the reasons why this machine cannot host a lab, each with its fix; empty if it can.
+
+    Every operation is really tried.
 
     Args:
-        needs_quotas: The lab shall limit CPU time as well.
+        needs_quotas: The lab is to limit CPU time as well.
     """
-    absent = [name for name in PACKAGES if find(name) is None]
+    absent = [name for name in DEBIAN_PACKAGES if find_program(name) is None]
     if absent:
-        packages = " ".join(sorted({PACKAGES[name] for name in absent}))
-        return [_text("programs", f"{', '.join(absent)} not found", ", ".join(PACKAGES), f"apt install {packages}")]
+        packages = " ".join(sorted({DEBIAN_PACKAGES[name] for name in absent}))
+        return [
+            _problem_text(
+                "programs", f"{', '.join(absent)} not found", ", ".join(DEBIAN_PACKAGES), f"apt install {packages}"
+            )
+        ]
     if os.geteuid() != 0:
-        return [_not_root()]
+        return [_not_root_text()]
     found = _try_kernel()
-    if needs_quotas and cgroups.find() is None:
+    if needs_quotas and cpu_quotas.find_hierarchy() is None:
         do = "mount -t cgroup2 none /sys/fs/cgroup, or bring the lab up with --quotas never"
-        found.append(_text("CPU quotas", "no cgroup with the cpu controller", "one that is mounted", do))
+        found.append(_problem_text("CPU quotas", "no cgroup with the cpu controller", "one that is mounted", do))
     return found
 
 
-def refuse_problems(found: Iterable[str]) -> None:
-    """Raise what `problems` found.
+def raise_lab_problems(found: Iterable[str]) -> None:
+    """Raise an error with the problems that `lab_problems` found.
 
     Raises:
-        LabError: Something was found.
+        LabError: There is at least one.
     """
     text = "\n".join(found)
     if text:
         raise LabError(text)
 
 
-def refuse_others() -> None:
-    """Raise an error unless this is root.
+def require_root() -> None:
+    """Raise an error unless this process is root.
 
     Raises:
-        LabError: It is not.
+        LabError: This process is not root.
     """
     if os.geteuid() != 0:
-        raise LabError(_not_root())
+        raise LabError(_not_root_text())
 
 
-def find(name: str) -> str | None:
-    """Path of a program; users' PATH often lacks the folders with ip and tc."""
-    return shutil.which(name, path=_path())
+def find_program(name: str) -> str | None:
+    """Return the path of a program; users' PATH often lacks the folders of ip and tc."""
+    return shutil.which(name, path=_search_path())
 
 
-def run(argv: Sequence[str], *, lines: Sequence[str] = (), may_fail: bool = False, lock: int | None = None) -> str:
-    """What a program prints.
+def run_tool(argv: Sequence[str], *, lines: Sequence[str] = (), may_fail: bool = False, lock: int | None = None) -> str:
+    """Run a program and return its output.
 
     Args:
         argv: The command line.
-        lines: What it reads from its standard input.
-        may_fail: Whether a failure is as good as success.
-        lock: Descriptor that it shall hold, so that the lab stays locked while it runs, even if we are killed.
+        lines: Lines for its standard input.
+        may_fail: A failure is as good as success.
+        lock: Descriptor that the program inherits, so that the lab stays locked while it runs, even if we are killed.
 
     Raises:
-        LabError: It failed.
+        LabError: The program failed.
     """
     try:
         done = subprocess.run(
@@ -96,45 +102,52 @@ def run(argv: Sequence[str], *, lines: Sequence[str] = (), may_fail: bool = Fals
             text=True,
             check=False,
             errors="replace",
-            timeout=TIMEOUT_S,
-            env={**os.environ, "PATH": _path(), "LC_ALL": "C"},
+            timeout=TOOL_TIMEOUT_S,
+            env={**os.environ, "PATH": _search_path(), "LC_ALL": "C"},
             pass_fds=() if lock is None else (lock,),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LabError(_failure(argv, str(error))) from error
+        raise LabError(_failure_text(argv, str(error))) from error
     if done.returncode != 0 and not may_fail:
-        raise LabError(_failure(argv, " ".join(done.stderr.split()) or f"exit code {done.returncode}"))
+        raise LabError(_failure_text(argv, " ".join(done.stderr.split()) or f"exit code {done.returncode}"))
     return done.stdout
 
 
-def _not_root() -> str:
-    return _text("user", f"id {os.geteuid()}", "root, who may make and enter namespaces", "Put sudo in front")
+def _not_root_text() -> str:
+    return _problem_text("user", f"id {os.geteuid()}", "root, who may make and enter namespaces", "Put sudo in front")
 
 
 def _try_kernel() -> list[str]:
-    command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", _TRIAL]
+    command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", _TRIAL_SCRIPT]
     trial = subprocess.run(
-        command, capture_output=True, text=True, check=False, errors="replace", env={**os.environ, "PATH": _path()}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        errors="replace",
+        env={**os.environ, "PATH": _search_path()},
     )
     if trial.returncode == 0:
         return []
-    tried = [line for line in trial.stdout.splitlines() if line in _TRIED]
+    tried = [line for line in trial.stdout.splitlines() if line in _TRIAL_STEPS]
     said = " ".join((trial.stderr or trial.stdout).strip().splitlines()[-1:])
-    if tried and tried[-1] in _MODULES:
+    if tried and tried[-1] in _KERNEL_MODULES:
         kind = tried[-1]
-        return [_text(f"links ({kind})", said, "a kernel that has it", f"Load it: modprobe {_MODULES[kind]}")]
+        return [
+            _problem_text(f"links ({kind})", said, "a kernel that has it", f"Load it: modprobe {_KERNEL_MODULES[kind]}")
+        ]
     do = "Run as root outside of a container, or in one with --privileged"
-    return [_text("namespaces", said, "namespaces for network, host name and mounts", do)]
+    return [_problem_text("namespaces", said, "namespaces for network, host name and mounts", do)]
 
 
-def _failure(argv: Sequence[str], said: str) -> str:
+def _failure_text(argv: Sequence[str], said: str) -> str:
     do = "See what the kernel says (dmesg), and bring the lab up again"
-    return _text("command of the lab", said, f"{argv[0]} to succeed", do, where=" ".join(argv[:6]))
+    return _problem_text("command of the lab", said, f"{argv[0]} to succeed", do, where=" ".join(argv[:6]))
 
 
-def _text(what: str, got: str, expected: str, do: str, where: str = "lab") -> str:
+def _problem_text(what: str, got: str, expected: str, do: str, where: str = "lab") -> str:
     return explain(what, got=got, expected=expected, do=do, where=where)
 
 
-def _path() -> str:
+def _search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])

@@ -1,1 +1,1 @@
-"""Who takes part in a job: epochs of membership, agreed by all, through deaths, pauses, joins and leaves."""
+"""Membership of a job: generations of members that all members agree on, through failures, joins and leaves."""

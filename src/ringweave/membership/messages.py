@@ -1,4 +1,4 @@
-"""What members and coordinator say to each other over the wire."""
+"""RPC messages between members and coordinators of the membership."""
 
 import math
 import re
@@ -6,136 +6,136 @@ from typing import Annotated, ClassVar
 
 import pydantic
 
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Order, Standing
-from ringweave.membership.rules.signs import Beat
-from ringweave.wire import Message
+from ringweave.membership.election import Rejoin
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.records import MemberDirective, MemberStatus
+from ringweave.rpc import RpcMessage
 
-MAX_NOTE = 64 * 1024
-"""Characters of a note; each of the members gets those of all."""
-MAX_LAYOUT = 256 * 1024
-"""Characters of a layout; each of the members gets one."""
-MAX_SHARING = 1024 * 1024
-"""Characters of how a batch is shared, by as many members as there may be; likewise."""
+MAX_NOTE_CHARS = 64 * 1024
+"""Maximum length of a note; each member gets the notes of all."""
+MAX_LAYOUT_CHARS = 256 * 1024
+"""Maximum length of a layout; each member gets one."""
+MAX_SHARING_CHARS = 1024 * 1024
+"""Maximum length of the text that says how a batch is shared, by as many members as possible; each member gets one."""
 
 
 MAX_MEMBERS = 65536
-"""Of one part of a job."""
-JOB = ""
-"""The part that is the whole job."""
-LOBBY = "lobby"
-"""Where members meet before they are told which part they belong to."""
-_RING = "ring "
-"""What the parts that are rings begin with."""
-PLACE = r"^[!-~]{1,255} [0-9]{1,5}$"
-"""`HOST PORT`, as a regular expression."""
-MEMBER = r"[0-9]{1,9}\.[0-9]{1,9}"
-"""`SLOT.INCARNATION`, likewise."""
+"""Members of one part of a job, at most."""
+WHOLE_JOB = ""
+"""Part that is the whole job."""
+STARTUP_RENDEZVOUS = "lobby"
+"""Part for members that do not know yet which part they belong to."""
+_RING_PREFIX = "ring "
+"""Prefix of the parts that are rings."""
+ADDRESS_PATTERN = r"^[!-~]{1,255} [0-9]{1,5}$"
+"""Regular expression of `HOST PORT`."""
+MEMBER_PATTERN = r"[0-9]{1,9}\.[0-9]{1,9}"
+"""Regular expression of `SLOT.INCARNATION`."""
 
 
-def _bounded(standing: Standing) -> Standing:
-    bounds = (("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("sharing", MAX_SHARING))
-    for what, most in bounds:
-        text = getattr(standing, what)
-        if len(text) > most:
-            raise ValueError(f"a {what} of {len(text)} characters, expected at most {most}")
-    if not re.fullmatch(MEMBER, standing.member):
-        raise ValueError(f"a member {standing.member[:80]!r}, expected SLOT.INCARNATION")
-    if standing.place and not re.fullmatch(PLACE, standing.place):
-        raise ValueError(f"a place of {standing.place[:80]!r}, expected HOST PORT")
-    return standing
+def _check_status(status: MemberStatus) -> MemberStatus:
+    bounds = (("note", MAX_NOTE_CHARS), ("layout", MAX_LAYOUT_CHARS), ("sharing", MAX_SHARING_CHARS))
+    for field, max_chars in bounds:
+        text = getattr(status, field)
+        if len(text) > max_chars:
+            raise ValueError(f"a {field} of {len(text)} characters, expected at most {max_chars}")
+    if not re.fullmatch(MEMBER_PATTERN, status.member):
+        raise ValueError(f"a member {status.member[:80]!r}, expected SLOT.INCARNATION")
+    if status.place and not re.fullmatch(ADDRESS_PATTERN, status.place):
+        raise ValueError(f"a place of {status.place[:80]!r}, expected HOST PORT")
+    return status
 
 
-def _sound(beat: Beat) -> Beat:
-    for what in ("cpu_s", "still_s", "stuck_s"):
-        if not 0 <= getattr(beat, what) < math.inf:
-            raise ValueError(f"{what} of {getattr(beat, what)}, expected seconds")
-    return beat
+def _check_heartbeat(heartbeat: Heartbeat) -> Heartbeat:
+    for field in ("cpu_s", "still_s", "stuck_s"):
+        if not 0 <= getattr(heartbeat, field) < math.inf:
+            raise ValueError(f"{field} of {getattr(heartbeat, field)}, expected seconds")
+    return heartbeat
 
 
-def _bounded_rejoining(rejoining: Rejoining) -> Rejoining:
-    _sound(rejoining.beat)
-    for what in ("lost_s", "patience_s"):
-        if not 0 <= getattr(rejoining, what) < math.inf:
-            raise ValueError(f"{what} of {getattr(rejoining, what)}, expected seconds")
-    if rejoining.decree and not rejoining.decree.standings:
+def _check_rejoin(rejoin: Rejoin) -> Rejoin:
+    _check_heartbeat(rejoin.beat)
+    for field in ("lost_s", "patience_s"):
+        if not 0 <= getattr(rejoin, field) < math.inf:
+            raise ValueError(f"{field} of {getattr(rejoin, field)}, expected seconds")
+    if rejoin.decree and not rejoin.decree.standings:
         raise ValueError("an epoch without members, expected one at least")
-    known = (*rejoining.decree.standings, *rejoining.decree.finished) if rejoining.decree else ()
-    for each in (rejoining.standing, *known):
-        _bounded(each)
-    for member in (each for names in rejoining.decree.forerunners for each in names) if rejoining.decree else ():
-        if not re.fullmatch(MEMBER, member):
+    known_statuses = (*rejoin.decree.standings, *rejoin.decree.finished) if rejoin.decree else ()
+    for each in (rejoin.standing, *known_statuses):
+        _check_status(each)
+    for member in (each for names in rejoin.decree.forerunners for each in names) if rejoin.decree else ():
+        if not re.fullmatch(MEMBER_PATTERN, member):
             raise ValueError(f"a member {member[:80]!r}, expected SLOT.INCARNATION")
-    return rejoining
+    return rejoin
 
 
-BoundedStanding = Annotated[Standing, pydantic.AfterValidator(_bounded)]
-SoundBeat = Annotated[Beat, pydantic.AfterValidator(_sound)]
-BoundedRejoining = Annotated[Rejoining, pydantic.AfterValidator(_bounded_rejoining)]
+ValidMemberStatus = Annotated[MemberStatus, pydantic.AfterValidator(_check_status)]
+ValidHeartbeat = Annotated[Heartbeat, pydantic.AfterValidator(_check_heartbeat)]
+ValidRejoin = Annotated[Rejoin, pydantic.AfterValidator(_check_rejoin)]
 
 
-def ring_part(ring: int) -> str:
-    """The part of a job that a ring is."""
-    return f"{_RING}{ring}"
+def part_of_ring(ring: int) -> str:
+    """Return the name of the part that is this ring."""
+    return f"{_RING_PREFIX}{ring}"
 
 
-def is_ring(part: str) -> bool:
-    """Whether that is a ring, and not the job or its lobby."""
-    return part.startswith(_RING)
+def is_ring_part(part: str) -> bool:
+    """Return whether that part is a ring, and not the whole job or its startup rendezvous."""
+    return part.startswith(_RING_PREFIX)
 
 
-class Enter(Message):
-    """A process wants to become a member, or, with `rejoining`, has lost its coordinator and asks another one."""
+class Join(RpcMessage):
+    """Asks to become a member or, with `rejoining`, asks another coordinator after the loss of one."""
 
     kind: ClassVar[str] = "membership.enter"
 
-    rejoining: BoundedRejoining | None = None
-    part: str = pydantic.Field(default=JOB, pattern=r"^[a-z0-9 ]{0,40}$")
-    """Whose membership is meant, where parts of a job have one each; `JOB` is that of the whole job."""
+    rejoining: ValidRejoin | None = None
+    part: str = pydantic.Field(default=WHOLE_JOB, pattern=r"^[a-z0-9 ]{0,40}$")
+    """Part of the job that the membership belongs to, where parts have one each; `WHOLE_JOB` means the whole job."""
     expected: int = pydantic.Field(default=1, ge=1, le=MAX_MEMBERS)
-    """Of a part: members that it has when all are there, which its first epoch waits for; and the most it takes."""
+    """Number of members that the first generation of the part waits for, and the maximum of the part."""
 
 
-class Told(Message):
-    """What holds now for who asked."""
+class WatchUpdate(RpcMessage):
+    """Directive that holds now for the member that watches."""
 
     kind: ClassVar[str] = "membership.told"
 
     serial: int
     """Grows with every change."""
     is_active: bool
-    """This coordinator decides; a standby has nothing to say."""
-    order: Order
+    """True for the active coordinator; a standby's directive means nothing."""
+    order: MemberDirective
 
 
-class Listen(Message):
-    """Asks for the order that holds, once it is another than that of `serial`, or after a moment."""
+class MembershipWatch(RpcMessage):
+    """Asks for the directive, as soon as it differs from the one of revision `serial`, or after a timeout."""
 
     kind: ClassVar[str] = "membership.listen"
-    reply: ClassVar[type[Message]] = Told
+    reply: ClassVar[type[RpcMessage]] = WatchUpdate
 
     serial: int = pydantic.Field(default=0, ge=0)
 
 
-class Heartbeat(Message):
-    """A sign of life."""
+class HeartbeatReport(RpcMessage):
+    """Reports that the member is alive."""
 
     kind: ClassVar[str] = "membership.beat"
 
-    beat: SoundBeat
+    beat: ValidHeartbeat
 
 
-class Stand(Message):
-    """Where a member stands still for a proposal."""
+class StatusReport(RpcMessage):
+    """Reports the status of a paused member, for a proposal."""
 
     kind: ClassVar[str] = "membership.stand"
 
     ballot: tuple[int, int]
-    standing: BoundedStanding
+    standing: ValidMemberStatus
 
 
-class Accuse(Message):
-    """The epoch of this ballot is broken."""
+class FailureReport(RpcMessage):
+    """Reports that the generation with this id is broken."""
 
     kind: ClassVar[str] = "membership.accuse"
 
@@ -143,17 +143,17 @@ class Accuse(Message):
     suspects: list[str] = pydantic.Field(max_length=4096)
 
 
-class Leave(Message):
-    """The member goes: at the next border, or at once because it is done."""
+class LeaveMembership(RpcMessage):
+    """Announces that the member leaves: at the next step boundary, or at once because it is finished."""
 
     kind: ClassVar[str] = "membership.leave"
 
-    standing: BoundedStanding
+    standing: ValidMemberStatus
     is_finished: bool
 
 
-class Count(Message):
-    """What the coordinator knows, for people and tests."""
+class CoordinatorStatus(RpcMessage):
+    """State of the coordinator, for people and tests."""
 
     kind: ClassVar[str] = "membership.count"
 
@@ -165,13 +165,13 @@ class Count(Message):
     present: list[str]
     ended: str
     parts: dict[str, int] = pydantic.Field(default_factory=dict)
-    """Part of the job -> the term in which this coordinator decides for it, where parts have memberships each."""
+    """Part of the job -> term in which this coordinator is active for it, where parts have memberships of their own."""
     epochs: dict[str, tuple[int, int]] = pydantic.Field(default_factory=dict)
-    """Likewise -> the ballot of its epoch."""
+    """Part of the job -> id of its generation."""
 
 
-class Ask(Message):
-    """Asks for the count."""
+class CoordinatorStatusRequest(RpcMessage):
+    """Asks for the state of the coordinator."""
 
     kind: ClassVar[str] = "membership.ask"
-    reply: ClassVar[type[Message]] = Count
+    reply: ClassVar[type[RpcMessage]] = CoordinatorStatus

@@ -8,28 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringweave.comm import joining
+from ringweave.comm import default_group, peer_data
 from ringweave.errors import TrainingError, UsageError, explain
-from ringweave.pipeline.layouts import Layout, even_splits
-from ringweave.pipeline.models.holding import HeldBlocks
-from ringweave.pipeline.optimizing import gradients
-from ringweave.pipeline.optimizing.optimizer import BlockOptimizers, MakeOptimizer
-from ringweave.pipeline.optimizing.scaling import GradScaler
-from ringweave.pipeline.running import boundaries
-from ringweave.pipeline.running.boundaries import Boundary, Precision, TensorForm
-from ringweave.pipeline.running.groups import Groups
-from ringweave.pipeline.running.riding import Rider, total_with
-from ringweave.pipeline.running.runner import Runner
-from ringweave.pipeline.running.schedules import LossFunction
-from ringweave.pipeline.running.stopwatch import Stopwatch
-from ringweave.pipeline.settings import Settings
-from ringweave.sim.pipelines import Order
+from ringweave.pipeline import optimizer
+from ringweave.pipeline.block_store import BlockStore
+from ringweave.pipeline.optimizer import BlockOptimizers, GradScaler, MakeOptimizer
+from ringweave.pipeline.runtime import boundaries
+from ringweave.pipeline.runtime.boundaries import Boundary, Precision, TensorMeta
+from ringweave.pipeline.runtime.process_groups import Piggyback, PipelineGroups, sum_with_piggyback
+from ringweave.pipeline.runtime.runner import StageRunner
+from ringweave.pipeline.runtime.stopwatch import Stopwatch
+from ringweave.pipeline.runtime.torch_schedules import LossFunction
+from ringweave.pipeline.stage_layout import Layout, Settings, even_splits
+from ringweave.sim.pipeline_schedules import PipelineSchedule
 
 Inputs = Tensor | tuple[Tensor, ...]
 
 
 class Pipeline:
-    """Blocks on ranks, trained together as one model would be.
+    """Blocks on ranks, trained together like one model.
 
     ```python
     pipeline = Pipeline(blocks, loss_fn, make_optimizer, example, settings)
@@ -38,14 +35,14 @@ class Pipeline:
     ```
 
     Every rank makes it with the same blocks and calls the same methods in the same order, with the same batch (with
-    replicas: the same within a replica). The blocks are taken over: each rank keeps the values of its own ones only.
+    replicas: the same within a replica). The pipeline owns the blocks: each rank keeps only the values of its own.
 
-    `boundaries` say what crosses before each block and behind the last one, of one microbatch; `train_step_index` is
-    the number of train steps done, by which blocks draw. What a `rider` has to say goes along with each one's losses.
+    `boundaries` describe the tensors of one microbatch before each block and after the last one. `train_step_index`
+    counts the train steps done; it is part of the blocks' seeds. A `piggyback`'s numbers travel with the losses.
 
     Raises:
-        UsageError: Settings that do not fit the blocks or the number of ranks.
-        TrainingError: Blocks that cannot be followed without data, share weights, or have nothing to train.
+        UsageError: Settings do not fit the blocks or the number of ranks.
+        TrainingError: Blocks cannot be traced without data, share weights, or have nothing to train.
     """
 
     def __init__(
@@ -57,68 +54,70 @@ class Pipeline:
         settings: Settings,
         side: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`example` (and `side`) are the inputs of a batch; only their form matters, they may be on the meta device."""
-        joining.join(os.environ)
+        """`example` (and `side`) are a batch's inputs; only their form matters, so they may be on the meta device."""
+        default_group.ensure_process_group(os.environ)
         self.settings = settings
-        self.layout = _layout(len(blocks), settings)
-        self.device = settings.device or own_device()
-        self._batch = _forms(_as_inputs(example), side or {}, settings.num_microbatches)
-        first, self.side_forms = _first_microbatch(_as_inputs(example), side or {}, settings.num_microbatches)
-        self.boundaries: tuple[Boundary, ...] = boundaries.follow(blocks, first, self.side_forms, self.precision)
+        self.layout = _make_layout(len(blocks), settings)
+        self.device = settings.device or default_device()
+        self._batch_form = _batch_tensor_forms(_as_inputs(example), side or {}, settings.num_microbatches)
+        first, self.side_input_metas = _first_microbatch(_as_inputs(example), side or {}, settings.num_microbatches)
+        self.boundaries: tuple[Boundary, ...] = boundaries.trace_boundaries(
+            blocks, first, self.side_input_metas, self.precision
+        )
         self.rank = dist.get_rank()
-        self.stage = self.layout.stage_of(self.rank)
-        self.groups = Groups(self.layout, self.device)
-        self.blocks = HeldBlocks(blocks, self.layout.ranges[self.stage], self.device)
-        gradients.spread_first(self.blocks, self.groups)
+        self.stage = self.layout.stage_of_rank(self.rank)
+        self.groups = PipelineGroups(self.layout, self.device)
+        self.blocks = BlockStore(blocks, self.layout.ranges[self.stage], self.device)
+        optimizer.broadcast_first_replica(self.blocks, self.groups)
         self.optimizer = BlockOptimizers(make_optimizer, self.blocks)
         self.train_step_index = 0
-        self.rider: Rider | None = None
-        self._runner = Runner(self.layout, settings, loss_fn, self.groups, self.device)
-        self._runner.place(self.layout, self.blocks, self.boundaries)
+        self.piggyback: Piggyback | None = None
+        self._runner = StageRunner(self.layout, settings, loss_fn, self.groups, self.device)
+        self._runner.set_blocks(self.layout, self.blocks, self.boundaries)
 
     @property
     def precision(self) -> Precision:
-        """In what blocks are computed."""
+        """Precision in which blocks are computed."""
         return Precision(device=self.device, autocast=self.settings.autocast)
 
     @property
-    def order(self) -> Order:
-        """What each stage computes in a step, one after the other: what the simulator takes."""
+    def order(self) -> PipelineSchedule:
+        """Actions of each stage in a step, in order; the simulator's input."""
         return self._runner.order
 
     @property
     def loss_fn(self) -> LossFunction:
-        """Of the output and target of a microbatch."""
+        """Loss function of the output and target of a microbatch."""
         return self._runner.loss_fn
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """Times what this rank's stage computes, apart from waiting, once it is turned on."""
+        """Stopwatch of this rank's stage, which counts computing but not waiting; off at first."""
         return self._runner.stopwatch
 
     @property
     def is_first(self) -> bool:
-        """This rank's stage gets the inputs."""
+        """True if this rank's stage receives the inputs."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """This rank's stage computes the loss."""
+        """True if this rank's stage computes the loss."""
         return self.stage == self.layout.num_stages - 1
 
     def train_step(
         self, *inputs: Tensor, target: Tensor, max_norm: float | None = None, side: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Forward and backward of a batch, and one update of all blocks.
+        """Run forward and backward of a batch, and one update of all blocks.
 
         Args:
-            inputs: Of this replica's batch, in the form of the example.
-            target: What the loss function compares with, as many samples.
-            max_norm: Gradients are clipped to this 2-norm, taken over all stages; None: they are not.
+            inputs: Inputs of this replica's batch, in the form of the example.
+            target: Second argument of the loss function, with as many samples as the inputs.
+            max_norm: Gradients are clipped to this 2-norm over all stages; None: no clipping.
             side: Side inputs, in the form of the example's.
 
         Returns:
-            The loss of the batch, over all replicas, on every rank: a number in host memory.
+            The loss of the batch over all replicas, on every rank: a number in host memory.
         """
         loss = self.forward_backward(*inputs, target=target, side=side)
         if max_norm is not None:
@@ -130,53 +129,53 @@ class Pipeline:
     def forward_backward(
         self, *inputs: Tensor, target: Tensor, scale: float = 1.0, side: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Gradients of a batch, added to those there are; arguments and result as those of `train_step`.
+        """Add a batch's gradients to the present ones; arguments and result as in `train_step`.
 
         Args:
             inputs: As in `train_step`.
             target: As in `train_step`.
-            scale: The loss is multiplied by it before backward, as `GradScaler` asks for; the result is not.
+            scale: The loss is multiplied by it before backward, as `GradScaler` requires; the result is not.
             side: As in `train_step`.
         """
-        self._check(inputs, target, side or {})
-        earlier = gradients.set_aside(self.blocks, self.groups)
+        self._check_batch(inputs, target, side or {})
+        earlier = optimizer.stash_gradients(self.blocks, self.groups)
         losses = self._runner.train(self.train_step_index, inputs, target, scale, side or {})
-        gradients.reduce_replicas(self.blocks, self.groups, is_mean=self._is_mean)
-        gradients.put_back(earlier)
+        optimizer.allreduce_replicas(self.blocks, self.groups, is_mean=self._is_mean)
+        optimizer.restore_gradients(earlier)
         self.train_step_index += 1
-        return self._combined(losses, self.rider)
+        return self._combine_losses(losses, self.piggyback)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their 2-norm over all stages is at most that; returns the norm there was."""
-        norm = gradients.global_norm(self.blocks, self.groups, num_replicas=self.layout.num_replicas)
+        """Scale all gradients so that their 2-norm over all stages is at most `max_norm`; return the norm before."""
+        norm = optimizer.global_norm(self.blocks, self.groups, num_replicas=self.layout.num_replicas)
         factor = max_norm / (float(norm) + 1e-6)
         if factor < 1:
-            gradients.scale(self.blocks, factor)
+            optimizer.scale_gradients(self.blocks, factor)
         return norm
 
     def grad_scaler(self, **options: Any) -> GradScaler:
-        """For float16: a GradScaler whose verdict is that of all ranks, with `torch.amp.GradScaler`'s options."""
+        """Return a GradScaler for float16 that decides alike on all ranks; options as in `torch.amp.GradScaler`."""
         return GradScaler(self.groups, self.device, **options)
 
     def evaluate(self, *inputs: Tensor, target: Tensor, side: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The loss of a batch in evaluation mode, without gradients; arguments and result as those of `train_step`."""
-        self._check(inputs, target, side or {})
-        return self._combined(self._runner.evaluate(inputs, target, side or {})[0])
+        """Return a batch's loss in evaluation mode, without gradients; arguments and result as in `train_step`."""
+        self._check_batch(inputs, target, side or {})
+        return self._combine_losses(self._runner.evaluate(inputs, target, side or {})[0])
 
     def output(self, *inputs: Tensor, target: Tensor, side: Mapping[str, Tensor] | None = None) -> Tensor | None:
-        """The output of a batch in evaluation mode, on the ranks of the last stage; None on the others."""
-        self._check(inputs, target, side or {})
+        """Return a batch's output in evaluation mode on the ranks of the last stage; None on the others."""
+        self._check_batch(inputs, target, side or {})
         return self._runner.evaluate(inputs, target, side or {})[1]
 
     def repartition(self, splits: tuple[int, ...]) -> None:
-        """Between two steps: other stages from now on, on all ranks at the same time.
+        """Switch to other stages between two steps; all ranks call it at the same time.
 
-        Blocks that stay keep everything. Those that this rank gets must be held already, with values and optimizer
-        (`blocks.hold`, `optimizer.take`); those that it gives away are dropped here. Nothing is computed and nothing is
-        drawn, so training goes on with the same bits.
+        Blocks that stay keep everything. Blocks that this rank receives must be held already, with values and optimizer
+        (`blocks.set_block`, `optimizer.add_block`); blocks that it gives away are dropped here. Nothing is computed, no
+        random number is drawn: training continues with the same bits.
 
         Raises:
-            UsageError: Splits for another number of stages.
+            UsageError: The splits are for another number of stages.
             TrainingError: A block of the new stage is not held.
         """
         if len(splits) != len(self.layout.splits):
@@ -198,47 +197,49 @@ class Pipeline:
                 )
             )
         for block in set(self.blocks.held) - set(own):
-            self.optimizer.release(block)
-            self.blocks.drop(block)
+            self.optimizer.remove_block(block)
+            self.blocks.drop_values(block)
         self.layout = layout
-        self._runner.place(layout, self.blocks, self.boundaries)
+        self._runner.set_blocks(layout, self.blocks, self.boundaries)
 
     @property
     def _is_mean(self) -> bool:
         return self.settings.reduction == "mean"
 
-    def _combined(self, losses: Sequence[Tensor], rider: Rider | None = None) -> Tensor:
-        """The losses of all microbatches and replicas as that of the batch."""
+    def _combine_losses(self, losses: Sequence[Tensor], piggyback: Piggyback | None = None) -> Tensor:
+        """Combine the losses of all microbatches and replicas into the loss of the batch."""
         table = torch.zeros(self.layout.num_replicas, self.settings.num_microbatches, dtype=torch.float64)
         if self.is_last:
-            table[self.layout.replica_of(self.rank)] = torch.stack([loss.detach().double().cpu() for loss in losses])
-        self.microbatch_losses = total_with(rider, table, self.groups)
+            table[self.layout.replica_of_rank(self.rank)] = torch.stack(
+                [loss.detach().double().cpu() for loss in losses]
+            )
+        self.microbatch_losses = sum_with_piggyback(piggyback, table, self.groups)
         return self.microbatch_losses.mean() if self._is_mean else self.microbatch_losses.sum()
 
-    def _check(self, inputs: tuple[Tensor, ...], target: Tensor, side: Mapping[str, Tensor]) -> None:
-        got = _forms(inputs, side, self.settings.num_microbatches)
-        if got != self._batch or (len(target) % self.settings.num_microbatches):
+    def _check_batch(self, inputs: tuple[Tensor, ...], target: Tensor, side: Mapping[str, Tensor]) -> None:
+        got = _batch_tensor_forms(inputs, side, self.settings.num_microbatches)
+        if got != self._batch_form or (len(target) % self.settings.num_microbatches):
             do = "Drop an incomplete last batch (drop_last=True), and give the same side inputs"
             shapes = {name: shape for name, (shape, _) in got.items()}
-            expected = f"{ {name: shape for name, (shape, _) in self._batch.items()} }, as in the example"
+            expected = f"{ {name: shape for name, (shape, _) in self._batch_form.items()} }, as in the example"
             raise TrainingError(explain("batch", got=shapes, expected=expected, do=do, where=f"rank {self.rank}"))
 
 
-def own_device() -> torch.device:
-    """This process's own GPU, by LOCAL_RANK, where there is one; else the CPU."""
+def default_device() -> torch.device:
+    """Return this process's own GPU, by LOCAL_RANK, if there is one; else the CPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local_rank) if torch.cuda.device_count() > local_rank else torch.device("cpu")
 
 
-def _layout(num_blocks: int, settings: Settings) -> Layout:
+def _make_layout(num_blocks: int, settings: Settings) -> Layout:
     world_size = dist.get_world_size()
-    asked = settings.num_stages or (len(settings.splits) + 1 if settings.splits is not None else world_size)
-    if world_size % asked:
-        expected = f"a multiple of {asked}, the number of stages"
+    num_stages = settings.num_stages or (len(settings.splits) + 1 if settings.splits is not None else world_size)
+    if world_size % num_stages:
+        expected = f"a multiple of {num_stages}, the number of stages"
         do = "Start as many workers, or cut the model into another number of stages"
         raise UsageError(explain("number of workers", got=world_size, expected=expected, do=do))
-    splits = settings.splits if settings.splits is not None else even_splits(num_blocks, asked)
-    return Layout(num_blocks=num_blocks, splits=splits, num_replicas=world_size // asked)
+    splits = settings.splits if settings.splits is not None else even_splits(num_blocks, num_stages)
+    return Layout(num_blocks=num_blocks, splits=splits, num_replicas=world_size // num_stages)
 
 
 def _as_inputs(example: Inputs) -> tuple[Tensor, ...]:
@@ -248,16 +249,21 @@ def _as_inputs(example: Inputs) -> tuple[Tensor, ...]:
 def _first_microbatch(
     inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Inputs and side inputs of one microbatch, without values."""
-    cut = [TensorForm.of(value[: len(value) // num_microbatches]).empty() for value in (*inputs, *side.values())]
+    """Return inputs and side inputs of one microbatch, without values."""
+    cut = [
+        TensorMeta.from_tensor(value[: len(value) // num_microbatches]).meta_tensor()
+        for value in (*inputs, *side.values())
+    ]
     return tuple(cut[: len(inputs)]), dict(zip(side, cut[len(inputs) :], strict=True))
 
 
-def _forms(inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int) -> dict[str, tuple]:
-    """Shape and type of all that a batch consists of.
+def _batch_tensor_forms(
+    inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int
+) -> dict[str, tuple]:
+    """Return shape and type of each tensor of a batch.
 
     Raises:
-        TrainingError: Something does not divide into microbatches.
+        TrainingError: A tensor does not divide into microbatches.
     """
     named = {**{f"input {index}": value for index, value in enumerate(inputs)}, **side}
     for name, value in named.items():
@@ -266,3 +272,24 @@ def _forms(inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatc
             expected = f"samples in its first dimension, a multiple of {num_microbatches}, the number of microbatches"
             raise TrainingError(explain(f"batch, {name}", got=got, expected=expected, do="Choose another batch size"))
     return {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
+
+
+def broadcast_text(text: str, group: dist.ProcessGroup, src: int = 0) -> str:
+    """Send one rank's text to all ranks.
+
+    Args:
+        text: The text; ignored on ranks other than `src`.
+        group: Process group with tensors in host memory.
+        src: The sending rank, as a rank of the group.
+
+    Raises:
+        DisagreementError: The text is longer than any rank may send.
+    """
+    raw = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    length = torch.tensor([len(raw)])
+    dist.broadcast(length, group=group, group_src=src)
+    peer_data.check_length(int(length), "text of another rank", min_bytes=1, where=f"rank {src} of the group")
+    if dist.get_rank(group) != src:
+        raw = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(raw, group=group, group_src=src)
+    return raw.numpy().tobytes().rstrip(b"\0").decode(errors="replace")

@@ -1,7 +1,6 @@
-"""Searches: which schedule a group of ranks runs for a message, on which layout, how finely pipelined."""
+"""Planning: finds the schedule, layout, segmentation, batch shares and training mode of a group."""
 
-from ringweave.planning.choices import Choice
-from ringweave.planning.groups import plan_group
-from ringweave.planning.plans import Plan
+from ringweave.planning.group_planner import plan_group
+from ringweave.planning.plans import Plan, ScheduleChoice
 
-__all__ = ["Choice", "Plan", "plan_group"]
+__all__ = ["Plan", "ScheduleChoice", "plan_group"]

@@ -1,27 +1,94 @@
-"""A plan: everything that was chosen for a group of ranks, as data."""
+"""Plans: all choices for a group of ranks, as data and as JSON text; and the pipelining of each schedule."""
 
+import itertools
+import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from ringweave import schedules
-from ringweave.cost import Demand
-from ringweave.errors import UsageError, explain
-from ringweave.planning.choices import Choice, pipelined
-from ringweave.schedules import HOST, Schedule, Stripe
+from ringweave.cost import ScheduleDemand
+from ringweave.errors import ScheduleError, UsageError, explain, shorten
+from ringweave.files import file_io
+from ringweave.schedules import NATIVE, Domain, Schedule, Stripe
+from ringweave.schedules.program import Pipelining
 
-_AS_GOOD = 1.02
-_PREFERRED = ("ring", "direct", "multi-level", "leader-matrix", "hierarchical", "halving-doubling", "ps")
-"""Among equals: on a network a ring, where only one stream meets another at a link at a time."""
-_PREFERRED_INSIDE = ("direct", *(name for name in _PREFERRED if name != "direct"))
-"""Inside a node the direct one, which copies least."""
+MIN_PIECE_BYTES = 16 * 10**3
+MAX_PIECE_BYTES = 1500 * 10**3
+MAX_SEGMENTS = 128
+MAX_WINDOW = 64
+"""Limit on receives posted ahead: each may need a buffer of a piece's size."""
+_SEGMENTS_IN_FLIGHT = 8
+_NUM_SEGMENT_COUNTS = 12
+_PIPELINING_TIE_RATIO = 1.02
+"""Where streams meet, the finest pieces within this ratio of the fastest are taken: coarse streams starve each other,
+which the prediction ignores (docs/notebook/2026-11.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleChoice:
+    """One way to run a message."""
+
+    schedule: str
+    """A name of `schedules.NAMES`."""
+    num_segments: int
+    """Segments that run the schedule independently."""
+    lag: int
+    """Rounds by which a segment trails the one before it in the order of waiting; with 0 a round ends for all segments
+    before the next one is waited for."""
+    window: int
+    """Receives that are posted ahead."""
+    predicted_s: float
+    """Predicted time; infinite without a prediction."""
+
+    @property
+    def pipelining(self) -> Pipelining:
+        """Return the division of the message in time, for compiling programs."""
+        return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window)
+
+
+def best_pipelining(name: str, demand: ScheduleDemand, num_bytes: int) -> ScheduleChoice:
+    """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
+
+    Segments always overlap, about eight of them at a time. Small pieces that go round the peers also keep the streams
+    that meet at a link even; measurements show that this matters more than the overlap (docs/notebook/2026-11.md). The
+    window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
+    """
+    largest = demand.largest_piece * num_bytes
+    lag = max(1, math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT))
+    if demand.num_latencies:
+        min_segments, max_segments = (
+            _clamp_segments(math.ceil(largest / MAX_PIECE_BYTES)),
+            _clamp_segments(int(largest / MIN_PIECE_BYTES)),
+        )
+        ratio = (max(min_segments, max_segments) / min_segments) ** (1 / (_NUM_SEGMENT_COUNTS - 1))
+        counts = sorted({round(min_segments * ratio**power) for power in range(_NUM_SEGMENT_COUNTS)})
+    else:
+        counts = [_clamp_segments(round(largest / demand.local_piece_bytes))]
+    times = {count: demand.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
+    as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
+    best = max(count for count in counts if times[count] <= as_good_s)
+    window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
+    return ScheduleChoice(schedule=name, num_segments=best, lag=lag, window=window, predicted_s=times[best])
+
+
+def _clamp_segments(num_segments: int) -> int:
+    return max(1, min(MAX_SEGMENTS, num_segments))
+
+
+_TIE_RATIO = 1.02
+_PREFERENCE = ("ring", "direct", "multi-level", "leader-matrix", "hierarchical", "halving-doubling", "ps")
+"""Preference among equals on a network: a ring, in which only one stream meets another at a link at a time."""
+_PREFERENCE_WITHIN_NODE = ("direct", *(name for name in _PREFERENCE if name != "direct"))
+"""Preference inside a node: the direct schedule, which copies least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one group runs on its part of the cluster. One rank makes it and sends its text to the others.
+    """Plan of one group on its part of the cluster. One rank makes it and sends its text to the others.
 
-    All that follows is computed from these numbers alone, so every rank that has the same text chooses the same.
+    All choices follow from these numbers alone, so every rank with the same text chooses the same.
     """
 
     nodes: tuple[str, ...]
@@ -33,34 +100,34 @@ class Plan:
     num_columns: int
     """Columns of the matrix of leaders."""
     tiers: tuple[tuple[int, ...], ...]
-    """Groups of the hierarchical schedule: of nodes, or of racks, whichever is predicted to be faster."""
+    """Groups of the hierarchical schedule: of nodes or of racks, by the prediction."""
     root: int
     """Rank that serves as parameter server."""
     direct_shares: tuple[int, ...]
-    """What each rank owns in the direct schedule."""
+    """Share of each rank in the direct schedule."""
     stripes: tuple[Stripe, ...]
     """Parts of the message with the leaders on every level, for the multi-level schedule; none if that was left out."""
-    demands: tuple[tuple[str, Demand], ...]
-    """For each schedule that was considered what its predicted times follow from."""
+    demands: tuple[tuple[str, ScheduleDemand], ...]
+    """Basis of the predicted times of each considered schedule."""
     left_out: tuple[tuple[str, str], ...]
-    """For each schedule that was not considered why not."""
+    """Reason why a schedule was not considered, by name."""
     bound_s_per_byte: float
     """Least time of any allreduce of this group, per byte of the message."""
     binding: str
-    """The cut or partition that says so."""
+    """Cut or partition that sets this bound."""
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each group."""
+        """Return the first rank of each group."""
         return tuple(group[0] for group in self.groups)
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """The leaders in rows."""
-        return schedules.matrix(self.leaders, self.num_columns)
+        """Return the leaders in rows."""
+        return schedules.arrange_leaders(self.leaders, self.num_columns)
 
-    def demand(self, name: str) -> Demand:
-        """What a schedule that was considered asks of the links.
+    def demand(self, name: str) -> ScheduleDemand:
+        """Return the link demands of a schedule that was considered.
 
         Raises:
             KeyError: It was not considered.
@@ -68,17 +135,17 @@ class Plan:
         return dict(self.demands)[name]
 
     def bound_s(self, num_bytes: int) -> float:
-        """The least time of any allreduce of that size: a bound, not a prediction."""
+        """Return the least time of any allreduce of that size: a bound, not a prediction."""
         return self.bound_s_per_byte * num_bytes
 
     def generate(self, name: str) -> Schedule:
-        """The schedule of that name on this group's part of the cluster.
+        """Return the schedule of that name on this group's part of the cluster.
 
         Raises:
-            UsageError: No such schedule, or `host`, which is none.
+            UsageError: No such schedule, or `host`, the native backend, which has none.
         """
-        schedules.check_name(name)
-        if name == HOST:
+        schedules.check_schedule_name(name)
+        if name == NATIVE:
             do = "'host' names the library underneath, which plans its messages itself"
             raise UsageError(explain("schedule", got=name, expected="one that is planned here", do=do))
         return self._generators()[name]()
@@ -90,17 +157,17 @@ class Plan:
             raise UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
         return schedules.multi_level_striped(self.stripes)
 
-    def choices(self, num_bytes: int) -> list[Choice]:
-        """Every schedule that was considered, at its best pipelining, by predicted time."""
-        found = [pipelined(name, asked, num_bytes) for name, asked in self.demands]
+    def choices(self, num_bytes: int) -> list[ScheduleChoice]:
+        """Return every considered schedule, at its best pipelining, by predicted time."""
+        found = [best_pipelining(name, asked, num_bytes) for name, asked in self.demands]
         return sorted(found, key=lambda choice: choice.predicted_s)
 
-    def choose(self, num_bytes: int, forced: str | None = None) -> Choice:
-        """The fastest by prediction, or the one that is forced.
+    def choose(self, num_bytes: int, forced: str | None = None) -> ScheduleChoice:
+        """Return the fastest choice by prediction, or the forced one.
 
-        Those that are predicted to be within 2 % of the fastest count as equals (the model is not better than that).
+        Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate).
 
-        A forced schedule that was left out, and `host`, are run without pipelining, with an infinite predicted time.
+        A forced schedule that was left out, and `host`, run without pipelining, with an infinite predicted time.
 
         Raises:
             UsageError: No schedule has the forced name.
@@ -108,20 +175,20 @@ class Plan:
         if forced is None:
             by_name = {choice.schedule: choice for choice in self.choices(num_bytes)}
             return by_name[self.fastest({name: choice.predicted_s for name, choice in by_name.items()})]
-        name = schedules.check_name(forced)
+        name = schedules.check_schedule_name(forced)
         for candidate, asked in self.demands:
             if candidate == name:
-                return pipelined(name, asked, num_bytes)
-        return Choice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
+                return best_pipelining(name, asked, num_bytes)
+        return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
 
     def fastest(self, seconds: Mapping[str, float]) -> str:
-        """The schedule of the least time, predicted or simulated; those within 2 % of it count as equals.
+        """Return the schedule of the least time, predicted or simulated; those within 2 % of it count as equal.
 
         Args:
-            seconds: By name of schedule; at least one.
+            seconds: Seconds by name of schedule; at least one.
         """
-        near = [name for name in seconds if seconds[name] <= min(seconds.values()) * _AS_GOOD]
-        return min(near, key=(_PREFERRED if len(set(self.nodes)) > 1 else _PREFERRED_INSIDE).index)
+        near = [name for name in seconds if seconds[name] <= min(seconds.values()) * _TIE_RATIO]
+        return min(near, key=(_PREFERENCE if len(set(self.nodes)) > 1 else _PREFERENCE_WITHIN_NODE).index)
 
     def _generators(self) -> dict[str, Callable[[], Schedule]]:
         count = len(self.nodes)
@@ -136,17 +203,108 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from ringweave.planning.plan_text import write
+        pass
 
-        return write(self)
+        return plan_to_text(self)
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan of a text; `Plan.parse(str(plan)) == plan`.
+        """Parse a plan; `Plan.parse(str(plan)) == plan`.
 
         Raises:
             ScheduleError: The text is no plan.
         """
-        from ringweave.planning.plan_text import read
+        pass
 
-        return read(text)
+        return parse_plan(text)
+
+
+PLAN_FORMAT = "ringweave-plan-2"
+"""First key of the document."""
+MAX_PLAN_BYTES = file_io.MAX_JSON_BYTES
+"""Limit on a text that is read; plans of ten thousand ranks have some hundred thousand."""
+_MAX_PARSED_LEADERS = 1 << 24
+"""Limit on leaders in a parsed plan, because a short run can stand for many. Plans are made with four millions at
+most."""
+_MAX_PARSED_DEPTH = 128
+"""Limit on nested domains; plans have 64 at most."""
+
+
+def plan_to_text(plan: Plan) -> str:
+    """Return one line of JSON."""
+    document: dict[str, Any] = {PLAN_FORMAT: True}
+    for field in fields(plan):
+        document[field.name] = getattr(plan, field.name)
+    document["stripes"] = [
+        {"shares": stripe.shares, "domains": _flatten_domains(stripe.domain)} for stripe in plan.stripes
+    ]
+    document["demands"] = {name: asdict(asked) for name, asked in plan.demands}
+    document["left_out"] = dict(plan.left_out)
+    return json.dumps(document, separators=(",", ":"))
+
+
+def parse_plan(text: str) -> Plan:
+    """Parse a plan.
+
+    Raises:
+        ScheduleError: The text is no plan.
+    """
+    try:
+        document = file_io.parse_json(text, MAX_PLAN_BYTES)
+        del document[PLAN_FORMAT]
+        for name in ("nodes", "ring_order", "direct_shares"):
+            document[name] = tuple(document[name])
+        for name in ("groups", "tiers"):
+            document[name] = tuple(map(tuple, document[name]))
+        document["stripes"] = tuple(
+            Stripe(_parse_domain(stripe["domains"], len(stripe["shares"])), tuple(stripe["shares"]))
+            for stripe in _check_num_leaders(document["stripes"])
+        )
+        document["demands"] = tuple((name, ScheduleDemand(**asked)) for name, asked in document["demands"].items())
+        document["left_out"] = tuple(document["left_out"].items())
+        return Plan(**document)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as cause:
+        do = f"Pass on what str(plan) gave, from the same version of ringweave ({shorten(cause)})"
+        raise ScheduleError(explain("plan", got=text, expected=f"the text of a plan ({PLAN_FORMAT})", do=do)) from cause
+
+
+def _flatten_domains(top: Domain) -> list[dict[str, Any]]:
+    """Return domains from the whole group down; a member is a rank, or "#3" for the third entry after the first."""
+    listed, entries = [top], []
+    for domain in listed:
+        members: list[int | str] = []
+        for member in domain.members:
+            if isinstance(member, Domain):
+                members.append(f"#{len(listed)}")
+                listed.append(member)
+            else:
+                members.append(member)
+        runs = [[rank, len(list(run))] for rank, run in itertools.groupby(domain.leaders)]
+        entries.append({"members": members, "leaders": runs})
+    return entries
+
+
+def _check_num_leaders(stripes: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return `stripes` unless they have too many leaders to expand."""
+    num_leaders = sum(len(stripe["domains"]) * len(stripe["shares"]) for stripe in stripes)
+    if num_leaders > _MAX_PARSED_LEADERS:
+        raise ValueError(f"{num_leaders} leaders")
+    return stripes
+
+
+def _parse_domain(entries: list[Mapping[str, Any]], num_chunks: int) -> Domain:
+    built: dict[str, Domain] = {}
+    depths: dict[str, int] = {}
+    for index in range(len(entries) - 1, -1, -1):
+        listed, runs, name = entries[index]["members"], entries[index]["leaders"], f"#{index}"
+        if sum(count for _, count in runs) != num_chunks or any(count < 1 for _, count in runs):
+            raise ValueError(f"leaders of domain {name} are not one for each of {num_chunks} shares")
+        depths[name] = 1 + max((depths[member] for member in listed if isinstance(member, str)), default=0)
+        if depths[name] > _MAX_PARSED_DEPTH:
+            raise ValueError(f"domains in domains, more than {_MAX_PARSED_DEPTH}")
+        # Removed from the table: a domain in several others would be visited as often.
+        members = tuple(built.pop(member) if isinstance(member, str) else member for member in listed)
+        built[name] = Domain(members, tuple(rank for rank, count in runs for _ in range(count)))
+    if list(built) != ["#0"]:
+        raise ValueError("domains that are in no other")
+    return built["#0"]

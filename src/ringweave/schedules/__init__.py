@@ -1,13 +1,20 @@
-"""Collectives as plain data: generated, verified on symbolic contributor sets, rendered, parsed, then run elsewhere."""
+"""Schedules of collectives as plain data: generated, verified on symbolic contributor sets, rendered and parsed."""
 
-from ringweave.schedules.catalogue import HOST, NAMES, check_name, generate
-from ringweave.schedules.generators.broadcasting import binomial_broadcast, binomial_reduce, broadcast, reduce
+from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate
+from ringweave.schedules.compose import compose_allreduce, compose_side_by_side
 from ringweave.schedules.generators.direct import direct, direct_allgather, direct_reduce_scatter
-from ringweave.schedules.generators.domains import Domain, Stripe
 from ringweave.schedules.generators.halving_doubling import halving_doubling
-from ringweave.schedules.generators.hierarchical import hierarchical
-from ringweave.schedules.generators.leader_matrix import leader_matrix, matrix
+from ringweave.schedules.generators.hierarchical import (
+    binomial_broadcast,
+    binomial_reduce,
+    chain_broadcast,
+    chain_reduce,
+    hierarchical,
+)
+from ringweave.schedules.generators.leader_matrix import arrange_leaders, leader_matrix
 from ringweave.schedules.generators.multi_level import (
+    Domain,
+    Stripe,
     multi_level,
     multi_level_allgather,
     multi_level_broadcast,
@@ -16,29 +23,39 @@ from ringweave.schedules.generators.multi_level import (
 )
 from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring, ring_allgather, ring_reduce_scatter
-from ringweave.schedules.joining import beside, then
-from ringweave.schedules.projection import Transfer, project, project_all
-from ringweave.schedules.proof.verification import verify
-from ringweave.schedules.schedule import Collective, How, Phase, Round, Rounds, Schedule
-from ringweave.schedules.text import parse, render
+from ringweave.schedules.program import Transfer, project_all_ranks, project_rank
+from ringweave.schedules.schedule import (
+    Collective,
+    LazyRounds,
+    ReceiveOp,
+    Round,
+    Schedule,
+    SchedulePhase,
+    parse,
+    render,
+)
+from ringweave.schedules.verification import verify
 
 __all__ = [
-    "HOST",
-    "NAMES",
+    "NATIVE",
+    "SCHEDULE_NAMES",
     "Collective",
     "Domain",
-    "How",
-    "Phase",
+    "LazyRounds",
+    "ReceiveOp",
     "Round",
-    "Rounds",
     "Schedule",
+    "SchedulePhase",
     "Stripe",
     "Transfer",
-    "beside",
+    "arrange_leaders",
     "binomial_broadcast",
     "binomial_reduce",
-    "broadcast",
-    "check_name",
+    "chain_broadcast",
+    "chain_reduce",
+    "check_schedule_name",
+    "compose_allreduce",
+    "compose_side_by_side",
     "direct",
     "direct_allgather",
     "direct_reduce_scatter",
@@ -46,7 +63,6 @@ __all__ = [
     "halving_doubling",
     "hierarchical",
     "leader_matrix",
-    "matrix",
     "multi_level",
     "multi_level_allgather",
     "multi_level_broadcast",
@@ -54,13 +70,11 @@ __all__ = [
     "multi_level_striped",
     "parameter_server",
     "parse",
-    "project",
-    "project_all",
-    "reduce",
+    "project_all_ranks",
+    "project_rank",
     "render",
     "ring",
     "ring_allgather",
     "ring_reduce_scatter",
-    "then",
     "verify",
 ]

@@ -1,21 +1,28 @@
-"""Collectives on virtual time: streams that share links, ranks that follow the executor's programs, and faults."""
+"""Simulation of collectives and pipelines in virtual time: shared links, rank programs, faults."""
 
-from ringweave.sim.faults import Death, Delay, Fault, RateChange, Slowdown
-from ringweave.sim.machine import Machine
-from ringweave.sim.results import LinkLoad, Simulation, Span
-from ringweave.sim.simulation import simulate
-from ringweave.sim.tracing import trace
+from ringweave.sim.scenario import (
+    Fault,
+    HostModel,
+    LinkLoad,
+    LinkRateChange,
+    NodeSlowdown,
+    RankFailure,
+    RankSpan,
+    SimulationResult,
+    StartDelay,
+)
+from ringweave.sim.simulation import simulate, trace_document
 
 __all__ = [
-    "Death",
-    "Delay",
     "Fault",
+    "HostModel",
     "LinkLoad",
-    "Machine",
-    "RateChange",
-    "Simulation",
-    "Slowdown",
-    "Span",
+    "LinkRateChange",
+    "NodeSlowdown",
+    "RankFailure",
+    "RankSpan",
+    "SimulationResult",
+    "StartDelay",
     "simulate",
-    "trace",
+    "trace_document",
 ]

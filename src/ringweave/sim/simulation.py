@@ -1,31 +1,178 @@
-"""The simulation of one collective: the executor's own programs, on virtual time, over links that streams share.
+"""Simulation of one collective: the executor's own programs in virtual time, over links that streams share.
 
-Messages between nodes go over one stream for each pair of ranks; streams share links max-min fairly. Ranks of a node
-share memory. Ignored: headers (pass measured rates), how TCP finds its rate and what it loses, acknowledgements on the
-way back, traffic that is not the collective's.
+Messages between nodes use one stream for each pair of ranks; streams share links max-min fairly. Ranks of a node share
+memory. The simulation ignores headers (pass measured rates), TCP's rate control and losses, acknowledgements on the way
+back, and other traffic.
+
+`trace_document` makes a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: one process for each node with a
+thread for each of its ranks, and one for the switches. The load of each link is a counter of the process at its lower
+end. Times are simulated.
+
+Source: "Trace Event Format" (Google), JSON object format: events X (complete), C (counter), i (instant), M (names).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ringweave import cost, schedules
 from ringweave.errors import UsageError, explain
 from ringweave.schedules import Schedule
-from ringweave.schedules.programs import Pipelining, Program, compile_program
-from ringweave.sim.events.world import ELEMENT_BYTES, World
-from ringweave.sim.faults import Fault
-from ringweave.sim.machine import Machine
-from ringweave.sim.regular import IrregularError, follow
-from ringweave.sim.results import Simulation, Tell, silent
-from ringweave.sim.routes import Routes
+from ringweave.schedules.program import Pipelining, RankProgram, compile_program
+from ringweave.sim.queues import QueuedNetwork
+from ringweave.sim.rank import DedicatedProcessors, RankEnvironment, SharedProcessors, SimulatedRank
+from ringweave.sim.regular import IrregularScheduleError, simulate_regular
+from ringweave.sim.scenario import (
+    Fault,
+    HostModel,
+    LinkLoad,
+    LinkRateChange,
+    NodeSlowdown,
+    ProgressCallback,
+    RankFailure,
+    RankSpan,
+    Routes,
+    SimulationResult,
+    StartDelay,
+    ignore_progress,
+)
+from ringweave.sim.streams import Callback, FluidNetwork, VirtualClock
 from ringweave.topology import Cluster
 
+ELEMENT_BYTES = 4
+_PROGRESS_EVERY = 2_000
+"""Number of event times between two progress reports."""
+
+
+class CollectiveSimulator:
+    """Simulates one collective, from beginning to end."""
+
+    def __init__(
+        self, programs: Sequence[RankProgram], routes: Routes, machine: HostModel, *, keeps_trace: bool
+    ) -> None:
+        """Takes one program per rank; `machine` holds for all ranks."""
+        self._routes = routes
+        self._clock = VirtualClock()
+        links = FluidNetwork if math.isinf(machine.burst_bytes) else QueuedNetwork
+        self._network = links(self._clock, routes.capacities, routes.latency_s, machine)
+        self._spans, self._loads = list[RankSpan](), list[LinkLoad]()
+        shared = (
+            SharedProcessors(self._clock, machine.num_processors)
+            if machine.num_processors
+            else DedicatedProcessors(self._clock)
+        )
+        environment = RankEnvironment(
+            clock=self._clock,
+            network=self._network,
+            machine=machine,
+            processors=shared,
+            element_bytes=ELEMENT_BYTES,
+            record_span=self._spans.append if keeps_trace else None,
+            on_failure=self._disconnect_rank,
+        )
+        if keeps_trace:
+            self._network.note_rate = self._record_load
+        self._ranks = [SimulatedRank(number, program, environment) for number, program in enumerate(programs)]
+        self._streams: dict[tuple[int, int], Any] = {}
+        self._start_s = [0.0] * len(programs)
+        self._connect()
+
+    def apply_faults(self, faults: Sequence[Fault]) -> None:
+        """Apply faults to ranks, nodes and links.
+
+        Raises:
+            UsageError: One names no rank, node or link of this group.
+        """
+        for fault in faults:
+            if isinstance(fault, StartDelay):
+                self._start_s[self._routes.checked_rank(fault.rank)] += fault.seconds
+            elif isinstance(fault, NodeSlowdown):
+                for rank in self._routes.ranks_on_node(fault.node):
+                    self._ranks[rank].slowdown *= fault.times
+            elif isinstance(fault, LinkRateChange):
+                self._schedule_rate_change(self._routes.link_number(fault.link), fault)
+            else:
+                self._schedule_kill(self._ranks[self._routes.checked_rank(fault.rank)], fault)
+
+    def run(self, timeout_s: float, progress: ProgressCallback = ignore_progress) -> SimulationResult:
+        """Run to the end; `progress` is called now and then with the numbers of arrived and of all messages."""
+        for rank in self._ranks:
+            self._clock.call_at(self._start_s[rank.number], rank.resume)
+        self._clock.run(self._make_settle(progress))
+        left = [rank for rank in self._ranks if not rank.is_done]
+        noticed_s = {rank.number: rank.failed_s for rank in self._ranks if rank.failed_s is not None}
+        noticed_s |= {rank.number: self._start_s[rank.number] + timeout_s for rank in left}
+        finish_s = tuple(math.inf if rank.finish_s is None else rank.finish_s for rank in self._ranks)
+        return SimulationResult(
+            finish_s=finish_s,
+            bytes_on_link=self._routes.values_by_link(self._network.carried),
+            died=tuple(rank.number for rank in self._ranks if rank.is_dead),
+            noticed_s=noticed_s,
+            num_wakes=sum(rank.num_wakes for rank in self._ranks),
+            spans=tuple(self._spans),
+            loads=tuple(self._loads),
+        )
+
+    def _make_settle(self, progress: ProgressCallback) -> Callback:
+        total, calls = sum(rank.num_messages for rank in self._ranks), itertools.count(1)
+
+        def settle() -> None:
+            self._network.settle()
+            if next(calls) % _PROGRESS_EVERY == 0:
+                progress(sum(rank.num_arrived for rank in self._ranks), total)
+
+        return settle
+
+    def _connect(self) -> None:
+        for rank in self._ranks:
+            out, into, arenas = dict[int, Any](), dict[int, Any](), {}
+            for peer in sorted(rank.peers):
+                if route := self._routes.route(rank.number, peer):
+                    out[peer] = self._open_stream(rank.number, peer, route)
+                    into[peer] = self._open_stream(peer, rank.number, self._routes.route(peer, rank.number))
+                else:
+                    arenas[peer] = self._ranks[peer].arena
+            rank.connect(out, into, arenas)
+
+    def _open_stream(self, src: int, dst: int, route: tuple[int, ...]) -> Any:
+        if (src, dst) not in self._streams:
+            self._streams[src, dst] = self._network.open_stream(route, self._ranks[dst].notify)
+        return self._streams[src, dst]
+
+    def _schedule_rate_change(self, link: int, change: LinkRateChange) -> None:
+        self._clock.call_at(change.at_s, lambda: self._network.set_capacity(link, change.bytes_per_s))
+
+    def _schedule_kill(self, rank: SimulatedRank, death: RankFailure) -> None:
+        def die() -> None:
+            if not rank.is_done:
+                rank.kill()
+                self._disconnect_rank(rank)
+
+        self._clock.call_at(death.at_s, die)
+
+    def _disconnect_rank(self, rank: SimulatedRank) -> None:
+        """End the connections of a rank; its peers notice a latency later."""
+        for peer in sorted(rank.peers):
+            for ends in ((rank.number, peer), (peer, rank.number)):
+                if ends in self._streams:
+                    self._network.close_stream(self._streams[ends])
+            self._clock.call_at(self._clock.now_s + self._routes.latency_s, self._peer_notice(peer, rank.number))
+
+    def _peer_notice(self, peer: int, lost: int) -> Callback:
+        return lambda: self._ranks[peer].disconnect_peer(lost)
+
+    def _record_load(self, link: int, bytes_per_s: float) -> None:
+        self._loads.append(LinkLoad(self._routes.names[link - 2], self._clock.now_s, bytes_per_s))
+
+
 DEFAULT_TIMEOUT_S = 1800.0
-"""What torch.distributed waits, where nothing else is said."""
-FEW_MESSAGES, MOST_MESSAGES = 20_000, 2_000_000
-"""From the first number on regular schedules go round by round; more than the second are not followed one by one."""
+"""Default timeout of torch.distributed."""
+REGULAR_FROM_MESSAGES, MAX_MESSAGES = 20_000, 2_000_000
+"""From the first number on, regular schedules are simulated round by round; above the second, no others are."""
 
 
-def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes wrong
+def simulate(  # noqa: PLR0913 - schedule, cluster, options, machine and faults
     schedule: Schedule,
     cluster: Cluster,
     node_of_rank: Sequence[str],
@@ -33,29 +180,29 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
     *,
     pipelining: Pipelining | None = None,
     rates: Mapping[str, float] | None = None,
-    machine: Machine | None = None,
+    machine: HostModel | None = None,
     faults: Iterable[Fault] = (),
     keeps_trace: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    tell: Tell = silent,
-) -> Simulation:
-    """Run a schedule on virtual time, event by event.
+    progress: ProgressCallback = ignore_progress,
+) -> SimulationResult:
+    """Simulate a schedule in virtual time, event by event.
 
-    Every rank follows the executor's own program. Large schedules are followed round by round instead, where they are
-    regular (`regular.py`): the result is the same, but for the rounding of chunks to elements.
+    Every rank follows the executor's own program. Large regular schedules are simulated round by round instead
+    (`regular.py`): the result is the same, except for the rounding of chunks to elements.
 
     Args:
         schedule: Any schedule.
-        cluster: Where it is run.
+        cluster: Cluster that runs it.
         node_of_rank: Name of the node of each rank.
         num_bytes: Size of the message; chunks have whole elements of four bytes.
-        pipelining: How the message is cut in time; None is one segment.
+        pipelining: Division of the message into segments; None is one segment.
         rates: Measured bytes per second by directed link name.
-        machine: What processors, memory and kernels add; None is nothing, the network alone.
-        faults: What goes wrong.
-        keeps_trace: Keep what each rank did and each link carried; of small schedules only.
-        timeout_s: After which a rank that waits in vain gives up.
-        tell: Gets now and then how many of how many rounds, or messages, are simulated.
+        machine: Costs of processors, memory and kernels; None is none, the network alone.
+        faults: Faults to inject.
+        keeps_trace: Keep the activities of ranks and the loads of links; for small schedules only.
+        timeout_s: Time after which a rank that waits in vain gives up.
+        progress: Called now and then with the numbers of simulated and of all rounds, or messages.
 
     Raises:
         PlacementError: Not one node per rank.
@@ -64,24 +211,26 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
     Cost:
         About 75 us for each message of each segment; of a regular schedule 0.5 ms for each round of 10,000 ranks.
     """
-    pipelining, machine, faults = pipelining or Pipelining(), machine or Machine(), tuple(faults)
-    routes = Routes(cost.network(cluster, node_of_rank, rates), node_of_rank, schedule.num_ranks)
-    if not has_few_messages(schedule, pipelining, FEW_MESSAGES):
+    pipelining, machine, faults = pipelining or Pipelining(), machine or HostModel(), tuple(faults)
+    routes = Routes(cost.group_network(cluster, node_of_rank, rates), node_of_rank, schedule.num_ranks)
+    if not has_few_messages(schedule, pipelining, REGULAR_FROM_MESSAGES):
         try:
             _check_regular(pipelining, keeps_trace=keeps_trace)
-            found = follow(schedule, routes, num_bytes, machine, faults, tell)
-            carried = routes.by_name(found.carried.tolist())
-            return Simulation(finish_s=tuple(found.finish_s.tolist()), bytes_on_link=carried)
-        except IrregularError as reason:
-            if not has_few_messages(schedule, pipelining, MOST_MESSAGES):
-                raise UsageError(_too_many(schedule, pipelining, str(reason))) from reason
-    world = World(compile_all(schedule, node_of_rank, num_bytes, pipelining), routes, machine, keeps_trace=keeps_trace)
-    world.apply(faults)
-    return world.run(timeout_s, tell)
+            found = simulate_regular(schedule, routes, num_bytes, machine, faults, progress)
+            carried = routes.values_by_link(found.carried.tolist())
+            return SimulationResult(finish_s=tuple(found.finish_s.tolist()), bytes_on_link=carried)
+        except IrregularScheduleError as reason:
+            if not has_few_messages(schedule, pipelining, MAX_MESSAGES):
+                raise UsageError(_too_many_messages_text(schedule, pipelining, str(reason))) from reason
+    world = CollectiveSimulator(
+        compile_all_programs(schedule, node_of_rank, num_bytes, pipelining), routes, machine, keeps_trace=keeps_trace
+    )
+    world.apply_faults(faults)
+    return world.run(timeout_s, progress)
 
 
-def has_few_messages(schedule: Schedule, pipelining: Pipelining, most: int) -> bool:
-    """Whether a schedule has at most so many messages, counting those of every segment.
+def has_few_messages(schedule: Schedule, pipelining: Pipelining, max_messages: int) -> bool:
+    """Return whether a schedule has at most so many messages, counting those of every segment.
 
     Cost:
         One pass over the rounds, until there are too many.
@@ -89,30 +238,30 @@ def has_few_messages(schedule: Schedule, pipelining: Pipelining, most: int) -> b
     count = 0
     for round_ in schedule.rounds:
         count += len(round_) * pipelining.num_segments
-        if count > most:
+        if count > max_messages:
             return False
     return True
 
 
 def _check_regular(pipelining: Pipelining, *, keeps_trace: bool) -> None:
     if pipelining.num_segments > 1:
-        raise IrregularError(f"there are {pipelining.num_segments} segments")
+        raise IrregularScheduleError(f"there are {pipelining.num_segments} segments")
     if keeps_trace:
-        raise IrregularError("a trace is to be kept")
+        raise IrregularScheduleError("a trace is to be kept")
 
 
-def _too_many(schedule: Schedule, pipelining: Pipelining, reason: str) -> str:
-    expected = f"at most {MOST_MESSAGES}, or a schedule that is regular; here {reason}"
+def _too_many_messages_text(schedule: Schedule, pipelining: Pipelining, reason: str) -> str:
+    expected = f"at most {MAX_MESSAGES}, or a schedule that is regular; here {reason}"
     another = "another schedule, such as ring or leader-matrix with one rank a node"
     do = f"Take one segment (simulate --segments 1), or {another}" if pipelining.num_segments > 1 else f"Take {another}"
-    return explain(f"messages of {schedule.name}", got=f"more than {MOST_MESSAGES}", expected=expected, do=do)
+    return explain(f"messages of {schedule.name}", got=f"more than {MAX_MESSAGES}", expected=expected, do=do)
 
 
-def compile_all(
+def compile_all_programs(
     schedule: Schedule, node_of_rank: Sequence[str], num_bytes: int, pipelining: Pipelining
-) -> list[Program]:
-    """Every rank's program, as the executors of the ranks compile them."""
-    parts = schedules.project_all(schedule)
+) -> list[RankProgram]:
+    """Return every rank's program, as the executors of the ranks compile it."""
+    parts = schedules.project_all_ranks(schedule)
     members: dict[str, set[int]] = {}
     for rank, node in enumerate(node_of_rank):
         members.setdefault(node, set()).add(rank)
@@ -120,3 +269,70 @@ def compile_all(
         compile_program(schedule, part, num_bytes // ELEMENT_BYTES, pipelining, members[node] - {rank})
         for rank, (part, node) in enumerate(zip(parts, node_of_rank, strict=True))
     ]
+
+
+_US_PER_S = 1e6
+_SWITCHES = "switches"
+TraceEvent = dict[str, Any]
+
+
+def trace_document(
+    simulation: SimulationResult, cluster: Cluster, node_of_rank: Sequence[str], title: str
+) -> dict[str, Any]:
+    """Return the trace document, to be written as JSON.
+
+    Args:
+        simulation: A result with a trace.
+        cluster: Cluster that ran it.
+        node_of_rank: Name of the node of each rank.
+        title: Description of the simulation, in a line.
+    """
+    processes = {name: pid for pid, name in enumerate([*dict.fromkeys(node_of_rank), _SWITCHES], start=1)}
+    of_rank = [processes[node] for node in node_of_rank]
+    events = [
+        *_name_events(processes, of_rank),
+        *_span_events(simulation, of_rank),
+        *_failure_events(simulation, of_rank),
+    ]
+    events += _counter_events(simulation, cluster, processes)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title, "times": "simulated"}}
+
+
+def _name_events(processes: dict[str, int], of_rank: Sequence[int]) -> Iterator[TraceEvent]:
+    for name, pid in processes.items():
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for rank, pid in enumerate(of_rank):
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank + 1, "args": {"name": f"rank {rank}"}}
+
+
+def _span_events(simulation: SimulationResult, of_rank: Sequence[int]) -> Iterator[TraceEvent]:
+    for span in simulation.spans:
+        yield {
+            "ph": "X",
+            "name": f"{span.what} {span.peer}",
+            "cat": span.what,
+            "pid": of_rank[span.rank],
+            "tid": span.rank + 1,
+            "ts": span.begin_s * _US_PER_S,
+            "dur": (span.end_s - span.begin_s) * _US_PER_S,
+            "args": {"peer": span.peer},
+        }
+
+
+def _failure_events(simulation: SimulationResult, of_rank: Sequence[int]) -> Iterator[TraceEvent]:
+    for rank, time_s in simulation.noticed_s.items():
+        at = {"pid": of_rank[rank], "tid": rank + 1, "ts": time_s * _US_PER_S}
+        yield {"ph": "i", "name": "gives up", "cat": "fault", "s": "t", **at}
+
+
+def _counter_events(simulation: SimulationResult, cluster: Cluster, processes: dict[str, int]) -> Iterator[TraceEvent]:
+    """Yield counter events; of several loads of one link at one time only the last one is valid."""
+    switches = {switch.name for switch in cluster.switches}
+    last = {(load.link, load.at_s): load for load in simulation.loads}
+    for load in last.values():
+        src, dst = load.link.split("->")
+        node = next((name for name in (src, dst) if name in processes and name not in switches), _SWITCHES)
+        args = {"Mbit/s": load.bytes_per_s * 8 / 1e6}
+        at = {"pid": processes[node], "tid": 0, "ts": load.at_s * _US_PER_S}
+        yield {"ph": "C", "name": load.link, "cat": "link", **at, "args": args}

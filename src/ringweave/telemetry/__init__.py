@@ -1,21 +1,28 @@
-"""The event log: what happened in a run, written by one writer and read by everything that shows something."""
+"""The event log: each process of a run appends events; status, plots and tests read them."""
 
-from ringweave.telemetry.events import Event, EventLog, Lines, Tail, parse, read, read_last_attempt
+from ringweave.telemetry.events import (
+    Event,
+    EventLog,
+    EventTail,
+    LineReader,
+    parse_event,
+    print_line,
+    read_events,
+    read_last_attempt,
+)
 from ringweave.telemetry.iterations import Iterations
-from ringweave.telemetry.kind import Kind
-from ringweave.telemetry.kinds import KINDS
-from ringweave.telemetry.saying import say
+from ringweave.telemetry.kinds import EVENT_KINDS, EventKind
 
 __all__ = [
-    "KINDS",
+    "EVENT_KINDS",
     "Event",
+    "EventKind",
     "EventLog",
+    "EventTail",
     "Iterations",
-    "Kind",
-    "Lines",
-    "Tail",
-    "parse",
-    "read",
+    "LineReader",
+    "parse_event",
+    "print_line",
+    "read_events",
     "read_last_attempt",
-    "say",
 ]

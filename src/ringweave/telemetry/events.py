@@ -3,19 +3,21 @@
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ringweave.errors import explain
-from ringweave.files import json_text
-from ringweave.telemetry.kinds import KINDS
+from ringweave.files import file_io
+from ringweave.telemetry.kinds import EVENT_KINDS
 
 Event = dict[str, Any]
 
-MAX_LINE_BYTES = json_text.MAX_BYTES
-"""Of an event; the longest tell of every link of a large cluster. What is longer is none, and is skipped."""
+MAX_LINE_BYTES = file_io.MAX_JSON_BYTES
+"""Longest line of an event; the longest events list every link of a large cluster. Longer lines are skipped."""
 
 _LOGGER = logging.getLogger("ringweave")
 
@@ -24,8 +26,8 @@ class EventLog:
     """Appends events to one file; any number of processes may do so at once.
 
     Each event is one write to a file opened for appending, so lines of different processes never mix. The file is
-    opened for each event: events are rare, and nothing has to be closed or survive a fork. A disk that is full or gone
-    costs events and nothing else; it is said in the log `ringweave`.
+    opened for each event: events are rare, and nothing has to be closed or survive a fork. If the disk is full or gone,
+    events are lost and the logger `ringweave` gets a warning.
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
@@ -43,7 +45,7 @@ class EventLog:
         Raises:
             ValueError: The kind is unknown, or the fields are not those of the kind.
         """
-        _check(kind, fields)
+        _check_fields(kind, fields)
         line = (json.dumps({"time": self._clock(), "kind": kind, **fields}) + "\n").encode()
         try:
             self._append(line)
@@ -61,26 +63,26 @@ class EventLog:
             os.close(descriptor)
 
 
-def read(path: str | Path) -> Iterator[Event]:
-    """The events in the file, oldest first; none if there is no file. Torn and endless lines are skipped."""
-    for line in Lines(path).new():
-        event = parse(line)
+def read_events(path: str | Path) -> Iterator[Event]:
+    """Yield the events in the file, oldest first; none without a file. Torn and overlong lines are skipped."""
+    for line in LineReader(path).read_new():
+        event = parse_event(line)
         if event is not None:
             yield event
 
 
-class Lines:
-    """Lines as they are added to a file that many write to; each is read once, however long the file has become."""
+class LineReader:
+    """Reads lines as they are added to a file that many processes write; each is read once, at constant cost."""
 
     def __init__(self, path: str | Path) -> None:
-        """`path` need not be there yet."""
+        """`path` need not exist yet."""
         self._path, self._position = Path(path), 0
         self._is_endless = False
 
-    def new(self) -> Iterator[bytes]:
-        """Those that came since the last call, each with its end; one being written comes later, an endless one never.
+    def read_new(self) -> Iterator[bytes]:
+        """Yield lines added since the last call, with their ends: an unfinished one later, an overlong one never.
 
-        No more than one of them is in memory.
+        At most one of them is in memory.
         """
         try:
             file = self._path.open("rb")
@@ -98,22 +100,22 @@ class Lines:
                     yield piece
 
 
-class Tail:
-    """Events as they are added to a file."""
+class EventTail:
+    """Reads events as they are added to a file."""
 
     def __init__(self, path: str | Path) -> None:
-        """`path` need not be there yet."""
-        self._lines = Lines(path)
+        """`path` need not exist yet."""
+        self._lines = LineReader(path)
 
-    def new(self) -> list[Event]:
-        """Those that came since the last call, oldest first. Torn lines are skipped; one being written comes later.
+    def read_new(self) -> list[Event]:
+        """Return events added since the last call, oldest first. Torn lines are skipped; an unfinished one comes later.
 
         Raises:
-            OSError: The file cannot be read, and nothing new was.
+            OSError: The file cannot be read, and there were no new events.
         """
         found: list[Event] = []
         try:
-            found += filter(None, map(parse, self._lines.new()))
+            found += filter(None, map(parse_event, self._lines.read_new()))
         except OSError:
             if not found:
                 raise
@@ -121,36 +123,59 @@ class Tail:
 
 
 def read_last_attempt(path: str | Path) -> list[Event]:
-    """The events since the last `run_started`: those of the newest attempt in a run directory."""
+    """Return the events since the last `run_started`: those of the newest attempt in a run directory."""
     events: list[Event] = []
-    for event in read(path):
+    for event in read_events(path):
         if event["kind"] == "run_started":
             events.clear()
         events.append(event)
     return events
 
 
-def _check(kind: str, fields: dict[str, object]) -> None:
-    if kind not in KINDS:
+def _check_fields(kind: str, fields: dict[str, object]) -> None:
+    if kind not in EVENT_KINDS:
         raise ValueError(
-            explain("event kind", got=kind, expected=f"one of {', '.join(KINDS)}", do="Add it to kinds.py")
+            explain("event kind", got=kind, expected=f"one of {', '.join(EVENT_KINDS)}", do="Add it to kinds.py")
         )
-    wanted = KINDS[kind].fields.keys()
-    if fields.keys() != wanted:
+    expected_fields = EVENT_KINDS[kind].fields.keys()
+    if fields.keys() != expected_fields:
         raise ValueError(
             explain(
                 f"fields of event {kind}",
                 got=", ".join(sorted(fields)),
-                expected=", ".join(sorted(wanted)),
+                expected=", ".join(sorted(expected_fields)),
                 do="Write exactly the fields that kinds.py lists",
             )
         )
 
 
-def parse(line: bytes) -> Event | None:
-    """The event in a line; None if it is torn, or something else."""
+def parse_event(line: bytes) -> Event | None:
+    """Parse the event in a line; None if it is torn, or something else."""
     try:
-        event = json_text.loads(line.decode("utf-8", errors="replace"), MAX_LINE_BYTES)
+        event = file_io.parse_json(line.decode("utf-8", errors="replace"), MAX_LINE_BYTES)
     except ValueError:
         return None
     return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
+
+
+def print_line(text: str, *, is_error: bool = False) -> None:
+    """Print a line at once. If standard output cannot take it, the line is lost; the process does not end."""
+    output = sys.stderr if is_error else sys.stdout
+    try:
+        print(text, file=output, flush=True)
+    except OSError:
+        with suppress(OSError):
+            _discard_buffered(output)
+
+
+def _discard_buffered(output: TextIO) -> None:
+    """Drop buffered output; later output is tried again."""
+    descriptor = output.fileno()
+    saved, null = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, descriptor)
+        output.flush()
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)
+        os.close(null)

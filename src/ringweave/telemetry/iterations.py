@@ -1,4 +1,4 @@
-"""What a training script says of itself: iterations done, and the last loss."""
+"""Progress of a training script: iterations done and the last loss, written to the event log."""
 
 import os
 import time
@@ -10,13 +10,13 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.telemetry.events import EventLog
 
 INTERVAL_S = 0.5
-"""Between two events of one process; what comes sooner is told by the next, or by `close`."""
+"""Shortest time between two events of one process; a sooner iteration is reported by the next event, or by `close`."""
 
 
 class Iterations:
-    """Tells the event log how far training is, for `ringweave status`; does nothing outside of a run.
+    """Reports the progress of training to the event log, for `ringweave status`; does nothing outside of a run.
 
-    One worker of each node speaks for it (local rank 0). A context manager, or to be closed in the end:
+    Only one worker of each node writes (local rank 0). Use it as a context manager, or close it in the end:
 
         with ringweave.Iterations() as iterations:
             for step, batch in enumerate(batches, 1):
@@ -29,15 +29,15 @@ class Iterations:
         environ: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`environ` is the process's own environment if it is None."""
+        """`environ` None: the process's own environment."""
         environ = os.environ if environ is None else environ
         run_dir = WorkerEnvironment.from_environ(environ).run_dir
-        speaks = run_dir is not None and environ.get("LOCAL_RANK", "0") == "0"
-        self._log = EventLog(run_dir / "events.jsonl") if run_dir and speaks else None
+        writes_events = run_dir is not None and environ.get("LOCAL_RANK", "0") == "0"
+        self._log = EventLog(run_dir / "events.jsonl") if run_dir and writes_events else None
         self._rank = int(environ.get("RANK", "0"))
         self._clock = clock
-        self._told_s: float | None = None
-        self._untold: tuple[int, float | None] | None = None
+        self._last_written_s: float | None = None
+        self._pending: tuple[int, float | None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -48,23 +48,23 @@ class Iterations:
         self.close()
 
     def done(self, iterations: int, loss: float | None = None) -> None:
-        """So many iterations are done.
+        """Report the number of iterations done.
 
         Args:
-            iterations: In all, those before a resumed checkpoint included.
-            loss: Of the last one, where it is known.
+            iterations: In all, including those before a resumed checkpoint.
+            loss: Loss of the last one, if known.
         """
         if self._log is None:
             return
-        self._untold = (iterations, loss)
+        self._pending = (iterations, loss)
         now_s = self._clock()
-        if self._told_s is None or now_s - self._told_s >= INTERVAL_S:
-            self._told_s = now_s
+        if self._last_written_s is None or now_s - self._last_written_s >= INTERVAL_S:
+            self._last_written_s = now_s
             self.close()
 
     def close(self) -> None:
-        """Tell what was not told yet."""
-        if self._log is not None and self._untold is not None:
-            iterations, loss = self._untold
+        """Write the last iteration, unless it is written already."""
+        if self._log is not None and self._pending is not None:
+            iterations, loss = self._pending
             self._log.write("iterations_done", rank=self._rank, iterations=iterations, loss=loss)
-            self._untold = None
+            self._pending = None

@@ -1,23 +1,197 @@
-"""The table of event kinds: the one place that says which events exist and what their fields mean.
+"""The table of event kinds: every event that exists, and the meaning of its fields.
 
-`docs/events.md` is generated from it, and the writer refuses whatever is not in it.
+`docs/reference/events.md` is generated from this table, and the writer refuses any event that is not in it.
 """
 
-# Longer than a file should be: one table, looked up and not read through.
-
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ringweave.telemetry import pipeline_kinds, ring_kinds
-from ringweave.telemetry.kind import RANK, Kind
-from ringweave.telemetry.lasting_kinds import LASTING_KINDS
+RANK_FIELD = "global rank of the worker"
 
-_NODE = "name of the worker's node in the cluster file"
-_VERSION = "number of the group's plan: 1 for the first, then 2, 3, ..."
-_NODE_OF_SERVER = "name of the server's node in the cluster file"
-_GROUP = "name of the process group, the same on all its ranks"
 
-KINDS: Mapping[str, Kind] = {
-    "run_started": Kind(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventKind:
+    """One kind of event."""
+
+    meaning: str
+    """Fact that an event of this kind records."""
+    written_by: str
+    """Process that writes it: the launcher, a worker's backend, a server of the job, or chaos."""
+    fields: Mapping[str, str]
+    """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""
+
+
+_TRAIN_STEP_FIELD = "train steps that the state has seen"
+
+FAULT_KINDS: Mapping[str, EventKind] = {
+    "checkpoint_saved": EventKind(
+        meaning="A checkpoint is on the disk, whole; training went on meanwhile.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "train_step": _TRAIN_STEP_FIELD,
+            "path": "the file; rank 0's has the state, the others' their random numbers",
+            "bytes": "size of the tensors in it",
+            "copy_s": "seconds that training waited while they were copied, measured",
+            "write_s": "seconds that the disk took, measured",
+        },
+    ),
+    "checkpoint_failed": EventKind(
+        meaning="A checkpoint could not be written. Training goes on, and those before it are as they were.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "train_step": _TRAIN_STEP_FIELD,
+            "folder": "where it should have gone",
+            "text": "what the disk, or the system, said",
+        },
+    ),
+    "checkpoint_refused": EventKind(
+        meaning="A checkpoint is damaged and was passed over; the one before it is tried.",
+        written_by="worker",
+        fields={"rank": RANK_FIELD, "train_step": _TRAIN_STEP_FIELD, "path": "the file", "text": "the error's text"},
+    ),
+    "checkpoint_loaded": EventKind(
+        meaning="Training goes on from a checkpoint. Each rank says so.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "train_step": _TRAIN_STEP_FIELD,
+            "path": "the file, or the rank that its bytes came from",
+            "saved_world_size": "number of workers that saved it",
+            "world_size": "number of workers that go on",
+        },
+    ),
+    "worker_watched": EventKind(
+        meaning="A worker runs its script under `ringweave chaos`, which counts its train steps.",
+        written_by="worker",
+        fields={"rank": RANK_FIELD, "node": "host name of the worker's node", "pid": "its process id"},
+    ),
+    "train_step_done": EventKind(
+        meaning="The optimizer of a worker has made a step, under `ringweave chaos`.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "steps_since_start": "steps that it has made since its process began",
+        },
+    ),
+    "fault_begun": EventKind(
+        meaning="Chaos did something to the job.",
+        written_by="chaos",
+        fields={"fault": "the line of the script", "target": "what it hit, such as a process id or links"},
+    ),
+    "fault_lifted": EventKind(
+        meaning="Chaos took it back.", written_by="chaos", fields={"fault": "the line of the script"}
+    ),
+    "chaos_ended": EventKind(
+        meaning="No fault comes any more; what the job does from here on does not count.",
+        written_by="chaos",
+        fields={"outcome": "`done`: the job was through; `stopped`: its time was over; `failed`: it was given up"},
+    ),
+}
+
+
+_SPLITS_FIELD = "last blocks, counted from 1, of all stages but the last"
+_SPEEDS_FIELD = "of each device: how fast it is by now, 1 is as profiled"
+_RATES_FIELD = "bytes per second of the link into each stage but the first; empty where links are not measured"
+
+PIPELINE_KINDS: Mapping[str, EventKind] = {
+    "pipeline_measured": EventKind(
+        meaning="A window of train steps of a pipeline, measured; rank 0 says so for all.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "first_step": "number of the window's first train step",
+            "end_step": "number of the train step behind its last",
+            "blocks": "how many blocks the model has",
+            "splits": _SPLITS_FIELD,
+            "compute_s": "of each stage: seconds of computing in a train step, without waiting; medians",
+            "speeds": _SPEEDS_FIELD,
+            "rates": _RATES_FIELD,
+            "measured_s": "seconds of a train step on rank 0, median",
+            "predicted_s": "simulated seconds of a train step with these speeds and rates",
+        },
+    ),
+    "partition_solved": EventKind(
+        meaning="Rank 0 looked for a better partition of a pipeline.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "splits": _SPLITS_FIELD,
+            "best": "splits of the best one found",
+            "why": "why it looked, in words",
+            "speeds": _SPEEDS_FIELD,
+            "rates": _RATES_FIELD,
+            "predicted_before_s": "simulated seconds of a train step by the present partition",
+            "predicted_after_s": "the same by the best one",
+            "predicted_pause_s": "seconds that training would stand still for the move",
+            "verdict": "`move`, or why not, in words",
+        },
+    ),
+    "blocks_moved": EventKind(
+        meaning="Blocks of a pipeline moved to other stages between two train steps; rank 0 says so for all.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "at_step": "number of the first train step under the new partition",
+            "before": "splits that were",
+            "after": "splits that hold now",
+            "blocks": "how many blocks moved",
+            "why": "why, in words",
+            "is_return": "true if it took a move back that had not helped",
+            "predicted_pause_s": "seconds that training was to stand still",
+            "measured_pause_s": "seconds that the slowest rank spent on it while it did nothing else",
+        },
+    ),
+    "move_failed": EventKind(
+        meaning="Blocks were to move and did not; the old partition holds on all ranks, and training goes on.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "at_step": "number of the next train step",
+            "before": "splits that hold",
+            "after": "splits that were to hold",
+            "blocks": "how many blocks were to move",
+            "why": "why they were to, in words",
+            "is_return": "true if it was to take a move back",
+            "cause": "what failed, in words",
+        },
+    ),
+}
+
+
+RING_KINDS: Mapping[str, EventKind] = {
+    "rings_formed": EventKind(
+        meaning="Training goes on in rings with a parameter server between them; rank 0 says so for all.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "rings": "ranks of each ring, the fastest ring first; the first rank of each talks to the server",
+            "most_staleness_versions": "no push is applied that is older, in versions",
+        },
+    ),
+    "mode_reconsidered": EventKind(
+        meaning="Under `--mode auto`, at the end of an epoch: steps say that other rings would be faster; formed next.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "rings": "ranks of each ring; one ring of all ranks is synchronous training",
+            "reason": "what was predicted for the present rings, and for those that were looked at beside them",
+        },
+    ),
+}
+
+
+# A long file on purpose: one table, looked up and not read through.
+
+
+_NODE_FIELD = "name of the worker's node in the cluster file"
+_PLAN_VERSION_FIELD = "number of the group's plan: 1 for the first, then 2, 3, ..."
+_SERVER_NODE_FIELD = "name of the server's node in the cluster file"
+_GROUP_FIELD = "name of the process group, the same on all its ranks"
+
+EVENT_KINDS: Mapping[str, EventKind] = {
+    "run_started": EventKind(
         meaning="An attempt of a run begins; what follows, up to the next one, belongs to this attempt.",
         written_by="launcher",
         fields={
@@ -27,28 +201,28 @@ KINDS: Mapping[str, Kind] = {
             "world_size": "number of workers",
         },
     ),
-    "worker_started": Kind(
+    "worker_started": EventKind(
         meaning="The process of a worker was started.",
         written_by="launcher",
         fields={
-            "rank": RANK,
-            "node": _NODE,
+            "rank": RANK_FIELD,
+            "node": _NODE_FIELD,
             "local_rank": "index of the worker on its node",
             "pid": "process id, which is its process group and session as well",
         },
     ),
-    "worker_exited": Kind(
+    "worker_exited": EventKind(
         meaning="The process of a worker ended.",
         written_by="launcher",
         fields={
-            "rank": RANK,
-            "node": _NODE,
+            "rank": RANK_FIELD,
+            "node": _NODE_FIELD,
             "exit_code": "exit code, or null if a signal ended it",
             "signal": "name of the signal that ended it, or null",
             "stopped": "true if it ended after the launcher had begun to stop the workers",
         },
     ),
-    "workers_asked": Kind(
+    "workers_asked": EventKind(
         meaning="An elastic run was asked for another number of workers, by `ringweave scale`, and has answered.",
         written_by="launcher",
         fields={
@@ -60,7 +234,7 @@ KINDS: Mapping[str, Kind] = {
             "refused": "why nothing was done, in words; empty where something was",
         },
     ),
-    "run_ended": Kind(
+    "run_ended": EventKind(
         meaning="All workers have ended and nothing of them is left.",
         written_by="launcher",
         fields={
@@ -70,7 +244,7 @@ KINDS: Mapping[str, Kind] = {
             "cause": "first cause of a failure in words, or null",
         },
     ),
-    "epoch_begun": Kind(
+    "epoch_begun": EventKind(
         meaning="An epoch of the membership of an elastic job begins: these are its members, and nobody else.",
         written_by="coordinator",
         fields={
@@ -83,7 +257,7 @@ KINDS: Mapping[str, Kind] = {
             "part": "`ring N` where rings have memberships of their own; else empty",
         },
     ),
-    "members_level": Kind(
+    "members_level": EventKind(
         meaning="Workers that joined while the others went on have done every step that the others have.",
         written_by="worker",
         fields={
@@ -93,7 +267,7 @@ KINDS: Mapping[str, Kind] = {
             "batch": "number of the first batch, counted through all epochs of the data, that they get samples of",
         },
     ),
-    "samples_lost": Kind(
+    "samples_lost": EventKind(
         meaning="A reduction of gradients counts without the samples of members who were gone before it did. Said "
         "twice of one reduction, with the same members, where the first of them may have died before it said so.",
         written_by="worker",
@@ -105,7 +279,7 @@ KINDS: Mapping[str, Kind] = {
             "lost": "how many samples of the batch are in none",
         },
     ),
-    "member_lost": Kind(
+    "member_lost": EventKind(
         meaning="A process is no member any more.",
         written_by="coordinator",
         fields={
@@ -114,35 +288,35 @@ KINDS: Mapping[str, Kind] = {
             "term": "of the coordinator that says so; one that was cut off may say so of those who have left it",
         },
     ),
-    "member_back": Kind(
+    "member_back": EventKind(
         meaning="A process that was lost since nothing was heard of it is back, before an epoch has begun without it: "
         "it is a member as before.",
         written_by="coordinator",
         fields={"member": "its name", "term": "of the coordinator that says so"},
     ),
-    "standstill": Kind(
+    "standstill": EventKind(
         meaning="In an epoch all members waited for each other, far longer than they usually do, and none got on: the "
         "same members begin another one. A fault of the network or of ringweave; worth a report.",
         written_by="coordinator",
         fields={"term": "of the epoch", "number": "of the epoch in that term"},
     ),
-    "group_formed": Kind(
+    "group_formed": EventKind(
         meaning="A process group was formed; its first rank says so for all.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
-            "node": _NODE,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
+            "node": _NODE_FIELD,
             "members": "global ranks of the group, in group order",
             "nodes": "node names of the members, in the same order",
         },
     ),
-    "network_known": Kind(
+    "network_known": EventKind(
         meaning="No cluster file was given, and the network between the nodes of a group is known by probing it.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
             "nodes": "names of the nodes",
             "switches": "names of the switches that were found",
             "rates": "link name -> measured bytes per second",
@@ -152,58 +326,58 @@ KINDS: Mapping[str, Kind] = {
             "age_s": "seconds since then: more than a minute where an earlier job's findings were taken",
         },
     ),
-    "schedule_agreed": Kind(
+    "schedule_agreed": EventKind(
         meaning="The ranks of a group compared what they will run, and it is the same on all; the first says so.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
             "schedule": "name of the schedule",
             "digest": "digest of the schedule's operations, equal on all ranks",
             "bytes": "size of the message it was chosen for",
         },
     ),
-    "collectives": Kind(
+    "collectives": EventKind(
         meaning="How many collectives a rank has run so far. Cumulative: the last event of each rank and group counts.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
             "by_schedule": "schedule name -> `collectives` (how many), `bytes` (sum of their message sizes), "
             "`messages` (how many messages this rank sent)",
         },
     ),
-    "plan_made": Kind(
+    "plan_made": EventKind(
         meaning="A group's plan: the first rank's, which holds for all. One for each version.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
-            "version": _VERSION,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
+            "version": _PLAN_VERSION_FIELD,
             "rates": "link name -> measured bytes per second, for the links that differ from the cluster file",
             "bound_s_per_byte": "least time of any allreduce of the group, in seconds per byte of message",
             "binding": "the cut or partition that says so, in words",
         },
     ),
-    "schedule_tuned": Kind(
+    "schedule_tuned": EventKind(
         meaning="The candidates for a size were tried, and one was found to be the fastest.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
-            "version": _VERSION,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
+            "version": _PLAN_VERSION_FIELD,
             "schedule": "name of the one that is taken from now on",
             "bytes": "size of the message of the last trial",
             "predicted_s": "schedule -> predicted seconds, null where nothing is predicted",
             "measured_s": "schedule -> measured seconds: median over its trials of the slowest rank",
         },
     ),
-    "plan_changed": Kind(
+    "plan_changed": EventKind(
         meaning="Collectives became slower or faster, a survey found other rates, and another plan holds from here on.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
             "version": "number of the group's new plan",
             "why": "what was noticed, in words",
             "rates": "link name -> measured bytes per second, for the links that were found to have changed",
@@ -211,13 +385,13 @@ KINDS: Mapping[str, Kind] = {
             "new_s": "the same with the new plan, of the best of each size",
         },
     ),
-    "schedule_measured": Kind(
+    "schedule_measured": EventKind(
         meaning="What collectives took. The last event of each group, plan, schedule, size and pipelining counts.",
         written_by="worker",
         fields={
-            "rank": RANK,
-            "group": _GROUP,
-            "version": _VERSION,
+            "rank": RANK_FIELD,
+            "group": _GROUP_FIELD,
+            "version": _PLAN_VERSION_FIELD,
             "schedule": "name of the schedule",
             "bytes": "size of the message",
             "num_segments": "segments that it was cut into",
@@ -228,11 +402,11 @@ KINDS: Mapping[str, Kind] = {
             "rounds": "how many were measured",
         },
     ),
-    "training_prepared": Kind(
+    "training_prepared": EventKind(
         meaning="A script called `ringweave.prepare`; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": RANK,
+            "rank": RANK_FIELD,
             "mode": "how the workers train together",
             "asked": "the mode that the script asked for",
             "reason": "why it is this mode, in words",
@@ -240,31 +414,31 @@ KINDS: Mapping[str, Kind] = {
             "shares": "samples of each rank in the first batch",
         },
     ),
-    "iterations_done": Kind(
+    "iterations_done": EventKind(
         meaning="A script said how far it is (`ringweave.Iterations`); the last event of each node counts.",
         written_by="worker",
         fields={
-            "rank": RANK,
+            "rank": RANK_FIELD,
             "iterations": "train steps done in all, those before a resumed checkpoint included",
             "loss": "of the last one, or null",
         },
     ),
-    "shares_changed": Kind(
+    "shares_changed": EventKind(
         meaning="Other shares of every batch, because speeds were measured; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": RANK,
+            "rank": RANK_FIELD,
             "batch": "number of the first batch with these shares, counted through all epochs",
             "shares": "samples of each rank in a whole batch",
             "predicted_before_s": "predicted computing time of the slowest rank with the shares that were",
             "predicted_after_s": "the same with the new shares",
         },
     ),
-    "samples_accounted": Kind(
+    "samples_accounted": EventKind(
         meaning="An epoch is complete, and what all ranks were given was compared with what it consists of.",
         written_by="worker",
         fields={
-            "rank": RANK,
+            "rank": RANK_FIELD,
             "epoch": "number of the epoch, from 0",
             "samples": "samples that all ranks together were given",
             "expected": "samples that the epoch has, from where it was resumed",
@@ -274,27 +448,27 @@ KINDS: Mapping[str, Kind] = {
             "exact": "true if every sample was given exactly once",
         },
     ),
-    **ring_kinds.KINDS,
-    "server_started": Kind(
+    **RING_KINDS,
+    "server_started": EventKind(
         meaning="The process of the job's parameter server was started.",
         written_by="launcher",
-        fields={"node": _NODE_OF_SERVER, "pid": "its process id", "address": "`host:port` at which it listens"},
+        fields={"node": _SERVER_NODE_FIELD, "pid": "its process id", "address": "`host:port` at which it listens"},
     ),
-    "server_exited": Kind(
+    "server_exited": EventKind(
         meaning="The process of the job's parameter server ended.",
         written_by="launcher",
         fields={
-            "node": _NODE_OF_SERVER,
+            "node": _SERVER_NODE_FIELD,
             "exit_code": "exit code, or null if a signal ended it",
             "signal": "name of the signal that ended it, or null",
             "stopped": "true if the launcher ended it, because the workers had ended",
         },
     ),
-    "params_counted": Kind(
+    "params_counted": EventKind(
         meaning="What the parameter server has done since it began; every few seconds, and in the end.",
         written_by="server",
         fields={
-            "node": _NODE_OF_SERVER,
+            "node": _SERVER_NODE_FIELD,
             "last": "true in the last one",
             "version": "version of the parameters: pushes applied",
             "staleness": "staleness in versions -> pushes that were that old",
@@ -309,11 +483,11 @@ KINDS: Mapping[str, Kind] = {
             "wire": "ring -> calls answered, failures, and mean and longest seconds from a call to its answer",
         },
     ),
-    "params_led": Kind(
+    "params_led": EventKind(
         meaning="Another parameter server leads from here on, or it leads with or without a standby from here on.",
         written_by="server",
         fields={
-            "node": _NODE_OF_SERVER,
+            "node": _SERVER_NODE_FIELD,
             "server": "index of the server that leads: 0 or 1",
             "term": "counts leaders",
             "claim": "number of this claim among all that were made",
@@ -321,23 +495,28 @@ KINDS: Mapping[str, Kind] = {
             "reason": "why it was claimed",
         },
     ),
-    "params_saved": Kind(
+    "params_saved": EventKind(
         meaning="The parameter server wrote a snapshot of its state, while training went on.",
         written_by="server",
         fields={
-            "node": _NODE_OF_SERVER,
+            "node": _SERVER_NODE_FIELD,
             "version": "version of the parameters in it",
             "path": "the file",
             "seconds": "how long the writing took, measured",
         },
     ),
-    **pipeline_kinds.KINDS,
-    "communication_failed": Kind(
+    **PIPELINE_KINDS,
+    "communication_failed": EventKind(
         meaning="A collective could not be run; the worker gets the same text as an exception.",
         written_by="worker",
-        fields={"rank": RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
+        fields={
+            "rank": RANK_FIELD,
+            "node": _NODE_FIELD,
+            "group": _GROUP_FIELD,
+            "text": "the error's text, naming the peer if known",
+        },
     ),
-    "wire_refused": Kind(
+    "wire_refused": EventKind(
         meaning="A server of the job turned somebody away, cut off a peer that broke the rules, or refused a message "
         "whose sender stays connected. Every reason and host at once, after that at most every ten seconds.",
         written_by="server, coordinator, member of an elastic job",
@@ -350,29 +529,28 @@ KINDS: Mapping[str, Kind] = {
             "refusals": "how many this event stands for: itself and those since the last event of its reason and host",
         },
     ),
-    **LASTING_KINDS,
+    **FAULT_KINDS,
 }
 
 
 def to_markdown() -> str:
-    """The text of `docs/events.md`."""
-    sections = [_section(name, kind) for name, kind in KINDS.items()]
-    return _HEAD + "\n".join(sections)
+    """Return the text of `docs/reference/events.md`."""
+    sections = [_kind_section(name, kind) for name, kind in EVENT_KINDS.items()]
+    return _MARKDOWN_HEAD + "\n".join(sections)
 
 
-_HEAD = """# Events
+_MARKDOWN_HEAD = """# Events
 
 `RUN_DIR/events.jsonl` holds one JSON object per line. Every event has `time` (seconds since 1970) and `kind`; the other
 fields are those of its kind, all of them always present. Lines are appended whole, by several processes; a process that
 is killed while it writes may leave one torn line, which readers skip. A further attempt in the same directory appends.
 
-This file is generated from `src/ringweave/telemetry/kinds.py`; `pytest tests/telemetry --update-golden`
-writes it.
+This page is generated from `src/ringweave/telemetry/kinds.py`; `python tools/reference_pages.py` writes it.
 
 """
 
 
-def _section(name: str, kind: Kind) -> str:
+def _kind_section(name: str, kind: EventKind) -> str:
     rows = "\n".join(f"| `{field}` | {meaning} |" for field, meaning in kind.fields.items())
     return (
         f"## {name}\n\n{kind.meaning} Written by the {kind.written_by}.\n\n| field | meaning |\n| --- | --- |\n{rows}\n"

@@ -1,11 +1,12 @@
-"""The machines: nodes, devices, NICs and the tree of switches between them; the cluster file; who is on which node.
+"""Cluster topology: nodes, devices, NICs and the tree of switches between them; the cluster file; placement of ranks.
 
-`load` reads a cluster file, `one_machine` makes the cluster of a run on this machine alone, `place_rank` says where a
-worker is. A `Cluster` is frozen and was checked when it was made.
+`load` reads a cluster file, `one_machine` makes the cluster of a run on this machine alone, and `place_rank` finds the
+node of a worker. A `Cluster` is frozen, and its constructor checks it.
 """
 
 from ringweave.topology.cluster import (
     ASSUMED_RATE_BYTES_PER_S,
+    CORE,
     Cluster,
     Device,
     Link,
@@ -15,10 +16,8 @@ from ringweave.topology.cluster import (
     link_name,
     one_machine,
 )
-from ringweave.topology.cluster_file import load, loads
-from ringweave.topology.placement import device_of, place_rank
-from ringweave.topology.rules import CORE
-from ringweave.topology.writing import dumps
+from ringweave.topology.cluster_file import dumps, load, loads
+from ringweave.topology.placement import device_of_local_rank, place_rank
 
 __all__ = [
     "ASSUMED_RATE_BYTES_PER_S",
@@ -29,7 +28,7 @@ __all__ = [
     "Nic",
     "Node",
     "Switch",
-    "device_of",
+    "device_of_local_rank",
     "dumps",
     "link_name",
     "load",

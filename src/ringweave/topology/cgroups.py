@@ -1,4 +1,4 @@
-"""Control groups of version 1 or 2: where they are mounted, and the CPU quota that binds this process.
+"""Control groups of version 1 or 2: their mount point, and the CPU quota of this process.
 
 Source: kernel, Documentation/admin-guide/cgroup-v2.rst (cpu.max, cpu.stat) and cgroup-v1 with scheduler/sched-bwc.rst.
 """
@@ -6,124 +6,132 @@ Source: kernel, Documentation/admin-guide/cgroup-v2.rst (cpu.max, cpu.stat) and 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-PROCESS = Path("/proc/self")
+PROC_SELF = Path("/proc/self")
 _ESCAPED_SPACE = "\\040"
 _US = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mount:
-    """Where the control groups are that can limit CPU time."""
+class CgroupMount:
+    """Mount point of the control groups that can limit CPU time."""
 
     version: int
     """1 or 2."""
     point: Path
-    inside: str
-    """The group that is seen there; not "/" where only a part of the hierarchy is mounted, as in containers."""
+    root: str
+    """Group visible at the mount point; not "/" where only a part of the hierarchy is mounted, as in containers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quota:
-    """What the kernel lets the processes of a control group work."""
+class CpuQuota:
+    """CPU time that the kernel grants to the processes of a control group."""
 
     cores: float
-    """Processor time of all of them together by the second."""
+    """Processor time per second, for all processes together."""
     period_s: float
-    """In which that is counted."""
+    """Period in which the quota is counted."""
     num_throttled: int
-    """Periods until now in which they had to pause for it."""
+    """Periods so far in which the processes were throttled."""
 
 
-def find(mounts: str | None = None) -> Mount | None:
-    """Where the cpu controller is mounted; None if it is not.
+def find_mount(mounts: str | None = None) -> CgroupMount | None:
+    """Return the mount of the cpu controller; None if it is not mounted.
 
     Args:
         mounts: Text in the form of /proc/self/mountinfo; None reads this process's own.
     """
-    text = (PROCESS / "mountinfo").read_text(encoding="utf-8") if mounts is None else mounts
+    text = (PROC_SELF / "mountinfo").read_text(encoding="utf-8") if mounts is None else mounts
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
-        inside, point = left.split()[3:5]
+        mounted_root, point = left.split()[3:5]
         root = Path(point.replace(_ESCAPED_SPACE, " "))
         kind, _, options = right.split(" ", maxsplit=2)
         if kind == "cgroup" and "cpu" in options.split(","):
-            return Mount(version=1, point=root, inside=inside)
-        if kind == "cgroup2" and "cpu" in _read(root / "cgroup.controllers").split():
-            return Mount(version=2, point=root, inside=inside)
+            return CgroupMount(version=1, point=root, root=mounted_root)
+        if kind == "cgroup2" and "cpu" in _read_text(root / "cgroup.controllers").split():
+            return CgroupMount(version=2, point=root, root=mounted_root)
     return None
 
 
-class OwnQuota:
-    """The CPU quota of this process: the least of its group's and of those above it, as far as they can be seen."""
+class ProcessCpuQuota:
+    """CPU quota of this process: the smallest among its group and the groups above it, as far as they are visible."""
 
-    def __init__(self, process: Path = PROCESS) -> None:
-        """Looks up the groups, in which the process is taken to stay."""
-        mount = find(_read(process / "mountinfo"))
-        self._read = _version_1 if mount and mount.version == 1 else _version_2
-        self._groups = _groups(mount, _read(process / "cgroup")) if mount else ()
+    def __init__(self, process: Path = PROC_SELF) -> None:
+        """Find the groups; the process is assumed to stay in them."""
+        mount = find_mount(_read_text(process / "mountinfo"))
+        self._read_quota = _read_quota_v1 if mount and mount.version == 1 else _read_quota_v2
+        self._groups = _group_folders(mount, _read_text(process / "cgroup")) if mount else ()
 
-    def read(self) -> Quota | None:
-        """As it is now; None where there is none, or nobody says. Reads two or three small files a group."""
-        quotas = [quota for group in self._groups if (quota := self._read(group))]
+    def read(self) -> CpuQuota | None:
+        """Return the current quota; None where there is none or it is unknown.
+
+        Reads two or three small files per group.
+        """
+        quotas = [quota for group in self._groups if (quota := self._read_quota(group))]
         return min(quotas, key=lambda quota: quota.cores, default=None)
 
 
-def cores_of_one(num_siblings: int, process: Path = PROCESS) -> float | None:
-    """Processor time by the second that a quota leaves this process; None where there is no quota.
+def cores_per_process(num_siblings: int, process: Path = PROC_SELF) -> float | None:
+    """Return the processor time per second that a quota leaves this process; None where there is no quota.
 
     Args:
-        num_siblings: Processes that its parent has started, itself included. They share a quota that holds for the
-            parent too, as in a container; one that does not is taken to be this process's alone.
+        num_siblings: Processes that its parent has started, including this one. They share a quota that also binds the
+            parent, as in a container; any other quota is assumed to bind this process alone.
         process: Its folder below /proc.
     """
-    quota = OwnQuota(process).read()
+    quota = ProcessCpuQuota(process).read()
     if quota is None:
         return None
-    stat = _read(process / "stat").rpartition(")")[2].split()  # state, parent, and more; a name may have blanks
+    stat = _read_text(process / "stat").rpartition(")")[2].split()  # state, parent, and more; a name may have blanks
     parent = process.with_name(stat[1]) if len(stat) > 1 else process
-    is_shared = _read(parent / "cgroup") == _read(process / "cgroup")
+    is_shared = _read_text(parent / "cgroup") == _read_text(process / "cgroup")
     return quota.cores / (max(1, num_siblings) if is_shared else 1)
 
 
-def _groups(mount: Mount, memberships: str) -> tuple[Path, ...]:
-    """Folders of the process's group and of those above it, below the mount point and with it."""
-    own = next((path for line in memberships.splitlines() if (path := _path(line, mount.version))), mount.inside)
+def _group_folders(mount: CgroupMount, memberships: str) -> tuple[Path, ...]:
+    """Return the folders of the process's group and of the groups above it, up to and including the mount point."""
+    own = next(
+        (path for line in memberships.splitlines() if (path := _parse_group_path(line, mount.version))), mount.root
+    )
     try:
-        below = PurePosixPath(own).relative_to(mount.inside)
-    except ValueError:  # the group lies beside what is mounted
+        below = PurePosixPath(own).relative_to(mount.root)
+    except ValueError:  # the group lies outside the mounted part
         below = PurePosixPath()
     folder = mount.point / below
     return tuple(each for each in (folder, *folder.parents) if each.is_relative_to(mount.point))
 
 
-def _path(line: str, version: int) -> str | None:
-    """The group that a line of /proc/self/cgroup tells, if it is of the cpu controller."""
+def _parse_group_path(line: str, version: int) -> str | None:
+    """Return the group in a line of /proc/self/cgroup, if the line is about the cpu controller."""
     number, _, rest = line.partition(":")
     controllers, _, path = rest.partition(":")
-    is_it = "cpu" in controllers.split(",") if version == 1 else (number, controllers) == ("0", "")
-    return path if is_it else None
+    is_cpu_group = "cpu" in controllers.split(",") if version == 1 else (number, controllers) == ("0", "")
+    return path if is_cpu_group else None
 
 
-def _version_1(group: Path) -> Quota | None:
-    quota_us, period_us = _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
-    return None if quota_us in ("", "-1") else _quota(group, quota_us, period_us)
+def _read_quota_v1(group: Path) -> CpuQuota | None:
+    quota_us, period_us = (
+        _read_text(group / "cpu.cfs_quota_us").strip(),
+        _read_text(group / "cpu.cfs_period_us").strip(),
+    )
+    return None if quota_us in ("", "-1") else _parse_quota(group, quota_us, period_us)
 
 
-def _version_2(group: Path) -> Quota | None:
-    quota_us, _, period_us = _read(group / "cpu.max").strip().partition(" ")
-    return None if quota_us in ("", "max") else _quota(group, quota_us, period_us)
+def _read_quota_v2(group: Path) -> CpuQuota | None:
+    quota_us, _, period_us = _read_text(group / "cpu.max").strip().partition(" ")
+    return None if quota_us in ("", "max") else _parse_quota(group, quota_us, period_us)
 
 
-def _quota(group: Path, quota_us: str, period_us: str) -> Quota:
-    told = dict(line.split(maxsplit=1) for line in _read(group / "cpu.stat").splitlines())
+def _parse_quota(group: Path, quota_us: str, period_us: str) -> CpuQuota:
+    statistics = dict(line.split(maxsplit=1) for line in _read_text(group / "cpu.stat").splitlines())
     period_s = int(period_us) * _US
-    return Quota(
-        cores=int(quota_us) * _US / period_s, period_s=period_s, num_throttled=int(told.get("nr_throttled", "0"))
+    return CpuQuota(
+        cores=int(quota_us) * _US / period_s, period_s=period_s, num_throttled=int(statistics.get("nr_throttled", "0"))
     )
 
 
-def _read(path: Path) -> str:
-    """The text of a file; nothing where it cannot be read."""
+def _read_text(path: Path) -> str:
+    """Return the text of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -1,106 +1,106 @@
-"""Which shares every batch has: decided at the borders of train steps, by all ranks alike."""
+"""Share balancer: at step boundaries, all ranks decide alike how many samples of a batch each rank computes."""
 
 from collections.abc import Callable, Sequence
 
-from ringweave.planning.balancing import Change, Rebalancer, Speed, SpeedEstimator
+from ringweave.planning.balancing import Rebalancer, ShareChange, Speed, SpeedEstimator
 from ringweave.planning.balancing.shares import Shares
-from ringweave.training.control import Control, SpeedExchange
+from ringweave.training.collectives import ControlGroup, SpeedExchange
 from ringweave.training.timing import StepTimer
 
-EXCHANGE_EVERY = 2
-"""Borders from one exchange of speeds to the next. What is begun at one is taken at the next but one: a rank that is
-throttled may not have spoken within one step."""
+EXCHANGE_INTERVAL = 2
+"""Step boundaries from one exchange of speeds to the next. An exchange that starts at one is completed at the next but
+one: a throttled rank may not have sent its speed within one step."""
 
 
-class Balancer:
-    """Measures this rank, tells the others, and changes the shares when that pays.
+class ShareBalancer:
+    """Measures this rank, exchanges speeds, and changes the shares when that pays.
 
     All ranks count batches alike, get the same numbers and compute the same from them, so they agree without a leader.
-    A change holds from the first batch on whose samples no rank has handed to its loader's workers yet.
+    A change takes effect at the first batch that no rank has handed to its loader's workers yet.
     """
 
     def __init__(
         self,
         shares: Shares,
         timer: StepTimer,
-        control: Control | None,
+        control: ControlGroup | None,
         *,
         caps: Sequence[int] | None = None,
         num_prefetched: int = 0,
-        on_change: Callable[[int, Change], object] = lambda _batch, _change: None,
+        on_change: Callable[[int, ShareChange], object] = lambda _batch, _change: None,
     ) -> None:
-        """`control` None keeps the first shares; `num_prefetched` is the most batches that any rank loads ahead."""
+        """Create it; `control` None keeps the first shares, `num_prefetched` is the longest read-ahead."""
         self._history: list[tuple[int, Shares]] = [(0, shares)]
         self._timer, self._control, self._caps = timer, control, caps
         self._num_prefetched = num_prefetched
         self._on_change = on_change
         self._estimator, self._rebalancer = SpeedEstimator(), Rebalancer(begins_with_guess=True)
         self._pending: SpeedExchange | None = None
-        self._num_borders = 0
-        """Since these ranks exchange speeds: batches may have been counted otherwise on each, in other rings."""
+        self._num_boundaries = 0
+        """Boundaries since these ranks exchange speeds: in other rings, batches may have been counted differently."""
 
     def shares_of(self, batch_number: int) -> Shares:
-        """The shares of a whole batch; batches are counted through all epochs."""
+        """Return the shares of a whole batch; batches are counted through all epochs."""
         return next(shares for first, shares in reversed(self._history) if first <= batch_number)
 
     @property
     def latest(self) -> Shares:
-        """Those decided last; they may hold only a few batches from now."""
+        """Shares that were decided last; they may take effect only a few batches from now."""
         return self._history[-1][1]
 
     @property
     def speed(self) -> Speed | None:
-        """This rank's, by now."""
+        """Present speed of this rank."""
         return self._estimator.speed
 
     @property
     def recent_s(self) -> tuple[float, ...]:
-        """Seconds that a sample has taken this rank lately, in each of several steps."""
+        """Seconds of a sample on this rank, in each of several recent steps."""
         return self._estimator.recent_s
 
-    def renew(
+    def reset_shares(
         self,
         batch_number: int,
         shares: Shares,
-        control: Control | None,
+        control: ControlGroup | None,
         caps: Sequence[int] | None = None,
         gain: float = 0.0,
     ) -> None:
-        """Other shares, among other ranks or the same, from a batch on that nobody has loaded yet.
+        """Set other shares, among other ranks or the same, from a batch on that no rank has loaded yet.
 
-        They are predicted to shorten the step by the fraction `gain`.
-        All ranks that were heard until now call it alike; what this one has measured still counts.
+        The shares are predicted to shorten the step by the fraction `gain`. All ranks of the former exchange call it
+        alike; this rank keeps its measurements.
         """
         if self._pending is not None:
             self._pending.wait()
-        self._pending, self._rebalancer, self._num_borders = None, Rebalancer(), 0
-        self._rebalancer.settle(gain)
+        self._pending, self._rebalancer, self._num_boundaries = None, Rebalancer(), 0
+        self._rebalancer.record_other_change(gain)
         self._control, self._caps = control, caps
         self._history = [(batch_number, shares)]
 
-    def border(self, batch_number: int) -> None:
-        """Between two steps; `batch_number` is the batch that is asked for next."""
-        self._timer.end()
-        for step in self._timer.measured():
-            self._estimator.observe(step.num_samples, step.seconds, step.outside)
+    def pass_step_boundary(self, batch_number: int) -> None:
+        """Pass a step boundary; `batch_number` is the batch that is requested next."""
+        self._timer.end_step()
+        for step in self._timer.take_measured_steps():
+            self._estimator.observe(step.num_samples, step.seconds, step.outside_ratio)
         if self._control is None:
             return
-        self._num_borders += 1
-        if self._num_borders % EXCHANGE_EVERY == 1:
+        self._num_boundaries += 1
+        if self._num_boundaries % EXCHANGE_INTERVAL == 1:
             pending, self._pending = self._pending, None
             if pending is not None:
                 self._decide(batch_number, pending)
-            self._pending = self._control.start_exchange(self._estimator.speed)
+            self._pending = self._control.start_speed_exchange(self._estimator.speed)
 
     def _decide(self, batch_number: int, exchange: SpeedExchange) -> None:
         speeds = exchange.wait()
-        change = self._rebalancer.look(self.latest, speeds, self._caps, EXCHANGE_EVERY) if speeds else None
+        change = self._rebalancer.propose_change(self.latest, speeds, self._caps, EXCHANGE_INTERVAL) if speeds else None
         if change is not None:
             self._change(batch_number, change)
 
-    def _change(self, batch_number: int, change: Change) -> None:
+    def _change(self, batch_number: int, change: ShareChange) -> None:
         first = batch_number + self._num_prefetched
         current = self.shares_of(batch_number)
-        kept = [(0, current), *(entry for entry in self._history if entry[0] > batch_number)]
-        self._history = [*kept, (first, change.shares)]
+        logged = [(0, current), *(entry for entry in self._history if entry[0] > batch_number)]
+        self._history = [*logged, (first, change.shares)]
         self._on_change(first, change)

@@ -4,9 +4,8 @@ import itertools
 from typing import Any
 
 import pytest
-
-from ringweave.benchmarks.chaos import accounts, faults
-from ringweave.benchmarks.chaos.accounts import Report
+from ringweave_bench.chaos import chaos_report, fault_script
+from ringweave_bench.chaos.chaos_report import ChaosReport
 
 
 def watched(rank: int, time: float) -> dict[str, Any]:
@@ -34,8 +33,10 @@ def fault(line: str, time: float) -> dict[str, Any]:
     return {"time": time, "kind": "fault_begun", "fault": line, "target": "x"}
 
 
-def judge(events: list[dict[str, Any]], restart_s: float = 0.0) -> Report:
-    return accounts.report(events, num_workers=2, workers_on={"a": 1, "b": 1}, restart_s=restart_s, samples_per_step=8)
+def judge(events: list[dict[str, Any]], restart_s: float = 0.0) -> ChaosReport:
+    return chaos_report.build_report(
+        events, num_workers=2, workers_on={"a": 1, "b": 1}, restart_s=restart_s, samples_per_step=8
+    )
 
 
 def begin() -> list[dict[str, Any]]:
@@ -190,7 +191,7 @@ def test_a_job_without_a_step_has_nothing_to_report() -> None:
 
 def test_samples_are_those_that_prepare_told() -> None:
     told = {"time": 1, "kind": "training_prepared", "batch_samples": 256}
-    found = accounts.report([told, *begin(), *steps(1, 3, 100.0)], num_workers=2, workers_on={}, restart_s=0)
+    found = chaos_report.build_report([told, *begin(), *steps(1, 3, 100.0)], num_workers=2, workers_on={}, restart_s=0)
     assert found.samples == 3 * 256
 
 
@@ -276,9 +277,11 @@ def test_samples_that_the_books_miss_are_counted(books: list[dict[str, Any]], un
 
 
 def test_faults_that_never_began_are_named() -> None:
-    wanted = faults.parse("at 5s kill worker 0\nat 6s kill server\nat 5s kill worker 0\nat 900s kill worker 1")
+    wanted = fault_script.parse_faults(
+        "at 5s kill worker 0\nat 6s kill server\nat 5s kill worker 0\nat 900s kill worker 1"
+    )
     events = [*begin(), *steps(1, 51, 100.0), fault("at 5s kill worker 0", 105.0)]
-    found = accounts.report(events, num_workers=2, workers_on={}, restart_s=0, wanted=wanted)
+    found = chaos_report.build_report(events, num_workers=2, workers_on={}, restart_s=0, wanted=wanted)
     assert found.never_began == ("at 5s kill worker 0", "at 6s kill server", "at 900s kill worker 1")
 
 

@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ringweave_bench.chaos import chaos_report
 
-from ringweave.benchmarks.chaos import accounts
-from ringweave.planning.balancing import Account
+from ringweave.planning.balancing import SampleAccount
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 CHECK = "0123456789abcdef"
@@ -24,7 +24,7 @@ def lab_jobs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def drawn(step: int, indices: list[int]) -> str:
-    own = Account.of(indices)
+    own = SampleAccount.from_indices(indices)
     return f"drawn {step} {own.num_samples} {own.fingerprint}"
 
 
@@ -33,12 +33,12 @@ def ended(
 ) -> Any:
     for name, said in lines.items():
         (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in said))
-    report = accounts.report([], num_workers=2, workers_on={}, restart_s=0)
+    report = chaos_report.build_report([], num_workers=2, workers_on={}, restart_s=0)
     return lab_jobs.Ended(**{"report": report, "events": events, "checks": folder, "end": None, **more})
 
 
 def accounted(samples: list[int], expected: int) -> dict[str, Any]:
-    total = Account.of(samples)
+    total = SampleAccount.from_indices(samples)
     return {
         "kind": "samples_accounted",
         "epoch": 0,
@@ -153,7 +153,7 @@ def test_an_elastic_job_without_members_and_books_is_found_and_another_one_needs
 ) -> None:
     lines = {"0-1": [f"done 1 {CHECK}"], "1-2": [f"done 1 {CHECK}"]}
     stopped = [{"kind": "chaos_ended", "outcome": "stopped"}]
-    report = replace(accounts.report([], num_workers=2, workers_on={}, restart_s=0), attempts=1, broken=())
+    report = replace(chaos_report.build_report([], num_workers=2, workers_on={}, restart_s=0), attempts=1, broken=())
     other = ended(lab_jobs, tmp_path, lines, stopped, report=report, is_elastic=False)
     assert lab_jobs.missed(lab_jobs.summary(other, [])) == []
     elastic = replace(other, is_elastic=True)

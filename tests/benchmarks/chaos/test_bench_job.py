@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
-from ringweave.training.elastic.kept import Reduction, Room
-from ringweave.training.elastic.rows import Row
+from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.training.elastic.retained_reductions import ReductionRow, RetainedReduction, SumBuffers
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 
@@ -65,10 +64,10 @@ def buckets(job: ModuleType, width: int, **options: Any) -> list[Tensor]:
 
 def sums(each: list[Tensor]) -> list[int]:
     """Bytes of each message that an elastic job makes of them."""
-    reduction, room = Reduction(number=1), Room()
+    reduction, room = RetainedReduction(number=1), SumBuffers()
     for bucket in each:
-        reduction.add(bucket, room)
-    reduction.end(Row(), 0, room)
+        reduction.add_bucket(bucket, room)
+    reduction.complete(ReductionRow(), 0, room)
     return [summed.nbytes for summed in reduction.sums]
 
 

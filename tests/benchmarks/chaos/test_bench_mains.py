@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.planning.balancing import Account
+from ringweave.planning.balancing import SampleAccount
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 STEPS, BEFORE, BACK = 30, 12, 18
@@ -28,12 +28,13 @@ def members(step: int) -> list[str]:
     return ["0.0", "1.0"] if step <= BEFORE else ["0.0"] if step <= BACK else ["0.0", "1.1"]
 
 
-def drawn(step: int) -> dict[str, Account]:
+def drawn(step: int) -> dict[str, SampleAccount]:
     """Of each member of a step; the one that is killed has drawn its part of the next one."""
     who = members(BEFORE) if step == BEFORE + 1 else members(step)
     size = 256 // len(who)
     return {
-        member: Account.of(range(step * 256 + i * size, step * 256 + (i + 1) * size)) for i, member in enumerate(who)
+        member: SampleAccount.from_indices(range(step * 256 + i * size, step * 256 + (i + 1) * size))
+        for i, member in enumerate(who)
     }
 
 
@@ -55,7 +56,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
         {"time": BEGIN_S + BACK + 0.9, "kind": "members_level", "members": ["1.1"]},
         {"time": BEGIN_S + STEPS + 0.5, "kind": "chaos_ended", "outcome": "stopped"},
     ]
-    total, epochs = Account(), []
+    total, epochs = SampleAccount(), []
     for step in range(1, STEPS + 1):
         for member, own in drawn(step).items():
             said[member].append(f"drawn {step} {own.num_samples} {own.fingerprint}")
@@ -66,7 +67,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
                 events.append({"time": BEGIN_S + step, "kind": "train_step_done", "rank": rank})
         if step % 6 == 0:
             epochs.append(accounted(BEGIN_S + step, step // 6 - 1, total))
-            total = Account()
+            total = SampleAccount()
     counts: dict[tuple[float, int], int] = {}
     for event in sorted([*events, *epochs], key=lambda each: each["time"]):
         if event["kind"] == "worker_watched":
@@ -101,7 +102,7 @@ def lost(time: float, step: int) -> dict[str, Any]:
     return {"time": time, "kind": "samples_lost", "reduction": step, "members": ["0.0"], "samples": 128, "lost": 128}
 
 
-def accounted(time: float, number: int, total: Account) -> dict[str, Any]:
+def accounted(time: float, number: int, total: SampleAccount) -> dict[str, Any]:
     words = {"samples": total.num_samples, "expected": 6 * 256, "fingerprint": f"{total.fingerprint:016x}"}
     return {"time": time, "kind": "samples_accounted", "epoch": number, **words}
 

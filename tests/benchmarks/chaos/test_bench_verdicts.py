@@ -8,9 +8,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-from ringweave.benchmarks.chaos import faults
-from ringweave.benchmarks.chaos.survivors import Toll
+from ringweave_bench.chaos import fault_script
+from ringweave_bench.chaos.member_impacts import FaultImpact
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 
@@ -32,9 +31,9 @@ WORDS = [*BAD["wrong"], *BAD["broken"], "the job was started 2 times"]
 """What every bench has to say of a job that is so."""
 
 
-def toll(line: str, **other: Any) -> Toll:
+def toll(line: str, **other: Any) -> FaultImpact:
     usual = {"victims": (4,), "survivors": 7, "put_out": (), "stall_s": 1.9, "stall_median_s": 1.0, "epoch_s": 1.0}
-    return Toll(**{"fault": line, **usual, "steps_as_zombie": 0, "back_s": 33.0, "watched_s": 60.0, **other})
+    return FaultImpact(**{"fault": line, **usual, "steps_as_zombie": 0, "back_s": 33.0, "watched_s": 60.0, **other})
 
 
 PAUSE, CUT = "at 10s pause worker 4 for 30s", "at 60s cut a-0 for 30s"
@@ -45,7 +44,7 @@ def standing_said(**other: Any) -> dict[str, Any]:
 
 
 def test_members_that_stood_still_are_survived_within_the_bar(bench: Callable[[str], ModuleType]) -> None:
-    standing, happens = bench("standing"), faults.parse(f"{PAUSE}\n{CUT}")
+    standing, happens = bench("standing"), fault_script.parse_faults(f"{PAUSE}\n{CUT}")
     good = [toll(PAUSE), toll(CUT)]
     assert standing.missed(standing_said(), good, happens, 1) == []
     assert standing.missed(standing_said(**BAD), good, happens, 1) == WORDS
@@ -256,10 +255,10 @@ def test_faults_of_rings_leave_the_servers_time_to_recover(bench: Callable[[str]
     assert happens == mixed.draw_all(options), "the same seed, the same faults"
     assert len(happens) == 60
     assert [fault.at_s for fault in happens] == sorted(fault.at_s for fault in happens)
-    killed_s = [fault.at_s for fault in happens if fault.target == faults.SERVER]
+    killed_s = [fault.at_s for fault in happens if fault.target == fault_script.SERVER]
     assert len(killed_s) > 3
     assert min(after - before for before, after in itertools.pairwise(killed_s)) > 19
-    assert not {fault.target for fault in happens if fault.kind == faults.CUT} & {"a-0", "a-1"}
+    assert not {fault.target for fault in happens if fault.kind == fault_script.CUT} & {"a-0", "a-1"}
 
 
 def test_who_trains_no_more_at_the_end_is_said(bench: Callable[[str], ModuleType]) -> None:

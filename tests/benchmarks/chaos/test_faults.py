@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ringweave_bench.chaos import fault_script
+from ringweave_bench.chaos.fault_script import Fault, FaultTargets
 
-from ringweave.benchmarks.chaos import faults
-from ringweave.benchmarks.chaos.faults import Fault, Targets
 from ringweave.errors import UsageError
 
-TARGETS = Targets(num_workers=4, nodes=["a0", "b0"], link_rates={"a0->r0": 5e7, "r0->a0": 5e7})
+TARGETS = FaultTargets(num_workers=4, nodes=["a0", "b0"], link_rates={"a0->r0": 5e7, "r0->a0": 5e7})
 SCRIPT = """\
 at 12.5s kill worker 3
 at 20s pause worker 2 for 30s
@@ -29,17 +29,17 @@ SECONDS = st.integers(0, 10**6).map(lambda hundredths: hundredths / 100)
 
 @st.composite
 def drawn_faults(draw: st.DrawFn) -> Fault:
-    kind = draw(st.sampled_from(faults.KINDS))
+    kind = draw(st.sampled_from(fault_script.KINDS))
     targets = {"kill": "3", "pause": "0", "cut": "a0", "slow": "a0->r0", "clock": "b0", "fill": "disk"}
     is_service = kind in ("kill", "pause") and draw(st.booleans())
-    target = draw(st.sampled_from(faults.SERVICES)) if is_service else targets[kind]
+    target = draw(st.sampled_from(fault_script.SERVICES)) if is_service else targets[kind]
     moments = ["", "forward", "bucket 0", "bucket 12", "commit", "committed", "optimizer"]
     return Fault(
         at_s=draw(st.sampled_from([0.0, 0.01, 12.5, 100.0, 3600.25, 86400.25, 12345678.9, 1e-7])),
         kind=kind,
         target=target,
         lasts_s=0.0 if kind == "kill" else draw(st.sampled_from([0.5, 1.0, 30.0, 1e6])),
-        way=draw(st.sampled_from(["in", "out", "both"])) if kind == "cut" else "both",
+        direction=draw(st.sampled_from(["in", "out", "both"])) if kind == "cut" else "both",
         rate_bytes_per_s=draw(st.sampled_from([1e3, 6.25e6, 1.25e9])) if kind == "slow" else 0.0,
         moment=draw(st.sampled_from(moments)) if kind == "kill" and not is_service else "",
         shift_s=draw(st.sampled_from([-3600.0, 0.5, 86400.0])) if kind == "clock" else 0.0,
@@ -47,12 +47,12 @@ def drawn_faults(draw: st.DrawFn) -> Fault:
 
 
 def test_a_script_prints_as_it_was_written() -> None:
-    found = faults.parse(SCRIPT, TARGETS)
-    assert faults.to_text(found) == SCRIPT
+    found = fault_script.parse_faults(SCRIPT, TARGETS)
+    assert fault_script.faults_text(found) == SCRIPT
     kinds = [fault.kind for fault in found]
     services = ["kill", "pause", "kill", "pause"]
     assert kinds == ["kill", "pause", "cut", "cut", "slow", "fill", *services, "kill", "kill", "clock"]
-    assert [fault.target for fault in found if fault.hits_service] == list(faults.SERVICES)
+    assert [fault.target for fault in found if fault.hits_service] == list(fault_script.SERVICES)
     assert [fault.moment for fault in found if fault.moment] == ["bucket 2", "committed"]
     assert found[-1].shift_s == -3600.0
     assert found[4].rate_bytes_per_s == 6.25e6
@@ -60,11 +60,11 @@ def test_a_script_prints_as_it_was_written() -> None:
 
 @given(drawn_faults())
 def test_any_fault_prints_and_parses(fault: Fault) -> None:
-    assert faults.parse(str(fault), TARGETS) == (fault,)
+    assert fault_script.parse_faults(str(fault), TARGETS) == (fault,)
 
 
 def test_lines_are_sorted_and_remarks_left_out() -> None:
-    found = faults.parse("# begin\n\nat 9s kill worker 1 # later\nat 3s kill worker 0\n")
+    found = fault_script.parse_faults("# begin\n\nat 9s kill worker 1 # later\nat 3s kill worker 0\n")
     assert [fault.at_s for fault in found] == [3.0, 9.0]
 
 
@@ -98,4 +98,4 @@ def test_lines_are_sorted_and_remarks_left_out() -> None:
 )
 def test_what_is_no_fault_is_refused_with_its_line(line: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        faults.parse(line, TARGETS)
+        fault_script.parse_faults(line, TARGETS)

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ringweave_bench.chaos import chaos_session, fault_script
+from ringweave_bench.chaos.chaos_session import ChaosPlan
+from ringweave_bench.chaos.fault_injector import FaultInjector
+from ringweave_bench.chaos.fault_script import Fault
 
-from ringweave import telemetry, topology
-from ringweave.benchmarks.chaos import faults, session
-from ringweave.benchmarks.chaos.doing.hands import Hands
-from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.session import Plan
+from ringweave import lab, telemetry, topology
 from ringweave.errors import LabError, LaunchError
 from ringweave.telemetry import EventLog
 
@@ -44,18 +44,18 @@ class Attempt:
     def __init__(self, world: World, end_s: float, code: int) -> None:
         self._world, self._end_s, self._code, self.was_stopped = world, end_s, code, False
 
-    def ended(self) -> int | None:
+    def exit_code(self) -> int | None:
         return self._code if self._world.now_s - self._world.first_step_s >= self._end_s else None
 
     def stop(self) -> None:
         self.was_stopped = True
 
 
-class FakeHands(Hands):
+class FakeHands(FaultInjector):
     def __init__(self, world: World, absent_until_s: float = 0.0) -> None:
         self._world, self._absent_until_s = world, absent_until_s
 
-    def begin(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
+    def inject(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
         if self._world.now_s - self._world.first_step_s < self._absent_until_s:
             return None
         self._world.note(fault.kind)
@@ -66,14 +66,16 @@ def play(
     out: Path, script: str, ends: list[tuple[float, int]], absent_until_s: float = 0.0, **settings: float
 ) -> World:
     world = World(out, ends)
-    plan = Plan(system="ringweave", script=["x.py"], faults=faults.parse(script), out=out, **settings)
+    plan = ChaosPlan(system="ringweave", script=["x.py"], faults=fault_script.parse_faults(script), out=out, **settings)
     does = FakeHands(world, absent_until_s)
-    session.play(plan, world.start, does, world.log, lambda text: None, clock=lambda: world.now_s, sleep=world.sleep)
+    chaos_session.play_faults(
+        plan, world.start, does, world.log, lambda text: None, clock=lambda: world.now_s, sleep=world.sleep
+    )
     return world
 
 
 def outcomes(out: Path) -> list[str]:
-    return [event["outcome"] for event in telemetry.read(out / "events.jsonl") if event["kind"] == "chaos_ended"]
+    return [event["outcome"] for event in telemetry.read_events(out / "events.jsonl") if event["kind"] == "chaos_ended"]
 
 
 def test_faults_begin_and_end_in_their_time_after_the_first_step(tmp_path: Path) -> None:
@@ -139,9 +141,11 @@ def test_wrong_usage_ends_it_later_on_as_well(tmp_path: Path) -> None:
 
 
 def test_without_a_lab_it_is_said_before_anything_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session.lab, "problems", lambda: ["user: 1000, expected root. Put sudo in front. [lab]"])
+    monkeypatch.setattr(lab, "lab_problems", lambda: ["user: 1000, expected root. Put sudo in front. [lab]"])
     out = tmp_path / "out"
-    plan = Plan(system="ringweave", script=["x.py"], faults=(), out=out)
+    plan = ChaosPlan(system="ringweave", script=["x.py"], faults=(), out=out)
     with pytest.raises(LabError, match=r"user: 1000, expected root\. Put sudo in front"):
-        session.run(plan, topology.loads("name: x\nnodes: [{name: a, nic: 1Gbit/s, devices: 1}]\n"), lambda text: None)
+        chaos_session.run_chaos(
+            plan, topology.loads("name: x\nnodes: [{name: a, nic: 1Gbit/s, devices: 1}]\n"), lambda text: None
+        )
     assert not out.exists()

@@ -5,8 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from ringweave.benchmarks.chaos import histories, survivors
+from ringweave_bench.chaos import job_history, member_impacts
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 FAULTS = [
@@ -49,7 +48,7 @@ def test_faults_of_every_kind_happen_and_no_step_no_sample_and_no_bit_is_lost(
     happens = lab_jobs.parse([*FAULTS, CLOCK] if HAS_COMPILER else FAULTS, options)
     more = ["--s-per-sample", str(S_PER_SAMPLE), "--checkpoint-every", "1"]
     ended = lab_jobs.run(options, happens, until_s=600.0, elastic="1:3", steps=STEPS, more=more)
-    said = lab_jobs.summary(ended, survivors.tolls(ended.events))
+    said = lab_jobs.summary(ended, member_impacts.measure_fault_impacts(ended.events))
     log = (tmp_path / "job" / "job.log").read_text()
     assert lab_jobs.missed(said) == [], log
     assert (said["begun"], said["faults"], len(said["takeovers"])) == (len(happens), 3, 1)
@@ -58,6 +57,8 @@ def test_faults_of_every_kind_happen_and_no_step_no_sample_and_no_bit_is_lost(
     assert said["samples_counted"] + said["samples_lost"] == num_drawn, "all epochs but the last, which ends amidst"
     assert said["checks_alike"] > STEPS
     assert "not written: [Errno 28]" in log, "the disk was full"
-    assert {each.term % 2 for each in histories.epochs(ended.events)} == {0, 1}, "both coordinators have decided"
+    assert {each.term % 2 for each in job_history.list_generations(ended.events)} == {0, 1}, (
+        "both coordinators have decided"
+    )
     if not HAS_COMPILER:
         pytest.skip("all went well, but no clock has jumped: there is no C compiler called cc")

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-
-from ringweave.benchmarks.chaos import survivors
+from ringweave_bench.chaos import member_impacts
 
 ALL = ["0.0", "1.0", "2.0"]
 
@@ -44,7 +43,7 @@ def killed() -> list[dict[str, Any]]:
 
 
 def test_a_survivors_stall_is_its_longest_step_less_the_usual_one() -> None:
-    (toll,) = survivors.tolls(killed())
+    (toll,) = member_impacts.measure_fault_impacts(killed())
     assert (toll.victims, toll.survivors, toll.steps_as_zombie) == ((1,), 2, 0)
     assert toll.stall_s == pytest.approx(1.2), "5 to 7.2, of which 1 is usual"
     assert toll.stall_median_s == pytest.approx(1.1)
@@ -57,18 +56,18 @@ def test_steps_that_a_newcomer_does_again_at_once_are_not_its_usual_ones() -> No
     again = steps(1, *(11.3 + number / 100 for number in range(20)))
     level = {"time": 11.5, "kind": "members_level", "members": ["1.1"]}
     later = [fault("at 13.7s kill worker 0", 13.7), epoch(14.0, ["1.1", "2.0"], []), *steps(1, 15.5), *steps(2, 15.5)]
-    toll = survivors.tolls(sorted([*killed(), *again, level, *later], key=_time))[-1]
+    toll = member_impacts.measure_fault_impacts(sorted([*killed(), *again, level, *later], key=_time))[-1]
     assert (toll.survivors, toll.stall_s, toll.stall_median_s) == (2, pytest.approx(1.0), pytest.approx(1.0))
 
 
 def test_nobody_joins_by_an_epoch_that_a_coordinator_which_takes_over_says_again() -> None:
     again = next(each for each in killed() if each.get("newcomers") == ["1.1"])
     events = sorted([*killed(), {**again, "time": 13.0}, *steps(0, 16.0), *steps(2, 16.0)], key=_time)
-    assert [joining.newcomers for joining in survivors.joinings(events)] == [1]
+    assert [joining.newcomers for joining in member_impacts.measure_join_impacts(events)] == [1]
 
 
 def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it() -> None:
-    (joining,) = survivors.joinings(killed())
+    (joining,) = member_impacts.measure_join_impacts(killed())
     assert (joining.newcomers, joining.peers) == (1, 2)
     assert joining.usual_s == pytest.approx(1.0)
     assert joining.stall_s == pytest.approx(0.6)
@@ -79,16 +78,16 @@ def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it()
 def test_peers_are_watched_until_the_newcomer_is_level() -> None:
     level = {"time": 16.0, "kind": "members_level", "rank": 0, "reduction": 14, "members": ["1.1"], "batch": 16}
     later = [*steps(0, 15.3, 16.5, 99.0), *steps(2, 14.6, 15.7, 99.0)]
-    (joining,) = survivors.joinings(sorted([*killed(), level, *later], key=_time))
+    (joining,) = member_impacts.measure_join_impacts(sorted([*killed(), level, *later], key=_time))
     assert joining.level_s == pytest.approx(4.9)
     assert joining.stall_s == pytest.approx(82.3), "the step after it is still looked at"
-    (joining,) = survivors.joinings(sorted([*killed(), level, *later[:2]], key=_time))
+    (joining,) = member_impacts.measure_join_impacts(sorted([*killed(), level, *later[:2]], key=_time))
     assert joining.stall_s == pytest.approx(0.7)
     assert joining.lost_s == pytest.approx(1.5), "0.6, 0, 0.7 and 0.2"
 
 
 def test_a_survivor_that_makes_no_step_any_more_is_told() -> None:
-    found = survivors.tolls(
+    found = member_impacts.measure_fault_impacts(
         job(fault("at 5.5s kill worker 1", 5.5), epoch(6.0, ["0.0", "2.0"], []), *steps(0, 7.0, 8.0))
     )
     assert found[0].stall_s is None
@@ -97,7 +96,7 @@ def test_a_survivor_that_makes_no_step_any_more_is_told() -> None:
 
 def test_one_that_was_killed_next_is_no_survivor() -> None:
     both = [fault("at 5.5s kill worker 1", 5.5), fault("at 5.5s kill worker 2", 5.51)]
-    found = survivors.tolls(job(*both, epoch(6.0, ["0.0"], []), *steps(0, 7.0, 8.0)))
+    found = member_impacts.measure_fault_impacts(job(*both, epoch(6.0, ["0.0"], []), *steps(0, 7.0, 8.0)))
     assert [toll.survivors for toll in found] == [1, 1]
     assert [toll.stall_s for toll in found] == [pytest.approx(1.0)] * 2
 
@@ -107,7 +106,7 @@ def test_steps_of_a_zombie_are_counted_and_its_way_back_is_timed() -> None:
     others = [*steps(0, 7.5, 8.5, *range(10, 30)), *steps(2, 7.5, 8.5, *range(10, 30))]
     zombie = [*steps(1, 20.1), watched(1, 23), epoch(25.2, ["0.0", "1.1", "2.0"], ["1.1"]), *steps(1, 26, 27)]
     events = job(fault("at 5.5s pause worker 1 for 14s", 5.5), epoch(7.1, ["0.0", "2.0"], []), *others, *zombie)
-    (toll,) = survivors.tolls(events)
+    (toll,) = member_impacts.measure_fault_impacts(events)
     assert toll.stall_s == pytest.approx(1.5)
     assert toll.steps_as_zombie == 1
     assert toll.back_s == pytest.approx(20.5)
@@ -115,7 +114,9 @@ def test_steps_of_a_zombie_are_counted_and_its_way_back_is_timed() -> None:
 
 def test_a_node_that_is_cut_off_takes_its_workers_along_and_coordinators_are_no_workers() -> None:
     happens = [fault("at 5.5s cut a-2 in for 9s", 5.5), fault("at 5.6s kill coordinator", 5.6)]
-    found = survivors.tolls(job(*happens, epoch(6.5, ["0.0", "1.0"], [], term=2), *steps(0, 7.0), *steps(1, 7.0)))
+    found = member_impacts.measure_fault_impacts(
+        job(*happens, epoch(6.5, ["0.0", "1.0"], [], term=2), *steps(0, 7.0), *steps(1, 7.0))
+    )
     assert [toll.victims for toll in found] == [(2,)]
     assert found[0].back_s is None
 
@@ -123,7 +124,7 @@ def test_a_node_that_is_cut_off_takes_its_workers_along_and_coordinators_are_no_
 def test_one_that_is_put_out_though_nothing_hit_it_is_told_and_its_stall_is_nobodys() -> None:
     """Worker 1 is killed at 5.5; worker 2 is no member any more at 6.5, before it has made a step without it."""
     more = [epoch(6.0, ["0.0", "2.0"], []), epoch(6.5, ["0.0"], []), *steps(0, 7.0, 8.0)]
-    (toll,) = survivors.tolls(job(fault("at 5.5s kill worker 1", 5.5), *more))
+    (toll,) = member_impacts.measure_fault_impacts(job(fault("at 5.5s kill worker 1", 5.5), *more))
     assert (toll.put_out, toll.survivors) == ((2,), 1)
     assert toll.stall_s == pytest.approx(1.0)
 
@@ -131,7 +132,7 @@ def test_one_that_is_put_out_though_nothing_hit_it_is_told_and_its_stall_is_nobo
 def test_one_that_makes_a_step_and_is_killed_before_all_is_settled_is_no_survivor() -> None:
     both = [fault("at 5.5s kill worker 1", 5.5), fault("at 6.1s kill worker 2", 6.1)]
     more = [*steps(2, 6.0), epoch(6.5, ["0.0"], []), *steps(0, 7.0, 8.0)]
-    first, second = survivors.tolls(job(*both, *more))
+    first, second = member_impacts.measure_fault_impacts(job(*both, *more))
     assert (first.survivors, first.put_out, second.survivors) == (1, (), 1)
     assert first.stall_s == pytest.approx(1.0)
 
@@ -141,7 +142,7 @@ def test_a_newcomer_that_has_made_no_step_yet_is_not_the_process_that_it_replace
     again = [epoch(5.1, ["0.0", "1.0"], []), watched(2, 6.5), epoch(6.9, ["0.0", "1.0", "2.1"], ["2.1"])]
     more = [fault("at 7s kill worker 1", 7.0), epoch(7.5, ["0.0", "2.1"], []), *steps(2, 10.0, 11.0)]
     others = [*steps(0, 6.0, 7.9, 8.9, *range(10, 30)), *steps(1, 6.0)]
-    (toll,) = survivors.tolls(job(*again, *more, *others))
+    (toll,) = member_impacts.measure_fault_impacts(job(*again, *more, *others))
     assert (toll.survivors, toll.put_out, toll.stall_s) == (1, (), pytest.approx(0.9))
 
 
@@ -149,7 +150,7 @@ def test_who_hangs_is_not_excused_by_a_fault_long_after() -> None:
     """Worker 2 hangs from the first fault on; it is killed a minute later."""
     both = [fault("at 5.5s kill worker 1", 5.5), fault("at 66s kill worker 2", 66.0)]
     more = [epoch(6.0, ["0.0", "2.0"], []), *steps(0, *range(7, 80))]
-    first, _ = survivors.tolls(job(*both, *more))
+    first, _ = member_impacts.measure_fault_impacts(job(*both, *more))
     assert (first.survivors, first.stall_s, first.watched_s) == (2, None, pytest.approx(73.5))
 
 
@@ -164,7 +165,7 @@ def test_members_of_other_rings_stay_members_when_one_ring_has_a_new_epoch() -> 
     begin = [watched(rank, 0) for rank in range(3)]
     made = [*steps(0, 1, 2, 3, 4, 5, 7, 8), *steps(1, 1, 2, 3, 4, 5), *steps(2, 1, 2, 3, 4, 5, 6, 7)]
     events = sorted([*begin, *rings, *made, fault("at 5.5s kill worker 1", 5.5)], key=_time)
-    (toll,) = survivors.tolls(events)
+    (toll,) = member_impacts.measure_fault_impacts(events)
     assert toll.epoch_s == pytest.approx(0.5), "the epoch of the other ring is none without the victim"
     assert (toll.survivors, toll.put_out, toll.stall_s) == (2, (), pytest.approx(1.0))
 
@@ -173,7 +174,7 @@ def test_a_coordinator_is_replaced_when_another_one_forms_an_epoch() -> None:
     """It is killed at 5.5, worker 1 right after it; the other coordinator notices at 7.5."""
     both = [fault("at 5.5s kill coordinator", 5.5), fault("at 5.7s kill worker 1", 5.7)]
     more = [epoch(7.5, ["0.0", "2.0"], [], term=2), *steps(0, 8.0, 9), *steps(2, 8.2, 9)]
-    (found,) = survivors.takeovers(job(*both, *more))
+    (found,) = member_impacts.measure_takeover_impacts(job(*both, *more))
     assert (found.taken_over_s, found.survivors) == (pytest.approx(2.0), 2)
     assert found.stall_s == pytest.approx(2.2), "5 to 8.2, of which 1 is usual"
     assert found.stall_median_s == pytest.approx(2.1)
@@ -182,7 +183,7 @@ def test_a_coordinator_is_replaced_when_another_one_forms_an_epoch() -> None:
 def test_an_epoch_of_the_same_coordinator_is_no_takeover_whatever_its_term() -> None:
     """A single member that came back has made a later term necessary."""
     more = [epoch(7.5, ["0.0", "2.0"], [], term=3), *(each for rank in (0, 2) for each in steps(rank, 8, 9))]
-    (found,) = survivors.takeovers(job(fault("at 5.5s kill coordinator", 5.5), *more))
+    (found,) = member_impacts.measure_takeover_impacts(job(fault("at 5.5s kill coordinator", 5.5), *more))
     assert found.taken_over_s is None
 
 
@@ -190,20 +191,20 @@ def test_the_one_that_was_killed_may_be_one_that_had_taken_over_and_formed_no_ep
     """1 takes over at 3, and says the first epoch again; it is killed at 5.5, and 0 forms the next one."""
     again = {**epoch(0, ALL, ALL), "time": 3.0}
     more = [epoch(7.5, ["0.0", "2.0"], [], term=3), *(each for rank in (0, 2) for each in steps(rank, 8, 9))]
-    (found,) = survivors.takeovers(job(again, fault("at 5.5s kill coordinator", 5.5), *more))
+    (found,) = member_impacts.measure_takeover_impacts(job(again, fault("at 5.5s kill coordinator", 5.5), *more))
     assert found.taken_over_s == pytest.approx(2.0)
 
 
 def test_where_nobody_comes_or_goes_no_other_coordinator_is_seen_and_nobody_waits() -> None:
     others = [each for rank in range(3) for each in steps(rank, *range(6, 30))]
-    (found,) = survivors.takeovers(job(fault("at 5.5s kill coordinator", 5.5), *others))
+    (found,) = member_impacts.measure_takeover_impacts(job(fault("at 5.5s kill coordinator", 5.5), *others))
     assert (found.taken_over_s, found.survivors, found.stall_s) == (None, 3, 0.0)
 
 
 def test_a_server_is_replaced_when_another_one_leads() -> None:
     led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
     others = [each for rank in range(3) for each in steps(rank, 7.5, 8.5)]
-    (found,) = survivors.takeovers(job(fault("at 5.5s pause server for 3s", 5.5), *led, *others))
+    (found,) = member_impacts.measure_takeover_impacts(job(fault("at 5.5s pause server for 3s", 5.5), *led, *others))
     assert (found.taken_over_s, found.survivors, found.stall_s) == (pytest.approx(1.5), 3, pytest.approx(1.5))
 
 
@@ -212,12 +213,12 @@ def test_nobody_takes_over_from_a_standby_and_what_comes_much_later_is_of_anothe
     happens = [fault("at 5.4s kill standby", 5.4), fault("at 5.5s kill server-standby", 5.5)]
     happens.append(fault("at 5.6s kill coordinator", 5.6))
     others = [each for rank in range(3) for each in steps(rank, *range(6, 40))]
-    found = survivors.takeovers(job(*happens, *led, *others, epoch(30.0, ALL, [], term=2)))
+    found = member_impacts.measure_takeover_impacts(job(*happens, *led, *others, epoch(30.0, ALL, [], term=2)))
     assert [(each.taken_over_s, each.stall_s) for each in found] == [(None, 0.0)] * 3
 
 
 def test_a_worker_that_died_before_the_coordinator_is_not_waited_for() -> None:
     both = [fault("at 5.2s kill worker 1", 5.2), fault("at 5.5s kill coordinator", 5.5)]
     others = [each for rank in (0, 2) for each in steps(rank, *range(6, 30))]
-    (found,) = survivors.takeovers(job(*both, *others))
+    (found,) = member_impacts.measure_takeover_impacts(job(*both, *others))
     assert (found.survivors, found.stall_s) == (2, 0.0)

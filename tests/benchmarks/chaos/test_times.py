@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-
-from ringweave.benchmarks.chaos import times
+from ringweave_bench.chaos import job_history
 
 
 def event(time: float, kind: str) -> dict[str, Any]:
@@ -14,7 +13,7 @@ def event(time: float, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("shift_s", [7200.0, -7200.0])
 def test_a_time_that_cannot_be_becomes_that_of_the_line_before(shift_s: float) -> None:
     given = [event(10, "train_step_done"), event(10.5 + shift_s, "epoch_begun"), event(11, "train_step_done")]
-    assert [each["time"] for each in times.steady(given)] == [10, 10, 11]
+    assert [each["time"] for each in job_history.correct_times(given)] == [10, 10, 11]
 
 
 def test_times_that_can_be_are_left_alone() -> None:
@@ -26,4 +25,4 @@ def test_times_that_can_be_are_left_alone() -> None:
         event(11, "train_step_done"),
         event(11.5, "run_ended"),
     ]
-    assert times.steady(given) == given
+    assert job_history.correct_times(given) == given

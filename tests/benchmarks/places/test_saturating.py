@@ -1,8 +1,8 @@
 import pytest
 from hypothesis import given, settings
+from ringweave_bench.link_rates import TcpStream, plan_trials, trial_routes
 
 from ringweave import topology
-from ringweave.benchmarks.places.saturating import Stream, plan_trials, routes
 from ringweave.testing import clusters
 from tests import effort
 
@@ -18,10 +18,10 @@ switches: [{name: r, uplink: 250Mbit/s}]
 
 def test_equal_nodes_take_two_batches() -> None:
     found = plan_trials(ALIKE)
-    assert found.out_of_reach == ()
+    assert found.unmeasurable == ()
     assert [[trial.streams for trial in batch] for batch in found.batches] == [
-        [(Stream("a-0", "a-1"),), (Stream("a-2", "a-3"),)],
-        [(Stream("a-1", "a-0"),), (Stream("a-3", "a-2"),)],
+        [(TcpStream("a-0", "a-1"),), (TcpStream("a-2", "a-3"),)],
+        [(TcpStream("a-1", "a-0"),), (TcpStream("a-3", "a-2"),)],
     ]
     assert found.batches[0][0].links == ("a-0->core", "core->a-1")
 
@@ -29,8 +29,8 @@ def test_equal_nodes_take_two_batches() -> None:
 def test_a_wide_link_takes_several_streams_and_one_may_be_out_of_reach() -> None:
     found = plan_trials(RACKS)
     trials = {link: trial for batch in found.batches for trial in batch for link in trial.links}
-    assert trials["r->core"].streams == (Stream("a-0", "b"), Stream("a-1", "b"), Stream("a-2", "b"))
-    assert set(found.out_of_reach) == {"b->core", "core->b"}  # 400 Mbit/s behind 250
+    assert trials["r->core"].streams == (TcpStream("a-0", "b"), TcpStream("a-1", "b"), TcpStream("a-2", "b"))
+    assert set(found.unmeasurable) == {"b->core", "core->b"}  # 400 Mbit/s behind 250
 
 
 def test_a_node_with_two_nics_is_filled_by_what_its_peers_nics_take() -> None:
@@ -42,8 +42,8 @@ nodes:
 """)
     found = plan_trials(cluster)
     trials = {link: trial for batch in found.batches for trial in batch for link in trial.links}
-    assert trials["a-0->core"].streams == (Stream("a-0", "a-1"),)
-    assert trials["b->core"].streams == (Stream("b", "a-0"), Stream("b", "a-1"))
+    assert trials["a-0->core"].streams == (TcpStream("a-0", "a-1"),)
+    assert trials["b->core"].streams == (TcpStream("b", "a-0"), TcpStream("b", "a-1"))
 
 
 @settings(max_examples=effort.share_of(80))
@@ -52,17 +52,17 @@ def test_every_link_is_filled_once_or_named_as_out_of_reach(cluster: topology.Cl
     found = plan_trials(cluster)
     rates = {link.name: link.bandwidth_bytes_per_s for link in cluster.links()}
     filled = {link for batch in found.batches for trial in batch for link in trial.links}
-    assert filled | set(found.out_of_reach) == set(rates)
-    assert not filled & set(found.out_of_reach)
+    assert filled | set(found.unmeasurable) == set(rates)
+    assert not filled & set(found.unmeasurable)
     for batch in found.batches:
         cables = [
-            {frozenset(name.split("->")) for route in routes(cluster, trial).values() for name in route}
+            {frozenset(name.split("->")) for route in trial_routes(cluster, trial).values() for name in route}
             for trial in batch
         ]
         assert sum(map(len, cables)) == len(set().union(*cables))
         for trial in batch:
             for link in trial.links:
-                feeders = [stream for stream, route in routes(cluster, trial).items() if link in route]
+                feeders = [stream for stream, route in trial_routes(cluster, trial).items() if link in route]
                 reach = sum(cluster.node(stream.src).rate_bytes_per_s for stream in feeders)
                 assert reach >= rates[link] * (1 - 1e-6)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ringweave_bench.chaos import kill_requests
+from ringweave_bench.programs import moments
+from ringweave_bench.programs.watched import StepCounter
 from torch import nn
 
-from ringweave.benchmarks.chaos.doing import notes
-from ringweave.benchmarks.programs import moments
-from ringweave.benchmarks.programs.watched import Steps
-from ringweave.comm.regrouping import EpochGroups
+from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import UsageError
 from ringweave.telemetry import EventLog
 
@@ -31,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What a step does, in order; hooks that a moment leaves behind are taken off."""
     found: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: found.append("all_reduce"))
-    monkeypatch.setattr(EpochGroups, "vote", lambda *_, **__: found.append("vote"))
+    monkeypatch.setattr(GenerationGroups, "all_agree", lambda *_, **__: found.append("vote"))
     handles: list[Any] = []
     for name in ("register_module_forward_hook", "register_optimizer_step_pre_hook"):
         real = getattr(moments, name)
@@ -50,7 +50,7 @@ def step(said: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) ->
     said.append("backward")
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
-    EpochGroups.vote(groups, is_for=False)
+    GenerationGroups.all_agree(groups, agrees=False)
     optimizer.step()
     said.append("optimizer")
 
@@ -82,7 +82,7 @@ def test_a_step_ends_at_its_moment_and_it_is_told_which_one_came(
     step(said, model, optimizer)
     assert said == WHOLE
     said.clear()
-    moments.arm(moment, optimizer, stop)
+    moments.arm_moment(moment, optimizer, stop)
     with pytest.raises(_StoppedError, match=f"^{reached}$"):
         step(said, model, optimizer)
     assert said == WHOLE[:num_before]
@@ -90,7 +90,7 @@ def test_a_step_ends_at_its_moment_and_it_is_told_which_one_came(
 
 def test_where_a_whole_step_has_no_such_bucket_it_is_the_commit_of_that(said: list[str]) -> None:
     model, optimizer = trained()
-    moments.arm("bucket 7", optimizer, stop)
+    moments.arm_moment("bucket 7", optimizer, stop)
     step(said, model, optimizer)
     with pytest.raises(_StoppedError, match=r"^commit$"):
         step(said, model, optimizer)
@@ -101,9 +101,9 @@ def test_a_bucket_is_waited_for_where_the_step_s_sums_are_under_way_already(said
     """Of a worker that follows another thread takes part in them: the rest of those proves nothing."""
     groups: Any = None
     model, optimizer = trained()
-    moments.arm("bucket 1", optimizer, stop)
+    moments.arm_moment("bucket 1", optimizer, stop)
     dist.all_reduce(torch.ones(1))
-    EpochGroups.vote(groups, is_for=False)
+    GenerationGroups.all_agree(groups, agrees=False)
     said.clear()
     with pytest.raises(_StoppedError, match=r"^bucket 1$"):
         step(said, model, optimizer)
@@ -113,7 +113,7 @@ def test_a_bucket_is_waited_for_where_the_step_s_sums_are_under_way_already(said
 def test_a_moment_that_there_is_not() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
     with pytest.raises(UsageError, match=r"moment of a train step: 'lunch', expected forward, .* See docs/chaos\.md"):
-        moments.arm("lunch", optimizer, stop)
+        moments.arm_moment("lunch", optimizer, stop)
 
 
 @pytest.mark.parametrize(("moment", "reached"), [("backward", "backward"), ("bucket 7", "commit")])
@@ -123,18 +123,18 @@ def test_a_worker_says_at_which_moment_it_dies(
     def die() -> None:
         raise _StoppedError
 
-    monkeypatch.setattr(moments, "die", die)
+    monkeypatch.setattr(moments, "kill_self", die)
     log = EventLog(tmp_path / "events.jsonl")
-    note, watched = notes.path(log.path, 3), Steps(log, 3)
+    note, watched = kill_requests.kill_request_path(log.path, 3), StepCounter(log, 3)
     model, optimizer = trained()
-    notes.leave(note, os.getpid(), moment)
+    kill_requests.write_kill_request(note, os.getpid(), moment)
     step(said, model, optimizer)
-    watched.done(optimizer)
+    watched.count_step(optimizer)
     if reached == "commit":  # of the next whole step
         step(said, model, optimizer)
     with pytest.raises(_StoppedError):
         step(said, model, optimizer)
-    assert notes.answered(note, os.getpid()) == reached
+    assert kill_requests.confirmed_moment(note, os.getpid()) == reached
 
 
 def test_a_worker_that_cannot_say_it_dies_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_worker_that_cannot_say_it_dies_all_the_same(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(moments, "die", die)
-    monkeypatch.setattr(notes, "answer", fail)
+    monkeypatch.setattr(moments, "kill_self", die)
+    monkeypatch.setattr(kill_requests, "confirm_kill", fail)
     with pytest.raises(_StoppedError):
-        Steps(EventLog(tmp_path / "events.jsonl"), 3)._end("forward")
+        StepCounter(EventLog(tmp_path / "events.jsonl"), 3)._confirm_and_die("forward")

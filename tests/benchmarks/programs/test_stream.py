@@ -5,8 +5,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-
-from ringweave.benchmarks.programs import stream
+from ringweave_bench.programs import stream
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
-
-from ringweave.benchmarks.sessions.channels import Channel, ChannelError, Listener, ask
+from ringweave_bench.worker_channel import WorkerChannel, WorkerChannelError, WorkerListener, request_all
 
 
 def hello(**changes) -> bytes:
@@ -15,12 +14,12 @@ def hello(**changes) -> bytes:
 
 @pytest.fixture
 def listener(tmp_path: Path):
-    with Listener(tmp_path / "control") as found:
+    with WorkerListener(tmp_path / "control") as found:
         yield found
 
 
 @pytest.fixture
-def call(listener: Listener):
+def call(listener: WorkerListener):
     """`call(hello())`: a worker that has said this."""
     callers = []
 
@@ -35,8 +34,8 @@ def call(listener: Listener):
         caller.close()
 
 
-def gather(listener: Listener, timeout_s: float = 60.0):
-    return listener.gather("s", 2, timeout_s, lambda: None)
+def gather(listener: WorkerListener, timeout_s: float = 60.0):
+    return listener.wait_for_workers("s", 2, timeout_s, lambda: None)
 
 
 def test_workers_are_ordered_by_rank_and_strangers_sent_away(listener, call) -> None:
@@ -63,15 +62,15 @@ def test_workers_are_ordered_by_rank_and_strangers_sent_away(listener, call) -> 
 def test_workers_that_do_not_come(listener, call, said: list[bytes], text: str) -> None:
     for each in said:
         call(each)
-    with pytest.raises(ChannelError, match=text):
+    with pytest.raises(WorkerChannelError, match=text):
         gather(listener, 0.3 if "within" in text else 60.0)
 
 
 def test_it_makes_no_sense_to_wait_for_dead_processes(listener) -> None:
     def check() -> None:
-        raise ChannelError("a process ended")
+        raise WorkerChannelError("a process ended")
 
-    with pytest.raises(ChannelError, match="a process ended"):
+    with pytest.raises(WorkerChannelError, match="a process ended"):
         listener.gather("s", 2, 60.0, check)
 
 
@@ -79,15 +78,15 @@ def test_what_a_dead_process_had_said_tells_more(listener, call) -> None:
     call(b'{"session": "s", "error": "no room"}\n')
 
     def check() -> None:
-        raise ChannelError("a process ended")
+        raise WorkerChannelError("a process ended")
 
-    with pytest.raises(ChannelError, match="a worker: no room"):
+    with pytest.raises(WorkerChannelError, match="a worker: no room"):
         listener.gather("s", 2, 60.0, check)
 
 
-def pair(rank: int) -> tuple[Channel, socket.socket]:
+def pair(rank: int) -> tuple[WorkerChannel, socket.socket]:
     ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    channel = WorkerChannel(ours)
     channel.name = f"rank {rank}"
     return channel, theirs
 
@@ -97,7 +96,7 @@ def test_answers_come_in_pieces_and_in_any_order() -> None:
     worker_1.sendall(b'{"n": 1}\n')
     worker_0.sendall(b'{"n": ')
     worker_0.sendall(b"0}\n")
-    assert ask([first, second], {"do": "run"}, 60.0) == [{"n": 0}, {"n": 1}]
+    assert request_all([first, second], {"do": "run"}, 60.0) == [{"n": 0}, {"n": 1}]
     assert worker_0.recv(100) == worker_1.recv(100) == b'{"do": "run"}\n'
     for end in (first, second, worker_0, worker_1):
         end.close()
@@ -117,7 +116,7 @@ def test_a_worker_that_does_not_answer(said: bytes, is_gone: bool, text: str) ->
     worker_1.sendall(said)
     if is_gone:
         worker_1.close()
-    with pytest.raises(ChannelError, match=text):
-        ask([first, second], {"do": "run"}, 0.2 if "within" in text else 60.0)
+    with pytest.raises(WorkerChannelError, match=text):
+        request_all([first, second], {"do": "run"}, 0.2 if "within" in text else 60.0)
     for end in (first, second, worker_0, worker_1):
         end.close()

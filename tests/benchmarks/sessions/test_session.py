@@ -2,12 +2,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ringweave_bench.bench_cluster import LocalBenchCluster
+from ringweave_bench.system_session import SessionFactory
+from ringweave_bench.systems import SYSTEMS, Knob
+from ringweave_bench.worker_channel import WorkerListener
 
 from ringweave import topology
-from ringweave.benchmarks.places.place import OnThisMachine
-from ringweave.benchmarks.sessions.channels import Listener
-from ringweave.benchmarks.sessions.opening import Hall
-from ringweave.benchmarks.systems import ALL, Knob
 from ringweave.errors import LaunchError
 from tests.benchmarks.conftest import Fake
 
@@ -60,30 +60,33 @@ def test_a_second_try_is_allowed(tmp_path: Path) -> None:
         def starts(self, setup, knob):
             self.tries += 1
             self._manner = "ends" if self.tries == 1 else "sums"
-            return super().starts(setup, knob)
+            return super().process_starts(setup, knob)
 
-    place = OnThisMachine(topology.one_machine([1]))
-    with Listener(tmp_path / "control") as listener:
-        hall = Hall(place, listener, tmp_path, None)
+    place = LocalBenchCluster(topology.one_machine([1]))
+    with WorkerListener(tmp_path / "control") as listener:
+        hall = SessionFactory(place, listener, tmp_path, None)
         lazy = Lazy("sums")
-        with hall.open(lazy, KNOB, ("node0",)) as session:
+        with hall.open_session(lazy, KNOB, ("node0",)) as session:
             assert session.version == "fake 1.0"
         assert lazy.tries == 2
-        with pytest.raises(LaunchError, match="could not be started"), hall.open(Fake("ends"), KNOB, ("node0",)):
+        with (
+            pytest.raises(LaunchError, match="could not be started"),
+            hall.open_session(Fake("ends"), KNOB, ("node0",)),
+        ):
             pass
 
 
 def test_a_place_that_cannot_be_entered(tmp_path: Path) -> None:
-    class Closed(OnThisMachine):
+    class Closed(LocalBenchCluster):
         def command(self, node, argv):
             return ["sh", "-c", "echo nobody is here"]
 
     expected = (
         r"network of node node0: 'nobody is here', expected the number of a namespace\. See whether the lab is up"
     )
-    with Listener(tmp_path / "control") as listener, pytest.raises(LaunchError, match=expected):
-        Hall(Closed(topology.one_machine([1])), listener, tmp_path, None)
+    with WorkerListener(tmp_path / "control") as listener, pytest.raises(LaunchError, match=expected):
+        SessionFactory(Closed(topology.one_machine([1])), listener, tmp_path, None)
 
 
 def test_names_of_systems() -> None:
-    assert {name: system.name for name, system in ALL.items()} == {name: name for name in ALL}
+    assert {name: system.name for name, system in SYSTEMS.items()} == {name: name for name in SYSTEMS}

@@ -5,26 +5,25 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.cli.jobs import following
+from ringweave.cli import follow as cli_follow
 from ringweave.errors import JobError, LaunchError, UnknownJobError
-from ringweave.jobs.life import records
-from ringweave.jobs.life.states import JobState, reason
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.services import views
-from ringweave.launch.services.service import LogLine
-from ringweave.launch.services.views import JobView
+from ringweave.jobs import records
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.states import JobState, make_reason
+from ringweave.platforms import api
+from ringweave.platforms.api import JobView, LogLine
 
 
 class Told:
     """A service that shows a job in these states, one a look, or fails so, and then has none."""
 
     def __init__(self, *states: JobState | Exception) -> None:
-        request = Request(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
+        request = JobRequest(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
         job = records.new_job(request, requester="ann", counts=(3,), now=0.0)
         self.views = [
             state
             if isinstance(state, Exception)
-            else views.view(replace(job, record=replace(job.record, state=state)), place="here")
+            else api.job_view(replace(job, record=replace(job.record, state=state)), platform="here")
             for state in states
         ]
 
@@ -45,7 +44,7 @@ SILENT = LaunchError("service: 'refused', expected an answer.")
 
 def follow(*states: JobState | Exception) -> int:
     told = Told(*states)
-    return following.follow("job", "local", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
+    return cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def test_the_exit_code_is_the_jobs() -> None:
@@ -57,9 +56,9 @@ def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     told = Told(*[JobState.RUNNING] * 4, JobState.SUCCEEDED)
-    loss = reason("GoesOn", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3")
+    loss = make_reason("GoesOn", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3")
     told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3] if isinstance(view, JobView)]
-    assert following.follow("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
+    assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     assert capfd.readouterr().err.splitlines() == [
         "ringweave: job is Running",
         "ringweave: job is Running: node n0 failed (killed), retry 1 of 3; the others train on, and node n0 can join "
@@ -83,9 +82,9 @@ def test_a_job_that_was_never_seen_is_an_error() -> None:
 
 
 def test_a_place_that_does_not_answer_for_a_while_ends_nothing() -> None:
-    assert follow(JobState.RUNNING, *[SILENT] * following.MOST_SILENT, JobState.SUCCEEDED) == 0
+    assert follow(JobState.RUNNING, *[SILENT] * cli_follow.MAX_UNANSWERED, JobState.SUCCEEDED) == 0
     with pytest.raises(LaunchError, match="expected an answer"):
-        follow(JobState.RUNNING, *[SILENT] * (following.MOST_SILENT + 1), JobState.SUCCEEDED)
+        follow(JobState.RUNNING, *[SILENT] * (cli_follow.MAX_UNANSWERED + 1), JobState.SUCCEEDED)
 
 
 def test_a_refusal_is_not_the_end_of_a_job() -> None:
@@ -94,12 +93,12 @@ def test_a_refusal_is_not_the_end_of_a_job() -> None:
         follow(JobState.RUNNING, refusal)
     told = Told(JobState.DELETING, refusal)
     with pytest.raises(JobError, match="expected a permission"):
-        following.wait_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
+        cli_follow.wait_until_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
 
 
 def test_what_is_deleted_is_waited_for_though_its_place_is_silent_meanwhile() -> None:
     told = Told(JobState.DELETING, JobState.DELETING, SILENT, SILENT, JobState.DELETING)
-    following.wait_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
+    cli_follow.wait_until_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
     assert told.views == []
 
 
@@ -111,7 +110,7 @@ def test_logs_that_break_are_told_and_the_job_is_followed_on(capfd: pytest.Captu
         raise SILENT
 
     told.logs = logs  # type: ignore[method-assign]
-    assert following.follow("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
+    assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     out, err = capfd.readouterr()
     assert out == "[0] one line\n"
     assert "ringweave: what job prints is not shown any more: service: 'refused', expected an answer." in err
@@ -121,4 +120,4 @@ def test_logs_that_break_are_told_and_the_job_is_followed_on(capfd: pytest.Captu
     ("rank", "many", "text"), [(3, False, "[3] text"), (3, True, "[n0.2/4 3] text"), (None, False, "[n0.2/4] text")]
 )
 def test_lines_of_a_log(rank: int | None, many: bool, text: str) -> None:
-    assert following.shown(LogLine(node="n0", attempt=2, round=4, rank=rank, text="text"), many=many) == text
+    assert cli_follow.format_log_line(LogLine(node="n0", attempt=2, round=4, rank=rank, text="text"), many=many) == text

@@ -7,10 +7,9 @@ import pytest
 import yaml
 from click.shell_completion import ShellComplete
 
-from ringweave.cli import main
-from ringweave.cli.jobs import looking, submitting, tables
-from ringweave.launch.local.jobs import supervisor
-from ringweave.launch.services import submitting as admission
+from ringweave.cli import jobs, main, submit
+from ringweave.platforms import submission
+from ringweave.platforms.local import supervisor
 
 JOB = """
 name: text
@@ -26,7 +25,7 @@ nodes:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: None)
+    monkeypatch.setattr(supervisor, "ensure_supervisor", lambda state, job_id, environ: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "train.py").write_text("pass")
@@ -38,7 +37,7 @@ def ask(capsys: pytest.CaptureFixture[str]):
     """`ask("jobs")`: exit code, standard output, standard error."""
 
     def call(*argv: str) -> tuple[int, str, str]:
-        code = main.call(list(argv))
+        code = main.run_command_line(list(argv))
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -87,15 +86,15 @@ def test_nobody_there_to_be_asked(ask) -> None:
 
 
 def test_who_says_no_has_submitted_nothing(ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submitting.click, "confirm", lambda text, err: False)
-    monkeypatch.setattr(submitting.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(submit.click, "confirm", lambda text, err: False)
+    monkeypatch.setattr(submit.sys.stdin, "isatty", lambda: True, raising=False)
     code, _, err = ask("submit", "job.yaml")
     assert (code, err.splitlines()[-1]) == (1, "ringweave: nothing was submitted")
     assert ask("jobs")[1] == "no jobs\n"
 
 
 def test_the_policy_of_the_machine_comes_before_the_users(ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MACHINE", here)
+    monkeypatch.setattr(submission, "MACHINE_CONFIG_DIR", here)
     (here / "policy.yaml").write_text('rules: [{users: ["*"], verbs: [jobs]}]')
     (here / "config" / "ringweave").mkdir(parents=True)
     (here / "config" / "ringweave" / "policy.yaml").write_text('rules: [{users: ["*"]}]')
@@ -112,7 +111,7 @@ def test_wide_is_answered_by_all(ask) -> None:
 
 def test_watched_each_document_stands_alone(ask, monkeypatch: pytest.MonkeyPatch) -> None:
     ask("submit", "job.yaml", "-y", "--detach")
-    monkeypatch.setattr(looking, "watch", lambda service, name: iter([service.job(name)] * 2))
+    monkeypatch.setattr(jobs, "watch_job", lambda service, name: iter([service.job(name)] * 2))
     assert [json.loads(line)["name"] for line in ask("status", "text", "-w", "-o", "json")[1].splitlines()] == [
         "text"
     ] * 2
@@ -236,7 +235,7 @@ def test_a_policy_of_the_user_holds(ask, here: Path) -> None:
 
 def complete(*words: str) -> list[str]:
     *before, incomplete = words
-    shell = ShellComplete(main.group, {}, "ringweave", "_RINGWEAVE_COMPLETE")
+    shell = ShellComplete(main.ringweave_group, {}, "ringweave", "_RINGWEAVE_COMPLETE")
     return [item.value for item in shell.get_completions(before, incomplete)]
 
 
@@ -249,5 +248,5 @@ def test_the_shell_completes_verbs_and_names_of_jobs(ask) -> None:
 
 
 def test_tables() -> None:
-    assert tables.table([("a", "b"), ("long", "c")]) == ["a     b", "long  c"]
-    assert tables.clock(0.0) == "1970-01-01 00:00:00Z"
+    assert jobs.align_columns([("a", "b"), ("long", "c")]) == ["a     b", "long  c"]
+    assert jobs.format_utc(0.0) == "1970-01-01 00:00:00Z"

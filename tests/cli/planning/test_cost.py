@@ -10,7 +10,7 @@ SETTING = ["--bytes", "100MB", "--rate", "1Gbit/s", "--reduce-s-per-byte", "0"]
 
 
 def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
-    assert main.call(["cost", *argv, "--json"]) == 0
+    assert main.run_command_line(["cost", *argv, "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return json.loads(captured.out)
@@ -41,7 +41,7 @@ def test_uneven_rings_are_said(check_golden, capsys: pytest.CaptureFixture[str])
     found = document(capsys, *argv)
     assert (found["ring_size"], found["largest_ring"]) == (2.5, 4)
     assert found["seconds_of_largest_ring"] > found["seconds"]
-    assert main.call(["cost", *argv]) == 0
+    assert main.run_command_line(["cost", *argv]) == 0
     check_golden(GOLDEN / "uneven.txt", capsys.readouterr().out)
 
 
@@ -49,7 +49,7 @@ def test_uneven_rings_are_said(check_golden, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("figure", ["latency", "workers"])
 def test_figures(figure: str, check_golden, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.call(["cost", "--figure", figure, *SETTING]) == 0
+    assert main.run_command_line(["cost", "--figure", figure, *SETTING]) == 0
     check_golden(GOLDEN / f"{figure}.txt", capsys.readouterr().out)
     assert Path(f"cost-{figure}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -92,7 +92,7 @@ def test_the_document_of_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["cost", *argv, "--json"]) == 2
+    assert main.run_command_line(["cost", *argv, "--json"]) == 2
     captured = capsys.readouterr()
     assert text in captured.err
     assert text in json.loads(captured.out)["error"]

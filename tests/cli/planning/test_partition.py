@@ -11,7 +11,7 @@ UNEQUAL = ["--work", "4,1,2,2,3,5", "--capability", "2,1,2", "--activation", "4,
 
 
 def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
-    assert main.call(["partition", *argv, "--json"]) == 0
+    assert main.run_command_line(["partition", *argv, "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return json.loads(captured.out)
@@ -48,13 +48,13 @@ def test_memory_follows_the_schedule(capsys: pytest.CaptureFixture[str]) -> None
     found = document(capsys, *argv)
     assert (found["splits"], found["memory"]) == ([1], [6, 12])
     assert document(capsys, *argv, "--schedule", "gpipe", "--microbatches", "1")["splits"] == [2]
-    assert main.call(["partition", *argv, "--schedule", "gpipe", "--microbatches", "8"]) == 2
+    assert main.run_command_line(["partition", *argv, "--schedule", "gpipe", "--microbatches", "8"]) == 2
     assert "memory of block 1: 18.0, expected at most 12, what device 2 has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "argv"), [("equal", EQUAL), ("unequal", [*UNEQUAL, "--microbatches", "4"])])
 def test_on_the_screen(name: str, argv: list[str], check_golden, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["partition", *argv]) == 0
+    assert main.run_command_line(["partition", *argv]) == 0
     check_golden(GOLDEN / f"{name}.txt", capsys.readouterr().out)
 
 
@@ -89,7 +89,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["partition", *argv, "--json"]) == 2
+    assert main.run_command_line(["partition", *argv, "--json"]) == 2
     captured = capsys.readouterr()
     assert text in captured.err
     assert text in json.loads(captured.out)["error"]

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.benchmarks import progress
-from ringweave.cli import main
+from ringweave.cli import main, progress
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 RACKS = "examples/clusters/two-racks.yaml"
@@ -14,14 +13,14 @@ RACKS = "examples/clusters/two-racks.yaml"
 
 @pytest.mark.parametrize("name", ["two-racks", "two-unequal-nodes"])
 def test_the_screen(name: str, check_golden, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", f"examples/clusters/{name}.yaml", "--bytes", "25MB"]) == 0
+    assert main.run_command_line(["plan", f"examples/clusters/{name}.yaml", "--bytes", "25MB"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     check_golden(GOLDEN / f"{name}.txt", captured.out)
 
 
 def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", RACKS, "--bytes", "25MB", "--json"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--bytes", "25MB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["bytes"], found["bound_s"], found["chosen"]) == (25_000_000, 1.0, "leader-matrix")
     assert found["binding"] == "cut: all that leaves a-0, a-1, a-2, a-3 passes r0->core (200Mbit/s)"
@@ -35,25 +34,25 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_size_it_is_25_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", RACKS, "--json"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == 25_000_000
 
 
 def test_one_rank_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one.yaml"
     path.write_text("name: one\nnodes:\n  - {name: a, nic: 1Gbit/s, devices: 1}\n")
-    assert main.call(["plan", str(path), "--json"]) == 0
+    assert main.run_command_line(["plan", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["binding"] == "none: all ranks are on node a, so that no link is passed"
     assert found["choices"][0]["fraction_of_bound"] is None
-    assert main.call(["plan", str(path)]) == 0
+    assert main.run_command_line(["plan", str(path)]) == 0
     assert "the others are predicted to be as fast" in capsys.readouterr().out
 
 
 def test_many_rows_and_ranks_are_counted_not_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "many.yaml"
     path.write_text("name: many\nnodes:\n  - {name: a, nic: 1Gbit/s, devices: 1, count: 144}\n")
-    assert main.call(["plan", str(path)]) == 0
+    assert main.run_command_line(["plan", str(path)]) == 0
     out = capsys.readouterr().out
     assert " ... and 128 more" in out
     assert "... and 4 more rows" in out
@@ -62,7 +61,7 @@ def test_many_rows_and_ranks_are_counted_not_listed(tmp_path: Path, capsys: pyte
 
 
 def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", RACKS, "--bytes", "1kB"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--bytes", "1kB"]) == 0
     assert "* multi-level waits for 4 messages one after the other" in capsys.readouterr().out
 
 
@@ -91,7 +90,7 @@ def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call([*argv, "--json"]) == 2
+    assert main.run_command_line([*argv, "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("ringweave: error: ")
     assert text in captured.err
@@ -101,27 +100,29 @@ def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
 def test_measured_rates_take_the_place_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rates.json"
     path.write_text('{"links": [{"name": "r1->core", "rate_bytes_per_s": 12.5e6}]}')
-    assert main.call(["plan", RACKS, "--bytes", "1MB", "--rates", str(path), "--simulate", "1", "--json"]) == 0
+    assert (
+        main.run_command_line(["plan", RACKS, "--bytes", "1MB", "--rates", str(path), "--simulate", "1", "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert (found["bound_s"], found["measured_rates"]) == (0.08, {"r1->core": 12.5e6})
     assert found["binding"] == "cut: all that leaves b-0, b-1, b-2, b-3 passes r1->core (100Mbit/s)"
     assert found["choices"][0]["simulated_s"] > 0.08
-    assert main.call(["plan", RACKS, "--rates", str(path)]) == 0
+    assert main.run_command_line(["plan", RACKS, "--rates", str(path)]) == 0
     assert f"rates    of 1 of 20 links as measured: {path}" in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_simulated_decides(capsys: pytest.CaptureFixture[str]) -> None:
     """A slow NIC, 1 MB: measured in the lab ps is 1.10 times as fast as direct, which the formula takes."""
     cluster = "examples/clusters/unequal-nics.yaml"
-    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "0", "--json"]) == 0
+    assert main.run_command_line(["plan", cluster, "--bytes", "1MB", "--simulate", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] == "direct"
-    assert main.call(["plan", cluster, "--bytes", "1MB", "--json"]) == 0
+    assert main.run_command_line(["plan", cluster, "--bytes", "1MB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] == "ps"
-    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "3", "--json"]) == 0
+    assert main.run_command_line(["plan", cluster, "--bytes", "1MB", "--simulate", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     simulated = {each["schedule"]: each["simulated_s"] for each in found["choices"] if each["simulated_s"]}
     assert found["chosen"] == min(simulated, key=simulated.__getitem__) == "ps"
-    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "3"]) == 0
+    assert main.run_command_line(["plan", cluster, "--bytes", "1MB", "--simulate", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (starred,) = [line for line in lines if line.startswith("* ps  ")]
     assert f"{simulated['ps'] * 1e3:.4g} ms" in starred
@@ -132,7 +133,7 @@ def test_what_is_simulated_decides(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_that_is_simulated_alone_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = "examples/clusters/unequal-nics.yaml"
-    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "1"]) == 0
+    assert main.run_command_line(["plan", cluster, "--bytes", "1MB", "--simulate", "1"]) == 0
     assert "; nothing else was simulated." in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -143,7 +144,7 @@ def test_a_picture_has_the_measured_rates(tmp_path: Path) -> None:
     rates, picture = tmp_path / "rates.json", tmp_path / "p.svg"
     rates.write_text('{"links": [{"name": "r1->core", "rate_bytes_per_s": 12.5e6}]}')
     with mpl.rc_context({"svg.fonttype": "none"}):
-        assert main.call(["plan", RACKS, "--rates", str(rates), "--picture", str(picture)]) == 0
+        assert main.run_command_line(["plan", RACKS, "--rates", str(rates), "--picture", str(picture)]) == 0
     words = picture.read_text()
     assert ">100Mbit/s up, 200Mbit/s down (slowest)<" in words
     assert "b-3 passes r1-&gt;core (100Mbit/s)<" in words
@@ -194,11 +195,11 @@ def test_leaders_have_reasons_and_the_matrix_has_columns(
 ) -> None:
     path = tmp_path / "led.yaml"
     path.write_text(LED)
-    assert main.call(["plan", str(path), *more]) == 0
+    assert main.run_command_line(["plan", str(path), *more]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = lines.index(expected[0])
     assert lines[first : first + len(expected)] == expected
-    assert main.call(["plan", str(path), *more, "--json"]) == 0
+    assert main.run_command_line(["plan", str(path), *more, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["leader_reasons"]) == len(found["leaders"])
     assert found["leader_reasons"][0] == expected[1].partition(": ")[2]
@@ -212,9 +213,9 @@ class Terminal(io.StringIO):
 
 
 def test_who_waits_at_a_terminal_is_told_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0.0)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert main.call(["plan", RACKS, "--bytes", "5MB", "--simulate", "1"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--bytes", "5MB", "--simulate", "1"]) == 0
     lines = sys.stderr.getvalue().splitlines()
     assert any(line.endswith("] planning leader-matrix, layout 1 of 3") for line in lines)
     assert any("] simulating multi-level: " in line and "% done, about" in line for line in lines)
@@ -223,19 +224,19 @@ def test_who_waits_at_a_terminal_is_told_what_it_does(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.svg"
-    assert main.call(["plan", RACKS, "--picture", str(path), "--json"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--picture", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] == "leader-matrix"
     assert path.read_bytes().startswith(b"<?xml")
 
 
 def test_the_best_are_simulated_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2", "--json"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--bytes", "1MB", "--simulate", "2", "--json"]) == 0
     choices = json.loads(capsys.readouterr().out)["choices"]
     simulated = [choice["simulated_s"] for choice in choices]
     assert simulated[2:] == [None] * (len(choices) - 2)
     for choice, simulated_s in zip(choices[:2], simulated[:2], strict=True):
         assert 0.9 < simulated_s / choice["predicted_s"] < 1.3  # processors and queues cost something
-    assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--bytes", "1MB", "--simulate", "2"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["schedule", "predicted", "simulated"] for line in table)
 
@@ -248,10 +249,10 @@ nodes:
   - {name: a, nics: [{name: ib0, rate: 100Gbit/s, rdma: true}, {name: eth0, rate: 10Gbit/s}], devices: 1}
   - {name: b, nic: 10Gbit/s, devices: 1}
 """)
-    assert main.call(["plan", str(path)]) == 0
+    assert main.run_command_line(["plan", str(path)]) == 0
     assert "RDMA     on a/ib0: CUDA tensors take it, by NCCL; CPU tensors go by TCP" in capsys.readouterr().out
-    assert main.call(["plan", str(path), "--json"]) == 0
+    assert main.run_command_line(["plan", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rdma"] == ["a/ib0"]
     path.write_text("name: pair\nnodes: [{name: a, nic: 10Gbit/s, devices: 1, count: 2}]\n")
-    assert main.call(["plan", str(path)]) == 0
+    assert main.run_command_line(["plan", str(path)]) == 0
     assert "RDMA     absent (no NIC has rdma: true): between nodes all goes by TCP" in capsys.readouterr().out

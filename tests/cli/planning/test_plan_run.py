@@ -40,12 +40,12 @@ def test_predicted_beside_measured(log: EventLog, tmp_path: Path, capsys: pytest
     measured(log, measured_s=9.0, rounds=1)
     measured(log)
     measured(log, bytes=1_000_000, schedule="host", predicted_s=None, measured_s=0.1)
-    assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
+    assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
     host, planned = json.loads(capsys.readouterr().out)["measured"]
     assert (planned["measured_s"], planned["rounds"], planned["measured_over_predicted"]) == (1.25, 9, 1.25)
     assert (planned["bound_s"], planned["fraction_of_bound"]) == (1.0, 0.8)
     assert (host["predicted_s"], host["measured_over_predicted"]) == (None, None)
-    assert main.call(["plan", "--run", str(tmp_path)]) == 0
+    assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 0
     title, first, second, *_ = capsys.readouterr().out.splitlines()
     assert title.startswith("group  plan  schedule ")
     assert " ".join(first.split()) == "0 1 host 1MB 64 40 ms - 100 ms - 9"
@@ -54,7 +54,7 @@ def test_predicted_beside_measured(log: EventLog, tmp_path: Path, capsys: pytest
 
 def test_without_a_cluster_file_there_is_no_bound(log: EventLog, tmp_path: Path, capsys) -> None:
     measured(log)
-    assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
+    assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["measured"]
     assert (row["bound_s"], row["fraction_of_bound"]) == (None, None)
 
@@ -70,7 +70,7 @@ def test_plans_are_kept_apart_each_with_its_own_bound(log: EventLog, tmp_path: P
     plan_made(log, 2, 6.4e-8)
     measured(log, version=2, measured_s=2.0, rounds=50)
     measured(log, version=1, measured_s=1.25, rounds=3)
-    assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
+    assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
     old, new = json.loads(capsys.readouterr().out)["measured"]
     assert (old["version"], old["rounds"], old["measured_s"]) == (1, 3, 1.25)
     assert (new["version"], new["rounds"], new["measured_s"]) == (2, 50, 2.0)
@@ -82,7 +82,7 @@ def test_the_bound_of_the_plan_goes_before_that_of_the_file(log: EventLog, tmp_p
     (tmp_path / "cluster.yaml").write_text(RACKS.read_text())
     plan_made(log, 1, 8e-8)
     measured(log)
-    assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
+    assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["measured"]
     assert row["bound_s"] == pytest.approx(2.0)
 
@@ -90,7 +90,7 @@ def test_the_bound_of_the_plan_goes_before_that_of_the_file(log: EventLog, tmp_p
 def test_only_the_last_attempt_counts(log: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured(log)
     log.write("run_started", attempt=2, command=["x"], cluster="two-racks", world_size=8)
-    assert main.call(["plan", "--run", str(tmp_path)]) == 2
+    assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "ringweave: error: measured collectives: 'none', expected at least one schedule_measured event. Let it run "
         f"longer, or train with more than the small messages that the host library takes. [{tmp_path}/events.jsonl]\n"

@@ -10,19 +10,21 @@ RACKS = "examples/clusters/two-racks.yaml"
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--json", *arguments]) == 0
+    assert main.run_command_line(["simulate", RACKS, "--bytes", "1MB", "--json", *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return json.loads(captured.out)
 
 
 def test_the_screen(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring"]) == 0
+    assert main.run_command_line(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring"]) == 0
     check_golden(GOLDEN / "ring.txt", capsys.readouterr().out)
 
 
 def test_the_screen_of_a_failure(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring", "--fail", "rank:3@20ms"]) == 0
+    assert (
+        main.run_command_line(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring", "--fail", "rank:3@20ms"]) == 0
+    )
     check_golden(GOLDEN / "killed.txt", capsys.readouterr().out)
 
 
@@ -36,7 +38,7 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_name_it_is_the_schedule_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "0", "--json"]) == 0
+    assert main.run_command_line(["plan", RACKS, "--bytes", "1MB", "--simulate", "0", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["chosen"]
     assert document(capsys)["schedule"] == planned
 
@@ -55,7 +57,7 @@ def test_a_node_can_be_slow_only_at_work_that_takes_time(capsys: pytest.CaptureF
     slow = document(capsys, *arguments, "--straggle", "a-1=30")
     assert slow["processors"] == "assumed"
     assert slow["simulated_s"] > 1.2 * costs["simulated_s"]
-    assert main.call(["simulate", RACKS, "--straggle", "a-1=30", "--processors", "none"]) == 2
+    assert main.run_command_line(["simulate", RACKS, "--straggle", "a-1=30", "--processors", "none"]) == 2
     assert (
         capsys.readouterr()
         .err.strip()
@@ -72,7 +74,7 @@ def test_measured_costs_of_processors(tmp_path: Path, capsys: pytest.CaptureFixt
     dear = document(capsys, "--schedule", "ring", "--processors", str(path))
     assert dear["processors"] == str(path)
     assert dear["simulated_s"] > 14 * 0.02, "fourteen rounds, a send and a receive in each"
-    assert main.call(["simulate", RACKS, "--processors", "asumed"]) == 2
+    assert main.run_command_line(["simulate", RACKS, "--processors", "asumed"]) == 2
     assert "costs of processors: 'asumed', expected a file." in capsys.readouterr().err
 
 
@@ -94,7 +96,7 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_large_ring_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("name: large\nnodes:\n  - {name: n, nic: 100Gbit/s, devices: 1, count: 400}\nlatency: 10us\n")
-    assert main.call(["simulate", str(path), "--schedule", "ring", "--bytes", "4MB", "--json"]) == 0
+    assert main.run_command_line(["simulate", str(path), "--schedule", "ring", "--bytes", "4MB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated_s"] == pytest.approx(2 * 399 * (10e-6 + 4e6 / 400 / 12.5e9), rel=1e-6)
 
@@ -105,7 +107,7 @@ def test_measured_rates_take_the_place_of_the_files(tmp_path: Path, capsys: pyte
     before, found = (document(capsys, "--schedule", "ring", *more) for more in ([], ["--rates", str(path)]))
     assert (before["measured_rates"], found["measured_rates"]) == ({}, {"r1->core": 12.5e6})
     assert found["simulated_s"] == pytest.approx(2 * before["simulated_s"], rel=0.05)
-    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring", "--rates", str(path)]) == 0
+    assert main.run_command_line(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring", "--rates", str(path)]) == 0
     out = capsys.readouterr().out
     assert "  r1->core carries 1.75002 MB, 140 ms at its rate\n" in out
     assert out.endswith(f"rates    of 1 of 20 links as measured: {path}\n")
@@ -116,19 +118,19 @@ def test_what_is_too_large_in_segments_is_refused_with_what_helps(
 ) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("name: large\nnodes:\n  - {name: n, nic: 100Gbit/s, devices: 1, count: 400}\n")
-    assert main.call(["simulate", str(path), "--schedule", "ring", "--segments", "8"]) == 2
+    assert main.run_command_line(["simulate", str(path), "--schedule", "ring", "--segments", "8"]) == 2
     expected = (
         "messages of ring: 'more than 2000000', expected at most 2000000, or a schedule that is regular; here there "
         "are 8 segments. Take one segment (simulate --segments 1), or another schedule, such as ring or"
     )
     assert expected in capsys.readouterr().err
-    assert main.call(["simulate", str(path), "--schedule", "ring", "--segments", "1"]) == 0
+    assert main.run_command_line(["simulate", str(path), "--schedule", "ring", "--segments", "1"]) == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_a_trace_on_a_full_disk_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--bytes", "1MB", "--schedule", "ring", "--trace", "/dev/full", "--json")
-    assert main.call(["simulate", RACKS, *arguments]) == 2
+    assert main.run_command_line(["simulate", RACKS, *arguments]) == 2
     text = "--trace: '/dev/full', expected a file that can be written. No space left on device."
     assert json.loads(capsys.readouterr().out) == {"error": text}
 
@@ -147,5 +149,5 @@ def test_a_trace_on_a_full_disk_is_an_error_in_one_line(capsys: pytest.CaptureFi
     ],
 )
 def test_wrong_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["simulate", RACKS, *arguments]) == 2
+    assert main.run_command_line(["simulate", RACKS, *arguments]) == 2
     assert text in capsys.readouterr().err

@@ -6,7 +6,7 @@ from ringweave.cli import main
 
 
 def answer(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict:
-    assert main.call(["split", *argv, "--json"]) == code
+    assert main.run_command_line(["split", *argv, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -31,12 +31,12 @@ def test_what_cannot_be_names_the_nearest(gpus, capacity, below, above, capsys: 
 
 
 def test_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["split", "--gpus", "11", "--capacity", "10,2,5"]) == 0
+    assert main.run_command_line(["split", "--gpus", "11", "--capacity", "10,2,5"]) == 0
     assert capsys.readouterr().out == "11 on 2 of 3 nodes\nnode 0: 8 of 10\nnode 1: not used, of 2\nnode 2: 3 of 5\n"
 
 
 def test_a_refusal_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["split", "--gpus", "5", "--capacity", "4,4"]) == 2
+    assert main.run_command_line(["split", "--gpus", "5", "--capacity", "4,4"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
@@ -55,7 +55,7 @@ def test_a_refusal_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["split", *argv, "--json"]) == 2
+    assert main.run_command_line(["split", *argv, "--json"]) == 2
     captured = capsys.readouterr()
     assert text in captured.err
     assert text in json.loads(captured.out)["error"]

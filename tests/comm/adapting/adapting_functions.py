@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringweave.comm.adapting import starting
-from ringweave.comm.adapting.consulting import Council
-from ringweave.comm.adapting.directing import Decision
-from ringweave.comm.adapting.surveying import survey
-from ringweave.comm.transport.connecting import Door
+from ringweave.comm.transport.connect import ChannelListener
 from ringweave.comm.transport.sockets import SocketTransport
+from ringweave.comm.tuning.control_tree import ControlTree, run_survey
+from ringweave.comm.tuning.selector import ScheduleDecision
 from ringweave.planning import Plan
-from ringweave.planning.adapting import Report, Ruling, Situation, Stream
+from ringweave.planning.autotune import GroupPlacement, SurveyStream, TuningDecision, TuningReport, tuner
 from ringweave.testing.ranks import announce
 
 
@@ -147,19 +145,21 @@ def reduce_unequal_sizes() -> str:
 def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[str], list[float]]:
     """What a council says to every rank's numbers, and a survey of the nodes, on a transport of this test's own."""
     group: Any = dist.group.WORLD
-    members, door = group.members, group._doors[1]
-    assert isinstance(door, Door)
+    members, door = group.members, group._listeners[1]
+    assert isinstance(door, ChannelListener)
     transport = SocketTransport(door, 1, members, timedelta(seconds=300))
-    council = Council(members, transport, tag=7, timeout_s=300)
+    council = ControlTree(members, transport, tag=7, timeout_s=300)
     own = float(dist.get_rank())
     texts = [
-        council.consult([own, -own, float("nan"), own if own else float("nan")], lambda numbers: f"{numbers}"),
-        council.consult([own] * 5, lambda _: ""),
-        council.consult([own], lambda numbers: "x" * 100_000),
+        council.reduce_and_decide(
+            [own, -own, float("nan"), own if own else float("nan")], lambda numbers: f"{numbers}"
+        ),
+        council.reduce_and_decide([own] * 5, lambda _: ""),
+        council.reduce_and_decide([own], lambda numbers: "x" * 100_000),
     ]
-    streams = [[Stream(*stream) for stream in phase] for phase in phases]
-    found = survey(streams, members, council, transport, tag=7, timeout_s=300)
-    texts.append(council.consult(found, lambda rates: str([rate > 0 for rate in rates])))
+    streams = [[SurveyStream(*stream) for stream in phase] for phase in phases]
+    found = run_survey(streams, members, council, transport, tag=7, timeout_s=300)
+    texts.append(council.reduce_and_decide(found, lambda rates: str([rate > 0 for rate in rates])))
     transport.close()
     return texts, found
 
@@ -167,34 +167,36 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
 class Scripted:
     """An adviser that has the network surveyed at the second consultation, and then rules another plan, ring first."""
 
-    def __init__(self, where: Situation, plan: Plan, tuned: Mapping[int, str], estimate: object) -> None:
+    def __init__(self, where: GroupPlacement, plan: Plan, tuned: Mapping[int, str], estimate: object) -> None:
         del where, tuned, estimate
-        self.plan, self.rates, self.tuned, self.num_rules = plan, {}, {}, 0
+        self.plan, self.rates, self.winners, self.num_rules = plan, {}, {}, 0
 
-    def rule(self, report: Report, now_s: float) -> Ruling:
+    def decide(self, report: TuningReport, now_s: float) -> TuningDecision:
         self.num_rules += 1
-        phases = ((Stream(0, 1, 200_000), Stream(1, 0, 200_000)),)
-        found = [Ruling(num_bytes=0, schedule="ring", next_in=5), Ruling(num_bytes=0, phases=phases)]
-        return dict(enumerate(found, 1)).get(self.num_rules, Ruling(num_bytes=0, schedule="direct", next_in=10**6))
+        phases = ((SurveyStream(0, 1, 200_000), SurveyStream(1, 0, 200_000)),)
+        found = [TuningDecision(num_bytes=0, schedule="ring", next_in=5), TuningDecision(num_bytes=0, phases=phases)]
+        return dict(enumerate(found, 1)).get(
+            self.num_rules, TuningDecision(num_bytes=0, schedule="direct", next_in=10**6)
+        )
 
-    def resolve(self, num_bytes: int, rates: list[float], now_s: float, seconds: float) -> Ruling:
+    def decide_after_survey(self, num_bytes: int, rates: list[float], now_s: float, seconds: float) -> TuningDecision:
         assert all(rate > 0 for rate in rates)
         assert len(rates) == 2
         other = replace(self.plan, ring_order=self.plan.ring_order[::-1])
-        return Ruling(num_bytes=num_bytes, schedule="ring", plan=str(other), next_in=4)
+        return TuningDecision(num_bytes=num_bytes, schedule="ring", plan=str(other), next_in=4)
 
-    def take_notes(self) -> list[tuple[str, dict]]:
+    def take_events(self) -> list[tuple[str, dict]]:
         return []
 
 
 def switch_plans(count: int) -> tuple[dict[str, int], list[tuple[str, tuple[int, ...], int]]]:
     """Checked allreduces while a scripted adviser rules: what they were done by, and by which plan and version."""
-    starting.Adviser = Scripted
+    tuner.Autotuner = Scripted
     group: Any = dist.group.WORLD
-    director, seen = group._engine._director, []
+    director, seen = group._engine._selector, []
     decide = director.decide
 
-    def noted(*args: Any, **kwargs: Any) -> Decision:
+    def noted(*args: Any, **kwargs: Any) -> ScheduleDecision:
         decision = decide(*args, **kwargs)
         seen.append((decision.choice.schedule, decision.plan.ring_order, decision.version))
         return decision

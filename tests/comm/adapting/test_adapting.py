@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.planning.adapting.tuning import MAX_ROUNDS
-from ringweave.telemetry.events import read
+from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS
+from ringweave.telemetry.events import read_events
 from ringweave.testing.ranks import Ranks, run_ranks
 from tests.comm.adapting import adapting_functions
 
@@ -26,7 +26,9 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def events(environ: dict[str, str], kind: str) -> list[dict]:
-    return [event for event in read(Path(environ["RINGWEAVE_RUN_DIR"]) / "events.jsonl") if event["kind"] == kind]
+    return [
+        event for event in read_events(Path(environ["RINGWEAVE_RUN_DIR"]) / "events.jsonl") if event["kind"] == kind
+    ]
 
 
 def first_tuned(environ: dict[str, str]) -> list[dict]:
@@ -53,7 +55,7 @@ def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str
     assert all(len(event["measured_s"]) == 4 and "host" in event["measured_s"] for event in tuned)
     for event in tuned:
         assert event["measured_s"][event["schedule"]] <= 1.031 * min(event["measured_s"].values())
-    most_trials = 2 * (1 + MAX_ROUNDS) * len(events(environ, "plan_made"))
+    most_trials = 2 * (1 + MAX_TRIAL_ROUNDS) * len(events(environ, "plan_made"))
     often = {name for name, count in large_ones(counts[0], 60).items() if count > most_trials}
     assert often <= winners(environ)
     measured = events(environ, "schedule_measured")

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from ringweave.comm.adapting.directing import Asked, Decision, Director, Ticket
-from ringweave.comm.adapting.timings import Timings
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.transport.seam import TransferFailedError
-from ringweave.planning import Choice
-from ringweave.planning.adapting import Report, Ruling
-from ringweave.telemetry.events import EventLog, read
+from ringweave.comm.counters import ScheduleTimings
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
+from ringweave.planning import ScheduleChoice
+from ringweave.planning.autotune import TuningDecision, TuningReport
+from ringweave.telemetry.events import EventLog, read_events
 
 SIZE = 10**6
-MEMBERS = Members((Member(0, Place("a", "127.0.0.1"), ()),), 0, b"")
+MEMBERS = GroupInfo((RankInfo(0, RankLocation("a", "127.0.0.1"), ()),), 0, b"")
 
 
 class Transport:
@@ -26,29 +26,29 @@ class Transport:
 
 
 class Guide:
-    adapts = True
+    is_tunable = True
 
     def __init__(self) -> None:
         self.limits_s: list[float | None] = []
         self.is_cut = False
 
-    def get(self, timeout_s: float | None = None) -> Any:
+    def wait_for_plan(self, timeout_s: float | None = None) -> Any:
         self.limits_s.append(timeout_s)
         return "plan"
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self.is_cut = True
 
-    def choose(self, num_bytes: int, name: str | None) -> Choice:
-        return Choice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
+    def choose(self, num_bytes: int, name: str | None) -> ScheduleChoice:
+        return ScheduleChoice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
 
 
 class Adviser:
-    def __init__(self, rulings: Iterator[Ruling]) -> None:
+    def __init__(self, rulings: Iterator[TuningDecision]) -> None:
         self.rulings = rulings
-        self.reports: list[Report] = []
+        self.reports: list[TuningReport] = []
 
-    def rule(self, report: Report, now_s: float) -> Ruling:
+    def decide(self, report: TuningReport, now_s: float) -> TuningDecision:
         self.reports.append(report)
         return next(self.rulings)
 
@@ -56,32 +56,32 @@ class Adviser:
 class Group:
     """A director, and what was decided in which order."""
 
-    def __init__(self, *rulings: Ruling) -> None:
+    def __init__(self, *rulings: TuningDecision) -> None:
         self.adviser = Adviser(iter(rulings))
         make: Any = lambda plan: self.adviser  # noqa: E731
-        self.timings = Timings(None, 0, "g")
+        self.timings = ScheduleTimings(None, 0, "g")
         self.guide: Any = Guide()
-        self.director = Director(self.guide, MEMBERS, make, lambda adviser: None, self.timings)
+        self.director = ScheduleSelector(self.guide, MEMBERS, make, lambda adviser: None, self.timings)
         self.decided: list[tuple[int, str]] = []
         self.num_admitted = 0
 
-    def admit(self, num_bytes: int = SIZE, forced: str | None = None, host_can: bool = True) -> Ticket:
+    def admit(self, num_bytes: int = SIZE, forced: str | None = None, host_can: bool = True) -> PendingCollective:
         self.num_admitted += 1
         number = self.num_admitted
         note = lambda decision: self.decided.append((number, decision.choice.schedule))  # noqa: E731
-        return self.director.admit(Asked(num_bytes=num_bytes, forced=forced, host_can=host_can), note)
+        return self.director.admit(CollectiveRequest(num_bytes=num_bytes, forced=forced, native_can=host_can), note)
 
-    def decide(self, ticket: Ticket) -> Decision:
+    def decide(self, ticket: PendingCollective) -> ScheduleDecision:
         transport: Any = Transport()
-        return self.director.decide(ticket, transport, tag=0, timeout_s=1.0)
+        return self.director.wait_for_decision(ticket, transport, tag=0, timeout_s=1.0)
 
 
-def trial(name: str) -> Ruling:
-    return Ruling(num_bytes=SIZE, schedule=name, is_trial=True)
+def trial(name: str) -> TuningDecision:
+    return TuningDecision(num_bytes=SIZE, schedule=name, is_trial=True)
 
 
-def settled(name: str, next_in: int) -> Ruling:
-    return Ruling(num_bytes=SIZE, schedule=name, next_in=next_in)
+def settled(name: str, next_in: int) -> TuningDecision:
+    return TuningDecision(num_bytes=SIZE, schedule=name, next_in=next_in)
 
 
 def test_those_behind_one_that_is_due_wait_for_the_ruling() -> None:
@@ -98,7 +98,7 @@ def test_a_trial_keeps_those_behind_waiting_until_it_is_through() -> None:
     first, second = group.admit(), group.admit()
     assert group.decide(first).is_trial
     assert group.decided == [(1, "ring")]
-    group.director.finish(first, 2.5)
+    group.director.record_finished(first, 2.5)
     group.decide(second)
     assert group.decided == [(1, "ring"), (2, "direct")]
     assert group.adviser.reports[1].trial_s == 2.5
@@ -112,7 +112,7 @@ def test_a_trial_waits_for_those_before_it() -> None:
     thread = threading.Thread(target=lambda: (group.decide(second), reached.set()))
     thread.start()
     assert not reached.wait(0.05)
-    group.director.finish(first, 1.0)
+    group.director.record_finished(first, 1.0)
     assert reached.wait(60)
     thread.join()
 
@@ -131,13 +131,13 @@ def test_times_are_reported_once_without_the_newest() -> None:
     for number in range(21):
         ticket = group.admit()
         group.decide(ticket)
-        group.director.finish(ticket, float(number))
+        group.director.record_finished(ticket, float(number))
     assert group.adviser.reports[1].window == tuple(number / SIZE for number in range(6))
     assert group.adviser.reports[2].window == tuple(number / SIZE for number in range(6, 16))
 
 
 def test_classes_are_due_by_themselves() -> None:
-    other = Ruling(num_bytes=8 * SIZE, schedule="direct", next_in=100)
+    other = TuningDecision(num_bytes=8 * SIZE, schedule="direct", next_in=100)
     group = Group(settled("ring", 100), other)
     first, second = group.admit(), group.admit(8 * SIZE)
     group.decide(first)
@@ -160,7 +160,7 @@ def test_whoever_waits_when_the_group_is_cut_goes() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    group.director.cut()
+    group.director.abort()
     assert group.guide.is_cut
     thread.join(60)
     assert [str(failure) for failure in failures] == ["the connections of this group were cut"]
@@ -170,22 +170,24 @@ def test_whoever_waits_when_the_group_is_cut_goes() -> None:
 
 def test_the_plan_may_take_as_long_as_the_collective() -> None:
     group = Group()
-    group.director.admit(Asked(num_bytes=SIZE, forced="ring", host_can=True), lambda decision: None, 86_400.0)
+    group.director.admit(
+        CollectiveRequest(num_bytes=SIZE, forced="ring", native_can=True), lambda decision: None, 86_400.0
+    )
     assert group.guide.limits_s[0] == 86_400.0
 
 
 def test_timings_write_medians_of_each_kind(tmp_path) -> None:
     now = [0.0]
-    timings = Timings(EventLog(tmp_path / "events.jsonl"), 3, "g", clock=lambda: now[0])
-    by_host = Choice(schedule="host", num_segments=1, lag=0, window=1, predicted_s=float("inf"))
-    ring = Choice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
+    timings = ScheduleTimings(EventLog(tmp_path / "events.jsonl"), 3, "g", clock=lambda: now[0])
+    by_host = ScheduleChoice(schedule="host", num_segments=1, lag=0, window=1, predicted_s=float("inf"))
+    ring = ScheduleChoice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
     for seconds in (1.0, 3.0, 2.0):
-        timings.note(1, ring, 100, seconds)
-    assert list(read(tmp_path / "events.jsonl")) == []
+        timings.record(1, ring, 100, seconds)
+    assert list(read_events(tmp_path / "events.jsonl")) == []
     now[0] = 31.0
-    timings.note(1, by_host, 100, 7.0)
+    timings.record(1, by_host, 100, 7.0)
     timings.flush()
-    events = {event["schedule"]: event for event in read(tmp_path / "events.jsonl")}
+    events = {event["schedule"]: event for event in read_events(tmp_path / "events.jsonl")}
     del events["ring"]["time"]
     expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "version": 1}
     kind = {"schedule": "ring", "bytes": 100, "num_segments": 4, "lag": 1, "window": 8, "rounds": 3}
@@ -194,13 +196,13 @@ def test_timings_write_medians_of_each_kind(tmp_path) -> None:
 
 
 def test_timings_keep_plans_apart_and_write_in_the_order_of_what_came_first(tmp_path) -> None:
-    timings = Timings(EventLog(tmp_path / "events.jsonl"), 0, "g")
-    ring = Choice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
-    timings.note(2, ring, 200, 9.0)
+    timings = ScheduleTimings(EventLog(tmp_path / "events.jsonl"), 0, "g")
+    ring = ScheduleChoice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
+    timings.record(2, ring, 200, 9.0)
     for num_bytes in range(300, 700, 10):
-        timings.note(1, ring, num_bytes, 1.0)
-    timings.note(1, ring, 200, 3.0)
-    timings.note(2, ring, 200, 11.0)
+        timings.record(1, ring, num_bytes, 1.0)
+    timings.record(1, ring, 200, 3.0)
+    timings.record(2, ring, 200, 11.0)
     timings.flush()
-    rows = [(e["version"], e["bytes"], e["measured_s"]) for e in read(tmp_path / "events.jsonl")]
+    rows = [(e["version"], e["bytes"], e["measured_s"]) for e in read_events(tmp_path / "events.jsonl")]
     assert rows == [(2, 200, 10.0), *((1, num_bytes, 1.0) for num_bytes in range(300, 700, 10)), (1, 200, 3.0)]

@@ -14,12 +14,12 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from ringweave.comm.adapting import hosting
-from ringweave.comm.adapting.hosting import Hosts
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.comm import native_backend
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.native_backend import NativeBackends
+from ringweave.comm.transport.interface import TransferFailedError
 
-RANKS = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), ()) for rank in range(2))
+RANKS = tuple(RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), ()) for rank in range(2))
 
 
 class Gloo:
@@ -33,19 +33,19 @@ class Gloo:
         return SimpleNamespace(wait=lambda limit: None)
 
 
-def hosts(timeout: timedelta = timedelta(seconds=10), clone: Callable[[], Any] = HashStore) -> Hosts:
+def hosts(timeout: timedelta = timedelta(seconds=10), clone: Callable[[], Any] = HashStore) -> NativeBackends:
     store: Any = SimpleNamespace(clone=clone)
-    return Hosts(store, Members(RANKS, 0, b""), timeout, cut_own=lambda: None)
+    return NativeBackends(store, GroupInfo(RANKS, 0, b""), timeout, abort_group_backend=lambda: None)
 
 
 def test_what_is_made_while_the_group_is_cut_is_cut_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     made, under = Gloo(), hosts()
 
     def make(*_: object) -> Gloo:
-        under.cut()
+        under.abort()
         return made
 
-    monkeypatch.setattr(hosting, "ProcessGroupGloo", make)
+    monkeypatch.setattr(native_backend, "ProcessGroupGloo", make)
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
     assert made.cut_from == [1]
@@ -57,7 +57,7 @@ def test_a_peer_that_stops_before_it_connects_is_not_waited_for_long(
 ) -> None:
     """Nobody can end the constructor."""
     limits: list[timedelta] = []
-    monkeypatch.setattr(hosting, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
+    monkeypatch.setattr(native_backend, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
     hosts(timedelta(seconds=limit_s)).prepare(0, lambda: None)
     assert limits == [timedelta(seconds=waited_s)]
 
@@ -79,9 +79,9 @@ def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytes
 
     def cut() -> None:
         is_stopped.wait(60)
-        under.cut()
+        under.abort()
 
-    monkeypatch.setattr(hosting, "ProcessGroupGloo", stand_still)
+    monkeypatch.setattr(native_backend, "ProcessGroupGloo", stand_still)
     threading.Thread(target=cut).start()
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
@@ -91,7 +91,7 @@ def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytes
 
 def test_all_ranks_are_there_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(hosting, "ProcessGroupGloo", lambda *_: done.append("made"))
+    monkeypatch.setattr(native_backend, "ProcessGroupGloo", lambda *_: done.append("made"))
     under = hosts()
     for lane in (0, 0, 1):
         under.prepare(lane, lambda: done.append("met"))
@@ -175,14 +175,14 @@ class Slow:
 
 
 def test_a_work_that_ends_is_waited_for_as_long_as_nobody_cuts() -> None:
-    assert hosting.wait(cast(Any, Slow(5)), lambda: False)
+    assert native_backend.wait_for_gloo(cast(Any, Slow(5)), lambda: False)
     with pytest.raises(RuntimeError, match="gone"):
-        hosting.wait(cast(Any, Slow(5, "gone")), lambda: False)
+        native_backend.wait_for_gloo(cast(Any, Slow(5, "gone")), lambda: False)
     with pytest.raises(RuntimeError, match="timed out"):
-        hosting.wait(cast(Any, Slow(10**9)), lambda: False, timedelta(seconds=0.1))
+        native_backend.wait_for_gloo(cast(Any, Slow(10**9)), lambda: False, timedelta(seconds=0.1))
 
 
 def test_after_a_cut_what_is_about_to_end_has_a_moment() -> None:
-    assert hosting.wait(cast(Any, Slow(3)), lambda: True)
-    with pytest.raises(hosting.StuckError):
-        hosting.wait(cast(Any, Slow(10**9)), lambda: True)
+    assert native_backend.wait_for_gloo(cast(Any, Slow(3)), lambda: True)
+    with pytest.raises(native_backend.StuckWorkError):
+        native_backend.wait_for_gloo(cast(Any, Slow(10**9)), lambda: True)

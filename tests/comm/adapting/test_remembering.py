@@ -2,8 +2,8 @@ import time
 from pathlib import Path
 
 from ringweave import planning, topology
-from ringweave.comm.adapting.remembering import TuningCache
-from ringweave.planning.adapting import MAX_AGE_S
+from ringweave.comm.tuning.selector import TuningCache
+from ringweave.planning.autotune import MAX_AGE_S
 
 
 def plan_of(rate: str) -> planning.Plan:
@@ -12,7 +12,7 @@ def plan_of(rate: str) -> planning.Plan:
 
 
 def test_what_was_saved_is_loaded_for_the_same_plan_only(tmp_path: Path) -> None:
-    cache = TuningCache.of_user({"XDG_CACHE_HOME": str(tmp_path)})
+    cache = TuningCache.for_user({"XDG_CACHE_HOME": str(tmp_path)})
     assert cache.load(plan_of("1Gbit/s")) == {}
     cache.save(plan_of("1Gbit/s"), {40: "ring", 50: "host"})
     assert cache.load(plan_of("1Gbit/s")) == {40: "ring", 50: "host"}
@@ -21,7 +21,7 @@ def test_what_was_saved_is_loaded_for_the_same_plan_only(tmp_path: Path) -> None
 
 
 def test_a_relative_cache_folder_counts_as_none(tmp_path: Path) -> None:
-    cache = TuningCache.of_user({"XDG_CACHE_HOME": "here", "HOME": str(tmp_path)})
+    cache = TuningCache.for_user({"XDG_CACHE_HOME": "here", "HOME": str(tmp_path)})
     cache.save(plan_of("1Gbit/s"), {40: "ring"})
     assert len(list((tmp_path / ".cache" / "ringweave" / "tuning").iterdir())) == 1
 

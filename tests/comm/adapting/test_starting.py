@@ -7,33 +7,37 @@ import pytest
 from torch.distributed import HashStore
 
 from ringweave import topology
-from ringweave.comm.adapting.starting import APART, EPOCH, Scribe, make_director
-from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX, GroupEventLog, make_selector
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import Plan
-from ringweave.planning.adapting import Report, Situation
+from ringweave.planning.autotune import GroupPlacement, TuningReport
 
 NODES = ("a-0", "a-1", "a-2", "a-3")
-MEMBERS = Members(tuple(Member(rank, Place(node, "127.0.0.1"), ()) for rank, node in enumerate(NODES)), 0, b"")
+MEMBERS = GroupInfo(
+    tuple(RankInfo(rank, RankLocation(node, "127.0.0.1"), ()) for rank, node in enumerate(NODES)), 0, b""
+)
 TEXT = "name: c\nnodes: [{name: a, nic: 1Gbit/s, devices: 1, count: 4}]\n"
 
 
-@pytest.mark.parametrize(("group", "expected"), [("0", 1), (f"{EPOCH}1.2", 0), (f"{APART}1.2", 0)])
+@pytest.mark.parametrize(
+    ("group", "expected"), [("0", 1), (f"{GENERATION_GROUP_PREFIX}1.2", 0), (f"{REDUCE_GROUP_PREFIX}1.2", 0)]
+)
 def test_groups_that_all_wait_for_simulate_nothing(
     group: str, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     simulated: list[int] = []
 
-    def estimate(self: Situation, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
+    def estimate(self: GroupPlacement, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
         simulated.append(num_bytes)
         return {}
 
-    monkeypatch.setattr(Situation, "estimate", estimate)
+    monkeypatch.setattr(GroupPlacement, "simulate_candidates", estimate)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    where = Situation(cluster=topology.loads(TEXT), nodes=NODES)
-    scribe = Scribe(None, 0, group)
+    where = GroupPlacement(cluster=topology.loads(TEXT), nodes=NODES)
+    scribe = GroupEventLog(None, 0, group)
     limit = timedelta(seconds=60)
-    director = make_director(HashStore(), MEMBERS, WorkerEnvironment.from_environ({}), where, limit, scribe)
-    ruling = director._make_adviser(director.plan).rule(Report(num_bytes=10**6), 0.0)
+    director = make_selector(HashStore(), MEMBERS, WorkerEnvironment.from_environ({}), where, limit, scribe)
+    ruling = director._make_autotuner(director.plan).decide(TuningReport(num_bytes=10**6), 0.0)
     assert ruling.is_trial
     assert len(simulated) == expected

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.probing.findings import Findings
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.probing.network_measurement import NetworkMeasurement
 
 TOKEN = bytes(16)
-FOUND = Findings(
+FOUND = NetworkMeasurement(
     time=1000.0,
     wall_s=1.5,
     num_batches=2,
@@ -38,8 +38,8 @@ def at_once(*calls_: Callable[[], Any]) -> list[Any]:
     return got
 
 
-def group(num_nodes: int, ranks_a_node: int = 1) -> list[Members]:
+def group(num_nodes: int, ranks_a_node: int = 1) -> list[GroupInfo]:
     """The members of a group as each rank sees them; the node of each has a loopback address of its own."""
-    places = [Place(f"n{node}", f"127.0.0.{node + 1}") for node in range(num_nodes) for _ in range(ranks_a_node)]
-    ranks = tuple(Member(rank, place, ()) for rank, place in enumerate(places))
-    return [Members(ranks, rank, TOKEN) for rank in range(len(ranks))]
+    places = [RankLocation(f"n{node}", f"127.0.0.{node + 1}") for node in range(num_nodes) for _ in range(ranks_a_node)]
+    ranks = tuple(RankInfo(rank, place, ()) for rank, place in enumerate(places))
+    return [GroupInfo(ranks, rank, TOKEN) for rank in range(len(ranks))]

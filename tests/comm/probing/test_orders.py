@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.probing import calls, conducting, orders
-from ringweave.comm.probing.calls import Kind
-from ringweave.comm.probing.conducting import Conductor
-from ringweave.comm.probing.flowing import Part, Timing
-from ringweave.comm.probing.orders import Line
-from ringweave.comm.transport.connecting import Door, open_doors
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.probing import flows, probe_coordinator
+from ringweave.comm.probing.flows import FlowTiming, ProbeConnectionKind, RankFlows
+from ringweave.comm.probing.probe_coordinator import JsonConnection, ProbeCoordinator
+from ringweave.comm.transport.connect import ChannelListener, open_listeners
 from ringweave.errors import PeerError
-from ringweave.topology.recovery import Batch, Flow
+from ringweave.topology.inference import Flow, FlowBatch
 from tests.comm.probing.parts import TOKEN, at_once
-from tests.wire.test_bad_bytes import mutated
+from tests.wire.mutations import mutated
 
-PART = Part(number=3, sends_to=[1], receives_from=[1], timing=Timing(), rails=[0])
-FLOW = orders.flow_order(PART)
+PART = RankFlows(number=3, sends_to=[1], receives_from=[1], timing=FlowTiming(), rails=[0])
+FLOW = probe_coordinator.flow_command(PART)
 
 
 def received(data: bytes) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def received(data: bytes) -> dict[str, Any]:
     theirs, ours = socket.socketpair()
     with theirs:
         theirs.sendall(data)
-    line = Line(ours, "rank 0 (node n0)")
+    line = JsonConnection(ours, "rank 0 (node n0)")
     try:
         return line.receive()
     finally:
@@ -54,7 +52,7 @@ def received(data: bytes) -> dict[str, Any]:
     ids=lambda value: repr(value[:12]),
 )
 def test_rubbish_is_a_peer_that_is_lost(data: bytes, got: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "_MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr(probe_coordinator, "_MAX_LINE_BYTES", 10_000)
     with pytest.raises(PeerError, match=f"probing the network: .*({got}).*, expected rank 0 .node n0. to measure"):
         received(data)
 
@@ -72,13 +70,14 @@ def test_mutated_lines_are_read_or_refused() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[list[tuple[Members, Door]]]:
+def pair() -> Iterator[list[tuple[GroupInfo, ChannelListener]]]:
     """Two probing ranks and their doors."""
-    doors = [open_doors([f"127.0.0.{rank + 1}"], 1)[0] for rank in range(2)]
+    doors = [open_listeners([f"127.0.0.{rank + 1}"], 1)[0] for rank in range(2)]
     ranks = tuple(
-        Member(rank, Place(f"n{rank}", f"127.0.0.{rank + 1}"), (door.entrance,)) for rank, door in enumerate(doors)
+        RankInfo(rank, RankLocation(f"n{rank}", f"127.0.0.{rank + 1}"), (door.endpoint,))
+        for rank, door in enumerate(doors)
     )
-    yield [(Members(ranks, rank, TOKEN), door) for rank, door in enumerate(doors)]
+    yield [(GroupInfo(ranks, rank, TOKEN), door) for rank, door in enumerate(doors)]
     for door in doors:
         door.close()
 
@@ -101,20 +100,22 @@ def pair() -> Iterator[list[tuple[Members, Door]]]:
     ],
     ids=str,
 )
-def test_what_is_no_order_ends_the_probing_of_a_rank(pair: list[tuple[Members, Door]], order: dict[str, Any]) -> None:
+def test_what_is_no_order_ends_the_probing_of_a_rank(
+    pair: list[tuple[GroupInfo, ChannelListener]], order: dict[str, Any]
+) -> None:
     (first, first_door), (second, second_door) = pair
 
     def lead() -> None:
-        calling = calls.callers(first_door.outer)
-        while (answered := calls.answer(calling, first, 60.0)) is None:
+        calling = flows.incoming_probers(first_door.tcp_sockets)
+        while (answered := flows.accept_prober(calling, first, 60.0)) is None:
             pass
-        line = Line(answered[1], "rank 1")
+        line = JsonConnection(answered[1], "rank 1")
         line.send(order)
         with pytest.raises(PeerError, match="it hung up"):
             line.receive()
         line.close()
 
-    led, obeyed = at_once(lead, lambda: orders.obey(second, second_door.outer))
+    led, obeyed = at_once(lead, lambda: probe_coordinator.follow_coordinator(second, second_door.tcp_sockets))
     assert led is None
     assert isinstance(obeyed, PeerError)
     assert "no order: {" in str(obeyed)
@@ -123,13 +124,13 @@ def test_what_is_no_order_ends_the_probing_of_a_rank(pair: list[tuple[Members, D
 @pytest.mark.parametrize("latency", ["{}", '{"latency_s": NaN}', '{"latency_s": -1}', '{"latency_s": "1"}'])
 @pytest.mark.parametrize("rates", ["{}", '{"rates": {"0": [1.0, 1.0]}}', '{"rates": {"0": [1e400]}}', '{"rates": [1]}'])
 def test_a_report_that_is_none_is_the_fault_of_who_sent_it(
-    pair: list[tuple[Members, Door]], latency: str, rates: str, monkeypatch: pytest.MonkeyPatch
+    pair: list[tuple[GroupInfo, ChannelListener]], latency: str, rates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conducting.orders, "follow", lambda *_: {})
+    monkeypatch.setattr(probe_coordinator, "execute_command", lambda *_: {})
     (first, first_door), (second, _) = pair
 
     def say() -> None:
-        line = Line(calls.call(second, 0, Kind.ORDERS, 0, 60.0), "rank 0")
+        line = JsonConnection(flows.connect_prober(second, 0, ProbeConnectionKind.COMMANDS, 0, 60.0), "rank 0")
         for text in (latency, rates):
             line.receive()
             line._file.write(text.encode() + b"\n")
@@ -137,12 +138,12 @@ def test_a_report_that_is_none_is_the_fault_of_who_sent_it(
         line.close()
 
     def lead() -> None:
-        conductor = Conductor(first, first_door.outer, 60.0)
+        conductor = ProbeCoordinator(first, first_door.tcp_sockets, 60.0)
         expected = r"probing the network: \{.*\}, expected what rank 1 .node n1. has measured\. Run the same ringweave"
         with pytest.raises(PeerError, match=expected):
-            conductor.latencies(((1, 0),))
+            conductor.measure_latencies(((1, 0),))
         with pytest.raises(PeerError, match=expected):
-            conductor.rates(Batch((Flow(0, 1),), "pairs"), Timing())
+            conductor.measure_rates(FlowBatch((Flow(0, 1),), "pairs"), FlowTiming())
         conductor.close()
 
     assert at_once(lead, say) == [None, None]

@@ -7,10 +7,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from ringweave import schedules
-from ringweave.comm.running import device
-from ringweave.comm.running.reductions import reduction_for
+from ringweave.comm.engine import device
+from ringweave.comm.engine.reductions import reduction_for
 from ringweave.errors import CommunicationError
-from ringweave.schedules.projection import Transfer
+from ringweave.schedules.program import Transfer
 
 CUDA = torch.device("cuda")
 
@@ -50,7 +50,7 @@ class OnDevice(torch.Tensor):
 
 
 def transfers(rank: int, num_ranks: int) -> list[Transfer]:
-    return list(schedules.project(schedules.generate("ring", num_ranks), rank))
+    return list(schedules.project_rank(schedules.generate("ring", num_ranks), rank))
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -69,15 +69,15 @@ def test_a_group_of_messages_without_a_work_is_not_waited_for() -> None:
     library: Any = Library()
     library._end_coalescing = lambda device: None
     piece = (transfers(0, 2)[0], torch.ones(1))
-    assert device._exchange(library, [piece], CUDA, tag=0) == []
+    assert device._start_round(library, [piece], CUDA, tag=0) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_what_nccl_does_not_send_is_refused(dtype: torch.dtype) -> None:
     text = rf"reduce operation avg on an accelerator: '{dtype}', expected a dtype that NCCL sends\. Convert"
     with pytest.raises(CommunicationError, match=text):
-        device.check_dtype(reduction_for(ReduceOp.AVG, dtype), dtype)
+        device.check_sendable(reduction_for(ReduceOp.AVG, dtype), dtype)
 
 
 def test_what_nccl_sends_is_not_refused() -> None:
-    device.check_dtype(reduction_for(ReduceOp.SUM, torch.bfloat16), torch.bfloat16)
+    device.check_sendable(reduction_for(ReduceOp.SUM, torch.bfloat16), torch.bfloat16)

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ringweave.comm.adapting.directing import Asked, Decision, Ticket
-from ringweave.comm.counters import Counters
-from ringweave.comm.faults import Report
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.running import engine
-from ringweave.comm.running.engine import NUM_LANES, Engine
-from ringweave.comm.running.reductions import reduction_for
-from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.comm.counters import CollectiveCounters
+from ringweave.comm.engine import engine
+from ringweave.comm.engine.engine import NUM_CHANNELS, CollectiveEngine
+from ringweave.comm.engine.reductions import reduction_for
+from ringweave.comm.failure_registry import CollectiveFailureReport
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision
 from ringweave.errors import CommunicationError, PeerError
-from ringweave.planning import Choice
-from ringweave.schedules import HOST
-from ringweave.telemetry.events import EventLog, read
-from ringweave.training.elastic import seams
+from ringweave.planning import ScheduleChoice
+from ringweave.schedules import NATIVE
+from ringweave.telemetry.events import EventLog, read_events
+from ringweave.training.elastic import trainer_interface
 
-MEMBERS = Members((Member(0, Place("a", "127.0.0.1"), ()),), 0, b"")
+MEMBERS = GroupInfo((RankInfo(0, RankLocation("a", "127.0.0.1"), ()),), 0, b"")
 SOON = timedelta(seconds=100)
 
 
@@ -52,28 +52,32 @@ class Director:
         self.num_admitted = 0
         self.met: list[int] = []
 
-    def admit(self, asked: Asked, bind: Callable[[Decision], None], timeout_s: float) -> Ticket:
+    def admit(
+        self, asked: CollectiveRequest, bind: Callable[[ScheduleDecision], None], timeout_s: float
+    ) -> PendingCollective:
         self.num_admitted += 1
-        choice = Choice(schedule=self.schedule, num_segments=1, lag=0, window=1, predicted_s=1.0)
-        decision = Decision(choice, self.plan, 1)
+        choice = ScheduleChoice(schedule=self.schedule, num_segments=1, lag=0, window=1, predicted_s=1.0)
+        decision = ScheduleDecision(choice, self.plan, 1)
         bind(decision)
-        return Ticket(self.num_admitted, asked, bind, decision=decision)
+        return PendingCollective(self.num_admitted, asked, bind, decision=decision)
 
-    def decide(self, ticket: Ticket, transport: Transport, *, tag: int, timeout_s: float) -> Decision:
+    def wait_for_decision(
+        self, ticket: PendingCollective, transport: Transport, *, tag: int, timeout_s: float
+    ) -> ScheduleDecision:
         self.at_turn(ticket.number, transport)
         assert ticket.decision is not None
         return ticket.decision
 
-    def meet(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
+    def barrier(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
         self.met.append(tag >> 32)
 
-    def finish(self, ticket: Ticket, seconds: float) -> None:
+    def record_finished(self, ticket: PendingCollective, seconds: float) -> None:
         pass
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         pass
 
-    def flush(self) -> None:
+    def flush_timings(self) -> None:
         pass
 
 
@@ -86,7 +90,7 @@ class Hosts:
     def allreduce(self, lane: int, message: torch.Tensor, op: Any, timeout_s: float) -> None:
         pass
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         pass
 
     def close(self) -> None:
@@ -97,17 +101,17 @@ class Board:
     """Notes what is reported; `while_explaining` is called by whoever looks for who is to blame."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[CollectiveFailureReport] = []
         self.while_explaining: Callable[[], object] = lambda: None
 
-    def report(self, report: Report) -> None:
+    def publish(self, report: CollectiveFailureReport) -> None:
         self.reports.append(report)
 
-    def explain(self, failure: TransferFailedError, doing: str) -> CommunicationError:
+    def diagnose(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         self.while_explaining()
         return PeerError(f"{doing}: {failure}")
 
-    def give_up(self) -> None:
+    def stop_waiting(self) -> None:
         pass
 
 
@@ -121,17 +125,17 @@ class Group:
         schedule: str = "ring",
         log: EventLog | None = None,
     ) -> None:
-        self.transports = [Transport() for _ in range(NUM_LANES)]
+        self.transports = [Transport() for _ in range(NUM_CHANNELS)]
         self.director: Any = Director(schedule, at_turn)
         self.board: Any = Board()
         connect: Any = lambda lane: self.transports[lane]  # noqa: E731
         hosts: Any = Hosts()
-        counters = Counters(None, 0, "g")
-        self.engine = Engine(MEMBERS, self.director, connect, hosts, self.board, counters, log)
+        counters = CollectiveCounters(None, 0, "g")
+        self.engine = CollectiveEngine(MEMBERS, self.director, connect, hosts, self.board, counters, log)
 
     def allreduce(self) -> Any:
         op, tensor = ReduceOp.SUM, torch.ones(100)
-        asked = Asked(num_bytes=tensor.nbytes, forced=None, host_can=True)
+        asked = CollectiveRequest(num_bytes=tensor.nbytes, forced=None, native_can=True)
         return self.engine.allreduce(tensor, op, reduction_for(op, tensor.dtype), asked, 100.0)
 
 
@@ -183,13 +187,13 @@ def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group],
     cause = TransferFailedError(3, "nothing for 9 s", hung=True)
     first = group.engine.fail(cause, "allreduce #1")
     threads[0].join(100)
-    assert group.board.reports == [Report(doing="allreduce #1", suspect=3, hung=True)]
+    assert group.board.reports == [CollectiveFailureReport(doing="allreduce #1", suspect=3, hung=True)]
     (second,) = later
     assert str(first) == "allreduce #1: nothing for 9 s"
     assert str(second) == "allreduce #2: this process group has failed before: allreduce #1: nothing for 9 s"
     decree: Any = SimpleNamespace(members=("m0", "m1", "m2", "m3"))
-    assert [seams.suspects(error, decree) for error in (first, second)] == [["m3"], ["m3"]]
-    failed = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
+    assert [trainer_interface.suspected_members(error, decree) for error in (first, second)] == [["m3"], ["m3"]]
+    failed = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
     assert [event["text"] for event in failed] == [str(first)]
 
 
@@ -205,7 +209,7 @@ def test_a_group_that_is_closed_cuts_all_lanes_before_it_waits_for_one() -> None
 
     group = Group(at_turn)
     works = [group.allreduce(), group.allreduce()]
-    waiting: Any = group.engine._lanes[0]
+    waiting: Any = group.engine._channels[0]
     close, were_cut = waiting.close, []
 
     def note_and_close(timeout_s: float) -> None:
@@ -224,7 +228,7 @@ def test_a_group_that_is_closed_cuts_all_lanes_before_it_waits_for_one() -> None
 
 def test_an_aborted_group_is_closed_though_a_lane_is_in_what_nobody_can_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the constructor of the host library, while a peer has stopped."""
-    monkeypatch.setattr(engine, "_CUT_S", 0.1)
+    monkeypatch.setattr(engine, "_ABORT_TIMEOUT_S", 0.1)
     has_begun, may_end = threading.Event(), threading.Event()
 
     def stand_still(number: int, transport: Transport) -> None:
@@ -247,6 +251,6 @@ def test_an_aborted_group_is_closed_though_a_lane_is_in_what_nobody_can_cut(monk
 
 
 def test_all_ranks_meet_before_a_lane_gets_its_host_library(groups: list[Group]) -> None:
-    groups.append(group := Group(schedule=HOST))
+    groups.append(group := Group(schedule=NATIVE))
     group.allreduce().wait(SOON)
     assert group.director.met == [1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringweave.comm.running import reductions
+from ringweave.comm.engine import reductions
 from ringweave.errors import CommunicationError
 
 

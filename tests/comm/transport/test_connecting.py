@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.transport import callers, connecting
-from ringweave.comm.transport.connecting import Door, Switchboard, open_doors
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.transport import connect as transport_connect
+from ringweave.comm.transport.connect import ChannelListener, ConnectionManager, open_listeners
 
 TOKEN = b"0123456789abcdef"
 NEVER = float("inf")
@@ -18,14 +18,14 @@ class Called:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.door: Door = open_doors(["127.0.0.1"], 1)[0]
-        ranks = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), (self.door.entrance,)) for rank in range(4))
-        self.switchboard = Switchboard(self.door, 0, Members(ranks, 3, TOKEN), 60.0, lambda: self.now_s)
+        self.door: ChannelListener = open_listeners(["127.0.0.1"], 1)[0]
+        ranks = tuple(RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), (self.door.endpoint,)) for rank in range(4))
+        self.switchboard = ConnectionManager(self.door, 0, GroupInfo(ranks, 3, TOKEN), 60.0, lambda: self.now_s)
         self.connections: list[socket.socket] = []
 
     def connect(self) -> socket.socket:
         """Somebody calls, and says nothing."""
-        sock = socket.create_connection(self.door.outer[0].getsockname())
+        sock = socket.create_connection(self.door.tcp_sockets[0].getsockname())
         sock.settimeout(100)
         self.connections.append(sock)
         return sock
@@ -33,7 +33,7 @@ class Called:
     def answer(self, num_tries: int) -> int | None:
         """Who is answered in so many tries, while rank 0 is waited for."""
         for _ in range(num_tries):
-            answered = self.switchboard.answer(0, NEVER)
+            answered = self.switchboard.accept_peer(0, NEVER)
             if answered is not None:
                 self.connections.append(answered[2])
                 return answered[0]
@@ -41,7 +41,7 @@ class Called:
 
 
 def hello(group_rank: int) -> bytes:
-    return connecting._HELLO.pack(TOKEN, group_rank, 0)
+    return transport_connect._HELLO.pack(TOKEN, group_rank, 0)
 
 
 @pytest.fixture
@@ -67,25 +67,25 @@ def test_a_caller_that_says_nothing_yet_keeps_nobody_waiting_and_is_answered_whe
 def test_a_caller_that_says_nothing_at_all_is_hung_up_on(called: Called) -> None:
     silent = called.connect()
     assert called.answer(2) is None
-    called.now_s = callers._HELLO_S - 0.1
+    called.now_s = transport_connect._HELLO_TIMEOUT_S - 0.1
     assert called.answer(1) is None
     silent.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         silent.recv(1)
     silent.settimeout(100)
-    called.now_s = callers._HELLO_S
+    called.now_s = transport_connect._HELLO_TIMEOUT_S
     assert called.answer(1) is None
     assert silent.recv(1) == b""
 
 
 def test_so_many_are_listened_to_at_a_time(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "_MAX_SILENT", 2)
+    monkeypatch.setattr(transport_connect, "_MAX_PENDING", 2)
     for _ in range(2):
         called.connect()
         assert called.answer(2) is None
     called.connect().sendall(hello(2))
     assert called.answer(2) is None
-    called.now_s = callers._HELLO_S
+    called.now_s = transport_connect._HELLO_TIMEOUT_S
     assert called.answer(100) == 2
 
 
@@ -108,10 +108,10 @@ def test_a_peer_that_does_not_come_is_looked_for_ever_more_rarely(
     def wait_hello(timeout_s: float) -> None:
         called.now_s += timeout_s
 
-    monkeypatch.setattr(connecting.socket, "create_connection", connect)
-    monkeypatch.setattr(called.switchboard._callers, "wait_hello", wait_hello)
+    monkeypatch.setattr(transport_connect.socket, "create_connection", connect)
+    monkeypatch.setattr(called.switchboard._incoming, "wait_hello", wait_hello)
     while called.now_s < 60.0:
-        assert called.switchboard.answer(0, NEVER) is None
+        assert called.switchboard.accept_peer(0, NEVER) is None
     assert looks[0] < 0.5
     assert len([when_s for when_s in looks if when_s < 2.0]) >= 3
     assert len(looks) <= 20

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from ringweave.comm.transport import lending
-from ringweave.comm.transport.lending import HugePages
-from ringweave.comm.transport.seam import Content, TransferFailedError
-from ringweave.comm.transport.shared import LEND_BYTES, Seen, SharedConnection
+from ringweave.comm.transport import cross_memory
+from ringweave.comm.transport.cross_memory import HugePages
+from ringweave.comm.transport.interface import ReceivedContent, TransferFailedError
+from ringweave.comm.transport.shared_memory import MIN_CROSS_MEMORY_BYTES, ShmConnection, ShmRecv
 from ringweave.comm.transport.sockets import SocketTransport
 from tests.comm.transport.test_shared import TAG, WAIT_S, Node, layout, message, take
 from tests.comm.transport.test_sockets import in_thread
 
-SIZE = LEND_BYTES // 4
+SIZE = MIN_CROSS_MEMORY_BYTES // 4
 PATIENCE_S = 60.0
 HUGE_BYTES = 2 * 2**20
 
 
-def connection_of(end: SocketTransport, peer: int) -> SharedConnection:
+def connection_of(end: SocketTransport, peer: int) -> ShmConnection:
     connection = end._connections[peer]
-    assert isinstance(connection, SharedConnection)
+    assert isinstance(connection, ShmConnection)
     return connection
 
 
@@ -40,13 +40,13 @@ def exchange(node: Node) -> None:
 
 
 def is_reached(end: SocketTransport, peer: int) -> bool:
-    known = connection_of(end, peer)._lending
+    known = connection_of(end, peer)._cross_memory
     assert known is not None
-    return known.is_reached
+    return known.peer_can_read
 
 
 def take_all_for_huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HugePages, "hold", lambda *_: True)
+    monkeypatch.setattr(HugePages, "contain", lambda *_: True)
 
 
 @pytest.fixture
@@ -62,15 +62,15 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 
 def lend(pair: Node, sent: torch.Tensor) -> object:
-    pair.ends[0].begin(layout(1, size=sent.numel()), 4)
+    pair.ends[0].begin_collective(layout(1, size=sent.numel()), 4)
     return pair.ends[0].send(SocketTransport.expose(sent), 1, TAG, 0)
 
 
-def borrow(pair: Node, size: int = SIZE) -> tuple[Seen, Content]:
+def borrow(pair: Node, size: int = SIZE) -> tuple[ShmRecv, ReceivedContent]:
     handle = pair.ends[1].receive(SocketTransport.expose(torch.empty(size)), 0, TAG)
     content = pair.ends[1].wait(handle, WAIT_S)
     assert content is not None
-    assert isinstance(handle, Seen)
+    assert isinstance(handle, ShmRecv)
     return handle, content
 
 
@@ -88,7 +88,7 @@ def test_a_large_piece_is_read_where_it_is_and_has_left_when_its_reader_says_so(
 
 
 def test_small_pages_are_copied(pair: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HugePages, "hold", lambda *_: False)
+    monkeypatch.setattr(HugePages, "contain", lambda *_: False)
     sent = message(1, size=SIZE)
     assert pair.ends[0].wait(lend(pair, sent), WAIT_S) is None
     sent.zero_()
@@ -105,11 +105,11 @@ def test_a_small_piece_is_copied_and_has_left_at_once(pair: Node) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.bfloat16, torch.complex128])
 def test_a_lent_piece_is_combined_slice_by_slice(dtype: torch.dtype) -> None:
-    size = 3 * lending._SLICE_BYTES // dtype.itemsize + 5
+    size = 3 * cross_memory._READ_SLICE_BYTES // dtype.itemsize + 5
     theirs = torch.arange(size).remainder(50).to(dtype)
     mine, scratch = torch.arange(size).remainder(7).to(dtype), torch.empty(size, dtype=dtype)
     expected = mine + theirs
-    content = lending.LentContent(1, os.getpid(), theirs.data_ptr())
+    content = cross_memory.CrossMemoryContent(1, os.getpid(), theirs.data_ptr())
     content.combine_into(mine, scratch, lambda region, piece: region.add_(piece))
     assert torch.equal(mine, expected)
 
@@ -135,7 +135,7 @@ def test_pieces_are_copied_where_the_kernel_forbids_reading(monkeypatch: pytest.
         raise PermissionError("Operation not permitted")
 
     take_all_for_huge(monkeypatch)
-    monkeypatch.setattr(lending, "read_memory", forbid)
+    monkeypatch.setattr(cross_memory, "read_memory", forbid)
     node = Node("n", "n", lends=True)
     exchange(node)
     sent = message(1, size=SIZE)
@@ -148,12 +148,12 @@ def test_pieces_are_copied_where_the_kernel_forbids_reading(monkeypatch: pytest.
 
 
 def test_who_finds_something_else_than_the_secret_may_not_read(pair: Node) -> None:
-    known = connection_of(pair.ends[0], 1)._lending
+    known = connection_of(pair.ends[0], 1)._cross_memory
     assert known is not None
     address, low, high = known.token
-    assert known.can_borrow(address, low, high)
-    assert not known.can_borrow(address, low, high ^ 1)
-    assert not known.can_borrow(8, low, high)
+    assert known.can_read_peer(address, low, high)
+    assert not known.can_read_peer(address, low, high ^ 1)
+    assert not known.can_read_peer(8, low, high)
 
 
 def huge_bytes_at(address: int) -> int:
@@ -172,15 +172,15 @@ def test_huge_pages_are_told_from_small_ones(advice: int) -> None:
     area = mmap.mmap(-1, 3 * HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(advice)
     area[:] = bytes(len(area))
-    whole = lending.address_of(np.frombuffer(area, dtype=np.uint8))
+    whole = cross_memory.array_address(np.frombuffer(area, dtype=np.uint8))
     page, pages, has_huge = -(-whole // HUGE_BYTES) * HUGE_BYTES, HugePages(), huge_bytes_at(whole) > 0
     if has_huge and huge_bytes_at(whole) < (whole + 3 * HUGE_BYTES - page) // HUGE_BYTES * HUGE_BYTES:
         pytest.skip("the kernel had not enough huge pages for all of the memory")
     if has_huge and not says_where_huge_pages_are():
         pytest.skip("Linux before 6.7 does not say where huge pages are")
-    assert pages.hold(page, HUGE_BYTES) == has_huge
-    assert pages.hold(page + 5, HUGE_BYTES // 3) == has_huge
-    assert not pages.hold(8, mmap.PAGESIZE)
+    assert pages.contain(page, HUGE_BYTES) == has_huge
+    assert pages.contain(page + 5, HUGE_BYTES // 3) == has_huge
+    assert not pages.contain(8, mmap.PAGESIZE)
 
 
 def says_where_huge_pages_are() -> bool:
@@ -190,19 +190,19 @@ def says_where_huge_pages_are() -> bool:
 
 def test_memory_that_the_kernel_does_not_read_is_not_lent() -> None:
     memory = torch.zeros(10, dtype=torch.uint8)
-    assert lending.is_readable(memory.data_ptr(), 10)
-    assert not lending.is_readable(8, 10)
+    assert cross_memory.is_readable_by_peers(memory.data_ptr(), 10)
+    assert not cross_memory.is_readable_by_peers(8, 10)
 
 
 def test_memory_that_is_not_there_is_the_peers_fault() -> None:
-    content = lending.LentContent(3, os.getpid(), 8)
+    content = cross_memory.CrossMemoryContent(3, os.getpid(), 8)
     with pytest.raises(TransferFailedError, match=rf"memory of process {os.getpid()} cannot be read: Bad address"):
         content.copy_to(torch.empty(4))
 
 
 def test_a_place_is_not_taken_from_a_reader_by_a_piece_that_came_after_one_that_was_lent(pair: Node) -> None:
     small, large = SocketTransport.expose(message(1, size=10)), SocketTransport.expose(message(2, size=SIZE))
-    pair.ends[0].begin(layout(1, 1, 1, size=SIZE, same_place=True), 4)
+    pair.ends[0].begin_collective(layout(1, 1, 1, size=SIZE, same_place=True), 4)
     assert pair.ends[0].send(small, 1, TAG, 0).done
     pair.ends[0].send(large, 1, TAG, 1)
     assert not pair.ends[0].send(SocketTransport.expose(message(3, size=10)), 1, TAG, 2).done
@@ -210,8 +210,8 @@ def test_a_place_is_not_taken_from_a_reader_by_a_piece_that_came_after_one_that_
 
 
 def test_ends_that_were_told_nothing_have_nothing_to_wait_for(pair: Node) -> None:
-    pair.ends[0].end(0.0)
+    pair.ends[0].end_collective(0.0)
     reading = in_thread(lambda: take(pair.ends[1], 0, SIZE))
     pair.ends[0].wait(lend(pair, message(4, size=SIZE)), WAIT_S)
     assert torch.equal(reading.result(WAIT_S), message(4, size=SIZE))
-    pair.ends[1].end(WAIT_S)
+    pair.ends[1].end_collective(WAIT_S)

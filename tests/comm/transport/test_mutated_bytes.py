@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.transport import callers, connecting
-from ringweave.comm.transport.connecting import Switchboard, open_doors
-from ringweave.comm.transport.seam import MismatchError
-from ringweave.comm.transport.streams import StreamConnection
-from tests.wire.test_bad_bytes import mutated
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.transport import connect
+from ringweave.comm.transport.connect import ConnectionManager, open_listeners
+from ringweave.comm.transport.interface import MismatchError
+from ringweave.comm.transport.tcp import TcpConnection
+from tests.wire.mutations import mutated
 
 TOKEN = b"0123456789abcdef"
 TAG = 7 << 32 | 5
@@ -22,10 +22,10 @@ CONTENT = b"contents" * 3
 
 @pytest.mark.slow
 def test_mutated_hellos_let_nobody_in_but_those_who_know_the_token() -> None:
-    (door,) = open_doors(["127.0.0.1"], 1)
-    ranks = tuple(Member(rank, Place("n", "127.0.0.1", (), (1.0,)), (door.entrance,)) for rank in range(3))
-    switchboard = Switchboard(door, 0, Members(ranks, 2, TOKEN), 60.0, time.monotonic)
-    good, rng = connecting._HELLO.pack(TOKEN, 1, 0), random.Random(8)
+    (door,) = open_listeners(["127.0.0.1"], 1)
+    ranks = tuple(RankInfo(rank, RankLocation("n", "127.0.0.1", (), (1.0,)), (door.endpoint,)) for rank in range(3))
+    switchboard = ConnectionManager(door, 0, GroupInfo(ranks, 2, TOKEN), 60.0, time.monotonic)
+    good, rng = connect._HELLO.pack(TOKEN, 1, 0), random.Random(8)
     try:
         assert caller(switchboard, good) == (1, 0)
         for _ in range(20_000):
@@ -38,15 +38,15 @@ def test_mutated_hellos_let_nobody_in_but_those_who_know_the_token() -> None:
         switchboard.close()
 
 
-def caller(switchboard: Switchboard, data: bytes) -> tuple[int, int] | None:
+def caller(switchboard: ConnectionManager, data: bytes) -> tuple[int, int] | None:
     """Who is let in when a stranger says this and hangs up."""
-    known, (ours, theirs) = switchboard._callers, socket.socketpair()
+    known, (ours, theirs) = switchboard._incoming, socket.socketpair()
     ours.setblocking(False)
     theirs.sendall(data)
     theirs.close()
-    known._silent[ours.fileno()] = callers._Caller(ours, math.inf)
+    known._pending[ours.fileno()] = connect._IncomingConnection(ours, math.inf)
     with ours:
-        while known._silent:
+        while known._pending:
             said = known.wait_hello(60.0)
         return switchboard._identify(said[0]) if said is not None else None
 
@@ -60,7 +60,7 @@ def test_mutated_headers_never_write_past_the_piece_that_was_posted() -> None:
         with ours:
             theirs.sendall(data + CONTENT)
             theirs.close()
-            connection = StreamConnection(0, ours)
+            connection = TcpConnection(0, ours)
             message = connection.receive(memoryview(room)[:8], TAG)
             is_taken = True
             try:
@@ -87,7 +87,7 @@ def header(tag: int, num_bytes: int) -> bytes:
     """As a peer sends it."""
     ours, theirs = tcp_pair()
     with ours, theirs:
-        StreamConnection(0, ours).send(memoryview(bytes(num_bytes)), tag)
+        TcpConnection(0, ours).send(memoryview(bytes(num_bytes)), tag)
         found = b""
         while len(found) < num_bytes + 1 or select.select([theirs], [], [], 0)[0]:
             found += theirs.recv(1000)

@@ -13,9 +13,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.transport.connecting import open_doors
-from ringweave.comm.transport.seam import MismatchError, TransferFailedError
+from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.transport.connect import open_listeners
+from ringweave.comm.transport.interface import MismatchError, TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
 
 TAG = 7 << 32 | 5
@@ -32,12 +32,12 @@ class Pair:
     ) -> None:
         """`rates`: for each rank those of its NICs, played by addresses of the loopback interface."""
         places = [
-            Place(node, "127.0.0.1", tuple(f"127.0.0.{nic + 1}" for nic in range(1, len(own))), tuple(own))
+            RankLocation(node, "127.0.0.1", tuple(f"127.0.0.{nic + 1}" for nic in range(1, len(own))), tuple(own))
             for node, own in zip(nodes, rates, strict=True)
         ]
-        self.doors = [open_doors(place.addresses, 1)[0] for place in places]
-        ranks = tuple(Member(rank, places[rank], (door.entrance,)) for rank, door in enumerate(self.doors))
-        members = [Members(ranks, rank, b"0123456789abcdef") for rank in range(2)]
+        self.doors = [open_listeners(place.addresses, 1)[0] for place in places]
+        ranks = tuple(RankInfo(rank, places[rank], (door.endpoint,)) for rank, door in enumerate(self.doors))
+        members = [GroupInfo(ranks, rank, b"0123456789abcdef") for rank in range(2)]
         limit = timedelta(seconds=timeout_s)
         self.ends = [SocketTransport(self.doors[r], 0, members[r], limit) for r in range(2)]
 
@@ -187,7 +187,7 @@ def test_a_call_to_a_peer_that_is_gone_is_refused_at_once(pair: Pair) -> None:
     "hello", [b"", b"GET / HTTP/1.1\r\n\r\n1234", b"0123456789abcdeX\0\0\0\0", b"0123456789abcdef\x09\0\0\0"]
 )
 def test_strangers_are_hung_up_on(pair: Pair, hello: bytes) -> None:
-    with socket.create_connection(pair.doors[1].outer[0].getsockname()) as stranger:
+    with socket.create_connection(pair.doors[1].tcp_sockets[0].getsockname()) as stranger:
         stranger.sendall(hello)
         stranger.shutdown(socket.SHUT_WR)
         pair.connect()
@@ -206,7 +206,7 @@ def test_a_process_with_thousands_of_descriptors_is_called() -> None:
     taken = [os.dup(0) for _ in range(1100)]
     many = Pair()  # its listeners lie above what select.select takes
     try:
-        assert many.doors[1].outer[0].fileno() > 1024
+        assert many.doors[1].tcp_sockets[0].fileno() > 1024
         many.connect()
     finally:
         many.close()

@@ -4,14 +4,14 @@ from dataclasses import replace
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.admission import admitting, policy
-from ringweave.jobs.admission.permissions import Permission, PermissionCache
-from ringweave.jobs.life.records import Job
-from ringweave.jobs.life.states import JobState
-from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.jobs import admission
+from ringweave.jobs.admission import Permission, PermissionCache
+from ringweave.jobs.records import Job
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.states import JobState
 from tests.jobs.life import lives
 
-REQUEST = Request(
+REQUEST = JobRequest(
     name="text",
     num_workers=15,
     script="train.py",
@@ -19,10 +19,10 @@ REQUEST = Request(
 )
 
 
-def admitted(request: Request = REQUEST, *, rules: str | None = None, there: Sequence[Job] = (), now: float = 100.0):
-    found = policy.OPEN if rules is None else policy.loads(rules)
-    permissions = PermissionCache(found.permission)
-    return admitting.admit(request, requester="ann", there=there, permissions=permissions, now=now)
+def admitted(request: JobRequest = REQUEST, *, rules: str | None = None, there: Sequence[Job] = (), now: float = 100.0):
+    found = admission.OPEN_POLICY if rules is None else admission.parse_policy(rules)
+    permissions = PermissionCache(found.find_permission)
+    return admission.admit_job(request, requester="ann", existing=there, permissions=permissions, now=now)
 
 
 def test_an_admitted_job_knows_its_split_and_who_asked() -> None:
@@ -65,14 +65,14 @@ def test_the_limit_comes_third(in_use: int, do: str) -> None:
 
 def test_jobs_that_have_not_ended_or_begin_again_are_in_use() -> None:
     job = admitted()
-    assert admitting.gpus_in_use([job, job], "ann") == 30
-    assert admitting.gpus_in_use([job], "bob") == 0
-    assert admitting.gpus_in_use([replace(job, request=replace(REQUEST, device="cpu"))], "ann") == 0
+    assert admission.gpus_in_use([job, job], "ann") == 30
+    assert admission.gpus_in_use([job], "bob") == 0
+    assert admission.gpus_in_use([replace(job, request=replace(REQUEST, device="cpu"))], "ann") == 0
     for outcome, retried in ((JobState.SUCCEEDED, 0), (JobState.FAILED, 15), (JobState.STOPPED, 15)):
         ended = replace(job, record=replace(job.record, outcome=outcome))
-        assert admitting.gpus_in_use([ended], "ann") == 0
+        assert admission.gpus_in_use([ended], "ann") == 0
         again = replace(ended, desired=replace(job.desired, retry_run=1))
-        assert admitting.gpus_in_use([again], "ann") == retried
+        assert admission.gpus_in_use([again], "ann") == retried
 
 
 @pytest.mark.parametrize(("other_gpus", "limit"), [(6, 20), (6, None), (5, 20)])
@@ -82,7 +82,7 @@ def test_trying_again_is_within_the_limit(other_gpus: int, limit: int | None) ->
     permissions = PermissionCache(lambda requester, verb: Permission(allowed=True, text="", max_gpus=limit))
 
     def check() -> None:
-        admitting.check_retry(job, there=[job, other], permissions=permissions, now=0.0)
+        admission.check_retry(job, existing=[job, other], permissions=permissions, now=0.0)
 
     if limit is None or other_gpus + 15 <= limit:
         check()
@@ -102,8 +102,8 @@ def test_the_split_comes_last() -> None:
 
 
 def test_other_peoples_jobs_need_a_rule_of_their_own() -> None:
-    permissions = PermissionCache(policy.OPEN.permission)
+    permissions = PermissionCache(admission.OPEN_POLICY.find_permission)
     with pytest.raises(JobError, match=r"stop by bob: \"the job is ann's\", expected a job of their own\. Ask ann"):
-        admitting.check_permission("stop", requester="bob", owner="ann", permissions=permissions, now=0)
+        admission.check_permission("stop", requester="bob", owner="ann", permissions=permissions, now=0)
     wide = PermissionCache(lambda requester, verb: Permission(allowed=True, text="", any_owner=True))
-    assert admitting.check_permission("stop", requester="bob", owner="ann", permissions=wide, now=0).allowed
+    assert admission.check_permission("stop", requester="bob", owner="ann", permissions=wide, now=0).allowed

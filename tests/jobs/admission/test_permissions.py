@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from ringweave.jobs.admission.permissions import MAX_CACHED, Permission, PermissionCache
+from ringweave.jobs.admission import MAX_CACHED_PERMISSIONS, Permission, PermissionCache
 
 YES, NO = Permission(allowed=True, text="yes"), Permission(allowed=False, text="no")
 
@@ -25,10 +25,10 @@ class Platform:
 def test_an_answer_is_believed_for_a_while(answer: Permission, believed_s: float) -> None:
     platform = Platform(answer)
     cache = PermissionCache(platform)
-    assert cache.permission("ann", "submit", 1000.0) is answer
-    assert cache.permission("ann", "submit", 999.9 + believed_s) is answer
+    assert cache.get_permission("ann", "submit", 1000.0) is answer
+    assert cache.get_permission("ann", "submit", 999.9 + believed_s) is answer
     assert len(platform.asked) == 1
-    cache.permission("ann", "submit", 1000.0 + believed_s)
+    cache.get_permission("ann", "submit", 1000.0 + believed_s)
     assert len(platform.asked) == 2
 
 
@@ -36,7 +36,7 @@ def test_people_and_verbs_are_told_apart() -> None:
     platform = Platform(YES)
     cache = PermissionCache(platform)
     for key in (("ann", "submit"), ("bob", "submit"), ("ann", "stop")):
-        cache.permission(*key, 0.0)
+        cache.get_permission(*key, 0.0)
     assert len(platform.asked) == 3
 
 
@@ -44,34 +44,34 @@ def test_people_and_verbs_are_told_apart() -> None:
 def test_an_error_is_passed_on_and_never_kept(before: Permission) -> None:
     platform = Platform(before)
     cache = PermissionCache(platform)
-    cache.permission("ann", "submit", 0.0)
+    cache.get_permission("ann", "submit", 0.0)
     platform.answer = ConnectionError("no server")
     for now in (300.0, 300.1):
         with pytest.raises(ConnectionError):
-            cache.permission("ann", "submit", now)
+            cache.get_permission("ann", "submit", now)
     platform.answer = NO
-    assert cache.permission("ann", "submit", 300.2) is NO
+    assert cache.get_permission("ann", "submit", 300.2) is NO
     assert len(platform.asked) == 4
 
 
 def test_strangers_do_not_fill_the_memory() -> None:
     platform = Platform(YES)
     cache = PermissionCache(platform)
-    for index in range(MAX_CACHED + 1):
-        cache.permission(f"user{index}", "submit", 0.0)
-    cache.permission(f"user{MAX_CACHED}", "submit", 0.0)
-    assert len(platform.asked) == MAX_CACHED + 1
-    cache.permission("user0", "submit", 0.0)
-    assert len(platform.asked) == MAX_CACHED + 2
+    for index in range(MAX_CACHED_PERMISSIONS + 1):
+        cache.get_permission(f"user{index}", "submit", 0.0)
+    cache.get_permission(f"user{MAX_CACHED_PERMISSIONS}", "submit", 0.0)
+    assert len(platform.asked) == MAX_CACHED_PERMISSIONS + 1
+    cache.get_permission("user0", "submit", 0.0)
+    assert len(platform.asked) == MAX_CACHED_PERMISSIONS + 2
 
 
 def test_a_hit_takes_less_than_a_millisecond() -> None:
     cache = PermissionCache(Platform(YES))
-    for index in range(MAX_CACHED):
-        cache.permission(f"user{index}", "submit", 0.0)
+    for index in range(MAX_CACHED_PERMISSIONS):
+        cache.get_permission(f"user{index}", "submit", 0.0)
     taken_s = []
     for _ in range(100):
         begun_s = time.perf_counter()
-        cache.permission("user5000", "submit", 1.0)
+        cache.get_permission("user5000", "submit", 1.0)
         taken_s.append(time.perf_counter() - begun_s)
     assert sorted(taken_s)[50] < 0.001

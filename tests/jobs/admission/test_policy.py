@@ -1,8 +1,8 @@
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.admission import policy
-from ringweave.jobs.admission.permissions import VERBS
+from ringweave.jobs import admission
+from ringweave.jobs.admission import JOB_VERBS
 
 RULES = """\
 rules:
@@ -26,20 +26,20 @@ rules:
     ],
 )
 def test_the_widest_rule_counts(requester, verb, allowed, any_owner, max_gpus) -> None:
-    found = policy.loads(RULES).permission(requester, verb)
+    found = admission.parse_policy(RULES).find_permission(requester, verb)
     assert (found.allowed, found.any_owner, found.max_gpus) == (allowed, any_owner, max_gpus)
 
 
 def test_without_a_file_everybody_may_everything_with_their_own_jobs() -> None:
-    for verb in VERBS:
-        found = policy.OPEN.permission("eve", verb)
+    for verb in JOB_VERBS:
+        found = admission.OPEN_POLICY.find_permission("eve", verb)
         assert (found.allowed, found.any_owner, found.max_gpus) == (True, False, None)
 
 
 def test_a_file_on_disk(tmp_path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(RULES)
-    assert policy.load(path) == policy.loads(RULES)
+    assert admission.load_policy(path) == admission.parse_policy(RULES)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_a_file_on_disk(tmp_path) -> None:
 )
 def test_wrong_files(text: str, told: str) -> None:
     with pytest.raises(JobError, match=told):
-        policy.loads(text, source="p")
+        admission.parse_policy(text, source="p")

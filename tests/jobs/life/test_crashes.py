@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringweave.jobs.life.states import JobState
+from ringweave.jobs.states import JobState
 from tests.jobs.life import lives
 from tests.jobs.life.lives import LIVES, Life
 
@@ -38,12 +38,12 @@ def test_the_end_of_each_life(life: Life) -> None:
     assert place.broken_rules == []
     assert len(set(place.event_keys)) == len(place.event_keys)
     if life.name not in ENDS:
-        assert (place.job, place.config, place.groups) == (None, False, {})
+        assert (place.job, place.has_config, place.groups) == (None, False, {})
         return
     state, created, left = ENDS[life.name]
     assert place.job is not None
     assert (place.job.record.state, sorted(place.created), set(place.groups)) == (state, created, set(left))
-    assert place.config == bool(left)
+    assert place.has_config == bool(left)
 
 
 @pytest.mark.parametrize("life", LIVES, ids=NAMES)

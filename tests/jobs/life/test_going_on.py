@@ -4,31 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.jobs.life import actions
-from ringweave.jobs.life.failing import SETTLE_S
-from ringweave.jobs.life.going_on import SAME_S
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.jobs.life.states import JobState
-from ringweave.testing.places import FakePlace
+from ringweave.jobs import records
+from ringweave.jobs.failures import SETTLE_S, SHARED_CAUSE_S
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.jobs.states import JobState
+from tests.fakes.job_runtime import FakeJobRuntime
 from tests.jobs.life import lives
 from tests.jobs.life.lives import DELETE, record_of, running
 
 THREE = (DELETE,) * 3
 
 
-def retries(place: FakePlace) -> list[int]:
+def retries(place: FakeJobRuntime) -> list[int]:
     return [known.retries for known in record_of(place).nodes]
 
 
-def change(place: FakePlace, key: tuple[int, int], **changes) -> None:
+def change(place: FakeJobRuntime, key: tuple[int, int], **changes) -> None:
     place.groups[key] = replace(place.groups[key], **changes)
 
 
 def test_a_killed_group_alone_is_replaced_and_nobody_else_is_called() -> None:
     place = running(*THREE, least=6)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     _, *rest = lives.look(place)
-    assert rest == [actions.DeleteGroup(node=1, attempt=1)]
+    assert rest == [records.DeleteGroup(node=1, attempt=1)]
     lives.settle(place)
     record = record_of(place)
     assert (record.state, str(record.reason)) == (
@@ -40,18 +39,18 @@ def test_a_killed_group_alone_is_replaced_and_nobody_else_is_called() -> None:
         place.pass_time()
         lives.settle(place)
     record = record_of(place)
-    assert (record.state, record.reason, record.round, place.gate) == (JobState.RUNNING, None, 1, 1)
+    assert (record.state, record.reason, record.round, place.released_round) == (JobState.RUNNING, None, 1, 1)
     assert {key: group.phase for key, group in place.groups.items()} == dict.fromkeys(
-        [(0, 1), (1, 2), (2, 1)], Phase.RUNNING
+        [(0, 1), (1, 2), (2, 1)], GroupPhase.RUNNING
     )
     assert (retries(place), place.broken_rules) == ([0, 1, 0], [])
 
 
 def test_with_too_few_left_all_begin_again_as_in_any_job() -> None:
     place = running(*THREE, least=6, max_retries=2)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
-    place.end((2, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((2, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
     record = record_of(place)
     assert (record.round, record.state, record.loss, retries(place)) == (2, JobState.RETRYING, None, [0, 1, 1])
@@ -61,19 +60,19 @@ def test_with_too_few_left_all_begin_again_as_in_any_job() -> None:
 
 @pytest.mark.parametrize("text", ["killed", "vanished"])
 def test_before_the_gate_was_open_nobody_goes_on(text: str) -> None:
-    place = FakePlace(job=lives.a_job(THREE, least=3))
+    place = FakeJobRuntime(job=lives.a_job(THREE, least=3))
     lives.settle(place)
-    place.step((0, 1))
+    place.advance_group((0, 1))
     lives.settle(place)
-    place.end((1, 1), Cause.PLACE) if text == "killed" else place.lose((1, 1))
+    place.end_group((1, 1), EndCause.PLATFORM) if text == "killed" else place.lose_group((1, 1))
     lives.settle(place)
-    assert (record_of(place).round, place.gate) == (2, 0)
+    assert (record_of(place).round, place.released_round) == (2, 0)
 
 
 def test_two_lost_at_once_are_charged_one_each() -> None:
     place = running(*THREE, least=3)
-    place.end((0, 1), Cause.PLACE, "power cut")
-    place.lose((2, 1))
+    place.end_group((0, 1), EndCause.PLATFORM, "power cut")
+    place.lose_group((2, 1))
     lives.settle(place)
     assert (retries(place), record_of(place).round) == ([1, 0, 1], 1)
     assert record_of(place).loss is not None
@@ -82,10 +81,12 @@ def test_two_lost_at_once_are_charged_one_each() -> None:
 def test_who_cannot_go_on_after_a_loss_pays_nothing() -> None:
     """As where the last ones with the job's state died: those that had just joined hear that it is over."""
     place = running(*THREE, least=3)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
     for node in (0, 2):
-        change(place, (node, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="MembershipError: job is over")
+        change(
+            place, (node, 1), phase=GroupPhase.INTERRUPTED, ended_s=place.clock_s, text="MembershipError: job is over"
+        )
     place.clock_s += SETTLE_S
     lives.settle(place)
     record = record_of(place)
@@ -100,7 +101,7 @@ def test_who_cannot_go_on_after_a_loss_pays_nothing() -> None:
 def test_without_a_loss_the_first_that_blames_another_pays_as_in_any_job() -> None:
     place = running(*THREE, least=3)
     for node in (0, 1, 2):
-        change(place, (node, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s + node, text="lost its peer")
+        change(place, (node, 1), phase=GroupPhase.INTERRUPTED, ended_s=place.clock_s + node, text="lost its peer")
     place.clock_s += SETTLE_S
     lives.settle(place)
     assert (retries(place), record_of(place).round) == ([1, 0, 0], 2)
@@ -109,18 +110,18 @@ def test_without_a_loss_the_first_that_blames_another_pays_as_in_any_job() -> No
 def test_who_is_interrupted_beside_a_loss_is_called_back() -> None:
     """A script without prepare: nobody can go on."""
     place = running(*THREE, least=3)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
-    change(place, (0, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="lost its peer")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
+    change(place, (0, 1), phase=GroupPhase.INTERRUPTED, ended_s=place.clock_s, text="lost its peer")
     lives.settle(place)
     assert (retries(place), record_of(place).round) == ([0, 1, 0], 2)
 
 
 def test_a_script_that_fails_of_a_lost_place_is_replaced_without_a_charge() -> None:
     place = running(*THREE, least=3)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
     place.clock_s += SETTLE_S / 2
-    place.end((2, 1), Cause.PROGRAM, "RuntimeError: what it had of others is gone")
+    place.end_group((2, 1), EndCause.PROGRAM, "RuntimeError: what it had of others is gone")
     lives.settle(place)
     assert (retries(place), record_of(place).round, record_of(place).outcome) == ([0, 1, 0], 1, None)
     for _ in range(4):
@@ -132,16 +133,16 @@ def test_a_script_that_fails_of_a_lost_place_is_replaced_without_a_charge() -> N
 ECC = "rank 4 raised torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 
 
-def fail_script(place: FakePlace, *keys: tuple[int, int], text: str = ECC) -> None:
+def fail_script(place: FakeJobRuntime, *keys: tuple[int, int], text: str = ECC) -> None:
     """Their scripts fail, and nothing else is seen in time."""
     for key in keys:
-        place.end(key, Cause.PROGRAM, text)
+        place.end_group(key, EndCause.PROGRAM, text)
     lives.settle(place)
     place.clock_s += SETTLE_S
     lives.settle(place)
 
 
-def come_back(place: FakePlace) -> None:
+def come_back(place: FakeJobRuntime) -> None:
     for _ in range(4):
         place.pass_time()
         lives.settle(place)
@@ -207,14 +208,14 @@ def test_a_replacement_that_has_trained_for_long_goes_on_alone_when_others_fail(
     place = running(*THREE, least=3)
     fail_script(place, (0, 1))
     come_back(place)
-    place.clock_s += SAME_S
+    place.clock_s += SHARED_CAUSE_S
     fail_script(place, (1, 1), (2, 1))
     assert (record_of(place).outcome, record_of(place).round, retries(place)) == (None, 1, [1, 1, 1])
 
 
 def test_with_too_few_left_a_device_that_fails_costs_a_round_and_not_the_job() -> None:
     place = running(*THREE, least=6)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
     place.clock_s += 10 * SETTLE_S
     fail_script(place, (2, 1))
@@ -230,9 +231,9 @@ def test_in_other_jobs_a_script_that_fails_fails_the_job() -> None:
 
 def test_a_script_that_fails_at_an_unknown_time_is_charged_and_not_excused_for_ever() -> None:
     place = running(*THREE, least=3)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
-    change(place, (2, 1), phase=Phase.FAILED, cause=Cause.PROGRAM, exit_code=1, ended_s=None)
+    change(place, (2, 1), phase=GroupPhase.FAILED, cause=EndCause.PROGRAM, exit_code=1, ended_s=None)
     place.clock_s += SETTLE_S
     lives.settle(place)
     assert (record_of(place).outcome, retries(place)) == (None, [0, 1, 1])
@@ -240,14 +241,14 @@ def test_a_script_that_fails_at_an_unknown_time_is_charged_and_not_excused_for_e
 
 def test_once_a_node_has_finished_nobody_is_replaced_and_the_job_ends_with_the_last() -> None:
     place = running(*THREE, least=6)
-    place.end((0, 1))
+    place.end_group((0, 1))
     lives.settle(place)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
     record = record_of(place)
     assert (record.state, record.reason, record.round, retries(place)) == (JobState.RUNNING, None, 1, [0, 0, 0])
     place.clock_s += 7
-    place.end((2, 1))
+    place.end_group((2, 1))
     lives.settle(place)
     record = record_of(place)
     assert (record.outcome, record.ended_s) == (JobState.SUCCEEDED, place.clock_s)
@@ -256,32 +257,32 @@ def test_once_a_node_has_finished_nobody_is_replaced_and_the_job_ends_with_the_l
 
 def test_a_replacement_that_comes_after_the_end_is_not_waited_for() -> None:
     place = running(*THREE, least=3)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     lives.settle(place)
     place.pass_time()
     lives.settle(place)
     assert (1, 2) in place.groups
-    place.end((0, 1))
-    place.end((2, 1))
+    place.end_group((0, 1))
+    place.end_group((2, 1))
     lives.settle(place)
     assert record_of(place).outcome is JobState.SUCCEEDED
 
 
 def test_a_script_that_fails_though_another_node_has_finished_fails_the_job() -> None:
     place = running(*THREE, least=3)
-    place.end((0, 1))
-    place.end((1, 1), Cause.PROGRAM, "ValueError")
+    place.end_group((0, 1))
+    place.end_group((1, 1), EndCause.PROGRAM, "ValueError")
     lives.settle(place)
     place.clock_s += SETTLE_S
-    place.end((2, 1))
+    place.end_group((2, 1))
     lives.settle(place)
     assert record_of(place).outcome is JobState.FAILED
 
 
-def given_up(*, least: int = 3) -> FakePlace:
+def given_up(*, least: int = 3) -> FakeJobRuntime:
     """Node n1 has failed once more than it may, while the others train."""
     place = running(*THREE, least=least, max_retries=0)
-    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")
     for _ in range(3):
         lives.settle(place)
         place.pass_time()
@@ -310,11 +311,11 @@ def test_the_others_go_on_without_a_node_that_may_not_be_tried_again() -> None:
 def test_without_it_there_is_no_other_round(what: str) -> None:
     place = given_up()
     if what == "another is lost":
-        place.end((2, 1), Cause.PLACE, "its agent was killed too")
-        place.end((0, 1), Cause.PLACE, "its agent was killed too")
+        place.end_group((2, 1), EndCause.PLATFORM, "its agent was killed too")
+        place.end_group((0, 1), EndCause.PLATFORM, "its agent was killed too")
     elif what == "all blame another":
         for node in (0, 2):
-            change(place, (node, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="job is over")
+            change(place, (node, 1), phase=GroupPhase.INTERRUPTED, ended_s=place.clock_s, text="job is over")
         place.clock_s += SETTLE_S
     else:
         lives.ask(place, "suspend")
@@ -346,7 +347,7 @@ def test_with_too_few_left_a_node_that_is_spent_fails_the_job() -> None:
     place = given_up(least=6)
     assert record_of(place).state is JobState.RUNNING
     place = running(DELETE, DELETE, least=3, max_retries=0)
-    place.end((0, 1), Cause.PLACE, "power cut")
-    place.end((1, 1), Cause.PLACE, "power cut")
+    place.end_group((0, 1), EndCause.PLATFORM, "power cut")
+    place.end_group((1, 1), EndCause.PLATFORM, "power cut")
     lives.settle(place)
     assert record_of(place).outcome is JobState.FAILED

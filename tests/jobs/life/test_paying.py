@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.jobs.life import actions, advancing
-from ringweave.jobs.life.failing import SETTLE_S
-from ringweave.jobs.life.hanging import CALLED
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.jobs.life.records import Ended
-from ringweave.jobs.life.states import JobState, NodeState
-from ringweave.testing.places import FakePlace
+from ringweave.jobs import advance, records
+from ringweave.jobs.failures import RESTART_HANG, SETTLE_S
+from ringweave.jobs.records import AttemptEnd, EndCause, GroupPhase
+from ringweave.jobs.states import JobState, NodeState
+from tests.fakes.job_runtime import FakeJobRuntime
 from tests.jobs.life import lives
 from tests.jobs.life.lives import DELETE, record_of, running
 
@@ -19,13 +17,13 @@ from tests.jobs.life.lives import DELETE, record_of, running
 def test_the_budget_of_a_node_is_exact(max_retries: int) -> None:
     place = running(max_retries=max_retries)
     for attempt in range(1, max_retries + 1):
-        place.end((1, attempt), Cause.PLACE)
+        place.end_group((1, attempt), EndCause.PLATFORM)
         for _ in range(5):
             lives.settle(place)
             place.pass_time()
         assert record_of(place).state is JobState.RUNNING
         assert record_of(place).nodes[1].retries == attempt
-    place.end((1, max_retries + 1), Cause.PLACE, "killed by SIGKILL")
+    place.end_group((1, max_retries + 1), EndCause.PLATFORM, "killed by SIGKILL")
     lives.settle(place)
     record = record_of(place)
     assert record.outcome is JobState.FAILED
@@ -37,7 +35,7 @@ def test_the_budget_of_a_node_is_exact(max_retries: int) -> None:
 
 def test_a_failure_of_the_script_is_not_tried_again_once_no_other_cause_can_come() -> None:
     place = running()
-    place.end((0, 1), Cause.PROGRAM, "exit code 1: ValueError: no such file")
+    place.end_group((0, 1), EndCause.PROGRAM, "exit code 1: ValueError: no such file")
     lives.settle(place)
     place.clock_s += SETTLE_S
     lives.settle(place)
@@ -55,26 +53,28 @@ def test_an_exit_code_is_not_believed_while_a_first_cause_may_show_up() -> None:
     """Its peer was killed and it raises; the place tells of the peer a second later."""
     place = running(DELETE, DELETE, DELETE)
     place.groups[0, 1] = replace(
-        place.groups[0, 1], phase=Phase.FAILED, cause=Cause.PROGRAM, exit_code=1, ended_s=place.clock_s
+        place.groups[0, 1], phase=GroupPhase.FAILED, cause=EndCause.PROGRAM, exit_code=1, ended_s=place.clock_s
     )
     found = lives.look(place)
-    assert found[-1] == actions.Wake(at_s=place.clock_s + SETTLE_S)
+    assert found[-1] == records.RequeueAt(at_s=place.clock_s + SETTLE_S)
     lives.settle(place)
     assert record_of(place).reason.code == "FindingCause"
     place.clock_s += 1
-    place.end((1, 1), Cause.PLACE, "its machine is gone")
+    place.end_group((1, 1), EndCause.PLATFORM, "its machine is gone")
     lives.settle(place)
     record = record_of(place)
     assert record.outcome is None
     assert [known.retries for known in record.nodes] == [0, 1, 0]
-    assert record.nodes[0].ended == Ended(attempt=1, cause=Cause.PEER, charged=False, text="exit code 1", exit_code=1)
+    assert record.nodes[0].ended == AttemptEnd(
+        attempt=1, cause=EndCause.PEER, charged=False, text="exit code 1", exit_code=1
+    )
 
 
 def test_where_all_blame_another_the_first_one_pays() -> None:
     place = running(DELETE, DELETE, DELETE)
     for node, ended_s in ((0, 5.0), (1, 4.5), (2, 4.7)):
         place.groups[node, 1] = replace(
-            place.groups[node, 1], phase=Phase.INTERRUPTED, ended_s=ended_s, text="lost its peer"
+            place.groups[node, 1], phase=GroupPhase.INTERRUPTED, ended_s=ended_s, text="lost its peer"
         )
     lives.settle(place)
     assert [known.retries for known in record_of(place).nodes] == [0, 1, 0]
@@ -83,11 +83,11 @@ def test_where_all_blame_another_the_first_one_pays() -> None:
 
 def test_who_still_started_the_round_that_another_node_ended_pays_nothing() -> None:
     place = running(DELETE, DELETE, DELETE)
-    place.groups[2, 1] = replace(place.groups[2, 1], phase=Phase.READY)
-    place.end((1, 1), Cause.PLACE, "its machine is gone")
+    place.groups[2, 1] = replace(place.groups[2, 1], phase=GroupPhase.READY)
+    place.end_group((1, 1), EndCause.PLATFORM, "its machine is gone")
     lives.settle(place)
     assert record_of(place).round == 2
-    late = {"phase": Phase.INTERRUPTED, "round": 1, "ended_s": place.clock_s, "text": "round 1 is over"}
+    late = {"phase": GroupPhase.INTERRUPTED, "round": 1, "ended_s": place.clock_s, "text": "round 1 is over"}
     place.groups[2, 1] = replace(place.groups[2, 1], **late)
     lives.settle(place)
     for _ in range(4):
@@ -97,10 +97,10 @@ def test_who_still_started_the_round_that_another_node_ended_pays_nothing() -> N
     assert [(known.retries, known.attempt) for known in record_of(place).nodes] == [(0, 1), (1, 2), (0, 1)]
 
 
-def interrupted(place: FakePlace, *nodes: int) -> None:
+def interrupted(place: FakeJobRuntime, *nodes: int) -> None:
     """These lose a peer, one after the other; the others look as before."""
     for order, node in enumerate(nodes):
-        ended = {"phase": Phase.INTERRUPTED, "ended_s": place.clock_s + order, "text": "lost its peer"}
+        ended = {"phase": GroupPhase.INTERRUPTED, "ended_s": place.clock_s + order, "text": "lost its peer"}
         place.groups[node, 1] = replace(place.groups[node, 1], **ended)
     place.clock_s += SETTLE_S + len(nodes)
 
@@ -119,8 +119,8 @@ def test_nobody_pays_for_a_lost_node_that_still_looks_alive() -> None:
     )
     interrupted(place, 0, 2)
     _, *rest, wake = lives.look(place)
-    assert rest == [actions.Regather(node=node, attempt=1, round=2) for node in (0, 1, 2)]
-    assert wake == actions.Wake(at_s=place.clock_s + CALLED.limit_s), "it may never answer"
+    assert rest == [records.RestartGroup(node=node, attempt=1, round=2) for node in (0, 1, 2)]
+    assert wake == records.RequeueAt(at_s=place.clock_s + RESTART_HANG.limit_s), "it may never answer"
     lives.settle(place)
     record = record_of(place)
     assert ([known.retries for known in record.nodes], record.round) == ([0, 0, 0], 2)
@@ -128,11 +128,13 @@ def test_nobody_pays_for_a_lost_node_that_still_looks_alive() -> None:
         "node n0 lost another (lost its peer), which has not answered yet; waits for nodes n0, n1, n2 to be ready"
     )
     for node in (0, 2):
-        place.step((node, 1))
-    place.groups[1, 1] = replace(place.groups[1, 1], phase=Phase.RUNNING, round=1)
+        place.advance_group((node, 1))
+    place.groups[1, 1] = replace(place.groups[1, 1], phase=GroupPhase.RUNNING, round=1)
     lives.settle(place)
     place.clock_s += 60.0
-    place.groups[1, 1] = replace(place.groups[1, 1], phase=Phase.FAILED, cause=Cause.PLACE, text="its machine is gone")
+    place.groups[1, 1] = replace(
+        place.groups[1, 1], phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text="its machine is gone"
+    )
     lives.settle(place)
     record = record_of(place)
     assert ([known.retries for known in record.nodes], record.round, record.blame) == ([0, 1, 0], 3, None)
@@ -146,11 +148,11 @@ def test_where_all_answer_after_all_the_first_one_that_blamed_another_pays() -> 
     assert record_of(place).blame is not None
     for node in (0, 1, 2):
         lives.settle(place)
-        place.step((node, 1))
+        place.advance_group((node, 1))
     lives.settle(place)
     record = record_of(place)
     assert ([known.retries for known in record.nodes], record.round, record.blame) == ([0, 0, 1], 3, None)
-    assert place.gate == 1, "the round of which it is settled is not run"
+    assert place.released_round == 1, "the round of which it is settled is not run"
     for _ in range(4):
         place.pass_time()
         lives.settle(place)
@@ -161,10 +163,10 @@ def test_where_all_answer_after_all_the_first_one_that_blamed_another_pays() -> 
 @pytest.mark.parametrize(
     "removed",
     [
-        {"phase": Phase.READY},
-        {"phase": Phase.READY, "leaving": True},
-        {"phase": Phase.RUNNING, "leaving": True},
-        {"phase": Phase.INTERRUPTED, "leaving": True},
+        {"phase": GroupPhase.READY},
+        {"phase": GroupPhase.READY, "leaving": True},
+        {"phase": GroupPhase.RUNNING, "leaving": True},
+        {"phase": GroupPhase.INTERRUPTED, "leaving": True},
     ],
 )
 def test_nobody_pays_for_a_node_that_is_being_removed_while_they_connect_to_it(removed: dict) -> None:
@@ -174,7 +176,7 @@ def test_nobody_pays_for_a_node_that_is_being_removed_while_they_connect_to_it(r
     interrupted(place, 0, 2)
     lives.settle(place)
     assert ([known.retries for known in record_of(place).nodes], record_of(place).round) == ([0, 0, 0], 2)
-    place.lose((1, 1))
+    place.lose_group((1, 1))
     for _ in range(6):
         lives.settle(place)
         place.pass_time()
@@ -196,27 +198,29 @@ def test_what_was_not_paid_is_forgotten_with_the_round() -> None:
     place = running(DELETE, DELETE)
     interrupted(place, 0)
     lives.settle(place)
-    assert advancing.regathered(record_of(place), "its allocation was taken back").blame is None
+    assert advance.record_after_preemption(record_of(place), "its allocation was taken back").blame is None
 
 
 def test_two_nodes_that_fail_at_once_are_charged_one_each_in_one_round() -> None:
     place = running(DELETE, DELETE, DELETE)
-    place.end((0, 1), Cause.PLACE, "power cut")
-    place.groups[2, 1] = replace(place.groups[2, 1], phase=Phase.FAILED, cause=Cause.PLACE, text="power cut")
+    place.end_group((0, 1), EndCause.PLATFORM, "power cut")
+    place.groups[2, 1] = replace(place.groups[2, 1], phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text="power cut")
     lives.settle(place)
     record = record_of(place)
     assert ([known.retries for known in record.nodes], record.round) == ([1, 0, 1], 2)
     assert record.round_cause == "node n0 failed (power cut), retry 1 of 1, and 1 more nodes failed"
 
 
-def blame_each_other(place: FakePlace) -> None:
+def blame_each_other(place: FakeJobRuntime) -> None:
     for key, group in place.groups.items():
-        if group.phase is Phase.RUNNING:
-            place.groups[key] = replace(group, phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="lost its peer")
+        if group.phase is GroupPhase.RUNNING:
+            place.groups[key] = replace(
+                group, phase=GroupPhase.INTERRUPTED, ended_s=place.clock_s, text="lost its peer"
+            )
 
 
-def end_at_once(phase: Phase, cause: Cause | None = None):
-    def happen(place: FakePlace) -> None:
+def end_at_once(phase: GroupPhase, cause: EndCause | None = None):
+    def happen(place: FakeJobRuntime) -> None:
         for key, group in place.groups.items():
             if key[0] == 1 and group.phase.is_alive:
                 ended = {"phase": phase, "cause": cause, "ended_s": place.clock_s, "text": "no room on the disk"}
@@ -225,26 +229,26 @@ def end_at_once(phase: Phase, cause: Cause | None = None):
     return happen
 
 
-def vanish_once_seen(place: FakePlace) -> None:
+def vanish_once_seen(place: FakeJobRuntime) -> None:
     if place.job is not None and place.job.record.nodes[1].seen:
         for key in [key for key in place.groups if key[0] == 1]:
-            place.lose(key)
+            place.lose_group(key)
 
 
 @pytest.mark.parametrize(
     ("happens", "code", "said"),
     [
         (blame_each_other, "RetriesSpent", "lost its peer"),
-        (end_at_once(Phase.FAILED, Cause.PLACE), "RetriesSpent", "no room on the disk"),
-        (end_at_once(Phase.FAILED, Cause.PEER), "RetriesSpent", "no room on the disk"),
-        (end_at_once(Phase.FAILED, None), "RetriesSpent", "no room on the disk"),
-        (end_at_once(Phase.STOPPED), "RetriesSpent", "no room on the disk"),
-        (end_at_once(Phase.FAILED, Cause.PROGRAM), "ProgramFailed", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, EndCause.PLATFORM), "RetriesSpent", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, EndCause.PEER), "RetriesSpent", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, None), "RetriesSpent", "no room on the disk"),
+        (end_at_once(GroupPhase.STOPPED), "RetriesSpent", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, EndCause.PROGRAM), "ProgramFailed", "no room on the disk"),
         (vanish_once_seen, "RetriesSpent", "its worker group vanished"),
     ],
 )
 def test_what_fails_the_same_way_every_time_comes_to_an_end_that_says_why(happens, code: str, said: str) -> None:
-    place = FakePlace(job=lives.a_job((DELETE, DELETE, DELETE), max_retries=3))
+    place = FakeJobRuntime(job=lives.a_job((DELETE, DELETE, DELETE), max_retries=3))
     for _ in range(60):
         lives.settle(place)
         happens(place)

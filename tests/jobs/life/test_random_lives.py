@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ringweave.errors import JobError
-from ringweave.jobs.life import actions, verbs
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.jobs.life.records import Job
-from ringweave.jobs.life.states import REASONS, TRANSITIONS, JobState, NodeState
-from ringweave.jobs.requests.request import DeletionPolicy
-from ringweave.testing.places import FakePlace
+from ringweave.jobs import records, verbs
+from ringweave.jobs.records import EndCause, GroupPhase, Job
+from ringweave.jobs.request import DeletionPolicy
+from ringweave.jobs.states import REASON_TEMPLATES, TRANSITIONS, JobState, NodeState
 from tests import effort
+from tests.fakes.job_runtime import FakeJobRuntime
 from tests.jobs.life import lives
 
-CAUSES = [Cause.PLACE, Cause.PROGRAM, Cause.PEER]
+CAUSES = [EndCause.PLATFORM, EndCause.PROGRAM, EndCause.PEER]
 
 
 class Lives(RuleBasedStateMachine):
@@ -28,15 +27,15 @@ class Lives(RuleBasedStateMachine):
     @initialize(least=st.sampled_from([None, 3, 6]))
     def begin(self, least: int | None) -> None:
         policies = (DeletionPolicy.DELETE, DeletionPolicy.KEEP, DeletionPolicy.KEEP_ON_FAILURE)
-        self.place = FakePlace(job=lives.a_job(policies, max_retries=2, ttl_s=30.0, least=least))
+        self.place = FakeJobRuntime(job=lives.a_job(policies, max_retries=2, ttl_s=30.0, least=least))
         self.states = [self.place.job.record.state]
 
     @rule(num_actions=st.integers(0, 6))
     def supervise(self, num_actions: int) -> None:
         """Look once, and die after so many actions."""
         for action in lives.look(self.place)[:num_actions]:
-            self.place.do(action)
-            if isinstance(action, actions.SaveRecord):
+            self.place.apply(action)
+            if isinstance(action, records.SaveRecord):
                 self.states.append(action.record.state)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 60.0]))
@@ -45,16 +44,16 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.place.groups)
     @rule(choice=st.randoms(use_true_random=False), cause=st.sampled_from([None, *CAUSES]))
-    def a_group_ends(self, choice: random.Random, cause: Cause | None) -> None:
+    def a_group_ends(self, choice: random.Random, cause: EndCause | None) -> None:
         key = choice.choice(sorted(self.place.groups))
         phase = self.place.groups[key].phase
-        if phase.is_alive and (cause is not None or phase is Phase.RUNNING):
-            self.place.end(key, cause)
+        if phase.is_alive and (cause is not None or phase is GroupPhase.RUNNING):
+            self.place.end_group(key, cause)
 
     @precondition(lambda self: self.place.groups)
     @rule(choice=st.randoms(use_true_random=False))
     def a_group_vanishes(self, choice: random.Random) -> None:
-        self.place.lose(choice.choice(sorted(self.place.groups)))
+        self.place.lose_group(choice.choice(sorted(self.place.groups)))
 
     @precondition(lambda self: self.place.groups)
     @rule(choice=st.randoms(use_true_random=False))
@@ -62,8 +61,8 @@ class Lives(RuleBasedStateMachine):
         """The others look as before: one of them may be dead, and nobody has noticed."""
         key = choice.choice(sorted(self.place.groups))
         group = self.place.groups[key]
-        if group.phase is Phase.RUNNING and not group.leaving:
-            self.place.groups[key] = replace(group, phase=Phase.INTERRUPTED, ended_s=self.place.clock_s)
+        if group.phase is GroupPhase.RUNNING and not group.is_terminating:
+            self.place.groups[key] = replace(group, phase=GroupPhase.INTERRUPTED, ended_s=self.place.clock_s)
 
     @precondition(lambda self: self.place.groups)
     @rule(choice=st.randoms(use_true_random=False))
@@ -71,14 +70,18 @@ class Lives(RuleBasedStateMachine):
         """The others have put its workers out; it may wake, end, or stay so for ever."""
         key = choice.choice(sorted(self.place.groups))
         group, name = self.place.groups[key], ".".join(map(str, key))
-        if group.phase is Phase.RUNNING and self.place.job is not None and self.place.job.request.elastic is not None:
-            self.place.groups[key] = replace(group, members=(name,), epoch=(1, 1), out=(name,))
+        if (
+            group.phase is GroupPhase.RUNNING
+            and self.place.job is not None
+            and self.place.job.request.elastic is not None
+        ):
+            self.place.groups[key] = replace(group, members=(name,), generation=(1, 1), evicted=(name,))
 
     @precondition(lambda self: self.place.job is not None)
-    @rule(verb=st.sampled_from(verbs.NAMES[:-1]))
+    @rule(verb=st.sampled_from(verbs.VERB_NAMES[:-1]))
     def somebody_types(self, verb: str) -> None:
         with contextlib.suppress(JobError):
-            self.place.job = replace(self.place.job, desired=verbs.ask(verb, self.place.job, self.place.clock_s))
+            self.place.job = replace(self.place.job, desired=verbs.apply_verb(verb, self.place.job, self.place.clock_s))
 
     @invariant()
     def nothing_illegal(self) -> None:
@@ -117,7 +120,7 @@ class Lives(RuleBasedStateMachine):
         for _ in range(10):
             lives.settle(self.place)
             self.place.pass_time()
-        assert (self.place.job, self.place.groups, self.place.config) == (None, {}, False)
+        assert (self.place.job, self.place.groups, self.place.has_config) == (None, {}, False)
 
 
 class TestLives(Lives.TestCase):
@@ -146,33 +149,37 @@ def test_gang_start_in_a_thousand_random_lives_with_restarts(is_elastic: bool, l
     assert starts < 1250 if is_elastic else starts > 1300
 
 
-def random_life(chance: random.Random, *, is_elastic: bool) -> FakePlace:
+def random_life(chance: random.Random, *, is_elastic: bool) -> FakeJobRuntime:
     """A job with failures of all kinds and a supervisor that dies at random, to its end."""
     policies = (DeletionPolicy.DELETE,) * chance.randint(2, 6)
     job = lives.a_job(policies, max_retries=chance.randint(0, 3), least=3 if is_elastic else None)
-    place = FakePlace(job=job)
+    place = FakeJobRuntime(job=job)
     for _ in range(400):
         if place.job is None or place.job.record.state.is_end:
             break
         for action in lives.look(place)[: chance.choice([0, 1, 2, 3, 99, 99])]:
-            place.do(action)
+            place.apply(action)
         place.clock_s += 0.5
-        place.groups = {key: group for key, group in place.groups.items() if not group.leaving or chance.random() < 0.3}
+        place.groups = {
+            key: group for key, group in place.groups.items() if not group.is_terminating or chance.random() < 0.3
+        }
         for key in chance.sample(sorted(place.groups), len(place.groups)):
             group, fate = place.groups[key], chance.random()
-            if group.phase.is_alive and not group.leaving and fate < 0.01:
-                place.end(key, chance.choice([Cause.PLACE, Cause.PLACE, Cause.PEER, Cause.PROGRAM]))
+            if group.phase.is_alive and not group.is_terminating and fate < 0.01:
+                place.end_group(
+                    key, chance.choice([EndCause.PLATFORM, EndCause.PLATFORM, EndCause.PEER, EndCause.PROGRAM])
+                )
             elif fate < 0.015:
-                place.lose(key)
-            elif group.phase is Phase.RUNNING and fate < 0.3:
-                place.end(key)
+                place.lose_group(key)
+            elif group.phase is GroupPhase.RUNNING and fate < 0.3:
+                place.end_group(key)
             elif fate < 0.7:
-                place.step(key)
+                place.advance_group(key)
     return place
 
 
 def test_every_reason_can_be_said() -> None:
-    for code, kind in REASONS.items():
-        assert kind.of in ("job", "node"), code
-        states = {str(state) for state in (JobState if kind.of == "job" else NodeState)}
+    for code, kind in REASON_TEMPLATES.items():
+        assert kind.subject in ("job", "node"), code
+        states = {str(state) for state in (JobState if kind.subject == "job" else NodeState)}
         assert set(kind.states.split(", ")) <= states, code

@@ -4,65 +4,72 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.jobs.life import actions, advancing, reconciling
-from ringweave.jobs.life.failing import SETTLE_S
-from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase, Silence
-from ringweave.jobs.life.records import Record
-from ringweave.jobs.life.states import JobState, NodeState
-from ringweave.testing.places import FakePlace
+from ringweave.jobs import advance, reconcile, records
+from ringweave.jobs.failures import SETTLE_S
+from ringweave.jobs.records import (
+    EndCause,
+    GroupPhase,
+    JobRecord,
+    ObservedGroup,
+    ObservedJobState,
+    PendingCause,
+    UnresponsiveMachine,
+)
+from ringweave.jobs.states import JobState, NodeState
+from tests.fakes.job_runtime import FakeJobRuntime
 from tests.jobs.life import lives
 from tests.jobs.life.lives import DELETE, KEEP, ON_FAILURE, record_of, running
 
 
-def kinds(place: FakePlace) -> list[str]:
+def kinds(place: FakeJobRuntime) -> list[str]:
     return [type(action).__name__ for action in lives.look(place)]
 
 
 def test_the_first_look_makes_everything() -> None:
-    place = FakePlace(job=lives.a_job())
+    place = FakeJobRuntime(job=lives.a_job())
     saved, *rest = lives.look(place)
-    assert isinstance(saved, actions.SaveRecord)
+    assert isinstance(saved, records.SaveRecord)
     assert rest == [
-        actions.CreateConfig(counts=(3, 3)),
-        actions.CreateGroup(node=0, attempt=1, workers=3, round=1),
-        actions.CreateGroup(node=1, attempt=1, workers=3, round=1),
+        records.CreateConfig(counts=(3, 3)),
+        records.CreateGroup(node=0, attempt=1, workers=3, round=1),
+        records.CreateGroup(node=1, attempt=1, workers=3, round=1),
     ]
 
 
 def test_the_gate_opens_only_when_all_are_ready() -> None:
-    place = FakePlace(job=lives.a_job())
+    place = FakeJobRuntime(job=lives.a_job())
     lives.settle(place)
-    place.step((0, 1))
+    place.advance_group((0, 1))
     lives.settle(place)
-    assert place.gate == 0
+    assert place.released_round == 0
     known = record_of(place).nodes[0]
     assert known.reason is not None
     assert (known.state, str(known.reason)) == (
         NodeState.READY,
         "is ready, and waits for node n1. Nothing to do: it goes on by itself.",
     )
-    place.step((1, 1))
+    place.advance_group((1, 1))
     assert kinds(place) == ["SaveRecord", "OpenGate"]
 
 
 def test_a_node_that_is_being_removed_does_not_count_as_ready() -> None:
-    place = FakePlace(job=lives.a_job())
+    place = FakeJobRuntime(job=lives.a_job())
     lives.settle(place)
-    place.step((0, 1))
-    place.step((1, 1))
-    place.groups[1, 1] = replace(place.groups[1, 1], leaving=True)
+    place.advance_group((0, 1))
+    place.advance_group((1, 1))
+    place.groups[1, 1] = replace(place.groups[1, 1], is_terminating=True)
     lives.settle(place)
-    assert place.gate == 0
+    assert place.released_round == 0
 
 
 def test_a_killed_group_alone_is_replaced_and_the_others_go_back_to_the_gate() -> None:
     place = running(DELETE, DELETE, DELETE)
-    place.end((1, 1), Cause.PLACE, "killed by SIGKILL")
+    place.end_group((1, 1), EndCause.PLATFORM, "killed by SIGKILL")
     _, *rest = lives.look(place)
-    assert [action for action in rest if not isinstance(action, actions.Wake)] == [
-        actions.Regather(node=0, attempt=1, round=2),
-        actions.DeleteGroup(node=1, attempt=1),
-        actions.Regather(node=2, attempt=1, round=2),
+    assert [action for action in rest if not isinstance(action, records.RequeueAt)] == [
+        records.RestartGroup(node=0, attempt=1, round=2),
+        records.DeleteGroup(node=1, attempt=1),
+        records.RestartGroup(node=2, attempt=1, round=2),
     ]
     lives.settle(place)
     assert str(record_of(place).reason) == (
@@ -78,34 +85,34 @@ def test_a_killed_group_alone_is_replaced_and_the_others_go_back_to_the_gate() -
 
 def test_a_group_is_called_back_once_though_it_has_not_heard_of_it_yet() -> None:
     place = running(DELETE, DELETE, DELETE)
-    place.end((1, 1), Cause.PLACE, "killed by SIGKILL")
+    place.end_group((1, 1), EndCause.PLATFORM, "killed by SIGKILL")
     save, *_ = lives.look(place)
-    place.do(save)
-    called = replace(place.groups[0, 1], called=2)
+    place.apply(save)
+    called = replace(place.groups[0, 1], requested_round=2)
     place.groups[0, 1] = called
-    (only,) = [each for each in lives.look(place) if isinstance(each, actions.Regather)]
-    assert only == actions.Regather(node=2, attempt=1, round=2)
-    place.groups[0, 1] = replace(called, called=1)
-    assert len([each for each in lives.look(place) if isinstance(each, actions.Regather)]) == 2
+    (only,) = [each for each in lives.look(place) if isinstance(each, records.RestartGroup)]
+    assert only == records.RestartGroup(node=2, attempt=1, round=2)
+    place.groups[0, 1] = replace(called, requested_round=1)
+    assert len([each for each in lives.look(place) if isinstance(each, records.RestartGroup)]) == 2
 
 
 @pytest.mark.parametrize(
     ("cause", "left"),
-    [(None, {(0, 1)}), (Cause.PROGRAM, {(0, 1), (1, 1)})],
+    [(None, {(0, 1)}), (EndCause.PROGRAM, {(0, 1), (1, 1)})],
 )
-def test_each_node_is_kept_or_deleted_by_its_own_policy(cause: Cause | None, left: set) -> None:
+def test_each_node_is_kept_or_deleted_by_its_own_policy(cause: EndCause | None, left: set) -> None:
     place = running(KEEP, ON_FAILURE, DELETE)
     if cause is None:
         lives.end_all(place)
     else:
-        place.end((1, 1), cause)
+        place.end_group((1, 1), cause)
         place.clock_s += SETTLE_S
     for _ in range(3):
         lives.settle(place)
         place.pass_time()
     assert set(place.groups) == left
     assert not any(group.phase.is_alive for group in place.groups.values())
-    assert place.config
+    assert place.has_config
 
 
 def test_a_ttl_ends_to_the_second_and_takes_everything() -> None:
@@ -114,7 +121,7 @@ def test_a_ttl_ends_to_the_second_and_takes_everything() -> None:
     lives.end_all(place)
     place.clock_s = 51.0
     lives.settle(place)
-    assert lives.look(place)[-1] == actions.Wake(at_s=150.25)
+    assert lives.look(place)[-1] == records.RequeueAt(at_s=150.25)
     place.clock_s = 150.2
     assert kinds(place) == ["Wake"]
     place.clock_s = 150.25
@@ -122,7 +129,7 @@ def test_a_ttl_ends_to_the_second_and_takes_everything() -> None:
     for _ in range(3):
         lives.settle(place)
         place.pass_time()
-    assert (place.job, place.groups, place.config) == (None, {}, False)
+    assert (place.job, place.groups, place.has_config) == (None, {}, False)
 
 
 def test_an_end_that_is_seen_only_after_the_ttl_removes_the_job_at_once() -> None:
@@ -131,17 +138,17 @@ def test_an_end_that_is_seen_only_after_the_ttl_removes_the_job_at_once() -> Non
     place.clock_s += 60.0
     saved, *rest = lives.look(place)
     assert saved.record.state is JobState.DELETING
-    assert rest == [actions.DeleteGroup(node=0, attempt=1), actions.DeleteGroup(node=1, attempt=1)]
+    assert rest == [records.DeleteGroup(node=0, attempt=1), records.DeleteGroup(node=1, attempt=1)]
 
 
 def test_what_is_not_ours_is_removed() -> None:
     place = running()
-    stray = Group(node=7, attempt=1, round=1, phase=Phase.RUNNING)
-    old = Group(node=0, attempt=9, round=1, phase=Phase.RUNNING)
+    stray = ObservedGroup(node=7, attempt=1, round=1, phase=GroupPhase.RUNNING)
+    old = ObservedGroup(node=0, attempt=9, round=1, phase=GroupPhase.RUNNING)
     observed = replace(place.observe(), groups=(*place.observe().groups, stray, old))
-    assert reconciling.reconcile(place.job, observed, place.clock_s) == (
-        actions.DeleteGroup(node=7, attempt=1),
-        actions.DeleteGroup(node=0, attempt=9),
+    assert reconcile.reconcile(place.job, observed, place.clock_s) == (
+        records.DeleteGroup(node=7, attempt=1),
+        records.DeleteGroup(node=0, attempt=9),
     )
 
 
@@ -154,17 +161,17 @@ def test_progress_of_each_node_is_in_its_record() -> None:
 
 
 def test_a_suspended_job_makes_nothing_and_says_how_to_go_on() -> None:
-    place = FakePlace(job=lives.a_job(suspend=True))
+    place = FakeJobRuntime(job=lives.a_job(suspend=True))
     lives.settle(place)
-    assert (place.groups, place.config) == ({}, False)
+    assert (place.groups, place.has_config) == ({}, False)
     assert str(record_of(place).reason) == "it is suspended, nothing of it runs. ringweave resume text."
 
 
 def test_a_pending_group_says_what_its_place_says() -> None:
-    place = FakePlace(job=lives.a_job())
+    place = FakeJobRuntime(job=lives.a_job())
     lives.settle(place)
     place.groups[1, 1] = replace(place.groups[1, 1], text="its container is being made")
-    place.step((0, 1))
+    place.advance_group((0, 1))
     lives.settle(place)
     helps = "Nothing to do while an image or files are on their way; if it lasts, see what its place says of it."
     assert str(record_of(place).reason) == f"waits for node n1 to begin: its container is being made. {helps}"
@@ -173,9 +180,11 @@ def test_a_pending_group_says_what_its_place_says() -> None:
 
 def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
     place = running()
-    place.end((0, 1), Cause.PLACE)
+    place.end_group((0, 1), EndCause.PLATFORM)
     lives.settle(place)
-    place.groups[1, 1] = replace(place.groups[1, 1], silence=Silence(text="it is dark", mend="pull its plug"))
+    place.groups[1, 1] = replace(
+        place.groups[1, 1], unresponsive=UnresponsiveMachine(text="it is dark", fix="pull its plug")
+    )
     lives.settle(place)
     record = record_of(place)
     helps = "Once you know that nothing runs there any more, pull its plug."
@@ -185,21 +194,23 @@ def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
 
 def test_one_whose_machine_does_not_answer_runs_as_long_as_nobody_misses_it() -> None:
     place = running()
-    place.groups[1, 1] = replace(place.groups[1, 1], silence=Silence(text="it is dark", mend="pull its plug"))
+    place.groups[1, 1] = replace(
+        place.groups[1, 1], unresponsive=UnresponsiveMachine(text="it is dark", fix="pull its plug")
+    )
     lives.settle(place)
     assert (record_of(place).state, record_of(place).reason) == (JobState.RUNNING, None)
 
 
-def lacking(lack: Lack, text: str, *, is_retried: bool) -> Record:
+def lacking(lack: PendingCause, text: str, *, is_retried: bool) -> JobRecord:
     """Of a job of which one group lacks something, in its first round or in a later one."""
-    place = running() if is_retried else FakePlace(job=lives.a_job())
+    place = running() if is_retried else FakeJobRuntime(job=lives.a_job())
     if is_retried:
-        place.end((1, 1), Cause.PLACE)
+        place.end_group((1, 1), EndCause.PLATFORM)
         lives.settle(place)
         place.pass_time()
     lives.settle(place)
     key = (1, 1 + is_retried)
-    place.groups[key] = replace(place.groups[key], text=text, lacks=lack)
+    place.groups[key] = replace(place.groups[key], text=text, pending_cause=lack)
     lives.settle(place)
     record = record_of(place)
     assert record.state is (JobState.RETRYING if is_retried else JobState.PENDING)
@@ -209,7 +220,7 @@ def lacking(lack: Lack, text: str, *, is_retried: bool) -> Record:
 @pytest.mark.parametrize("is_retried", [False, True])
 def test_a_group_that_cannot_begin_by_itself_asks_for_no_room(is_retried: bool) -> None:
     """More room does not bring an image that does not exist; also in a later round that is what there is to say."""
-    record = lacking(Lack.MEANS, "ImagePullBackOff: no such image", is_retried=is_retried)
+    record = lacking(PendingCause.PREREQUISITE, "ImagePullBackOff: no such image", is_retried=is_retried)
     assert str(record.reason) == (
         "node n1 cannot begin: ImagePullBackOff: no such image. See that what is named there can be had: it is tried "
         "again; where the job has to change for it, ringweave delete text, and submit it anew."
@@ -219,7 +230,7 @@ def test_a_group_that_cannot_begin_by_itself_asks_for_no_room(is_retried: bool) 
 
 @pytest.mark.parametrize("is_retried", [False, True])
 def test_a_group_that_finds_no_room_says_so_also_when_its_node_was_lost(is_retried: bool) -> None:
-    record = lacking(Lack.ROOM, "Unschedulable: 0/3 nodes", is_retried=is_retried)
+    record = lacking(PendingCause.CAPACITY, "Unschedulable: 0/3 nodes", is_retried=is_retried)
     assert str(record.reason).startswith("waits for a place for node n1: Unschedulable: 0/3 nodes. Free room there")
 
 
@@ -227,21 +238,21 @@ def test_nothing_is_done_twice_while_groups_are_on_their_way_out() -> None:
     place = running()
     lives.ask(place, "stop")
     lives.settle(place)
-    assert [group.leaving for group in place.groups.values()] == [True, True]
+    assert [group.is_terminating for group in place.groups.values()] == [True, True]
     assert record_of(place).state is JobState.ENDING
     assert kinds(place) == []
 
 
 def test_an_empty_place_of_a_deleted_job_is_forgotten_at_once() -> None:
-    place = FakePlace(job=lives.a_job(suspend=True))
+    place = FakeJobRuntime(job=lives.a_job(suspend=True))
     lives.ask(place, "delete")
     assert kinds(place) == ["SaveRecord", "Forget"]
-    assert Observed() == place.observe()
+    assert ObservedJobState() == place.observe()
 
 
 def test_a_place_that_was_taken_away_begins_a_round_and_an_end_stays_an_end():
     record = lives.a_job().record
-    again = advancing.regathered(record, "its allocation was taken back")
+    again = advance.record_after_preemption(record, "its allocation was taken back")
     assert (again.round, again.round_cause) == (record.round + 1, "its allocation was taken back")
     ended = replace(record, outcome=JobState.STOPPED)
-    assert advancing.regathered(ended, "its allocation was taken back") == ended
+    assert advance.record_after_preemption(ended, "its allocation was taken back") == ended

@@ -3,17 +3,17 @@ from dataclasses import replace
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.life import advancing, verbs
-from ringweave.jobs.life.records import Desired, Job
-from ringweave.jobs.life.states import JobState
+from ringweave.jobs import advance, verbs
+from ringweave.jobs.records import DesiredJobState, Job
+from ringweave.jobs.states import JobState
 from tests.jobs.life import lives
 
 
-def job_in(state: JobState, *, desired: Desired | None = None) -> Job:
+def job_in(state: JobState, *, desired: DesiredJobState | None = None) -> Job:
     job = lives.a_job()
     outcome = state if state.is_end else None
     record = replace(job.record, state=state, outcome=outcome, deleting=state is JobState.DELETING, run=3)
-    return replace(job, record=record, desired=desired or Desired())
+    return replace(job, record=record, desired=desired or DesiredJobState())
 
 
 @pytest.mark.parametrize(
@@ -29,23 +29,28 @@ def job_in(state: JobState, *, desired: Desired | None = None) -> Job:
     ],
 )
 def test_what_a_verb_asks_and_twice_is_as_once(verb: str, state: JobState, changed: dict) -> None:
-    job = job_in(state, desired=Desired(suspend=state is JobState.SUSPENDED))
-    once = verbs.ask(verb, job, 0.0)
+    job = job_in(state, desired=DesiredJobState(suspend=state is JobState.SUSPENDED))
+    once = verbs.apply_verb(verb, job, 0.0)
     assert once == replace(job.desired, **changed)
     if verb != "delete":
-        assert verbs.ask(verb, replace(job, desired=once), 0.0) == once
+        assert verbs.apply_verb(verb, replace(job, desired=once), 0.0) == once
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.STOPPED])
 def test_one_that_is_tried_again_is_not_over_though_nobody_has_begun_with_it(state: JobState) -> None:
-    job = job_in(state, desired=Desired(retry_run=3))
-    shown = advancing.as_asked(job, 7.0).record
+    job = job_in(state, desired=DesiredJobState(retry_run=3))
+    shown = advance.with_pending_retry(job, 7.0).record
     assert (shown.state, shown.run, shown.outcome, shown.ended_s) == (JobState.PENDING, 4, None, None)
-    stopped = verbs.ask("stop", job, 7.0)
-    assert stopped == Desired(retry_run=3, stop_run=4)
-    for desired in (stopped, Desired(), Desired(retry_run=2), Desired(retry_run=3, delete=True)):
+    stopped = verbs.apply_verb("stop", job, 7.0)
+    assert stopped == DesiredJobState(retry_run=3, stop_run=4)
+    for desired in (
+        stopped,
+        DesiredJobState(),
+        DesiredJobState(retry_run=2),
+        DesiredJobState(retry_run=3, delete=True),
+    ):
         other = replace(job, desired=desired)
-        assert advancing.as_asked(other, 7.0) is other
+        assert advance.with_pending_retry(other, 7.0) is other
 
 
 @pytest.mark.parametrize(
@@ -77,4 +82,4 @@ def test_one_that_is_tried_again_is_not_over_though_nobody_has_begun_with_it(sta
 )
 def test_a_verb_that_means_nothing_is_refused(verb: str, state: JobState, text: str) -> None:
     with pytest.raises(JobError, match=text):
-        verbs.ask(verb, job_in(state), 0.0)
+        verbs.apply_verb(verb, job_in(state), 0.0)

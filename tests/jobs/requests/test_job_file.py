@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import JobError
-from ringweave.jobs.requests import job_file
-from ringweave.jobs.requests.job_file import Flag
-from ringweave.jobs.requests.request import MODES, DeletionPolicy, Elastic, NodeRequest, Request
+from ringweave.jobs import request as jobs_request
+from ringweave.jobs.request import MODES, DeletionPolicy, ElasticRequest, JobFlag, JobRequest, NodeRequest
 
 FULL = """\
 name: text
@@ -30,7 +29,7 @@ SHORT = "name: text\ncpu_workers: 4\nscript: train.py\nnodes: [{capacity: 4}]\n"
 
 
 def test_a_full_file() -> None:
-    assert job_file.loads(FULL) == Request(
+    assert jobs_request.parse_request(FULL) == JobRequest(
         name="text",
         num_workers=15,
         script="train.py",
@@ -54,7 +53,7 @@ def test_a_full_file() -> None:
 
 
 def test_a_short_file_asks_for_processes_without_gpus() -> None:
-    request = job_file.loads(SHORT)
+    request = jobs_request.parse_request(SHORT)
     assert (request.device, request.num_workers, request.nodes[0].name) == ("cpu", 4, "n0")
     assert request.split.counts == (4,)
     assert str(request) == "name: text\ncpu_workers: 4\nscript: train.py\nnodes:\n  - {name: n0, capacity: 4}\n"
@@ -63,33 +62,33 @@ def test_a_short_file_asks_for_processes_without_gpus() -> None:
 def test_a_file_on_disk(tmp_path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(SHORT)
-    assert job_file.load(path) == job_file.loads(SHORT)
+    assert jobs_request.load_request(path) == jobs_request.parse_request(SHORT)
     with pytest.raises(JobError, match=r"job file: 'No such file.*expected a YAML file.*Did you mean \".*job\.yaml\""):
-        job_file.load(tmp_path / "jobs.yaml")
+        jobs_request.load_request(tmp_path / "jobs.yaml")
 
 
 def test_a_lab_has_no_gpus() -> None:
-    assert job_file.loads(f"{SHORT}lab: two-racks\n").lab == "two-racks"
+    assert jobs_request.parse_request(f"{SHORT}lab: two-racks\n").lab == "two-racks"
     with pytest.raises(
         JobError, match=r"lab: 'two-racks', expected none for GPUs: a lab limits links and CPU time\. Ask"
     ):
-        job_file.loads(f"{FULL}lab: two-racks\n")
+        jobs_request.parse_request(f"{FULL}lab: two-racks\n")
 
 
 def test_a_claim_has_the_name_of_one() -> None:
     with pytest.raises(JobError, match=r"claim: 'My_Claim', expected the name of a PersistentVolumeClaim: l"):
-        job_file.loads(f"{SHORT}claim: My_Claim\n")
+        jobs_request.parse_request(f"{SHORT}claim: My_Claim\n")
 
 
 TWO_NODES = "name: text\ncpu_workers: 9\nscript: s.py\nnodes: [{name: a, capacity: 5}, {name: b, capacity: 4}]\n"
 
 
 def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
-    request = job_file.loads(f"{TWO_NODES}elastic: {{min: 4}}\n")
-    assert request.elastic == Elastic(min=4)
+    request = jobs_request.parse_request(f"{TWO_NODES}elastic: {{min: 4}}\n")
+    assert request.elastic == ElasticRequest(min=4)
     assert "elastic: {min: 4}\n" in str(request)
-    assert job_file.loads(str(request)) == request
-    assert job_file.loads(TWO_NODES, {"elastic": Flag(name="--elastic", value={"min": 4})}) == request
+    assert jobs_request.parse_request(str(request)) == request
+    assert jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 4})}) == request
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
 )
 def test_wrong_elastic_jobs(elastic: str, told: str) -> None:
     with pytest.raises(JobError, match=told):
-        job_file.loads(f"{TWO_NODES}elastic: {elastic}\n", source="j")
+        jobs_request.parse_request(f"{TWO_NODES}elastic: {elastic}\n", source="j")
 
 
 def test_a_job_on_one_node_cannot_lose_it() -> None:
@@ -121,9 +120,9 @@ def test_a_job_on_one_node_cannot_lose_it() -> None:
         match=r"elastic: 'one node, n0', expected two nodes or more: one can be lost\. Leave elastic out, or share the "
         r"job out over more nodes\. \[j:5: elastic\]",
     ):
-        job_file.loads(f"{SHORT}elastic: {{min: 1}}\n", source="j")
+        jobs_request.parse_request(f"{SHORT}elastic: {{min: 1}}\n", source="j")
     with pytest.raises(JobError, match=r"elastic\.min: 9, .*\[--elastic\]"):
-        job_file.loads(TWO_NODES, {"elastic": Flag(name="--elastic", value={"min": 9})})
+        jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 9})})
 
 
 names = st.from_regex(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True)
@@ -137,7 +136,7 @@ nodes = st.builds(
     deletion=st.sampled_from(DeletionPolicy),
 )
 requests = st.builds(
-    Request,
+    JobRequest,
     name=names,
     num_workers=st.integers(1, 2**31 - 1),
     script=lines,
@@ -158,33 +157,33 @@ requests = st.builds(
 
 @pytest.mark.slow
 @given(requests)
-def test_a_printed_request_reads_back_equal(request_: Request) -> None:
-    assert job_file.loads(str(request_)) == request_
+def test_a_printed_request_reads_back_equal(request_: JobRequest) -> None:
+    assert jobs_request.parse_request(str(request_)) == request_
 
 
 def test_flags_replace_what_the_file_says() -> None:
     flags = {
-        "gpus": Flag(name="--gpus", value=11),
-        "nodes": Flag(name="--capacity", value=[{"capacity": 10}, {"capacity": 5}]),
-        "arguments": Flag(name="ARGUMENTS", value=["--fast"]),
+        "gpus": JobFlag(name="--gpus", value=11),
+        "nodes": JobFlag(name="--capacity", value=[{"capacity": 10}, {"capacity": 5}]),
+        "arguments": JobFlag(name="ARGUMENTS", value=["--fast"]),
     }
-    request = job_file.loads(SHORT, flags)
+    request = jobs_request.parse_request(SHORT, flags)
     assert (request.device, request.num_workers, request.arguments) == ("cuda", 11, ("--fast",))
     assert request.split.counts == (8, 3)
 
 
 def test_flags_alone_make_a_request() -> None:
     values = {"name": "text", "cpu_workers": 4, "script": "train.py", "nodes": [{"capacity": 4}]}
-    flags = {key: Flag(name=f"--{key}", value=value) for key, value in values.items()}
-    assert job_file.from_flags(flags) == job_file.loads(SHORT)
+    flags = {key: JobFlag(name=f"--{key}", value=value) for key, value in values.items()}
+    assert jobs_request.request_from_flags(flags) == jobs_request.parse_request(SHORT)
     del flags["name"]
     with pytest.raises(JobError, match=r"missing key at the top of the file.*\[command line\]"):
-        job_file.from_flags(flags)
+        jobs_request.request_from_flags(flags)
 
 
 def test_a_wrong_flag_is_named_as_it_was_typed() -> None:
     with pytest.raises(JobError, match=r"mode: 'synch', expected one of .* Did you mean \"sync\"\? \[--mode\]"):
-        job_file.loads(SHORT, {"mode": Flag(name="--mode", value="synch")})
+        jobs_request.parse_request(SHORT, {"mode": JobFlag(name="--mode", value="synch")})
 
 
 def put(old: str, new: str) -> str:
@@ -241,4 +240,4 @@ def put(old: str, new: str) -> str:
 )
 def test_wrong_files(text: str, told: str) -> None:
     with pytest.raises(JobError, match=told):
-        job_file.loads(text, source="j")
+        jobs_request.parse_request(text, source="j")

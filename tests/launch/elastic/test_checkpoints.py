@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 from tests.launch.conftest import Run, wait_until
 from tests.launch.small_training import SUM, epoch, prepared
 
@@ -50,13 +50,13 @@ def test_a_run_that_is_killed_goes_on_with_fewer_workers_and_trains_on_each_samp
 
     def is_in_an_epoch() -> bool:
         assert run.process.poll() is None, run.stderr
-        return any(saved.train_step >= least for saved in disk.list_saved(folder))
+        return any(saved.train_step >= least for saved in store.list_checkpoints(folder))
 
     wait_until(is_in_an_epoch, "a checkpoint", LIMIT_S)
     time.sleep(0.1)
     kill_all(run)
-    saved = disk.list_saved(folder)[0]
-    state = disk.read(saved).parts["loader"]
+    saved = store.list_checkpoints(folder)[0]
+    state = store.read_checkpoint(saved).parts["loader"]
     left = NUM_SAMPLES - sum(count for _, count in state["done"])
     (run.run_dir / "events.jsonl").unlink()
     first_epoch = state["epoch"] + (not left)

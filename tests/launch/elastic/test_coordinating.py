@@ -9,24 +9,23 @@ from typing import Any
 
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import LaunchError
-from ringweave.launch.elastic.coordinating import Coordinators, JobCoordinators, Pair
-from ringweave.launch.local.attendants import Post
-from ringweave.launch.local.sites import ThisMachine
-from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting
-from ringweave.membership.messages import Ask, Count
-from ringweave.membership.rules.settings import Bounds
-from ringweave.membership.serving import main
-from ringweave.wire import Authority, Credentials
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import CoordinatorPair, CoordinatorProcesses, RunCoordinators, SidecarEndpoint
+from ringweave.launcher.workers import HostPort
+from ringweave.membership import main
+from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest
+from ringweave.membership.settings import MemberBounds
+from ringweave.rpc import CertificateAuthority, Credentials
 from tests.launch.conftest import wait_until
 
 ENDS_BADLY = "import sys; sys.exit(3)"
 STAYS = "import signal; signal.pause()"
 
 
-class Noted(ThisMachine):
+class Noted(HostContext):
     """Runs something else in the place of a coordinator: the first one of node a fails at once, all others stay."""
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Noted(ThisMachine):
         self.others: list[str] = []
         self.successors: list[str] = []
 
-    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         asked = main.parse(argv[3:])
         self.asked.append((node, asked.standby, asked.index))
         self.others.append(asked.other)
@@ -46,11 +45,11 @@ class Noted(ThisMachine):
 def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     site = Noted()
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
-    crew = JobCoordinators(posts, Bounds(least=1, most=2), 2, site, RunDir(root=tmp_path))
+    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
+    crew = RunCoordinators(posts, MemberBounds(min_members=1, max_members=2), 2, site, RunDir(root=tmp_path))
 
     def look() -> bool:
-        crew.look()
+        crew.restart_dead()
         return len(site.asked) > 2
 
     with crew.running(os.environ):
@@ -58,40 +57,40 @@ def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path
         assert len(crew.pids) == 2, "those that run"
     assert not crew.pids
     assert site.asked == [("a", False, 0), ("b", True, 1), ("a", True, 0)]
-    first, second = (f"{post.meeting.host}:{post.meeting.port}" for post in posts)
+    first, second = (f"{post.advertised.host}:{post.advertised.port}" for post in posts)
     assert site.others == [second, first, second], "each knows where the other one is"
 
 
-class AlwaysFails(ThisMachine):
-    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+class AlwaysFails(HostContext):
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         return [sys.executable, "-I", "-S", "-c", ENDS_BADLY]
 
 
 def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     site, said, now_s = AlwaysFails(), [], [0.0]
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
-    pair = Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2)
-    authority = Authority("job")
-    coordinators = Coordinators(
+    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
+    pair = CoordinatorPair(endpoints=posts, bounds=MemberBounds(min_members=1, max_members=2), expected_members=2)
+    authority = CertificateAuthority("job")
+    coordinators = CoordinatorProcesses(
         pair,
         site,
         RunDir(root=tmp_path),
         lambda index: authority.issue("coordinator", str(index)),
-        own={1: True},
+        standby_by_index={1: True},
         give_up=said.append,
         clock=lambda: now_s[0],
     )
 
     def look() -> bool:
         now_s[0] += 1.0
-        coordinators.look()
+        coordinators.restart_dead()
         return bool(said)
 
     with coordinators.running(os.environ):
         wait_until(look, "an end of it")
         now_s[0] += 1000.0
-        coordinators.look()
+        coordinators.restart_dead()
         assert not coordinators.pids
     assert said == [
         "coordinator 1 on node b is given up: 10 of its processes in a row were over soon after they began, the last "
@@ -104,27 +103,27 @@ def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path
 def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path: Path, error: Exception) -> None:
     (tmp_path / "logs").mkdir()
     site, said, now_s = AlwaysFails(), [], [0.0]
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
-    left = [Authority("job").issue("coordinator", "0")]
+    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
+    left = [CertificateAuthority("job").issue("coordinator", "0")]
 
     def credentials(index: int) -> Credentials:
         if not left:
             raise error
         return left.pop()
 
-    coordinators = Coordinators(
-        Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2),
+    coordinators = CoordinatorProcesses(
+        CoordinatorPair(endpoints=posts, bounds=MemberBounds(min_members=1, max_members=2), expected_members=2),
         site,
         RunDir(root=tmp_path),
         credentials,
-        own={0: False},
+        standby_by_index={0: False},
         give_up=said.append,
         clock=lambda: now_s[0],
     )
 
     def look() -> bool:
         now_s[0] += 1.0
-        coordinators.look()
+        coordinators.restart_dead()
         return bool(said)
 
     with coordinators.running(os.environ):
@@ -132,7 +131,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     assert f"and another one could not be started: {error}. Training goes on" in said[0]
 
 
-class Elsewhere(ThisMachine):
+class Elsewhere(HostContext):
     """In a lab, whose network this process is not in."""
 
     @property
@@ -143,46 +142,61 @@ class Elsewhere(ThisMachine):
 @pytest.mark.parametrize(
     ("count", "site", "found"),
     [
-        ({"members": ["0.0", "1.0"]}, ThisMachine(), {"0.0", "1.0"}),
-        ({"parts": {"lobby": 1, "ring 1": 1}}, ThisMachine(), {"0.0", "1.1"}),
-        ({"parts": {"lobby": 1}}, ThisMachine(), set()),
+        ({"members": ["0.0", "1.0"]}, HostContext(), {"0.0", "1.0"}),
+        ({"parts": {"lobby": 1, "ring 1": 1}}, HostContext(), {"0.0", "1.1"}),
+        ({"parts": {"lobby": 1}}, HostContext(), set()),
         ({"members": ["0.0", "1.0"]}, Elsewhere(), set()),
     ],
 )
 def test_members_that_no_event_tells_of_are_asked_for(
-    tmp_path: Path, count: Mapping[str, Any], site: ThisMachine, found: set[str]
+    tmp_path: Path, count: Mapping[str, Any], site: HostContext, found: set[str]
 ) -> None:
     """Of the second coordinator, where the first one is down; in rings it is known only that there are some."""
-    authority, roles = Authority("job"), list[str]()
+    authority, roles = CertificateAuthority("job"), list[str]()
     said = {"term": 1, "is_active": True, "ballot": (1, 1), "members": [], "committed": 0, "present": [], "ended": ""}
 
-    def answer(call: wire.Call) -> Count:
+    def answer(call: rpc.RpcCall) -> CoordinatorStatus:
         roles.append(call.peer.role)
-        return Count(**{**said, **count})
+        return CoordinatorStatus(**{**said, **count})
 
-    trust = wire.Tls(authority.issue("coordinator", "1"))
-    server = wire.Server(trust, [wire.Handler(message=Ask, handle=answer)], roles=("worker", "launcher", "coordinator"))
+    trust = rpc.TlsAuthentication(authority.issue("coordinator", "1"))
+    server = rpc.RpcServer(
+        trust,
+        [rpc.RpcHandler(message=CoordinatorStatusRequest, handle=answer)],
+        roles=("worker", "launcher", "coordinator"),
+    )
     with server.start("127.0.0.1", 0):
-        meetings = [site.meeting("a"), Meeting(host="127.0.0.1", port=server.port)]
-        posts = [Post(node=node, meeting=meeting) for node, meeting in zip("ab", meetings, strict=True)]
-        crew = JobCoordinators(posts, Bounds(least=1, most=2), 2, site, RunDir(root=tmp_path), authority)
-        assert crew.roll().members == set()
-        assert crew.roll(["0.0", "1.1"]).members == found
+        meetings = [site.pick_address("a"), HostPort(host="127.0.0.1", port=server.port)]
+        posts = [SidecarEndpoint(node=node, advertised=meeting) for node, meeting in zip("ab", meetings, strict=True)]
+        crew = RunCoordinators(
+            posts, MemberBounds(min_members=1, max_members=2), 2, site, RunDir(root=tmp_path), authority
+        )
+        assert crew.past_members().members == set()
+        assert crew.past_members(["0.0", "1.1"]).members == found
     assert roles == ([] if site.lab_name else ["launcher"])
 
 
 def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> None:
     """When it dies and another one is started, those may be members, and nobody's successors any more."""
     (tmp_path / "logs").mkdir()
-    site, authority = Noted(), Authority("job")
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
-    pair = Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2, starting=("0.1", "1.1"))
-    coordinators = Coordinators(
-        pair, site, RunDir(root=tmp_path), lambda index: authority.issue("coordinator", str(index)), own={0: True}
+    site, authority = Noted(), CertificateAuthority("job")
+    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
+    pair = CoordinatorPair(
+        endpoints=posts,
+        bounds=MemberBounds(min_members=1, max_members=2),
+        expected_members=2,
+        initial_members=("0.1", "1.1"),
+    )
+    coordinators = CoordinatorProcesses(
+        pair,
+        site,
+        RunDir(root=tmp_path),
+        lambda index: authority.issue("coordinator", str(index)),
+        standby_by_index={0: True},
     )
 
     def look() -> bool:
-        coordinators.look()
+        coordinators.restart_dead()
         return len(site.asked) > 1
 
     with coordinators.running(os.environ):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ringweave
-from ringweave.launch.elastic import entry
-from ringweave.launch.workers import Program
+from ringweave.launcher import entry
+from ringweave.launcher.workers import WorkerProgram
 
 EXITS = Path(ringweave.__file__).parent / "training" / "elastic" / "exits.py"
 ENDS = f"""
@@ -35,7 +35,7 @@ def run(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300, cwd=cwd)
 
 
-def through_entry(program: Program) -> tuple[str, ...]:
+def through_entry(program: WorkerProgram) -> tuple[str, ...]:
     return program.argv(sys.executable, entry=entry.__file__)
 
 
@@ -62,14 +62,16 @@ def test_a_script_that_ends_with_a_status_is_not_taken_for_one_that_is_through(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{textwrap.dedent(ENDS)}{how}\n")
-    ended = run(*through_entry(Program(target=str(script))))
+    ended = run(*through_entry(WorkerProgram(target=str(script))))
     assert (ended.returncode, ended.stdout.split()[-1]) == (exit_code, said), ended.stderr
 
 
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_script_finds_what_it_finds_without_the_entry(tmp_path: Path, is_module: bool) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(DESCRIBES))
-    program = Program(target="train" if is_module else "train.py", arguments=("--epochs", "3"), is_module=is_module)
+    program = WorkerProgram(
+        target="train" if is_module else "train.py", arguments=("--epochs", "3"), is_module=is_module
+    )
     plain = run(*program.argv(sys.executable), cwd=tmp_path)
     found = run(*through_entry(program), cwd=tmp_path)
     assert plain.returncode == found.returncode == 0, found.stderr
@@ -83,15 +85,15 @@ def test_a_script_finds_what_it_finds_without_the_entry(tmp_path: Path, is_modul
 def test_other_kinds_of_programs_run_as_well(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "train.pyz", "w") as packed:
         packed.writestr("__main__.py", "import sys\nprint(__name__, sys.argv[1:])\nraise SystemExit(4)\n")
-    ended = run(*through_entry(Program(target="train.pyz", arguments=("a",))), cwd=tmp_path)
+    ended = run(*through_entry(WorkerProgram(target="train.pyz", arguments=("a",))), cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (4, "__main__ ['a']\n")
-    assert Program(target="hostname", is_command=True).argv("python", entry="entry.py") == ("hostname",)
+    assert WorkerProgram(target="hostname", is_command=True).argv("python", entry="entry.py") == ("hostname",)
 
 
 def test_an_exception_ends_it_with_its_own_traceback(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("def step():\n    raise KeyError('label')\nstep()\n")
-    ended = run(*through_entry(Program(target=str(script))))
+    ended = run(*through_entry(WorkerProgram(target=str(script))))
     assert ended.returncode == 1
     assert f'File "{script}", line 2, in step' in ended.stderr
     assert ended.stderr.splitlines()[-1] == "KeyError: 'label'"

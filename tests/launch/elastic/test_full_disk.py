@@ -27,7 +27,7 @@ NO_RECORD = """
 
 def coordinators(run: Run) -> list[psutil.Process]:
     children = psutil.Process(run.process.pid).children()
-    return [each for each in children if "ringweave.membership.serving.main" in each.cmdline()]
+    return [each for each in children if "ringweave.membership.main" in each.cmdline()]
 
 
 def fill(events: Path, writers: list[psutil.Process]) -> None:

@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 from tests.launch.small_training import epoch, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -35,7 +35,7 @@ def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(
     assert all(psutil.Process(pid).children() for pid in run.pids().values()), "processes that load"
     run.process.send_signal(how)
     assert run.wait_ended() == 1
-    (saved,) = disk.list_saved(run.folder / "checkpoints")
+    (saved,) = store.list_checkpoints(run.folder / "checkpoints")
     assert run.stdout.count(f"done {saved.train_step}\n") == 2, "the last one that counts"
     assert f"done {saved.train_step + 1}\n" not in run.stdout
     assert "DataLoader" not in run.stdout + run.stderr

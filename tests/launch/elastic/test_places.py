@@ -4,14 +4,13 @@ from hypothesis import strategies as st
 
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
-from ringweave.launch.elastic.places import spread, with_further
-from ringweave.launch.workers import Meeting, WorkerGroup, lay_out
+from ringweave.launcher.workers import HostPort, WorkerGroup, build_worker_group, spread_slots, with_later_workers
 
 
 def group_of(counts: list[int]) -> WorkerGroup:
-    meeting = Meeting(host="127.0.0.1", port=1)
+    meeting = HostPort(host="127.0.0.1", port=1)
     nodes = topology.one_machine(counts).nodes
-    return lay_out(nodes, ("python",), meeting, num_cpus=8, common=WorkerEnvironment())
+    return build_worker_group(nodes, ("python",), meeting, num_cpus=8, common_environment=WorkerEnvironment())
 
 
 @pytest.mark.parametrize(
@@ -19,13 +18,13 @@ def group_of(counts: list[int]) -> WorkerGroup:
     [([2], 4, 9, [4]), ([3, 1], 6, 9, [3, 3]), ([3, 1], 7, 9, [4, 3]), ([2], 1, 9, [2]), ([2], 100, 5, [5])],
 )
 def test_places_are_where_there_are_fewest_workers(counts: list[int], total: int, most: int, places: list[int]) -> None:
-    assert spread(counts, total, most=most) == places
+    assert spread_slots(counts, total, max_per_node=most) == places
 
 
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=3), more=st.integers(0, 6))
 def test_further_workers_have_ranks_and_devices_of_their_own(counts: list[int], more: int) -> None:
-    group, places = group_of(counts), spread(counts, sum(counts) + more, most=100)
-    found = with_further(group, topology.one_machine(places).nodes, num_cpus=8).workers
+    group, places = group_of(counts), spread_slots(counts, sum(counts) + more, max_per_node=100)
+    found = with_later_workers(group, topology.one_machine(places).nodes, num_cpus=8).workers
     assert found[: group.world_size] == group.workers
     assert [worker.global_rank for worker in found] == list(range(sum(counts) + more))
     taken = sorted((worker.node, worker.local_rank) for worker in found)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 from tests.launch.conftest import Run, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -70,7 +70,7 @@ def printed(run: Run, rank: int, word: str) -> list[str]:
 def test_when_a_worker_is_killed_all_start_again_and_go_on_from_the_checkpoint(start, script) -> None:
     run = start("--elastic", "1:2", "--workers", "2", script(SCRIPT))
     saved = run.folder / "checkpoints"
-    wait_until(lambda: any(each.train_step >= LEAST for each in disk.list_saved(saved)), lambda: run.stderr)
+    wait_until(lambda: any(each.train_step >= LEAST for each in store.list_checkpoints(saved)), lambda: run.stderr)
     os.kill(run.pids()[1], signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
     said = "no worker has called ringweave.prepare by then, so none can go on without the others: all start again"

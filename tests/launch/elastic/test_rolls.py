@@ -3,7 +3,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ringweave.launch.elastic.rolls import PutOut, Rolls, roll
+from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory, read_past_members
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
@@ -19,11 +19,11 @@ def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps
         epoch(["0.0", "1.2", "2.0"], ["1.2", "2.0"]),
         {"kind": "members_level", "members": ["1.2"]},
     ]
-    found = roll(events)
+    found = read_past_members(events)
     assert found.members == {"0.0", "1.0", "1.1", "1.2", "2.0"}
     assert found.trained == {"0.0", "1.0", "1.2"}
-    assert roll([*events, epoch(["1.2", "2.0"], [])]).trained == {"0.0", "1.0", "1.2", "2.0"}
-    assert roll(events[:1]).members == set()
+    assert read_past_members([*events, epoch(["1.2", "2.0"], [])]).trained == {"0.0", "1.0", "1.2", "2.0"}
+    assert read_past_members(events[:1]).members == set()
 
 
 class Told:
@@ -40,38 +40,38 @@ class Told:
 def test_whom_the_log_does_not_know_coordinators_are_asked_about_and_what_they_said_is_kept(tmp_path: Path) -> None:
     """A full disk takes no events: the first death looked like one before any worker had called `prepare`."""
     told = Told("0.0", "1.0")
-    rolls = Rolls(tmp_path / "events.jsonl", told)
-    found = rolls.look(["0.0", "1.0"])
+    rolls = MembershipHistory(tmp_path / "events.jsonl", told)
+    found = rolls.read(["0.0", "1.0"])
     assert found.members == found.trained == {"0.0", "1.0"}
     told.members = {"0.0", "1.1"}
-    assert rolls.look(["0.0", "1.0"]).members == {"0.0", "1.0"}, "nobody has to be asked again"
-    assert rolls.look(["0.0", "1.1"]).members == {"0.0", "1.0", "1.1"}
+    assert rolls.read(["0.0", "1.0"]).members == {"0.0", "1.0"}, "nobody has to be asked again"
+    assert rolls.read(["0.0", "1.1"]).members == {"0.0", "1.0", "1.1"}
     assert told.asked == [["0.0", "1.0"], ["0.0", "1.1"]]
-    assert rolls.look().members == {"0.0", "1.0", "1.1"}, "also when the coordinators have ended"
+    assert rolls.read().members == {"0.0", "1.0", "1.1"}, "also when the coordinators have ended"
 
 
 def test_coordinators_are_not_asked_about_those_whom_the_log_knows_and_it_says_who_has_trained(tmp_path: Path) -> None:
     path, told = tmp_path / "events.jsonl", Told("0.0", "1.1")
-    rolls = Rolls(path, told)
+    rolls = MembershipHistory(path, told)
     began = [{"kind": "run_started"}, epoch(["0.0", "1.0"], ["0.0", "1.0"])]
     path.write_text("".join(f"{json.dumps(event)}\n" for event in began))
-    assert rolls.look(["0.0", "1.0"]).members == {"0.0", "1.0"}
+    assert rolls.read(["0.0", "1.0"]).members == {"0.0", "1.0"}
     assert told.asked == []
-    assert "1.1" in rolls.look(["0.0", "1.1"]).trained, "they do not say who is a newcomer"
+    assert "1.1" in rolls.read(["0.0", "1.1"]).trained, "they do not say who is a newcomer"
     with path.open("a") as log:
         log.write(f"{json.dumps(epoch(['0.0', '1.1'], ['1.1']))}\n")
-    assert rolls.look(["0.0", "1.1"]).trained == {"0.0", "1.0"}
+    assert rolls.read(["0.0", "1.1"]).trained == {"0.0", "1.0"}
 
 
 def test_a_log_that_cannot_be_read_says_what_it_said_before(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f"{json.dumps(epoch(['0.0'], ['0.0']))}\n")
-    rolls, put_out = Rolls(path, Told()), PutOut(path)
-    assert rolls.look(["0.0"]).members == {"0.0"}
+    rolls, put_out = MembershipHistory(path, Told()), EvictionWatcher(path)
+    assert rolls.read(["0.0"]).members == {"0.0"}
     path.unlink()
     path.mkdir()
-    assert rolls.look(["0.0"]).members == {"0.0"}
-    assert put_out.look() == set()
+    assert rolls.read(["0.0"]).members == {"0.0"}
+    assert put_out.evicted_members() == set()
 
 
 def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> None:
@@ -88,17 +88,19 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
         return {"kind": "member_back", "member": member, "term": term}
 
     add(lost("7.0", "of an attempt before"))
-    found = PutOut(path)
-    assert found.look() == set()
+    found = EvictionWatcher(path)
+    assert found.evicted_members() == set()
     add(lost("0.0", "its heartbeats stay away"), lost("1.0", "it has finished"), lost("2.0", "it has left"))
-    assert found.look() == {"0.0"}
+    assert found.evicted_members() == {"0.0"}
     add(lost("4.0", "it was not heard of in time"), back("4.0"))
-    assert found.look() == {"0.0"}
+    assert found.evicted_members() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
-    assert found.look() == {"3.0"}
+    assert found.evicted_members() == {"3.0"}
     add(epoch(["0.0", "1.0"], []) | {"said_in": 2}, lost("1.0", "its heartbeats stay away"))
-    assert found.look() == {"3.0"}, (
+    assert found.evicted_members() == {"3.0"}, (
         "the coordinator of term 1 was cut off; in its last epoch all go on with another one"
     )
     add(lost("1.0", "its heartbeats stay away", term=2), back("1.0"))
-    assert found.look() == {"1.0", "3.0"}, "what came back to the one that was cut off was a heartbeat of before"
+    assert found.evicted_members() == {"1.0", "3.0"}, (
+        "what came back to the one that was cut off was a heartbeat of before"
+    )

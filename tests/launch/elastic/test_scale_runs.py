@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 from tests.launch.conftest import wait_until
 from tests.launch.small_training import SUM, epoch, prepared
 
@@ -195,7 +195,7 @@ def test_where_one_leaves_and_too_few_are_left_the_run_fails_and_says_where_the_
     os.kill(run.pids()[1], signal.SIGTERM)
     assert run.wait_ended() == 1, run.stderr + run.stdout
     folder = run.folder / "checkpoints"
-    (saved,) = disk.list_saved(folder)
+    (saved,) = store.list_checkpoints(folder)
     ended = "job is over: workers left: 1, expected at least 2, and no other came within 60 s."
     where = f"The state after {saved.train_step} train steps is in {folder}. Start the run again to go on from it."
     assert f"{ended} {where}" in run.stderr

@@ -11,30 +11,32 @@ import pytest
 
 from ringweave import telemetry
 from ringweave.errors import LaunchError, UsageError
-from ringweave.launch import run_dirs
-from ringweave.launch.elastic import scaling
-from ringweave.launch.elastic.scaling import Desk, Limits, Scale
-from ringweave.launch.run_dirs import RunDir
-from ringweave.membership.rules.settings import Bounds
+from ringweave.launcher import run_dir as launcher_run_dir
+from ringweave.launcher import supervise
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.supervise import ScaleAnswer, ScaleLimits, ScaleRequests
+from ringweave.membership.settings import MemberBounds
 
-LIMITS = Limits(bounds=Bounds(least=2, most=6), num_places=4, why="the devices of its cluster file")
+LIMITS = ScaleLimits(
+    bounds=MemberBounds(min_members=2, max_members=6), num_slots=4, reason="the devices of its cluster file"
+)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
     """Of an elastic run that is under way."""
     found = RunDir(root=tmp_path)
-    found.record.write_text(json.dumps({"elastic": "2:6"}))
-    with run_dirs.taken(found):
+    found.run_json.write_text(json.dumps({"elastic": "2:6"}))
+    with launcher_run_dir.hold_run_dir(found):
         yield found
 
 
-def answering(desk: Desk, answer: Callable[[int], object]) -> Callable[[float], None]:
+def answering(desk: ScaleRequests, answer: Callable[[int], object]) -> Callable[[float], None]:
     """Sleeps as long as the run needs for its next look."""
 
     def look(seconds: float) -> None:
         del seconds
-        workers = desk.take()
+        workers = desk.take_request()
         if workers is not None:
             answer(workers)
 
@@ -43,18 +45,18 @@ def answering(desk: Desk, answer: Callable[[int], object]) -> Callable[[float], 
 
 def test_a_request_is_taken_once_and_answered(run_dir: RunDir) -> None:
     said: list[str] = []
-    desk, taken = Desk(run_dir, LIMITS, 2, said.append), list[int]()
+    desk, taken = ScaleRequests(run_dir, LIMITS, 2, said.append), list[int]()
 
     def grant(workers: int) -> None:
         taken.append(workers)
-        assert not desk.refuse(workers, "")
-        desk.grant(workers, starting=[2, 3], leaving=[])
+        assert not desk.refuse_request(workers, "")
+        desk.grant_request(workers, starting=[2, 3], leaving=[])
 
-    found = scaling.ask(run_dir, 4, sleep=answering(desk, grant))
-    assert found == Scale(workers=4, before=2, starting=[2, 3], leaving=[])
-    assert (taken, desk.workers, desk.take()) == ([4], 4, None)
+    found = supervise.request_workers(run_dir, 4, sleep=answering(desk, grant))
+    assert found == ScaleAnswer(workers=4, before=2, starting=[2, 3], leaving=[])
+    assert (taken, desk.workers, desk.take_request()) == ([4], 4, None)
     assert said == ["4 workers are asked for, 2 before; started: rank 2, 3"]
-    assert not run_dir.scale.exists()
+    assert not run_dir.scale_request.exists()
 
 
 @pytest.mark.parametrize(
@@ -68,9 +70,11 @@ def test_a_request_is_taken_once_and_answered(run_dir: RunDir) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_the_run(run_dir: RunDir, workers: int, text: str) -> None:
-    desk = Desk(run_dir, LIMITS, 2)
+    desk = ScaleRequests(run_dir, LIMITS, 2)
     with pytest.raises(UsageError, match=text):
-        scaling.ask(run_dir, workers, sleep=answering(desk, lambda asked: desk.refuse(asked, "not now")))
+        supervise.request_workers(
+            run_dir, workers, sleep=answering(desk, lambda asked: desk.refuse_request(asked, "not now"))
+        )
     assert desk.workers == 2
 
 
@@ -83,8 +87,8 @@ def test_a_run_that_is_stopped_does_not_answer_and_forgets_the_request(run_dir: 
     with pytest.raises(
         LaunchError, match=r"run: 'no answer within 30 s', expected one\. See whether its ringweave run"
     ):
-        scaling.ask(run_dir, 4, clock=lambda: now_s[0], sleep=sleep)
-    assert not run_dir.scale.exists()
+        supervise.request_workers(run_dir, 4, clock=lambda: now_s[0], sleep=sleep)
+    assert not run_dir.scale_request.exists()
 
 
 _RUBBISH = [
@@ -101,31 +105,31 @@ _RUBBISH = [
 
 @pytest.mark.parametrize("text", [*_RUBBISH, b'{"asked": "a", "workers": 3' + b" " * 5000 + b"}"], ids=range(9))
 def test_what_is_no_request_is_thrown_away(run_dir: RunDir, text: bytes) -> None:
-    desk = Desk(run_dir, LIMITS, 2)
-    run_dir.scale.write_bytes(text)
-    assert desk.take() is None
-    assert not run_dir.scale.exists()
-    run_dir.scale.write_text(json.dumps({"asked": "a", "workers": True}))
-    assert desk.take() is None
+    desk = ScaleRequests(run_dir, LIMITS, 2)
+    run_dir.scale_request.write_bytes(text)
+    assert desk.take_request() is None
+    assert not run_dir.scale_request.exists()
+    run_dir.scale_request.write_text(json.dumps({"asked": "a", "workers": True}))
+    assert desk.take_request() is None
 
 
 def test_what_was_asked_of_an_earlier_run_is_forgotten(run_dir: RunDir) -> None:
-    run_dir.scale.write_text(json.dumps({"asked": "a", "workers": 3}))
-    assert Desk(run_dir, LIMITS, 2).take() is None
-    assert list(telemetry.read(run_dir.events)) == []
+    run_dir.scale_request.write_text(json.dumps({"asked": "a", "workers": 3}))
+    assert ScaleRequests(run_dir, LIMITS, 2).take_request() is None
+    assert list(telemetry.read_events(run_dir.events)) == []
 
 
 def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "run")
     with pytest.raises(UsageError, match=r"run directory: .*, expected one with a run\.json\. Give the directory that"):
-        scaling.ask(run_dir, 3)
+        supervise.request_workers(run_dir, 3)
     run_dir.root.mkdir()
     record: dict[str, Any] = {"elastic": None}
-    run_dir.record.write_text(json.dumps(record))
+    run_dir.run_json.write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"which is over', expected one that is under way\. Start it again"):
-        scaling.ask(run_dir, 3)
+        supervise.request_workers(run_dir, 3)
     descriptor = os.open(run_dir.root, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(UsageError, match=r"expected one that was started with --elastic MIN:MAX\. Start it again with"):
-        scaling.ask(run_dir, 3)
+        supervise.request_workers(run_dir, 3)
     os.close(descriptor)

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ringweave.params.rules.succession import Claim
-from ringweave.params.standby.claims import Claims
+from ringweave.param_server.failover import LeadershipLog
+from ringweave.param_server.leadership import LeadershipRecord
 from tests.launch.conftest import Run, wait_until
 from tests.launch.small_training import SUM, epoch, prepared
 
@@ -45,18 +45,18 @@ def pid_of_server(run: Run, index: int) -> int:
 def pid_of_coordinator(run: Run, index: int) -> int:
     for process in psutil.Process(run.process.pid).children(recursive=True):
         words = process.cmdline()
-        if "ringweave.membership.serving.main" in words and words[words.index("--index") + 1] == str(index):
+        if "ringweave.membership.main" in words and words[words.index("--index") + 1] == str(index):
             return process.pid
     raise AssertionError(f"no coordinator {index}")
 
 
-def wait_whole(run: Run, folder: Path, number: int, after: int = -1) -> Claim:
+def wait_whole(run: Run, folder: Path, number: int, after: int = -1) -> LeadershipRecord:
     """Until both workers wait after that epoch, and both servers have everything."""
-    claims, found = Claims(run.run_dir / "claims"), []
+    claims, found = LeadershipLog(run.run_dir / "claims"), []
 
     def is_whole() -> bool:
         assert run.process.poll() is None, run.stderr
-        newest = claims.newest()
+        newest = claims.latest()
         found[:] = [newest] if newest is not None and newest.number > after and len(newest.members) == 2 else []
         return bool(found) and all((folder / f"waits-{number}-{rank}").exists() for rank in range(2))
 
@@ -75,7 +75,7 @@ def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, scr
     (tmp_path / "killed-2").touch()
     assert run.process.wait(LIMIT_S) == 0, run.stderr
     assert second.term > first.term
-    last = Claims(run.run_dir / "claims").newest()
+    last = LeadershipLog(run.run_dir / "claims").latest()
     assert last is not None
     assert last.term > second.term
     assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1

@@ -1,7 +1,5 @@
 """Elastic supervision on a virtual clock, with workers that die when the test says so."""
 
-# Longer than a file should be: every way in which a worker ends is here, each with the same workers and clock.
-
 import itertools
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,14 +9,16 @@ import pytest
 
 from ringweave import environment
 from ringweave.errors import LaunchError
-from ringweave.launch.causes import Death
-from ringweave.launch.elastic.restarting import LEFT_CODE, Restarts
-from ringweave.launch.elastic.rolls import Roll
-from ringweave.launch.elastic.scaling import Desk
-from ringweave.launch.elastic.supervising import ElasticSupervisor
-from ringweave.launch.launcher import Exit, WorkerState
-from ringweave.launch.local.launcher import LocalLauncher
-from ringweave.launch.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher.launcher import WorkerExit, WorkerState
+from ringweave.launcher.membership_history import PastMembers
+from ringweave.launcher.outcome import WorkerFailure
+from ringweave.launcher.processes import LocalLauncher
+from ringweave.launcher.restarts import LEFT_EXIT_CODE, WorkerRestartPolicy
+from ringweave.launcher.supervise import ElasticSupervisor, ScaleRequests
+from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+
+# Longer than a file should be: every way in which a worker ends is here, each with the same workers and clock.
+
 
 SOON_S = 5.0
 """Shorter than what makes a death a quick one, longer than any delay in these tests."""
@@ -49,13 +49,13 @@ class Workers:
         unstartable: Mapping[int, int] = {},
     ) -> None:
         self.now_s = 0.0
-        self.stops: list[signal.Signals] = []
+        self.pauses_at_boundary: list[signal.Signals] = []
         self.asked: list[tuple[float, int, signal.Signals]] = []
         self.started: list[tuple[float, str]] = []
         self.refused: list[float] = []
         self._unstartable = dict(unstartable)
         self._script, self._doomed = sorted(script, key=lambda each: each[0]), doomed
-        self._exits: dict[int, Exit | None] = dict.fromkeys(range(num_slots))
+        self._exits: dict[int, WorkerExit | None] = dict.fromkeys(range(num_slots))
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -77,20 +77,20 @@ class Workers:
         if worker.global_rank in self._doomed:
             self._end(worker.global_rank, self._doomed[worker.global_rank], stopped=False)
 
-    def ask(self, slot: int, how: signal.Signals) -> None:
+    def signal_worker(self, slot: int, how: signal.Signals) -> None:
         self.asked.append((self.now_s, slot, how))
         if how is signal.SIGKILL:
             self._end(slot, how.name, stopped=False)
 
     def stop(self, how: signal.Signals) -> None:
-        self.stops.append(how)
+        self.pauses_at_boundary.append(how)
         for slot in [slot for slot, found in self._exits.items() if found is None]:
             self._end(slot, how.name, stopped=True)
 
     def _end(self, slot: int, how: str | int | None, *, stopped: bool) -> None:
         signal_name = how if isinstance(how, str) else None
         code = None if signal_name else how or 0
-        self._exits[slot] = Exit(exit_code=code, signal_name=signal_name, time_s=self.now_s, stopped=stopped)
+        self._exits[slot] = WorkerExit(exit_code=code, signal_name=signal_name, time_s=self.now_s, was_stopped=stopped)
 
 
 class Stubborn(Workers):
@@ -102,7 +102,7 @@ class Stubborn(Workers):
         if how is signal.SIGKILL:
             super().stop(how)
             return
-        self.stops.append(how)
+        self.pauses_at_boundary.append(how)
         self.on_stop()
 
 
@@ -114,16 +114,16 @@ class Asked:
         self.granted: list[tuple[int, list[int], list[int]]] = []
         self.refused: list[str] = []
 
-    def take(self) -> int | None:
+    def take_request(self) -> int | None:
         due = self._requests and self._requests[0][0] <= self._clock.now_s
         return self._requests.pop(0)[1] if due else None
 
-    def refuse(self, workers: int, why_not_now: str) -> bool:
+    def refuse_request(self, workers: int, why_not_now: str) -> bool:
         del workers
         self.refused += [why_not_now] if why_not_now else []
         return bool(why_not_now)
 
-    def grant(self, workers: int, *, starting: list[int], leaving: list[int]) -> None:
+    def grant_request(self, workers: int, *, starting: list[int], leaving: list[int]) -> None:
         self.workers = workers
         self.granted.append((workers, starting, leaving))
 
@@ -144,22 +144,24 @@ def supervise(
     specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
     group = WorkerGroup(argv=("python",), workers=specs)
 
-    def death_of(state: WorkerState) -> Death | None:
-        is_bad = state.exit is not None and not state.exit.is_good
+    def death_of(state: WorkerState) -> WorkerFailure | None:
+        is_bad = state.exit is not None and not state.exit.is_success
         lines = ("Traceback (most recent call last):", says.get(state.global_rank, "ValueError: no"))
         if not is_bad or state.exit is None:
             return None
-        return Death(global_rank=state.global_rank, node="a", exit=state.exit, last_lines=lines)
+        return WorkerFailure(global_rank=state.global_rank, node="a", exit=state.exit, last_lines=lines)
 
     supervisor = ElasticSupervisor(
         cast(LocalLauncher, workers),
         group,
-        Restarts(),
-        death_of=death_of,
-        roll=lambda names: Roll(members=cast(frozenset[str], members), trained=cast(frozenset[str], members)),
-        desk=cast(Desk, desk),
-        put_out=put_out,
-        say=([] if said is None else said).append,
+        WorkerRestartPolicy(),
+        failure_of=death_of,
+        past_members=lambda names: PastMembers(
+            members=cast(frozenset[str], members), trained=cast(frozenset[str], members)
+        ),
+        scale_requests=cast(ScaleRequests, desk),
+        evicted_members=put_out,
+        notify_user=([] if said is None else said).append,
         clock=lambda: workers.now_s,
     )
     found = supervisor.run(
@@ -167,7 +169,7 @@ def supervise(
         on_exit=on_exit,
         on_start=lambda spec: None,
         on_give_up=lambda state, why: ([] if given_up is None else given_up).append((state.global_rank, why)),
-        look=lambda: None,
+        on_poll=lambda: None,
         sleep=workers.sleep,
     )
     return list(found)
@@ -184,17 +186,17 @@ def test_a_slot_that_is_killed_twice_comes_back_twice_and_nobody_is_stopped() ->
         exits.append((state.global_rank, state.exit.signal_name))
 
     states = supervise(workers, 3, note)
-    assert workers.stops == []
+    assert workers.pauses_at_boundary == []
     assert [member for _, member in workers.started] == ["1.1", "1.2"]
     assert workers.started[1][0] >= 10.0 + SOON_S + 1.5
-    assert all(state.exit is not None and state.exit.is_good for state in states)
+    assert all(state.exit is not None and state.exit.is_success for state in states)
     assert exits == [(1, "SIGKILL"), (1, "SIGKILL"), (0, None), (1, None), (2, None)]
 
 
 def test_who_dies_while_another_is_started_again_comes_back_too() -> None:
     workers = Workers(2, [(10.0, 0, "SIGKILL"), (11.01, 1, "SIGKILL"), (60.0, 0, None), (60.0, 1, None)])
     states = supervise(workers, 2, lambda state: None)
-    assert workers.stops == []
+    assert workers.pauses_at_boundary == []
     assert [member for _, member in workers.started] == ["0.1", "1.1"]
     assert [state.global_rank for state in states] == [0, 1]
 
@@ -212,7 +214,7 @@ def test_who_was_put_out_and_does_not_end_is_killed_and_started_again() -> None:
     assert 50.0 <= killed[0] < 53.0
     assert killed[1:] == (1, signal.SIGKILL), "and nobody who came back as a member"
     assert [member for _, member in workers.started] == ["2.1", "1.1"]
-    assert workers.stops == []
+    assert workers.pauses_at_boundary == []
 
 
 def test_who_was_cut_off_has_time_to_hear_that_it_was_put_out_and_its_successor_to_come() -> None:
@@ -235,13 +237,13 @@ def test_a_slot_that_cannot_be_started_is_tried_again_and_the_others_train_on() 
     ]
     assert [round(late - soon) for soon, late in itertools.pairwise(workers.refused)] == [1, 2, 4]
     assert [name for _, name in workers.started] == ["1.1"]
-    assert (workers.stops, [state.global_rank for state in states]) == ([], [0, 1])
+    assert (workers.pauses_at_boundary, [state.global_rank for state in states]) == ([], [0, 1])
 
 
 def test_a_slot_that_can_never_be_started_is_given_up_and_the_others_finish() -> None:
     workers, said = Workers(2, [(10.0, 1, "SIGKILL"), (900.0, 0, None)], unstartable={1: 1000}), list[str]()
     states = supervise(workers, 2, said=said)
-    assert (len(workers.refused), workers.started, workers.stops) == (10, [], [])
+    assert (len(workers.refused), workers.started, workers.pauses_at_boundary) == (10, [], [])
     assert said[1:] == [
         "rank 1 on node a is given up: time after time it could not be started, or died before it could join the "
         "others. At last: worker 1 could not be started: no room. [python] The others go on without it"
@@ -261,11 +263,11 @@ def test_who_interrupts_has_members_leave_and_at_the_second_time_ends_them(how: 
     """SIGINT ends a training as it stands: only on SIGTERM a member finishes its step, and the last one saves."""
     workers = Workers(2, [])
     supervise(workers, 2, interrupts=[how])
-    assert workers.stops == [signal.SIGTERM]
+    assert workers.pauses_at_boundary == [signal.SIGTERM]
     workers, interrupts = Stubborn(2, []), [how]
     workers.on_stop = lambda: interrupts.append(how)
     supervise(workers, 2, interrupts=interrupts)
-    assert workers.stops == [signal.SIGTERM, signal.SIGKILL]
+    assert workers.pauses_at_boundary == [signal.SIGTERM, signal.SIGKILL]
     assert workers.now_s < 1.0, "at once"
 
 
@@ -282,9 +284,9 @@ def test_a_slot_whose_device_fails_again_and_again_is_given_up_and_the_others_fi
     says = {1: "torch.AcceleratorError: CUDA error: unspecified launch failure"}
     states = supervise(workers, 3, members={"0.0", "1.0", "1.1", "1.2", "2.0"}, says=says, given_up=given_up)
     assert given_up == [(1, "3 times in a row it has failed by itself")]
-    assert (workers.stops, len(workers.started)) == ([], 2)
+    assert (workers.pauses_at_boundary, len(workers.started)) == ([], 2)
     assert [state.global_rank for state in states] == [0, 2]
-    assert all(state.exit and state.exit.is_good for state in states)
+    assert all(state.exit and state.exit.is_success for state in states)
 
 
 def test_a_device_that_fails_once_an_hour_is_worth_having_back() -> None:
@@ -308,8 +310,8 @@ def test_a_mistake_that_comes_later_to_some_ends_what_was_started_again_meanwhil
     workers = Workers(2, [(10.0, 0, 1), (14.0, 1, 1)])
     states = supervise(workers, 2, members={"0.0", "1.0"})
     assert [name for _, name in workers.started] == ["0.1"]
-    assert workers.stops == [signal.SIGTERM], "the newcomer has nobody to read the state from"
-    first = [state.exit for state in states if state.exit and not state.exit.stopped]
+    assert workers.pauses_at_boundary == [signal.SIGTERM], "the newcomer has nobody to read the state from"
+    first = [state.exit for state in states if state.exit and not state.exit.was_stopped]
     assert [each.exit_code for each in first] == [1], "what the user hears of"
 
 
@@ -344,7 +346,7 @@ def test_a_run_of_which_only_slots_are_left_that_were_given_up_has_failed() -> N
 
 def test_further_slots_are_started_when_they_are_asked_for_and_leave_when_they_are_not() -> None:
     script: list[tuple[float, int, str | int | None]] = [
-        (40.0, 3, LEFT_CODE),
+        (40.0, 3, LEFT_EXIT_CODE),
         (41.0, 2, "SIGTERM"),
         (90.0, 0, None),
         (90.0, 1, None),
@@ -355,11 +357,11 @@ def test_further_slots_are_started_when_they_are_asked_for_and_leave_when_they_a
     assert [name for _, name in workers.started] == ["2.0", "3.0"]
     assert [(slot, how) for _, slot, how in workers.asked] == [(2, signal.SIGTERM), (3, signal.SIGTERM)]
     assert desk.granted == [(4, [2, 3], []), (2, [], [2, 3])]
-    assert (workers.stops, [state.global_rank for state in states]) == ([], [0, 1])
+    assert (workers.pauses_at_boundary, [state.global_rank for state in states]) == ([], [0, 1])
 
 
 def test_who_is_asked_for_again_while_it_leaves_comes_back() -> None:
-    script: list[tuple[float, int, str | int | None]] = [(20.0, 1, LEFT_CODE), (60.0, 0, None), (60.0, 1, None)]
+    script: list[tuple[float, int, str | int | None]] = [(20.0, 1, LEFT_EXIT_CODE), (60.0, 0, None), (60.0, 1, None)]
     workers = Workers(2, script)
     supervise(workers, 2, desk=Asked(workers, 2, (10.0, 1), (15.0, 2)))
     assert [name for _, name in workers.started] == ["1.1"]

@@ -5,51 +5,50 @@ from dataclasses import replace
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.launch.groups import agent as agents
-from ringweave.launch.groups.agent import Agent
-from ringweave.launch.groups.crew import Outcome
-from ringweave.launch.groups.handing import RoundOverError
-from ringweave.launch.groups.posts import Offer, Opening, Orders, Post, Report
-from ringweave.launch.groups.results import Result
-from ringweave.launch.workers import Meeting
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.launcher.workers import HostPort
+from ringweave.platforms.agent import agent
+from ringweave.platforms.agent.agent import NodeAgent
+from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState, EndpointOffer, RendezvousResult
+from ringweave.platforms.agent.credentials import RoundOverError
+from ringweave.platforms.agent.node_workers import NodeOutcome, NodeProgress
 
-HERE = Meeting(host="here", port=7)
+HERE = HostPort(host="here", port=7)
 
 
 class FakeCrew:
     def __init__(self) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: NodeOutcome | None = None
         self.was_told_to_end = False
-        self.done = Result()
+        self.done = NodeProgress()
 
-    def end(self) -> None:
+    def request_stop(self) -> None:
         self.was_told_to_end = True
-        self.outcome = Outcome(phase=Phase.STOPPED, text="its workers were ended")
+        self.outcome = NodeOutcome(phase=GroupPhase.STOPPED, text="its workers were ended")
 
-    def look(self) -> Outcome | None:
+    def poll(self) -> NodeOutcome | None:
         return self.outcome
 
-    def result(self) -> Result:
+    def progress(self) -> NodeProgress:
         return self.done
 
 
-class FakePost(Post):
+class FakePost(AgentChannel):
     """Each wait lets the next thing happen; the test is over when nothing is left to happen."""
 
     def __init__(self) -> None:
-        self.now = Orders(round=1)
-        self.told: list[Report] = []
+        self.now = DesiredState(round=1)
+        self.told: list[AgentStatus] = []
         self.waited_s: list[float] = []
         self.happenings: list = []
 
-    def orders(self) -> Orders:
+    def desired_state(self) -> DesiredState:
         return self.now
 
-    def tell(self, report: Report) -> None:
+    def report_status(self, report: AgentStatus) -> None:
         self.told.append(report)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_for_change(self, timeout_s: float) -> None:
         self.waited_s.append(timeout_s)
         assert self.happenings, f"it goes on for ever, after {self.told}"
         self.happenings.pop(0)()
@@ -58,27 +57,32 @@ class FakePost(Post):
         self.now = replace(self.now, **changes)
 
     def open(self, round_: int) -> None:
-        self.order(opening=Opening(round=round_, meeting=HERE))
+        self.order(opening=RendezvousResult(round=round_, meeting=HERE))
 
 
 class Scene:
     def __init__(self) -> None:
         self.post, self.crews, self.time_s = FakePost(), [], 100.0
-        self.agent = Agent(self.post, offer=lambda _: Offer(meeting=HERE), start=self.start, clock=lambda: self.time_s)
+        self.agent = NodeAgent(
+            self.post,
+            make_offer=lambda _: EndpointOffer(master_address=HERE),
+            start_workers=self.start,
+            clock=lambda: self.time_s,
+        )
 
-    def start(self, opening: Opening) -> FakeCrew:
+    def start(self, opening: RendezvousResult) -> FakeCrew:
         self.crews.append(FakeCrew())
         return self.crews[-1]
 
-    def play(self, *happenings) -> list[Report]:
+    def play(self, *happenings) -> list[AgentStatus]:
         self.post.happenings = list(happenings)
-        self.agent.serve()
+        self.agent.serve_until_done()
         assert not self.post.happenings, "it left too early"
         return self.post.told
 
-    def ends(self, phase: Phase, **more):
+    def ends(self, phase: GroupPhase, **more):
         def happen() -> None:
-            self.crews[-1].outcome = Outcome(phase=phase, **more)
+            self.crews[-1].outcome = NodeOutcome(phase=phase, **more)
 
         return happen
 
@@ -88,20 +92,20 @@ def scene() -> Scene:
     return Scene()
 
 
-def phases(reports: list[Report]) -> list[tuple[int, str]]:
+def phases(reports: list[AgentStatus]) -> list[tuple[int, str]]:
     return [(report.round, str(report.phase)) for report in reports]
 
 
 def test_from_the_gate_to_a_good_end(scene: Scene) -> None:
     def finish() -> None:
-        scene.crews[-1].done = Result(iterations=9, last_loss=0.5)
-        scene.ends(Phase.SUCCEEDED, exit_code=0)()
+        scene.crews[-1].done = NodeProgress(iterations=9, last_loss=0.5)
+        scene.ends(GroupPhase.SUCCEEDED, exit_code=0)()
 
     told = scene.play(lambda: None, lambda: scene.post.open(1), lambda: None, finish)
     assert phases(told) == [(1, "Ready"), (1, "Running"), (1, "Succeeded")]
     assert told[0].meeting == HERE
     assert (told[-1].iterations, told[-1].last_loss, told[-1].ended_s) == (9, 0.5, 100.0)
-    assert scene.post.waited_s == [agents.IDLE_S] * 2 + [agents.RUNNING_S] * 2
+    assert scene.post.waited_s == [agent.IDLE_POLL_S] * 2 + [agent.RUNNING_POLL_S] * 2
 
 
 def test_a_gate_of_another_round_starts_nothing(scene: Scene) -> None:
@@ -115,7 +119,7 @@ def test_called_back_it_ends_its_workers_and_gathers_again(scene: Scene) -> None
         lambda: scene.post.open(1),
         lambda: scene.post.order(round=2),
         lambda: scene.post.open(2),
-        scene.ends(Phase.SUCCEEDED),
+        scene.ends(GroupPhase.SUCCEEDED),
     )
     assert scene.crews[0].was_told_to_end
     assert phases(told) == [(1, "Ready"), (1, "Running"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
@@ -124,7 +128,7 @@ def test_called_back_it_ends_its_workers_and_gathers_again(scene: Scene) -> None
 def test_a_peers_failure_interrupts_it_and_it_waits_to_be_called(scene: Scene) -> None:
     told = scene.play(
         lambda: scene.post.open(1),
-        scene.ends(Phase.INTERRUPTED, cause=Cause.PEER, text="rank 0 raised PeerError"),
+        scene.ends(GroupPhase.INTERRUPTED, cause=EndCause.PEER, text="rank 0 raised PeerError"),
         lambda: None,
         lambda: scene.post.order(round=2),
         lambda: scene.post.order(leave=True),
@@ -133,11 +137,11 @@ def test_a_peers_failure_interrupts_it_and_it_waits_to_be_called(scene: Scene) -
     assert (told[2].cause, told[2].text) == (None, "rank 0 raised PeerError")
 
 
-@pytest.mark.parametrize("cause", [Cause.PROGRAM, Cause.PLACE])
-def test_a_failure_of_its_own_is_the_end(scene: Scene, cause: Cause) -> None:
-    told = scene.play(lambda: scene.post.open(1), scene.ends(Phase.FAILED, cause=cause, exit_code=3, text="why"))
+@pytest.mark.parametrize("cause", [EndCause.PROGRAM, EndCause.PLATFORM])
+def test_a_failure_of_its_own_is_the_end(scene: Scene, cause: EndCause) -> None:
+    told = scene.play(lambda: scene.post.open(1), scene.ends(GroupPhase.FAILED, cause=cause, exit_code=3, text="why"))
     assert told[-1] == replace(
-        told[1], phase=Phase.FAILED, cause=cause, exit_code=3, text="why", ended_s=100.0, meeting=None
+        told[1], phase=GroupPhase.FAILED, cause=cause, exit_code=3, text="why", ended_s=100.0, meeting=None
     )
 
 
@@ -148,7 +152,7 @@ def test_ordered_to_leave_it_ends_its_workers_first(scene: Scene) -> None:
 
 
 def test_a_signal_makes_it_leave(scene: Scene) -> None:
-    told = scene.play(lambda: scene.agent.leave("it got SIGTERM"))
+    told = scene.play(lambda: scene.agent.request_leave("it got SIGTERM"))
     assert (phases(told)[-1], told[-1].text) == ((1, "Stopped"), "it got SIGTERM")
 
 
@@ -156,7 +160,7 @@ def test_results_are_told_now_and_then(scene: Scene) -> None:
     def progress(iterations: int, time_s: float):
         def happen() -> None:
             scene.time_s = time_s
-            scene.crews[-1].done = Result(iterations=iterations, last_loss=1.0)
+            scene.crews[-1].done = NodeProgress(iterations=iterations, last_loss=1.0)
 
         return happen
 
@@ -165,7 +169,7 @@ def test_results_are_told_now_and_then(scene: Scene) -> None:
         progress(1, 200.0),
         progress(2, 200.1),
         progress(3, 200.6),
-        scene.ends(Phase.SUCCEEDED),
+        scene.ends(GroupPhase.SUCCEEDED),
     )
     assert [report.iterations for report in told] == [None, None, 1, 3, 3]
 
@@ -174,15 +178,18 @@ def test_a_round_that_is_over_before_its_workers_start_is_no_failure_of_the_node
     """The next round was called while they started: what they need is that round's by now."""
     post, crews = FakePost(), [RoundOverError(1, "round 2 has begun"), FakeCrew()]
 
-    def start(_: Opening) -> FakeCrew:
+    def start(_: RendezvousResult) -> FakeCrew:
         found = crews.pop(0)
         if isinstance(found, RoundOverError):
             raise found
-        found.outcome = Outcome(phase=Phase.SUCCEEDED)
+        found.outcome = NodeOutcome(phase=GroupPhase.SUCCEEDED)
         return found
 
     post.happenings = [lambda: post.open(1), lambda: None, lambda: post.order(round=2), lambda: post.open(2), lambda: 0]
-    assert Agent(post, offer=lambda _: Offer(meeting=HERE), start=start).serve() is Phase.SUCCEEDED
+    assert (
+        NodeAgent(post, make_offer=lambda _: EndpointOffer(master_address=HERE), start_workers=start).serve_until_done()
+        is GroupPhase.SUCCEEDED
+    )
     assert phases(post.told) == [(1, "Ready"), (1, "Interrupted"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
     assert post.told[1].cause is None
     assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a round that is not")
@@ -198,27 +205,33 @@ def test_who_waits_for_credentials_obeys_the_order_to_leave(is_offering: bool) -
         agent.leave("it got SIGTERM")
         raise RoundOverError(1, agent.why_stop())
 
-    agent = Agent(post, offer=wait if is_offering else lambda _: Offer(meeting=HERE), start=wait)
+    agent = NodeAgent(
+        post, make_offer=wait if is_offering else lambda _: EndpointOffer(master_address=HERE), start_workers=wait
+    )
     post.happenings = [lambda: post.open(1)] if not is_offering else []
     post.happenings += [lambda: None]
-    assert agent.serve() is Phase.STOPPED
-    assert (post.told[-1].phase, post.told[-1].cause, post.told[-1].text) == (Phase.STOPPED, None, "it got SIGTERM")
+    assert agent.serve_until_done() is GroupPhase.STOPPED
+    assert (post.told[-1].phase, post.told[-1].cause, post.told[-1].text) == (
+        GroupPhase.STOPPED,
+        None,
+        "it got SIGTERM",
+    )
 
 
 def test_who_waits_for_credentials_hears_of_the_next_round() -> None:
     post, waited = FakePost(), []
 
-    def offer(orders: Orders) -> Offer:
+    def offer(orders: DesiredState) -> EndpointOffer:
         if not waited:
             assert agent.why_stop() == ""
             post.order(round=2)
             waited.append(agent.why_stop())
             raise RoundOverError(1, waited[0])
-        return Offer(meeting=HERE)
+        return EndpointOffer(master_address=HERE)
 
-    agent = Agent(post, offer=offer, start=lambda _: pytest.fail("the gate is shut"))
+    agent = NodeAgent(post, make_offer=offer, start_workers=lambda _: pytest.fail("the gate is shut"))
     post.happenings = [lambda: None, lambda: post.order(leave=True, why="enough")]
-    agent.serve()
+    agent.serve_until_done()
     assert waited == ["round 2 is called"]
     assert phases(post.told) == [(2, "Ready"), (2, "Stopped")]
 
@@ -230,7 +243,12 @@ def test_what_cannot_be_started_is_the_places_doing() -> None:
         raise LaunchError("no room")
 
     post.happenings = [lambda: post.open(1)]
-    assert Agent(post, offer=lambda _: Offer(meeting=HERE), start=refuse).serve() is Phase.FAILED
-    assert (post.told[-1].cause, post.told[-1].text) == (Cause.PLACE, "no room")
+    assert (
+        NodeAgent(
+            post, make_offer=lambda _: EndpointOffer(master_address=HERE), start_workers=refuse
+        ).serve_until_done()
+        is GroupPhase.FAILED
+    )
+    assert (post.told[-1].cause, post.told[-1].text) == (EndCause.PLATFORM, "no room")
     post = FakePost()
-    assert Agent(post, offer=refuse, start=refuse).serve() is Phase.FAILED
+    assert NodeAgent(post, make_offer=refuse, start_workers=refuse).serve_until_done() is GroupPhase.FAILED

@@ -7,63 +7,66 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.coordinating import LINGER_S, CoordinatorDesk, RoundCoordinator
-from ringweave.launch.groups.handing import RoundOverError
-from ringweave.launch.groups.posts import Opening, Orders, Report, opening_of
-from ringweave.launch.groups.spares import NUM_LIVES, FolderSpares
-from ringweave.launch.local.sites import ThisMachine
-from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting
-from ringweave.membership.serving import main
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import HostPort
+from ringweave.membership import main
+from ringweave.platforms.agent.channel import AgentStatus, DesiredState, RendezvousResult, rendezvous_result
+from ringweave.platforms.agent.credentials import NUM_INCARNATIONS, FolderCredentialPool, RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.round_services import COORDINATOR_LINGER_S, RoundCoordinator, RoundCoordinatorFactory
 
-NODES = tuple(ConfigNode(index=index, name=name, workers=2) for index, name in enumerate("abc"))
-CONFIG = Config(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", least=3)
+NODES = tuple(NodeConfig(index=index, name=name, workers=2) for index, name in enumerate("abc"))
+CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", least=3)
 
 
-class Noted(ThisMachine):
+class Noted(HostContext):
     """Has something that only a signal ends in the place of a coordinator, and notes what it would have been told."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told: list[list[str]] = []
 
-    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         self.told.append([node, *argv[3:]])
         return [sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]
 
 
-def opening(desks: dict[str, CoordinatorDesk], round_: int = 1) -> Opening:
+def opening(desks: dict[str, RoundCoordinatorFactory], round_: int = 1) -> RendezvousResult:
     """The gate as it is opened when all have offered."""
     offers = {
-        name: Report(round=round_, phase="Ready", pid=1, meeting=Meeting(host="h", port=1), coordinator=meeting)
+        name: AgentStatus(round=round_, phase="Ready", pid=1, meeting=HostPort(host="h", port=1), coordinator=meeting)
         for name, desk in desks.items()
-        for meeting in [desk.offer(Orders(round=round_))]
+        for meeting in [desk.prepare_round(DesiredState(round=round_))]
     }
-    found = opening_of(CONFIG, round_, offers)
+    found = rendezvous_result(CONFIG, round_, offers)
     assert found is not None
     return found
 
 
 @pytest.fixture
-def desks(tmp_path: Path) -> dict[str, CoordinatorDesk]:
+def desks(tmp_path: Path) -> dict[str, RoundCoordinatorFactory]:
     site = Noted()
-    return {name: CoordinatorDesk(CONFIG, name, site, FolderSpares(tmp_path / "secrets")) for name in "abc"}
+    return {
+        name: RoundCoordinatorFactory(CONFIG, name, site, FolderCredentialPool(tmp_path / "secrets")) for name in "abc"
+    }
 
 
-def test_the_first_two_nodes_have_one_each(desks: dict[str, CoordinatorDesk]) -> None:
-    assert CONFIG.coordinating == ("a", "b")
-    assert replace(CONFIG, least=None).coordinating == ()
+def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundCoordinatorFactory]) -> None:
+    assert CONFIG.coordinator_nodes == ("a", "b")
+    assert replace(CONFIG, least=None).coordinator_nodes == ()
     found = opening(desks)
     assert [meeting.host for meeting in found.coordinators] == ["127.0.0.1"] * 2
-    assert desks["c"].offer(Orders(round=1)) is None
+    assert desks["c"].prepare_round(DesiredState(round=1)) is None
 
 
-def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, CoordinatorDesk], tmp_path) -> None:
+def test_there_are_credentials_for_every_life_each_of_use_once(
+    desks: dict[str, RoundCoordinatorFactory], tmp_path
+) -> None:
     opening(desks)
-    spares = FolderSpares(tmp_path / "secrets")
-    names = [spares.take(1, "worker-3").identity.name for _ in range(NUM_LIVES)]
-    assert names == [f"3.{life}" for life in range(NUM_LIVES)]
+    spares = FolderCredentialPool(tmp_path / "secrets")
+    names = [spares.take(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
+    assert names == [f"3.{life}" for life in range(NUM_INCARNATIONS)]
     with pytest.raises(
         RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a round that"
     ):
@@ -80,18 +83,20 @@ def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, 
     assert spares.take(2, "worker-3").identity.name == "3.0"
 
 
-def told(desk: CoordinatorDesk, found: Opening, folder: Path, starting: list[str]) -> main.argparse.Namespace:
+def told(
+    desk: RoundCoordinatorFactory, found: RendezvousResult, folder: Path, starting: list[str]
+) -> main.argparse.Namespace:
     """What the process of this desk's coordinator is told."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    coordinator = desk.coordinator(found, RunDir(root=folder), {}, starting=starting)
+    coordinator = desk.create_coordinator(found, RunDir(root=folder), {}, initial_members=starting)
     assert coordinator is not None
     coordinator.start()
-    coordinator.end()
-    return main.parse(desk._site.told[-1][1:])
+    coordinator.stop()
+    return main.parse(desk._node_context.told[-1][1:])
 
 
 def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_workers(
-    desks: dict[str, CoordinatorDesk], tmp_path: Path
+    desks: dict[str, RoundCoordinatorFactory], tmp_path: Path
 ) -> None:
     found = opening(desks)
     first = told(desks["a"], found, tmp_path, ["0.0", "1.0"])
@@ -102,9 +107,11 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     ]
     assert first.other == f"127.0.0.1:{second.port}"
     assert second.other == f"127.0.0.1:{first.port}"
-    assert desks["c"].coordinator(found, RunDir(root=tmp_path), {}, starting=["4.0"]) is None
-    later = CoordinatorDesk(CONFIG, "a", desks["a"]._site, FolderSpares(tmp_path / "secrets"))
-    assert later.offer(Orders(round=1, opening=found)) is None, "the gate is open: the credentials stay as they are"
+    assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), {}, initial_members=["4.0"]) is None
+    later = RoundCoordinatorFactory(CONFIG, "a", desks["a"]._node_context, FolderCredentialPool(tmp_path / "secrets"))
+    assert later.prepare_round(DesiredState(round=1, opening=found)) is None, (
+        "the gate is open: the credentials stay as they are"
+    )
     again = told(later, found, tmp_path, ["0.1", "1.1"])
     assert (again.index, again.standby, again.port, again.successors) == (0, True, first.port, "0.1,1.1")
 
@@ -115,12 +122,12 @@ class FakeCoordinators:
 
 def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     count = [3]
-    monkeypatch.setattr("ringweave.launch.groups.coordinating.num_established", lambda pid, port: count[0])
+    monkeypatch.setattr("ringweave.launcher.services.count_established", lambda pid, port: count[0])
     coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
-    assert coordinator.is_wanted(100.0)
-    assert coordinator.is_wanted(100.0 + LINGER_S - 0.1)
-    assert not coordinator.is_wanted(100.0 + LINGER_S), "who trains on needs none"
+    assert coordinator.is_needed(100.0)
+    assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)
+    assert not coordinator.is_needed(100.0 + COORDINATOR_LINGER_S), "who trains on needs none"
     coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
     count[0] = 1
-    assert not coordinator.is_wanted(100.0), "the other coordinator alone"
-    assert coordinator.death == ""
+    assert not coordinator.is_needed(100.0), "the other coordinator alone"
+    assert coordinator.failure_text == ""

@@ -7,42 +7,41 @@ import pytest
 
 from ringweave import telemetry
 from ringweave.errors import JobError
-from ringweave.jobs.life import records
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.causes import Death
-from ringweave.launch.groups import config as configs
-from ringweave.launch.groups import crew, layout, posts
-from ringweave.launch.groups.config import Config
-from ringweave.launch.groups.posts import Opening, Orders, Report
-from ringweave.launch.groups.results import Result, Results
-from ringweave.launch.launcher import Exit
-from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting, Program
+from ringweave.jobs import records
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.launcher.launcher import WorkerExit
+from ringweave.launcher.outcome import WorkerFailure
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import HostPort, WorkerProgram
+from ringweave.platforms.agent import channel, job_config, node_layout, node_workers
+from ringweave.platforms.agent.channel import AgentStatus, DesiredState, RendezvousResult
+from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.node_workers import NodeProgress, ProgressReader
 
-MEETING = Meeting(host="10.0.0.1", port=29500)
+MEETING = HostPort(host="10.0.0.1", port=29500)
 
 
 @pytest.fixture
-def config() -> Config:
+def config() -> JobConfig:
     nodes = tuple(NodeRequest(name=f"n{index}", capacity=capacity) for index, capacity in enumerate((10, 2, 5)))
-    request = Request(name="job", num_workers=15, script="a/train.py", nodes=nodes, mode="sync", data="/data")
+    request = JobRequest(name="job", num_workers=15, script="a/train.py", nodes=nodes, mode="sync", data="/data")
     job = records.new_job(request, requester="ann", counts=(10, 0, 5), now=0.0)
-    return configs.of_job(job, directory="/home/ann", script_text=None)
+    return job_config.job_config(job, directory="/home/ann", script_text=None)
 
 
-def test_the_config_says_what_the_split_gave(config: Config) -> None:
+def test_the_config_says_what_the_split_gave(config: JobConfig) -> None:
     assert [(node.index, node.name, node.workers) for node in config.nodes] == [(0, "n0", 10), (2, "n2", 5)]
     assert (config.world_size, config.node(2).name, config.script) == (15, "n2", "a/train.py")
-    assert configs.loads(configs.dumps(config)) == config
+    assert job_config.parse_job_config(job_config.dump_job_config(config)) == config
 
 
-def test_each_node_starts_its_part_of_the_whole(config: Config, tmp_path: Path) -> None:
-    opening = Opening(round=3, meeting=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
+def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Path) -> None:
+    opening = RendezvousResult(round=3, meeting=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
     run_dir = RunDir(root=tmp_path)
-    program = layout.program_of(config, tmp_path)
-    assert program == Program(target="/home/ann/a/train.py")
-    group = layout.workers_of(config, 2, opening, run_dir=run_dir, program=program, python="python", cpus=2)
+    program = node_layout.worker_program(config, tmp_path)
+    assert program == WorkerProgram(target="/home/ann/a/train.py")
+    group = node_layout.node_worker_group(config, 2, opening, run_dir=run_dir, program=program, python="python", cpus=2)
     assert [worker.global_rank for worker in group.workers] == list(range(10, 15))
     environ = group.workers[1].environ
     expected = {
@@ -60,7 +59,7 @@ def test_each_node_starts_its_part_of_the_whole(config: Config, tmp_path: Path) 
         "RINGWEAVE_RUN_DIR": str(tmp_path),
     }
     assert {key: environ[key] for key in expected} == expected
-    cluster = layout.cluster_of(config, opening.addresses)
+    cluster = node_layout.build_cluster(config, opening.addresses)
     assert [(node.name, node.num_devices, node.address) for node in cluster.nodes] == [
         ("n0", 10, "10.0.0.1"),
         ("n2", 5, "10.0.0.3"),
@@ -71,9 +70,9 @@ def test_each_node_starts_its_part_of_the_whole(config: Config, tmp_path: Path) 
 def test_a_script_that_is_alone_travels(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('é')")
-    text = configs.read_script(script)
-    config = Config(job="j", device="cpu", mode="auto", nodes=(), script="train.py", script_text=text)
-    program = layout.program_of(config, tmp_path / "home")
+    text = job_config.read_script(script)
+    config = JobConfig(job="j", device="cpu", mode="auto", nodes=(), script="train.py", script_text=text)
+    program = node_layout.worker_program(config, tmp_path / "home")
     assert Path(program.target).read_text() == "print('é')"
 
 
@@ -92,7 +91,7 @@ def test_a_script_that_cannot_travel(content: bytes | None, text: str, tmp_path:
     if content is not None:
         (tmp_path / "x.py").write_bytes(content)
     with pytest.raises(JobError, match=text):
-        configs.read_script(tmp_path / "x.py")
+        job_config.read_script(tmp_path / "x.py")
 
 
 @pytest.mark.parametrize(
@@ -104,46 +103,48 @@ def test_a_script_that_cannot_travel(content: bytes | None, text: str, tmp_path:
 )
 def test_a_text_that_cannot_travel(text: str, said: str) -> None:
     with pytest.raises(JobError, match=said):
-        configs.check_script(text, "x.py")
+        job_config.check_script_text(text, "x.py")
 
 
 def test_what_is_told_reads_back() -> None:
-    report = Report(round=2, phase=Phase.FAILED, pid=7, cause=Cause.PLACE, text="x", meeting=MEETING, last_loss=0.1)
-    assert posts.parse_report(posts.dump_report(report)) == report
-    orders = Orders(round=2, opening=Opening(round=1, meeting=MEETING), leave=True, why="w")
-    assert posts.parse_orders(posts.dump_orders(orders)) == orders
-    opening = Opening(round=1, meeting=MEETING, addresses={"a": "b"})
-    assert posts.parse_opening(posts.dump_opening(opening)) == opening
-    seen = report.group(3, 4, leaving=True)
-    assert (seen.node, seen.attempt, seen.round, seen.phase, seen.cause, seen.leaving) == (
-        *(3, 4, 2, Phase.FAILED),
-        *(Cause.PLACE, True),
+    report = AgentStatus(
+        round=2, phase=GroupPhase.FAILED, pid=7, cause=EndCause.PLATFORM, text="x", meeting=MEETING, last_loss=0.1
+    )
+    assert channel.parse_status(channel.dump_status(report)) == report
+    orders = DesiredState(round=2, opening=RendezvousResult(round=1, meeting=MEETING), leave=True, why="w")
+    assert channel.parse_desired_state(channel.dump_desired_state(orders)) == orders
+    opening = RendezvousResult(round=1, meeting=MEETING, addresses={"a": "b"})
+    assert channel.parse_rendezvous(channel.dump_rendezvous(opening)) == opening
+    seen = report.to_group(3, 4, leaving=True)
+    assert (seen.node, seen.attempt, seen.round, seen.phase, seen.cause, seen.is_terminating) == (
+        *(3, 4, 2, GroupPhase.FAILED),
+        *(EndCause.PLATFORM, True),
     )
 
 
 def test_iterations_are_told_and_read(tmp_path: Path) -> None:
-    results = Results(tmp_path / "events.jsonl")
-    assert results.look() == Result()
+    results = ProgressReader(tmp_path / "events.jsonl")
+    assert results.read() == NodeProgress()
     now = [0.0]
     environ = {"RINGWEAVE_RUN_DIR": str(tmp_path), "RANK": "4", "LOCAL_RANK": "0"}
     with telemetry.Iterations(environ, clock=lambda: now[0]) as iterations:
         iterations.done(1, 3.0)
-        assert results.look() == Result(iterations=1, last_loss=3.0)
+        assert results.read() == NodeProgress(iterations=1, last_loss=3.0)
         iterations.done(2, 2.0)
-        assert results.look() == Result(iterations=1, last_loss=3.0)
+        assert results.read() == NodeProgress(iterations=1, last_loss=3.0)
         now[0] = 0.6
         iterations.done(3, 1.5)
-        assert results.look() == Result(iterations=3, last_loss=1.5)
+        assert results.read() == NodeProgress(iterations=3, last_loss=1.5)
         iterations.done(4)
-    assert results.look() == Result(iterations=4)
+    assert results.read() == NodeProgress(iterations=4)
     with (tmp_path / "events.jsonl").open("a") as log:
         log.write('{"kind": "iterations_done", torn\n' + json.dumps({"kind": "iterations_done", "iterations": 9})[:-1])
-    assert results.look() == Result(iterations=4)
+    assert results.read() == NodeProgress(iterations=4)
     with (tmp_path / "events.jsonl").open("ab") as log:
         for rubbish in (b"[" * 100_000, b"\xff\xfe", b"[]", b'"\r"', b"{}"):
             log.write(b'\n{"kind": "iterations_done", "loss": ' + rubbish)
         log.write(b'\n{"kind": "iterations_done", "iterations": 5, "loss": null}\n')
-    assert results.look() == Result(iterations=5)
+    assert results.read() == NodeProgress(iterations=5)
 
 
 @pytest.mark.parametrize("environ", [{}, {"RINGWEAVE_RUN_DIR": "here", "LOCAL_RANK": "1"}])
@@ -155,10 +156,10 @@ def test_nobody_else_speaks(environ: dict[str, str], tmp_path: Path, monkeypatch
     assert not list((tmp_path / "here").iterdir())
 
 
-def death(rank: int, how: int | str, *lines: str, stopped: bool = False) -> Death:
+def death(rank: int, how: int | str, *lines: str, stopped: bool = False) -> WorkerFailure:
     code, name = (how, None) if isinstance(how, int) else (None, how)
-    ended = Exit(exit_code=code, signal_name=name, time_s=1.0, stopped=stopped)
-    return Death(global_rank=rank, node="n0", exit=ended, last_lines=lines)
+    ended = WorkerExit(exit_code=code, signal_name=name, time_s=1.0, was_stopped=stopped)
+    return WorkerFailure(global_rank=rank, node="n0", exit=ended, last_lines=lines)
 
 
 PEER = ("Traceback (most recent call last):", "ringweave.errors.PeerError: rank 3 died")
@@ -167,16 +168,21 @@ PEER = ("Traceback (most recent call last):", "ringweave.errors.PeerError: rank 
 @pytest.mark.parametrize(
     ("deaths", "phase", "cause", "text"),
     [
-        ([], Phase.SUCCEEDED, None, ""),
-        ([death(0, "SIGTERM", stopped=True)], Phase.STOPPED, None, "its workers were ended"),
-        ([death(0, 1, *PEER)], Phase.INTERRUPTED, Cause.PEER, f"rank 0 raised {PEER[1]}"),
-        ([death(0, 1, *PEER), death(1, "SIGKILL")], Phase.FAILED, Cause.PLACE, "rank 1 was killed by SIGKILL"),
-        ([death(0, 1, *PEER), death(1, 2)], Phase.FAILED, Cause.PROGRAM, "rank 1 ended with exit code 2"),
-        ([death(0, 137)], Phase.FAILED, Cause.PLACE, "rank 0 ended with exit code 137"),
+        ([], GroupPhase.SUCCEEDED, None, ""),
+        ([death(0, "SIGTERM", stopped=True)], GroupPhase.STOPPED, None, "its workers were ended"),
+        ([death(0, 1, *PEER)], GroupPhase.INTERRUPTED, EndCause.PEER, f"rank 0 raised {PEER[1]}"),
+        (
+            [death(0, 1, *PEER), death(1, "SIGKILL")],
+            GroupPhase.FAILED,
+            EndCause.PLATFORM,
+            "rank 1 was killed by SIGKILL",
+        ),
+        ([death(0, 1, *PEER), death(1, 2)], GroupPhase.FAILED, EndCause.PROGRAM, "rank 1 ended with exit code 2"),
+        ([death(0, 137)], GroupPhase.FAILED, EndCause.PLATFORM, "rank 0 ended with exit code 137"),
     ],
 )
-def test_what_deaths_come_to(deaths: list[Death], phase: Phase, cause: Cause | None, text: str) -> None:
-    outcome = crew.conclude(deaths)
+def test_what_deaths_come_to(deaths: list[WorkerFailure], phase: GroupPhase, cause: EndCause | None, text: str) -> None:
+    outcome = node_workers.conclude_node(deaths)
     assert (outcome.phase, outcome.cause, outcome.text) == (phase, cause, text)
 
 
@@ -212,7 +218,7 @@ FINISHED = "it has finished"
 def test_who_is_no_member_any_more_is_read_from_what_the_coordinator_notes(
     events: list[dict[str, object]], newest: tuple[int, int], out: tuple[str, ...], tmp_path: Path
 ) -> None:
-    results = Results(tmp_path / "events.jsonl", ["0.0"])
-    assert results.look() == Result(members=("0.0",))
+    results = ProgressReader(tmp_path / "events.jsonl", ["0.0"])
+    assert results.read() == NodeProgress(members=("0.0",))
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert results.look() == Result(members=("0.0",), epoch=newest, out=out)
+    assert results.read() == NodeProgress(members=("0.0",), generation=newest, evicted=out)

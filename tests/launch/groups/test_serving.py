@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.launch.groups import layout
-from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.crew import Crew
-from ringweave.launch.groups.handing import RoundOverError, SharedFolder
-from ringweave.launch.groups.posts import Opening
-from ringweave.launch.groups.serving import QUIET_S, RoundServer, ServerDesk
-from ringweave.launch.launcher import Exit, WorkerState
-from ringweave.launch.local.sites import ThisMachine
-from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting, Program, WorkerGroup
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.launcher.launcher import WorkerExit, WorkerState
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
+from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent.credentials import FolderCredentialDistribution, RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.node_workers import NodeWorkers
+from ringweave.platforms.agent.round_services import SERVER_IDLE_TIMEOUT_S, RoundServer, RoundServerFactory
 
-CONFIG = Config(
+CONFIG = JobConfig(
     job="job",
     device="cpu",
     mode="ps-hra",
-    nodes=(ConfigNode(index=0, name="a", workers=2), ConfigNode(index=1, name="b", workers=1)),
+    nodes=(NodeConfig(index=0, name="a", workers=2), NodeConfig(index=1, name="b", workers=1)),
     script="s.py",
 )
 RACK = """
@@ -40,18 +40,18 @@ switches:
 
 
 def test_the_server_is_on_the_node_that_is_connected_best() -> None:
-    assert layout.server_node(CONFIG) == "a", "of equals the first"
-    assert layout.server_node(replace(CONFIG, cluster=RACK)) in ("a", "b")
-    assert layout.server_node(replace(CONFIG, mode="sync")) is None
+    assert node_layout.server_node(CONFIG) == "a", "of equals the first"
+    assert node_layout.server_node(replace(CONFIG, cluster=RACK)) in ("a", "b")
+    assert node_layout.server_node(replace(CONFIG, mode="sync")) is None
 
 
 def test_ranks_are_counted_through_the_nodes() -> None:
-    assert [CONFIG.ranks(index) for index in (0, 1)] == [range(2), range(2, 3)]
+    assert [CONFIG.ranks_of_node(index) for index in (0, 1)] == [range(2), range(2, 3)]
 
 
 def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
     config = replace(CONFIG, cluster=RACK)
-    cluster = layout.cluster_of(config, {"b": "10.0.0.2"})
+    cluster = node_layout.build_cluster(config, {"b": "10.0.0.2"})
     assert [(node.name, node.num_devices, node.address) for node in cluster.nodes] == [
         ("a", 2, None),
         ("b", 1, "10.0.0.2"),
@@ -61,9 +61,9 @@ def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
 
 
 def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
-    opening = Opening(round=1, meeting=Meeting(host="h", port=1), server=Meeting(host="h", port=7))
-    group = layout.workers_of(
-        CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=Program(target="s.py"), python="python", cpus=1
+    opening = RendezvousResult(round=1, meeting=HostPort(host="h", port=1), server=HostPort(host="h", port=7))
+    group = node_layout.node_worker_group(
+        CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), python="python", cpus=1
     )
     assert group.workers[0].environ["RINGWEAVE_SERVER"] == "h:7"
     assert group.workers[0].environ["RINGWEAVE_MODE"] == "ps-hra"
@@ -71,11 +71,11 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
 
 def test_credentials_are_handed_over_once_and_those_of_the_round_before_stay(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    handover = SharedFolder(secrets)
-    desk = ServerDesk(CONFIG, "a", ThisMachine(), handover)
+    handover = FolderCredentialDistribution(secrets)
+    desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2):
-        desk.offer(round_)
-    meeting = desk.offer(3)
+        desk.prepare_round(round_)
+    meeting = desk.prepare_round(3)
     assert meeting.host == "127.0.0.1"
     files = sorted(path for path in secrets.rglob("*") if path.is_file())
     wanted = [f"round-{round_}/worker-{rank}.json" for round_ in (2, 3) for rank in range(3)]
@@ -85,18 +85,18 @@ def test_credentials_are_handed_over_once_and_those_of_the_round_before_stay(tmp
     assert (credentials.identity.role, credentials.identity.name) == ("worker", "1")
     with pytest.raises(FileNotFoundError):
         handover.take(3, 1)
-    desk.offer(3)
+    desk.prepare_round(3)
     assert handover.take(3, 1) != credentials
     assert handover.take(2, 1).identity.name == "1"
-    assert desk.server(2, RunDir(root=tmp_path), {}) is None
-    assert desk.server(3, RunDir(root=tmp_path), {}) is not None
+    assert desk.create_server(2, RunDir(root=tmp_path), {}) is None
+    assert desk.create_server(3, RunDir(root=tmp_path), {}) is not None
 
 
 def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_path: Path) -> None:
-    handover = SharedFolder(tmp_path / "secrets")
-    desk = ServerDesk(CONFIG, "a", ThisMachine(), handover)
+    handover = FolderCredentialDistribution(tmp_path / "secrets")
+    desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2, 3):
-        desk.offer(round_)
+        desk.prepare_round(round_)
     with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a round that is"):
         handover.take(1, 0)
     with pytest.raises(FileNotFoundError):
@@ -108,50 +108,47 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
-        self.num_peers = 0
+        self.num_connections = 0
 
 
 def test_a_server_is_wanted_while_somebody_talks_to_it() -> None:
     fake = FakeServer()
     server = RoundServer(fake, {})  # type: ignore[arg-type]
-    assert server.is_wanted(100.0)
-    fake.num_peers = 1
-    assert server.is_wanted(200.0)
-    fake.num_peers = 0
-    assert server.is_wanted(200.0 + QUIET_S - 0.1)
-    assert not server.is_wanted(200.0 + QUIET_S)
-    fake.num_peers, fake.exit_code = 1, 0
-    assert not server.is_wanted(201.0)
-    assert server.death == ""
+    assert server.is_needed(100.0)
+    fake.num_connections = 1
+    assert server.is_needed(200.0)
+    fake.num_connections = 0
+    assert server.is_needed(200.0 + SERVER_IDLE_TIMEOUT_S - 0.1)
+    assert not server.is_needed(200.0 + SERVER_IDLE_TIMEOUT_S)
+    fake.num_connections, fake.exit_code = 1, 0
+    assert not server.is_needed(201.0)
+    assert server.failure_text == ""
     fake.exit_code = 3
-    assert server.death == "the parameter server on node a ended with exit code 3"
+    assert server.failure_text == "the parameter server on node a ended with exit code 3"
     fake.exit_code = -signal.SIGKILL
-    assert server.death == "the parameter server on node a was killed by SIGKILL"
+    assert server.failure_text == "the parameter server on node a was killed by SIGKILL"
 
 
 class Stage:
     """A crew with a launcher, books and a server that exist in memory only."""
 
     def __init__(self) -> None:
-        self.exits: dict[int, Exit | None] = {0: None, 1: None}
+        self.exits: dict[int, WorkerExit | None] = {0: None, 1: None}
         self.stopped: list[signal.Signals] = []
-        self.death, self.wanted, self.happened = "", True, list[str]()
+        self.failure_text, self.wanted, self.happened = "", True, list[str]()
         self.now_s, self.num_tended = 0.0, 0
         group = WorkerGroup(argv=("python",), workers=())
-        self.crew = Crew(group, self, self, self, self, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        self.crew = NodeWorkers(group, self, self, self, self, clock=lambda: self.now_s)  # type: ignore[arg-type]
 
     pid = 0
 
     def start(self, *given: Any) -> None:
         self.happened.append("workers" if given else "server")
 
-    def end(self) -> None:
-        self.happened.append("server ends")
-
-    def tend(self) -> None:
+    def keep_alive(self) -> None:
         self.num_tended += 1
 
-    def is_wanted(self, now_s: float) -> bool:
+    def is_needed(self, now_s: float) -> bool:
         return self.wanted
 
     def workers_started(self, pid: object) -> None:
@@ -166,10 +163,16 @@ class Stage:
     def observe(self) -> list[WorkerState]:
         return [WorkerState(global_rank=rank, exit=ended) for rank, ended in self.exits.items()]
 
-    def stop(self, how: signal.Signals) -> None:
+    def stop(self, how: signal.Signals | None = None) -> None:
+        """Stop the server, or the workers by a signal: this stands for both."""
+        if how is None:
+            self.happened.append("server ends")
+            return
         self.stopped.append(how)
         for rank, ended in self.exits.items():
-            self.exits[rank] = ended or Exit(exit_code=None, signal_name=how.name, time_s=self.now_s, stopped=True)
+            self.exits[rank] = ended or WorkerExit(
+                exit_code=None, signal_name=how.name, time_s=self.now_s, was_stopped=True
+            )
 
     def logs(self, rank: int, count: int) -> list[str]:
         return []
@@ -178,7 +181,9 @@ class Stage:
         self.happened.append("workers gone")
 
     def finish(self) -> None:
-        self.exits = {rank: Exit(exit_code=0, signal_name=None, time_s=1.0, stopped=False) for rank in self.exits}
+        self.exits = {
+            rank: WorkerExit(exit_code=0, signal_name=None, time_s=1.0, was_stopped=False) for rank in self.exits
+        }
 
 
 @pytest.fixture
@@ -191,11 +196,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def test_the_server_comes_first_and_stays_for_the_other_nodes(stage: Stage) -> None:
     assert stage.happened == ["server", "workers"]
     stage.finish()
-    assert [stage.crew.look(), stage.crew.look()] == [None, None]
+    assert [stage.crew.poll(), stage.crew.poll()] == [None, None]
     stage.wanted = False
-    outcome = stage.crew.look()
+    outcome = stage.crew.poll()
     assert outcome is not None
-    assert outcome.phase is Phase.SUCCEEDED
+    assert outcome.phase is GroupPhase.SUCCEEDED
     assert stage.happened[2:] == ["server ends", "workers gone", "done"]
     assert stage.num_tended == 3
 
@@ -206,45 +211,45 @@ def test_nothing_of_the_workers_is_left_though_the_server_cannot_be_ended(
     def end() -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stage, "end", end)
+    monkeypatch.setattr(stage, "stop", end)
     stage.finish()
     stage.wanted = False
     with pytest.raises(OSError, match="No space left"):
-        stage.crew.look()
+        stage.crew.poll()
     assert stage.happened[2:] == ["workers gone"]
 
 
 def test_a_crew_that_is_called_back_does_not_wait_for_the_server(stage: Stage) -> None:
     stage.finish()
-    assert stage.crew.look() is None
-    stage.crew.end()
-    outcome = stage.crew.look()
+    assert stage.crew.poll() is None
+    stage.crew.request_stop()
+    outcome = stage.crew.poll()
     assert outcome is not None
-    assert outcome.phase is Phase.SUCCEEDED
+    assert outcome.phase is GroupPhase.SUCCEEDED
 
 
 def test_the_death_of_the_server_is_the_places_doing(stage: Stage) -> None:
-    stage.death = "the parameter server on node a was killed by SIGKILL"
+    stage.failure_text = "the parameter server on node a was killed by SIGKILL"
     outcome = None
     for _ in range(3):
         stage.now_s += 1.0
-        outcome = outcome or stage.crew.look()
+        outcome = outcome or stage.crew.poll()
     assert outcome is not None
-    assert (outcome.phase, outcome.cause, outcome.text) == (Phase.FAILED, Cause.PLACE, stage.death)
+    assert (outcome.phase, outcome.cause, outcome.text) == (GroupPhase.FAILED, EndCause.PLATFORM, stage.failure_text)
     assert stage.stopped == [signal.SIGKILL]
 
 
 def test_connections_are_counted_where_the_process_is() -> None:
     import socket
 
-    from ringweave.launch.serving import num_established
+    from ringweave.launcher.services import count_established
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert num_established(os.getpid(), port) == 0
+        assert count_established(os.getpid(), port) == 0
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = server.accept()
             with accepted:
-                assert num_established(os.getpid(), port) == 1
+                assert count_established(os.getpid(), port) == 1
                 assert client.getpeername()[1] == port
-    assert num_established(2**30, port) == 0
+    assert count_established(2**30, port) == 0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.resource.definition import definition
-from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.platforms.kubernetes import api_client
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def kubeconfig(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -
     path = cluster.kubeconfig(tmp_path_factory.mktemp("fake") / "config")
 
     async def define() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(path)})) as client:
-            await client.create(kinds.DEFINITIONS, None, definition())
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(path)})) as client:
+            await client.create(api_client.DEFINITIONS, None, custom_resource_definition())
 
     asyncio.run(define())
     return path

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.jobs.life.states import JobState
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.service import KubernetesService
-from ringweave.launch.local.ports import free_port
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.operators import OperatorProcess
-from ringweave.testing.kubernetes.processes import ProcessKubelet
+from ringweave.jobs.states import JobState
+from ringweave.launcher.node_context import free_port
+from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.platform import KubernetesPlatform
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.operator_process import OperatorProcess
+from tests.fakes.kubernetes.process_kubelet import ProcessKubelet
 
 SOON_S = 300.0
 BAD = (JobState.FAILED, JobState.STOPPED)
@@ -29,20 +28,20 @@ class Place:
 
     def __init__(self, cluster: FakeCluster, kubeconfig: Path, root: Path) -> None:
         self.environ = {**os.environ, "KUBECONFIG": str(kubeconfig)}
-        self.service = KubernetesService(self._connect, admitted_s=SOON_S)
+        self.service = KubernetesPlatform(self._connect, admission_timeout_s=SOON_S)
         self._cluster, self._root = cluster, root
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.kubelet: ProcessKubelet | None = None
 
     def _connect(self):
-        return connecting.connection(self.environ)
+        return api_client.connection_info(self.environ)
 
     async def _serve(self) -> None:
-        async with Client(self._connect) as client:
+        async with KubernetesClient(self._connect) as client:
             self.kubelet = ProcessKubelet(client, "default", self._root)
             self._cluster.handler.logs = self.kubelet.logs
-            await self.kubelet.serve()
+            await self.kubelet.run_until_cancelled()
 
     def __enter__(self) -> "Place":
         self._thread.start()
@@ -60,11 +59,11 @@ class Place:
 
     def left_secrets(self, job: str) -> list[str]:
         assert self.kubelet is not None
-        listed = self.kubelet.client.list(kinds.SECRETS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
+        listed = self.kubelet.client.list(api_client.SECRETS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
         found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
         return [each["metadata"]["name"] for each in found]
 
-    def remove(self, kind: kinds.Kind, name: str) -> None:
+    def remove(self, kind: api_client.ResourceKind, name: str) -> None:
         """As somebody does who is not the operator."""
         assert self.kubelet is not None
         removed = self.kubelet.client.delete(kind, "default", name)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.jobs.life.states import JobState
-from ringweave.jobs.requests.request import Elastic, NodeRequest, Request
-from ringweave.launch.kubernetes import names
-from ringweave.launch.services.service import LogQuery
-from ringweave.membership.rules import reasons
+from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
+from ringweave.jobs.states import JobState
+from ringweave.membership import records
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.kubernetes import names
 from tests.launch import until_back
 from tests.launch.kubernetes.pods import SOON_S, Place, place
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(180
 def submit(place: Place, folder: Path, name: str, *capacities: int, least: int) -> None:
     (folder / "train.py").write_text(until_back.SCRIPT)
     nodes = tuple(NodeRequest(name=f"n{index}", capacity=each, max_retries=2) for index, each in enumerate(capacities))
-    request = Request(
+    request = JobRequest(
         name=name,
         num_workers=sum(capacities),
         device="cpu",
@@ -28,7 +28,7 @@ def submit(place: Place, folder: Path, name: str, *capacities: int, least: int) 
         nodes=nodes,
         min_per_node=1,
         mode="sync",
-        elastic=Elastic(min=least),
+        elastic=ElasticRequest(min=least),
     )
     place.service.submit(request, base=folder)
 
@@ -47,9 +47,13 @@ def test_a_killed_pod_comes_back_while_the_others_train_on(place: Place, tmp_pat
     place.wait(lambda: len(said(place, job, f"n{other}", 1, 2 * other)) > 5)
     before = place.service.job(job)
     assert (before.state, before.reason) == (JobState.RUNNING, None)
-    assert sorted(place.left_secrets(job)) == [names.config(job), names.spares(job, 0), names.spares(job, 1)]
+    assert sorted(place.left_secrets(job)) == [
+        names.config_name(job),
+        names.credential_pool_name(job, 0),
+        names.credential_pool_name(job, 1),
+    ]
     assert place.kubelet is not None
-    place.kubelet.kill(names.pod(job, node, 1))
+    place.kubelet.signal_pod(names.pod_name(job, node, 1))
     place.wait(lambda: place.service.job(job).state is JobState.SUCCEEDED, 3 * SOON_S)
 
     seen = place.service.job(job)
@@ -80,5 +84,5 @@ def check_steps(place: Place, job: str, node: int) -> None:
     for name, attempt, rank in late:  # who is not level yet when the others have finished hears so, and that is well
         lines = [line.text for line in place.service.logs(job, LogQuery(node=name, attempt=attempt, rank=rank))]
         assert name == f"n{node}"
-        assert any(reasons.ALL_DONE in line for line in lines), (name, rank, lines[-5:])
+        assert any(records.REASON_ALL_DONE in line for line in lines), (name, rank, lines[-5:])
     assert len({each for sums in ends.values() for each in sums}) == 1, ends

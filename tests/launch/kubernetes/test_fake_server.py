@@ -11,37 +11,35 @@ import pytest
 from aiohttp import web
 from ruamel.yaml import YAML
 
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.operating import leading
-from ringweave.launch.kubernetes.resource import times
-from ringweave.testing.kubernetes.checks import rules
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.operators import OperatorProcess
-from ringweave.testing.kubernetes.server.store import Store
+from ringweave.platforms.kubernetes import api_client, leader_election, names
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from tests.fakes.kubernetes import validation
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.object_store import ObjectStore
+from tests.fakes.kubernetes.operator_process import OperatorProcess
 
 SOON_S = 300.0
 
 
-def run(kubeconfig: Path, work: Callable[[Client], Any]) -> Any:
+def run(kubeconfig: Path, work: Callable[[KubernetesClient], Any]) -> Any:
     async def inside() -> Any:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             return await work(client)
 
     return asyncio.run(inside())
 
 
-async def watched(client: Client, **params: str) -> list[Object]:
-    path = kinds.CONFIG_MAPS.path("default")
-    return [json.loads(line) async for line in client.lines(path, {"watch": "true", **params})]
+async def watched(client: KubernetesClient, **params: str) -> list[Object]:
+    path = api_client.CONFIG_MAPS.path("default")
+    return [json.loads(line) async for line in client.stream_lines(path, {"watch": "true", **params})]
 
 
 def test_a_watch_from_before_what_is_remembered_expires(cluster: FakeCluster, kubeconfig: Path) -> None:
-    before = run(kubeconfig, lambda client: client.request("GET", kinds.CONFIG_MAPS.path("default")))
+    before = run(kubeconfig, lambda client: client.request("GET", api_client.CONFIG_MAPS.path("default")))
     body = {"metadata": {"name": "any"}}
-    run(kubeconfig, lambda client: client.create(kinds.CONFIG_MAPS, "default", body))
-    run(kubeconfig, lambda client: client.delete(kinds.CONFIG_MAPS, "default", "any"))
+    run(kubeconfig, lambda client: client.create(api_client.CONFIG_MAPS, "default", body))
+    run(kubeconfig, lambda client: client.delete(api_client.CONFIG_MAPS, "default", "any"))
     cluster.call(cluster.api.store.compact)
     version = before["metadata"]["resourceVersion"]
     events = run(kubeconfig, lambda client: watched(client, resourceVersion=version))
@@ -51,7 +49,7 @@ def test_a_watch_from_before_what_is_remembered_expires(cluster: FakeCluster, ku
 
 
 def test_a_silent_watch_gets_bookmarks_that_it_can_go_on_from(cluster: FakeCluster, kubeconfig: Path) -> None:
-    now = run(kubeconfig, lambda client: client.request("GET", kinds.CONFIG_MAPS.path("default")))
+    now = run(kubeconfig, lambda client: client.request("GET", api_client.CONFIG_MAPS.path("default")))
     params = {"resourceVersion": now["metadata"]["resourceVersion"], "timeoutSeconds": "10"}
     events = run(kubeconfig, lambda client: watched(client, allowWatchBookmarks="true", **params))
     assert {event["type"] for event in events} == {"BOOKMARK"}
@@ -64,16 +62,16 @@ def test_a_silent_watch_gets_bookmarks_that_it_can_go_on_from(cluster: FakeClust
 def test_a_pod_that_a_node_has_stays_until_its_kubelet_lets_go(kubeconfig: Path) -> None:
     spec = {"nodeName": "a", "containers": [{"name": "a", "image": "a"}]}
 
-    async def work(client: Client) -> None:
-        await client.create(kinds.PODS, "default", {"metadata": {"name": "held"}, "spec": spec})
-        await client.delete(kinds.PODS, "default", "held")
-        found = await client.get(kinds.PODS, "default", "held")
+    async def work(client: KubernetesClient) -> None:
+        await client.create(api_client.PODS, "default", {"metadata": {"name": "held"}, "spec": spec})
+        await client.delete(api_client.PODS, "default", "held")
+        found = await client.get(api_client.PODS, "default", "held")
         assert found["metadata"]["deletionGracePeriodSeconds"] == 30
-        until_s = times.parse(found["metadata"]["deletionTimestamp"])
-        assert until_s - times.parse(found["metadata"]["creationTimestamp"]) >= 30, "when it is to be gone"
-        await client.delete(kinds.PODS, "default", "held", gracePeriodSeconds=0)
+        until_s = names.parse_time(found["metadata"]["deletionTimestamp"])
+        assert until_s - names.parse_time(found["metadata"]["creationTimestamp"]) >= 30, "when it is to be gone"
+        await client.delete(api_client.PODS, "default", "held", gracePeriodSeconds=0)
         with pytest.raises(ApiError, match="not found"):
-            await client.get(kinds.PODS, "default", "held")
+            await client.get(api_client.PODS, "default", "held")
 
     run(kubeconfig, work)
 
@@ -81,14 +79,14 @@ def test_a_pod_that_a_node_has_stays_until_its_kubelet_lets_go(kubeconfig: Path)
 def test_of_a_pod_next_to_nothing_changes(kubeconfig: Path) -> None:
     spec = {"containers": [{"name": "a", "image": "a"}]}
 
-    async def work(client: Client) -> None:
-        await client.create(kinds.PODS, "default", {"metadata": {"name": "fixed"}, "spec": spec})
-        await client.patch(kinds.PODS, "default", "fixed", {"spec": {"activeDeadlineSeconds": 5}})
+    async def work(client: KubernetesClient) -> None:
+        await client.create(api_client.PODS, "default", {"metadata": {"name": "fixed"}, "spec": spec})
+        await client.patch(api_client.PODS, "default", "fixed", {"spec": {"activeDeadlineSeconds": 5}})
         with pytest.raises(ApiError, match="may not change fields"):
-            await client.patch(kinds.PODS, "default", "fixed", {"spec": {"hostname": "another"}})
+            await client.patch(api_client.PODS, "default", "fixed", {"spec": {"hostname": "another"}})
         with pytest.raises(ApiError, match="less than or equal to previous"):
-            await client.patch(kinds.PODS, "default", "fixed", {"spec": {"activeDeadlineSeconds": 6}})
-        await client.delete(kinds.PODS, "default", "fixed")
+            await client.patch(api_client.PODS, "default", "fixed", {"spec": {"activeDeadlineSeconds": 6}})
+        await client.delete(api_client.PODS, "default", "fixed")
 
     run(kubeconfig, work)
 
@@ -100,10 +98,10 @@ def test_whoever_shows_no_token_is_nobody(cluster: FakeCluster, kubeconfig: Path
     config["users"][0]["user"]["token"] = "another"
     yaml.dump(config, stranger)
     with pytest.raises(ApiError, match=r"401 Unauthorized.*Log in again"):
-        run(stranger, lambda client: client.list(kinds.PODS, "default"))
+        run(stranger, lambda client: client.list(api_client.PODS, "default"))
     ann = cluster.kubeconfig(tmp_path / "ann", user="ann", groups=())
     with pytest.raises(ApiError, match=r'User "ann" cannot list resource "pods".*Ask whoever runs the cluster'):
-        run(ann, lambda client: client.list(kinds.PODS, "default"))
+        run(ann, lambda client: client.list(api_client.PODS, "default"))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_whoever_shows_no_token_is_nobody(cluster: FakeCluster, kubeconfig: Path
 )
 def test_messages_of_unbounded_cost_are_refused(expression: str, is_refused: bool) -> None:
     rule = {"rule": "self.x < 3", "messageExpression": expression}
-    problems = list(rules.definition_problems({"x-kubernetes-validations": [rule]}, "schema"))
+    problems = list(validation.rule_definition_problems({"x-kubernetes-validations": [rule]}, "schema"))
     assert [problem.partition(":")[0] for problem in problems] == (
         ["schema.x-kubernetes-validations[0].messageExpression"] if is_refused else []
     )
@@ -124,15 +122,15 @@ def test_messages_of_unbounded_cost_are_refused(expression: str, is_refused: boo
 
 def test_numbers_are_formatted_into_messages() -> None:
     rule = {"rule": "self.x < 3", "messageExpression": "'%d, not less than %d'.format([self.x, [1, 2].sum()])"}
-    problems = list(rules.problems({"x-kubernetes-validations": [rule]}, {"x": 7}, path="spec"))
+    problems = list(validation.rule_problems({"x-kubernetes-validations": [rule]}, {"x": 7}, path="spec"))
     assert problems == ['spec: Invalid value: "object": 7, not less than 3']
 
 
 def test_history_forgets_the_oldest() -> None:
-    store = Store(history=2)
+    store = ObjectStore(history=2)
     for index in range(4):
         store.put(("", "pods"), ("default", f"p{index}"), {"metadata": {}})
-    assert store.oldest(("", "pods")) == 3
+    assert store.oldest_version(("", "pods")) == 3
     assert [change.version for change in store.since(("", "pods"), 3)] == [4, 5]
 
 
@@ -163,10 +161,10 @@ def test_the_operator_goes_on_when_its_watches_expire_and_ends(
     with OperatorProcess(kubeconfig, arguments, tmp_path / "log") as operator:
         for name in ("first", "second"):
             body = {"metadata": {"name": name}, "spec": spec()}
-            run(kubeconfig, lambda client, body=body: client.create(kinds.TRAINING_JOBS, "default", body))
-            wait(lambda: bool(run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))), operator)
-            run(kubeconfig, lambda client, name=name: client.delete(kinds.TRAINING_JOBS, "default", name))
-            wait(lambda: not run(kubeconfig, lambda client: client.list(kinds.TRAINING_JOBS, "default")), operator)
+            run(kubeconfig, lambda client, body=body: client.create(api_client.TRAINING_JOBS, "default", body))
+            wait(lambda: bool(run(kubeconfig, lambda client: client.list(api_client.PODS, "default"))), operator)
+            run(kubeconfig, lambda client, name=name: client.delete(api_client.TRAINING_JOBS, "default", name))
+            wait(lambda: not run(kubeconfig, lambda client: client.list(api_client.TRAINING_JOBS, "default")), operator)
             # All watches are cut, and what they could go on from is forgotten.
             cluster.call(cluster.cut_watches)
         assert operator.stop() == 0, operator.log.read_text()
@@ -186,18 +184,22 @@ def test_the_operator_ends_though_the_api_server_answers_nothing_any_more(
     arguments = ("--lease-namespace", "default", "--no-desk", "--lease-s", "600", "--identity", "silenced")
     with OperatorProcess(kubeconfig, arguments, tmp_path / "log") as operator:
         body = {"metadata": {"name": "third"}, "spec": spec()}
-        run(kubeconfig, lambda client: client.create(kinds.TRAINING_JOBS, "default", body))
-        wait(lambda: bool(run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))), operator)
-        pod = run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))[0]
-        cluster.handler.delay = never
+        run(kubeconfig, lambda client: client.create(api_client.TRAINING_JOBS, "default", body))
+        wait(lambda: bool(run(kubeconfig, lambda client: client.list(api_client.PODS, "default"))), operator)
+        pod = run(kubeconfig, lambda client: client.list(api_client.PODS, "default"))[0]
+        cluster.handler.before_request = never
         try:
             # It looks, and waits for an answer; so do its watches, which are cut.
             cluster.call(cluster.cut_watches)
             wait(lambda: bool(asked), operator)
             assert operator.stop() == 0, operator.log.read_text()
         finally:
-            cluster.handler.delay = None
+            cluster.handler.before_request = None
     assert "lease: not released: no answer" in operator.log.read_text()
-    left = ((kinds.TRAINING_JOBS, "third"), (kinds.PODS, pod["metadata"]["name"]), (kinds.LEASES, leading.NAME))
+    left = (
+        (api_client.TRAINING_JOBS, "third"),
+        (api_client.PODS, pod["metadata"]["name"]),
+        (api_client.LEASES, leader_election.LEASE_NAME),
+    )
     for kind, name in left:  # the lease, too: the next operator would wait for it to run out
         run(kubeconfig, lambda client, kind=kind, name=name: client.delete(kind, "default", name))

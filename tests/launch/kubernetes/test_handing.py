@@ -5,10 +5,14 @@ import json
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.handing import RoundOverError
-from ringweave.launch.kubernetes.handing import PATIENCE_S, DeskHandover, DeskSpares
-from ringweave.wire import Authority
+from ringweave.platforms.agent.credentials import RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.kubernetes.agent_main import (
+    GATEWAY_TIMEOUT_S,
+    GatewayCredentialDistribution,
+    GatewayCredentialPool,
+)
+from ringweave.rpc import CertificateAuthority
 
 
 class FakeDesk:
@@ -28,24 +32,24 @@ class FakeDesk:
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
-    def handover(self, *ranks: int) -> DeskHandover:
-        return DeskHandover(self, ranks, sleep=self.sleep, clock=lambda: self.now_s)  # type: ignore[arg-type]
+    def credential_distribution(self, *ranks: int) -> GatewayCredentialDistribution:
+        return GatewayCredentialDistribution(self, ranks, sleep=self.sleep, clock=lambda: self.now_s)  # type: ignore[arg-type]
 
 
-CREDENTIALS = Authority("job").issue("worker", "3")
-NODES = (ConfigNode(index=0, name="n0", workers=4),)
-CONFIG = Config(job="job", device="cpu", mode="sync", nodes=NODES, script="s.py", least=2)
+CREDENTIALS = CertificateAuthority("job").issue("worker", "3")
+NODES = (NodeConfig(index=0, name="n0", workers=4),)
+CONFIG = JobConfig(job="job", device="cpu", mode="sync", nodes=NODES, script="s.py", least=2)
 
 
 def test_they_are_lodged_once_the_desk_is_back() -> None:
     desk = FakeDesk(ConnectionRefusedError("refused"), (404, "no such Pod"), (204, ""))
-    desk.handover().give(2, {3: CREDENTIALS})
+    desk.credential_distribution().publish(2, {3: CREDENTIALS})
     assert desk.asked == [("PUT", "credentials/2")] * 3
 
 
 def test_those_of_all_workers_of_the_node_are_fetched_at_once() -> None:
     desk = FakeDesk((404, "ask again"), (200, json.dumps({"3": CREDENTIALS.to_text(), "4": CREDENTIALS.to_text()})))
-    handover = desk.handover(3, 4)
+    handover = desk.credential_distribution(3, 4)
     assert [handover.take(1, rank) == CREDENTIALS for rank in (3, 4)] == [True, True]
     assert desk.asked == [("GET", "credentials/1?ranks=3,4")] * 2
     handover.take(2, 3)
@@ -59,7 +63,7 @@ def test_a_round_that_is_over_is_not_waited_for_and_says_so() -> None:
         r"Nothing to do: this node gathers for the next one"
     )
     with pytest.raises(RoundOverError, match=text):
-        desk.handover(3).take(1, 3)
+        desk.credential_distribution(3).take(1, 3)
     assert desk.now_s == 0.0
 
 
@@ -73,18 +77,18 @@ def test_what_is_no_credentials_is_refused_and_not_shown(text: str) -> None:
         r"credentials from the operator's desk: .*, expected those that were asked for\. Run the same ringweave in"
     )
     with pytest.raises(LaunchError, match=expected) as caught:
-        desk.handover(3).take(1, 3)
+        desk.credential_distribution(3).take(1, 3)
     assert "KEY" not in str(caught.value)
     with pytest.raises(LaunchError, match=expected):
-        DeskSpares(desk, CONFIG, 0, sleep=desk.sleep).take(1, "worker-3")  # type: ignore[arg-type]
+        GatewayCredentialPool(desk, CONFIG, 0, sleep=desk.sleep).take(1, "worker-3")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, PATIENCE_S)])
+@pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, GATEWAY_TIMEOUT_S)])
 def test_a_no_is_final_and_silence_is_not_for_long(status: int, waits_s: float) -> None:
     desk = FakeDesk((status, "not now"))
     text = rf"credentials at the operator's desk: '{status} not now', expected its yes\. See what the operator says"
     with pytest.raises(LaunchError, match=text):
-        desk.handover().give(1, {})
+        desk.credential_distribution().publish(1, {})
     assert desk.now_s == waits_s
 
 
@@ -94,8 +98,8 @@ def test_who_is_told_to_leave_or_called_back_asks_no_longer() -> None:
     reasons = iter(["", "", "it got SIGTERM"])
     text = r"credentials of round 1: 'it got SIGTERM', expected a round that is not over"
     with pytest.raises(RoundOverError, match=text):
-        desk.handover(3).take(1, 3, lambda: next(reasons))
+        desk.credential_distribution(3).take(1, 3, lambda: next(reasons))
     assert len(desk.asked) == 2
     with pytest.raises(RoundOverError, match="'round 3 is called'"):
-        desk.handover().give(2, {3: CREDENTIALS}, lambda: "round 3 is called")
+        desk.credential_distribution().publish(2, {3: CREDENTIALS}, lambda: "round 3 is called")
     assert len(desk.asked) == 2

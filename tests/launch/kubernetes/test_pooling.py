@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.launch.kubernetes.api import connecting, kinds, pooling
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.platforms.kubernetes import api_client
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
 
 BUSY_S = 0.5
 """How long the server is busy, where it comes back at all before the event loop has ended."""
@@ -27,11 +27,11 @@ def left_open(cluster: FakeCluster, kubeconfig: Path, *, comes_back: bool) -> li
         may_go_on.wait(BUSY_S if comes_back else LONGEST_S)
 
     async def watch() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
 
             async def follow() -> None:
                 parameters = {"watch": "true", "allowWatchBookmarks": "true"}
-                async for _ in client.lines(kinds.PODS.path("default"), parameters):
+                async for _ in client.stream_lines(api_client.PODS.path("default"), parameters):
                     begun.release()
 
             begun = asyncio.Semaphore(0)
@@ -60,5 +60,5 @@ def test_nothing_is_left_open(cluster: FakeCluster, kubeconfig: Path) -> None:
 
 
 def test_it_would_show(cluster: FakeCluster, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "_GOODBYE_S", 0.0)
+    monkeypatch.setattr(api_client, "_CLOSE_TIMEOUT_S", 0.0)
     assert left_open(cluster, kubeconfig, comes_back=False)

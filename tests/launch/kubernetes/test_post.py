@@ -11,31 +11,33 @@ from typing import cast
 
 import pytest
 
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.launch.groups import posts
-from ringweave.launch.groups.posts import Orders, Report
-from ringweave.launch.kubernetes import post
-from ringweave.launch.kubernetes.post import MAX_LAST_WORDS, Desk, DeskPost
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.platforms.agent import channel
+from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.kubernetes import agent_main
+from ringweave.platforms.kubernetes.agent_main import MAX_TERMINATION_MESSAGE_BYTES, GatewayChannel, GatewayClient
 
 
-@pytest.mark.parametrize("text", ["short", "x" * MAX_LAST_WORDS, "é→\n\x00" * 5000, "\\" * 3000])
+@pytest.mark.parametrize("text", ["short", "x" * MAX_TERMINATION_MESSAGE_BYTES, "é→\n\x00" * 5000, "\\" * 3000])
 def test_last_words_are_whole(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post, "LAST_S", 0.0)
-    told = Report(round=3, phase=Phase.FAILED, pid=7, cause=Cause.PLACE, text=text, ended_s=5.0, last_loss=0.5)
+    monkeypatch.setattr(agent_main, "FINAL_STATUS_TIMEOUT_S", 0.0)
+    told = AgentStatus(
+        round=3, phase=GroupPhase.FAILED, pid=7, cause=EndCause.PLATFORM, text=text, ended_s=5.0, last_loss=0.5
+    )
     path = tmp_path / "last-words"
-    DeskPost(Desk(url="http://127.0.0.1:9", group="a/b/0/1", token=str), path).tell(told)
+    GatewayChannel(GatewayClient(url="http://127.0.0.1:9", group="a/b/0/1", token=str), path).report_status(told)
     content = path.read_bytes()
-    assert len(content) <= MAX_LAST_WORDS
-    found = posts.parse_report(content)
+    assert len(content) <= MAX_TERMINATION_MESSAGE_BYTES
+    found = channel.parse_status(content)
     assert (found.round, found.phase, found.cause, found.ended_s, found.last_loss) == (
-        *(3, Phase.FAILED, Cause.PLACE),
+        *(3, GroupPhase.FAILED, EndCause.PLATFORM),
         *(5.0, 0.5),
     )
     if text == "short":
         assert found.text == text
     else:
         assert text.startswith(found.text.removesuffix("..."))
-        assert len(content) > MAX_LAST_WORDS - 10, "no more is cut than must be"
+        assert len(content) > MAX_TERMINATION_MESSAGE_BYTES - 10, "no more is cut than must be"
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -55,13 +57,16 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def answering() -> Iterator[tuple[Desk, type[Answers]]]:
+def answering() -> Iterator[tuple[GatewayClient, type[Answers]]]:
     """A desk, and what it answers."""
     answers = type("Made", (Answers,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield Desk(url=f"http://127.0.0.1:{server.server_port}", group="a/b/0/1", token=lambda: "secret"), answers
+        yield (
+            GatewayClient(url=f"http://127.0.0.1:{server.server_port}", group="a/b/0/1", token=lambda: "secret"),
+            answers,
+        )
         server.shutdown()
         thread.join()
 
@@ -76,36 +81,40 @@ def answering() -> Iterator[tuple[Desk, type[Answers]]]:
     ],
 )
 def test_who_answers_without_end_or_sense_is_no_desk(
-    answering: tuple[Desk, type[Answers]],
+    answering: tuple[GatewayClient, type[Answers]],
     content: bytes,
     headers: dict[str, str],
     error: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(post, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(agent_main, "MAX_GATEWAY_ANSWER_BYTES", 1000)
     desk, answers = answering
-    answers.content, answers.headers_said = b"x" * 1000, {post.TAG: "7"}
-    assert desk.ask("GET", "orders") == (200, "x" * 1000, "7")
+    answers.content, answers.headers_said = b"x" * 1000, {agent_main.TAG_HEADER: "7"}
+    assert desk.request("GET", "orders") == (200, "x" * 1000, "7")
     answers.content, answers.headers_said = content, headers
     with pytest.raises(http.client.HTTPException) as caught:
-        desk.ask("GET", "orders")
+        desk.request("GET", "orders")
     assert re.match(error, str(caught.value))
 
 
 def test_orders_that_are_none_are_asked_for_again(tmp_path: Path) -> None:
-    said = iter(["", "[" * 100_000, "null", '{"round": "x"}', posts.dump_orders(Orders(round=4, leave=True))])
+    said = iter(
+        ["", "[" * 100_000, "null", '{"round": "x"}', channel.dump_desired_state(DesiredState(round=4, leave=True))]
+    )
     waited: list[float] = []
     desk = SimpleNamespace(ask=lambda *_: (200, next(said), "tag"))
-    own = DeskPost(cast("Desk", desk), None, sleep=waited.append)
-    own._ask_on()
-    assert own.orders() == Orders(round=4, leave=True)
-    assert waited == [post.RETRY_S] * 4
+    own = GatewayChannel(cast("GatewayClient", desk), None, sleep=waited.append)
+    own._poll_desired_state()
+    assert own.desired_state() == DesiredState(round=4, leave=True)
+    assert waited == [agent_main.GATEWAY_RETRY_S] * 4
 
 
 def test_what_is_known_of_many_members_does_not_cost_the_last_words() -> None:
     many = tuple(f"{rank}.0" for rank in range(2000))
-    said = Report(round=1, phase=Phase.SUCCEEDED, pid=7, text="all is well", epoch=(1, 2), members=many[:63], out=many)
-    heard = posts.parse_report(post.last_words(said))
-    assert (heard.phase, heard.text, heard.out) == (Phase.SUCCEEDED, "all is well", ())
-    few = Report(round=1, phase=Phase.SUCCEEDED, pid=7, epoch=(1, 2), members=many[:3], out=many[3:6])
-    assert posts.parse_report(post.last_words(few)) == few
+    said = AgentStatus(
+        round=1, phase=GroupPhase.SUCCEEDED, pid=7, text="all is well", epoch=(1, 2), members=many[:63], out=many
+    )
+    heard = channel.parse_status(agent_main.termination_message(said))
+    assert (heard.phase, heard.text, heard.out) == (GroupPhase.SUCCEEDED, "all is well", ())
+    few = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=7, epoch=(1, 2), members=many[:3], out=many[3:6])
+    assert channel.parse_status(agent_main.termination_message(few)) == few

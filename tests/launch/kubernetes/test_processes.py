@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.life.states import JobState
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes.api import kinds
-from ringweave.launch.services.service import LogLine, LogQuery
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.states import JobState
+from ringweave.platforms.api import LogLine, LogQuery
+from ringweave.platforms.kubernetes import api_client
 from tests.launch.kubernetes.pods import SOON_S, Place, place
 from tests.launch.small_training import PREPARED
 
@@ -34,7 +34,7 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     (tmp_path / "train.py").write_text(SCRIPT)
     nodes = (NodeRequest(name="n0", capacity=3), NodeRequest(name="n1", capacity=3))
-    request = Request(
+    request = JobRequest(
         name="real",
         num_workers=4,
         device="cpu",
@@ -55,13 +55,13 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     place.wait(lambda: len(list(service.logs("real", LogQuery()))) == 4)
     assert place.kubelet is not None
     # It is made again, with another token, before the next Pod: the agent that runs on shows that one from then on.
-    place.remove(kinds.SECRETS, "real-config")
-    place.kubelet.kill("real-1-1")
+    place.remove(api_client.SECRETS, "real-config")
+    place.kubelet.signal_pod("real-1-1")
     place.wait(lambda: service.job("real").nodes[1].retries == 1)
     place.wait(lambda: service.job("real").state is JobState.RUNNING)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0")))) == 6)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n1")))) == 2)  # who still connects would fail, too
-    place.remove(kinds.PODS, "real-0-1")
+    place.remove(api_client.PODS, "real-0-1")
     place.wait(lambda: service.job("real").nodes[0].retries == 1)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0", attempt=1)))) == 6)
     flag.touch()
@@ -101,7 +101,7 @@ torch.distributed.destroy_process_group()
 def test_a_job_with_a_parameter_server(place: Place, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     nodes = (NodeRequest(name="n0", capacity=1), NodeRequest(name="n1", capacity=1))
-    request = Request(
+    request = JobRequest(
         name="served", num_workers=2, device="cpu", script="train.py", nodes=nodes, min_per_node=1, mode="ps-hra"
     )
     place.service.submit(request, base=tmp_path)

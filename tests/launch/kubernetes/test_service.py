@@ -9,43 +9,43 @@ from typing import Any
 import pytest
 
 from ringweave.errors import JobError, LaunchError
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.resource.definition import definition
-from ringweave.launch.kubernetes.service import KubernetesService
-from ringweave.testing.kubernetes.checks import schemas
-from ringweave.testing.kubernetes.checks.users import MASTERS
-from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms.kubernetes import api_client
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from ringweave.platforms.kubernetes.platform import KubernetesPlatform
+from tests.fakes.kubernetes import validation
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.users import MASTERS_GROUP
 
-USERS: dict[str, tuple[str, ...]] = {"admin": (MASTERS,), "bob": ()}
+USERS: dict[str, tuple[str, ...]] = {"admin": (MASTERS_GROUP,), "bob": ()}
 REQUEST = {"name": "text", "num_workers": 3, "nodes": (NodeRequest(name="n0", capacity=3),)}
 
 
-def service(server: str = "http://127.0.0.1:9") -> KubernetesService:
-    return KubernetesService(lambda: connecting.kopf.ConnectionInfo(server=server))
+def service(server: str = "http://127.0.0.1:9") -> KubernetesPlatform:
+    return KubernetesPlatform(lambda: api_client.kopf.ConnectionInfo(server=server))
 
 
 def test_a_folder_beside_the_job_file_does_not_travel(tmp_path: Path) -> None:
-    request = Request(script="train.py", directory=".", **REQUEST)
+    request = JobRequest(script="train.py", directory=".", **REQUEST)
     with pytest.raises(JobError, match=r"directory: '\.', expected an absolute path in the container image"):
         service().submit(request, base=tmp_path)
 
 
 def test_there_are_no_labs_on_kubernetes(tmp_path: Path) -> None:
-    request = Request(script="train.py", lab="two-racks", device="cpu", **REQUEST)
+    request = JobRequest(script="train.py", lab="two-racks", device="cpu", **REQUEST)
     with pytest.raises(JobError, match=r"lab: 'two-racks', expected none on kubernetes. Leave lab out, or submit it"):
         service().submit(request, base=tmp_path)
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"script .*train.py: 'No such file or directory', expected a Python file"):
-        service().submit(Request(script="train.py", **REQUEST), base=tmp_path)
+        service().submit(JobRequest(script="train.py", **REQUEST), base=tmp_path)
 
 
 def test_a_script_that_was_handed_over_is_not_looked_for(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="Kubernetes API server"):
-        service().submit(Request(script="train.py", **REQUEST), base=tmp_path, script_text="print()")
+        service().submit(JobRequest(script="train.py", **REQUEST), base=tmp_path, script_text="print()")
 
 
 def test_an_api_server_that_does_not_answer_is_named() -> None:
@@ -61,24 +61,24 @@ def script_field(whole: dict[str, Any]) -> dict[str, Any]:
 
 def test_one_job_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
     """As an API server keeps it that had an older definition when it was stored."""
-    older = definition()
+    older = custom_resource_definition()
     del script_field(older)["pattern"]
     with FakeCluster() as cluster:
         kubeconfig = cluster.kubeconfig(tmp_path / "config")
 
-        def connect() -> connecting.kopf.ConnectionInfo:
-            return connecting.connection({"KUBECONFIG": str(kubeconfig)})
+        def connect() -> api_client.kopf.ConnectionInfo:
+            return api_client.connection_info({"KUBECONFIG": str(kubeconfig)})
 
         async def store() -> None:
-            async with Client(connect) as client:
-                await client.create(kinds.DEFINITIONS, None, older)
+            async with KubernetesClient(connect) as client:
+                await client.create(api_client.DEFINITIONS, None, older)
                 for name, script in (("odd", "a\u00a0b.py"), ("plain", "a.py")):
                     spec = {"cpuWorkers": 3, "script": script, "nodes": [{"name": "n0", "capacity": 3}]}
                     body = {"metadata": {"name": name}, "spec": spec}
-                    await client.create(kinds.TRAINING_JOBS, "default", body)
+                    await client.create(api_client.TRAINING_JOBS, "default", body)
 
         asyncio.run(store())
-        service = KubernetesService(connect)
+        service = KubernetesPlatform(connect)
         shown = {job.name: job for job in service.jobs()}
         assert set(shown) == {"odd", "plain"}
         odd = shown["odd"]
@@ -93,28 +93,28 @@ def test_one_job_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
 def test_name_permission_and_split_are_asked_in_this_order(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("pass")
     nodes = (NodeRequest(name="n0", capacity=3), NodeRequest(name="n1", capacity=1))
-    too_many = Request(name="text", num_workers=4, script="train.py", nodes=nodes)
+    too_many = JobRequest(name="text", num_workers=4, script="train.py", nodes=nodes)
     with FakeCluster() as cluster:
         paths = {user: cluster.kubeconfig(tmp_path / user, user=user, groups=groups) for user, groups in USERS.items()}
 
-        def connect(user: str) -> connecting.kopf.ConnectionInfo:
-            return connecting.connection({"KUBECONFIG": str(paths[user])})
+        def connect(user: str) -> api_client.kopf.ConnectionInfo:
+            return api_client.connection_info({"KUBECONFIG": str(paths[user])})
 
         def submit(user: str) -> str:
             with pytest.raises(JobError) as caught:
-                KubernetesService(lambda: connect(user)).submit(too_many, base=tmp_path)
+                KubernetesPlatform(lambda: connect(user)).submit(too_many, base=tmp_path)
             return str(caught.value)
 
-        async def make(kind: kinds.Kind, body: dict[str, Any]) -> None:
-            async with Client(lambda: connect("admin")) as client:
+        async def make(kind: api_client.ResourceKind, body: dict[str, Any]) -> None:
+            async with KubernetesClient(lambda: connect("admin")) as client:
                 await client.create(kind, "default" if kind.is_namespaced else None, body)
 
-        asyncio.run(make(kinds.DEFINITIONS, definition()))
+        asyncio.run(make(api_client.DEFINITIONS, custom_resource_definition()))
         assert submit("bob").startswith("submit by bob: 'no role allows submit on trainingjobs.ringweave.dev (")
         assert submit("admin").startswith("split: 4, expected a total that nodes of (3, 1) can share")
         node = {"name": "n0", "capacity": 3}
         spec = {"gpus": 3, "script": "a.py", "nodes": [node], "requester": {"username": "ann"}}
-        asyncio.run(make(kinds.TRAINING_JOBS, {"metadata": {"name": "text"}, "spec": spec}))
+        asyncio.run(make(api_client.TRAINING_JOBS, {"metadata": {"name": "text"}, "spec": spec}))
         assert submit("admin").startswith("job name text: 'taken by ann ")
 
 
@@ -122,10 +122,10 @@ def test_of_64_at_once_one_gets_the_name_and_63_are_told_whose_it_is(kubeconfig:
     (tmp_path / "train.py").write_text("pass")
 
     def submit(_: int) -> str:
-        connection = connecting.connection({"KUBECONFIG": str(kubeconfig)})
+        connection = api_client.connection_info({"KUBECONFIG": str(kubeconfig)})
         try:
-            KubernetesService(lambda: connection, admitted_s=0.0).submit(
-                Request(script="train.py", **REQUEST), base=tmp_path
+            KubernetesPlatform(lambda: connection, admission_timeout_s=0.0).submit(
+                JobRequest(script="train.py", **REQUEST), base=tmp_path
             )
         except JobError as error:
             return str(error)
@@ -136,7 +136,7 @@ def test_of_64_at_once_one_gets_the_name_and_63_are_told_whose_it_is(kubeconfig:
     assert told.pop("submitted") == 1
     assert sum(told.values()) == 63
     assert all(text.startswith("job name text: 'taken by admin ") for text in told), told
-    KubernetesService(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})).act("text", "delete")
+    KubernetesPlatform(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})).act("text", "delete")
 
 
 LINES = ("a b.py", "\u00e9.py", "a\u00a0b.py", "a\u2028b", "a\u200bb", "\t", " ", "a\nb", "\ue000", "\U0001f642")
@@ -144,10 +144,10 @@ LINES = ("a b.py", "\u00e9.py", "a\u00a0b.py", "a\u2028b", "a\u200bb", "\t", " "
 
 @pytest.mark.parametrize("text", LINES)
 def test_the_api_server_wants_of_a_line_what_a_request_wants(text: str) -> None:
-    schema = script_field(definition())
-    is_legal = not list(schemas.problems(schema, text))
+    schema = script_field(custom_resource_definition())
+    is_legal = not list(validation.schema_problems(schema, text))
     try:
-        Request(script=text, **REQUEST)
+        JobRequest(script=text, **REQUEST)
     except JobError:
         assert not is_legal
     else:

@@ -11,27 +11,27 @@ import pytest
 
 from ringweave import environment
 from ringweave.errors import LaunchError
-from ringweave.launch.launcher import Exit
-from ringweave.launch.local import leftovers
-from ringweave.launch.local.launcher import LocalLauncher
-from ringweave.launch.local.merging import Console, MergedStream
-from ringweave.launch.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher import processes
+from ringweave.launcher.launcher import WorkerExit
+from ringweave.launcher.output import OutputConsole, WorkerStream
+from ringweave.launcher.processes import LocalLauncher
+from ringweave.launcher.workers import WorkerGroup, WorkerSpec
 from tests.launch.conftest import is_gone, wait_until
 
 
 def test_the_last_words_of_an_ended_worker_are_waited_for(tmp_path: Path, monkeypatch) -> None:
     """The thread that reads pipes may come late, where the end of a process is seen at once."""
-    feed = MergedStream.feed
+    feed = WorkerStream.feed
 
-    def feed_late(stream: MergedStream, received: bytes) -> None:
+    def feed_late(stream: WorkerStream, received: bytes) -> None:
         if received:
             time.sleep(0.5)
         feed(stream, received)
 
-    monkeypatch.setattr(leftovers, "adopt_orphans", lambda: None)  # this process has other tests to run
-    monkeypatch.setattr(MergedStream, "feed", feed_late)
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)  # this process has other tests to run
+    monkeypatch.setattr(WorkerStream, "feed", feed_late)
     worker = WorkerSpec(global_rank=0, local_rank=0, node="a", environ={})
-    with LocalLauncher(lambda rank: tmp_path / f"{rank}.log", Console({}, os.environ), os.environ) as launcher:
+    with LocalLauncher(lambda rank: tmp_path / f"{rank}.log", OutputConsole({}, os.environ), os.environ) as launcher:
         launcher.start(WorkerGroup(argv=("sh", "-c", "echo no room; exit 3"), workers=(worker,)))
         while (ended := launcher.observe()[0].exit) is None:
             time.sleep(0.01)
@@ -42,16 +42,18 @@ def test_the_last_words_of_an_ended_worker_are_waited_for(tmp_path: Path, monkey
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch) -> Callable[..., LocalLauncher]:
     """`begin("sh", "-c", ..)`: a launcher that is not started, and the group of one worker that runs this."""
-    monkeypatch.setattr(leftovers, "adopt_orphans", lambda: None)  # this process has other tests to run
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)  # this process has other tests to run
     (tmp_path / "logs").mkdir()
-    return lambda: LocalLauncher(lambda rank: tmp_path / "logs" / f"{rank}.log", Console({}, os.environ), os.environ)
+    return lambda: LocalLauncher(
+        lambda rank: tmp_path / "logs" / f"{rank}.log", OutputConsole({}, os.environ), os.environ
+    )
 
 
 def group(*argv: str, **environ: str) -> WorkerGroup:
     return WorkerGroup(argv=argv, workers=(WorkerSpec(global_rank=0, local_rank=0, node="a", environ=environ),))
 
 
-def wait_ended(launcher: LocalLauncher) -> Exit:
+def wait_ended(launcher: LocalLauncher) -> WorkerExit:
     wait_until(lambda: launcher.observe()[0].exit is not None, "its end")
     ended = launcher.observe()[0].exit
     assert ended is not None
@@ -63,7 +65,7 @@ def num_open() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def again(launcher: LocalLauncher, started: WorkerGroup) -> Exit:
+def again(launcher: LocalLauncher, started: WorkerGroup) -> WorkerExit:
     launcher.restart(started.workers[0], started.argv)
     return wait_ended(launcher)
 

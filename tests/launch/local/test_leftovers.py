@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from ringweave.launch.local import leftovers
+from ringweave.launcher import processes
 from tests.launch.conftest import is_gone, wait_until
 
 PARENT = """
@@ -41,10 +41,10 @@ def start() -> Iterator[Callable[[], tuple[int, int]]]:
 
 
 def test_others_are_left_alone_with_all_that_comes_from_them(start: Callable[[], tuple[int, int]]) -> None:
-    before = leftovers.descendants()
+    before = processes.descendants()
     ours, others = start(), start()
-    left = leftovers.end_descendants(
-        before, leave_s=0.0, term_s=100.0, is_other=lambda process: process.pid == others[0]
+    left = processes.end_descendants(
+        before, exit_s=0.0, term_s=100.0, is_other=lambda process: process.pid == others[0]
     )
     assert left == []
     # Where nobody adopts orphans the second one may outlive its parent by a moment, unseen from here.
@@ -53,10 +53,10 @@ def test_others_are_left_alone_with_all_that_comes_from_them(start: Callable[[],
 
 
 def test_who_has_ended_before_it_is_known_is_nobody_elses(start: Callable[[], tuple[int, int]]) -> None:
-    before = leftovers.descendants()
+    before = processes.descendants()
     ours = start()
 
     def is_other(process: psutil.Process) -> bool:
         raise psutil.NoSuchProcess(process.pid)
 
-    assert {process.pid for process in leftovers.descendants(is_other) - before} == set(ours)
+    assert {process.pid for process in processes.descendants(is_other) - before} == set(ours)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.launch.local.lines import MAX_LINE_BYTES, LineSplitter, Thinner
+from ringweave.launcher.output import MAX_LINE_BYTES, LineSplitter, ProgressBarThrottle
 
 
 def split(*received: bytes) -> list[bytes]:
@@ -55,7 +55,7 @@ def test_endless_lines_are_cut() -> None:
 
 
 def test_an_unfinished_line_is_due_when_it_changed_and_time_has_passed() -> None:
-    thinner = Thinner(5.0, now_s=0.0)
+    thinner = ProgressBarThrottle(5.0, now_s=0.0)
     assert not thinner.is_due(b"1%", 4.9)
     assert thinner.is_due(b"2%", 5.0)
     assert not thinner.is_due(b"2%", 20.0), "it did not change"
@@ -64,7 +64,7 @@ def test_an_unfinished_line_is_due_when_it_changed_and_time_has_passed() -> None
 
 
 def test_a_line_that_is_printed_in_pieces_is_none_that_has_no_end() -> None:
-    thinner = Thinner(5.0, now_s=0.0, stands_s=5.0)
+    thinner = ProgressBarThrottle(5.0, now_s=0.0, stable_s=5.0)
     assert not thinner.is_due(b"loss ", 60.0), "the rest of it comes in a moment"
     assert thinner.finish([b"loss 0.5"], 60.1) == [b"loss 0.5"]
     assert not thinner.is_due(b"1%", 70.0)
@@ -72,13 +72,13 @@ def test_a_line_that_is_printed_in_pieces_is_none_that_has_no_end() -> None:
 
 
 def test_a_finished_line_starts_the_time_again() -> None:
-    thinner = Thinner(5.0, now_s=0.0)
+    thinner = ProgressBarThrottle(5.0, now_s=0.0)
     assert thinner.finish([b"a"], 4.0) == [b"a"]
     assert not thinner.is_due(b"1%", 8.0)
 
 
 def test_what_was_shown_unfinished_is_not_shown_again() -> None:
-    thinner = Thinner(5.0, now_s=0.0)
+    thinner = ProgressBarThrottle(5.0, now_s=0.0)
     assert thinner.is_due(b"100%", 5.0)
     assert thinner.finish([b"100%", b"bye"], 6.0) == [b"bye"]
     assert thinner.finish([b"100%"], 7.0) == [b"100%"]

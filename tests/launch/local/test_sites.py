@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.launch.local import sites
+from ringweave.launcher import node_context
 
 
 class Slow:
@@ -25,7 +25,7 @@ def test_a_node_that_does_not_say_its_port_in_time_is_named(monkeypatch: pytest.
     monkeypatch.setattr(subprocess, "run", run)
     said = r"port on node b: 'nothing in 30 s', expected a free one\. See whether the lab is still up, and how busy"
     with pytest.raises(LaunchError, match=said):
-        sites.InLab(Slow()).meeting("b")  # type: ignore[arg-type]
+        node_context.LabContext(Slow()).pick_address("b")  # type: ignore[arg-type]
 
 
 def test_workers_in_a_lab_keep_what_they_find_out_in_a_folder_of_the_lab() -> None:
@@ -37,8 +37,8 @@ def test_workers_in_a_lab_keep_what_they_find_out_in_a_folder_of_the_lab() -> No
         def interfaces(self, node: str) -> list[str]:
             return ["eth0", "eth1"]
 
-    site = sites.InLab(Quiet())  # type: ignore[arg-type]
-    assert site.environ("a") == {
+    site = node_context.LabContext(Quiet())  # type: ignore[arg-type]
+    assert site.node_environ("a") == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "RINGWEAVE_FINDINGS": "/run/ringweave-findings/one",
     }

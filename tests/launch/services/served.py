@@ -4,15 +4,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ringweave.launch.services.adapter import Adapter
-from ringweave.launch.services.service import Service
+from ringweave.platforms.api import Platform
+from ringweave.platforms.remote_adapter import RemoteAdapter
 
 TOKEN = "secret"
 
 
 @contextmanager
-def served(service: Service) -> Iterator[Adapter]:
-    with Adapter(service, TOKEN) as adapter:
+def served(service: Platform) -> Iterator[RemoteAdapter]:
+    with RemoteAdapter(service, TOKEN) as adapter:
         thread = threading.Thread(target=adapter.serve_forever)
         thread.start()
         yield adapter

@@ -8,18 +8,16 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.life import records, states, verbs
-from ringweave.jobs.life.actions import Event
-from ringweave.jobs.life.records import Job
-from ringweave.jobs.life.states import reason
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes.resource import telling
-from ringweave.launch.services import views
-from ringweave.launch.services.placing import PlacedService, placed
-from ringweave.launch.services.service import LogLine, LogQuery, Service, Submission
-from ringweave.launch.services.views import EventView, JobView
+from ringweave.jobs import records, states, verbs
+from ringweave.jobs.records import Job, JobEvent
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.states import make_reason
+from ringweave.platforms import api
+from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, Submission
+from ringweave.platforms.kubernetes import job_resource
+from ringweave.platforms.registry import QualifiedPlatform, with_platform_option
 
-REQUEST = Request(name="text", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
+REQUEST = JobRequest(name="text", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
 HELPS = "ringweave resume text"
 
 
@@ -36,36 +34,36 @@ HELPS = "ringweave resume text"
     ],
 )
 def test_the_place_stands_behind_the_job(text: str, shown: str) -> None:
-    assert placed(text, "text", "slurm") == shown
-    assert placed(text, "text", "local") == text
+    assert with_platform_option(text, "text", "slurm") == shown
+    assert with_platform_option(text, "text", "local") == text
 
 
 def test_an_address_is_a_place() -> None:
-    assert placed("ringweave why a", "a", r"http://x:1/\1") == r"ringweave why a --on http://x:1/\1"
+    assert with_platform_option("ringweave why a", "a", r"http://x:1/\1") == r"ringweave why a --on http://x:1/\1"
 
 
-@pytest.mark.parametrize("code", states.REASONS)
+@pytest.mark.parametrize("code", states.REASON_TEMPLATES)
 def test_no_reason_names_a_command_without_its_place(code: str) -> None:
     words = {"nodes": "node n0", "node": "n0", "detail": "it is so", "attempt": 1, "count": 10, "job": "text"}
     words["mend"] = "mend it"
-    text = placed(str(reason(code, **words)), "text", "slurm")
+    text = with_platform_option(str(make_reason(code, **words)), "text", "slurm")
     assert re.findall(r"ringweave \w+ (?:-f )?text(?! --on slurm)", text) == []
 
 
 def job() -> Job:
     made = records.new_job(REQUEST, requester="ann", counts=(3,), now=0.0)
-    why = reason("Suspended", job="text")
-    node = replace(made.record.nodes[0], reason=reason("NodeSuspended", job="text"))
+    why = make_reason("Suspended", job="text")
+    node = replace(made.record.nodes[0], reason=make_reason("NodeSuspended", job="text"))
     return replace(made, record=replace(made.record, reason=why, nodes=(node,)))
 
 
-class Told(Service):
+class Told(Platform):
     """Of a place that is not this machine."""
 
     script_text: str | None = None
 
     def submit(
-        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+        self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
         self.script_text = script_text
         if base.name == "taken":
@@ -78,7 +76,7 @@ class Told(Service):
     def job(self, name: str) -> JobView:
         if name != "text":
             raise JobError(f"no job; ringweave status {name} will not help.")
-        return views.view(job(), place="slurm", events=[EventView(time_s=1.0, kind="Suspended", text=HELPS)])
+        return api.job_view(job(), platform="slurm", events=[EventView(time_s=1.0, kind="Suspended", text=HELPS)])
 
     def act(self, name: str, verb: str) -> JobView:
         if verb == "stop":
@@ -91,7 +89,7 @@ class Told(Service):
 
 def test_all_that_a_service_says() -> None:
     told = Told()
-    service = PlacedService(told, "slurm")
+    service = QualifiedPlatform(told, "slurm")
     seen = [service.job("text"), *service.jobs(), service.act("text", "resume")]
     seen.append(service.submit(REQUEST, base=Path("free"), script_text="print()").job)
     assert told.script_text == "print()"
@@ -110,8 +108,8 @@ def test_all_that_a_service_says() -> None:
 
 
 def test_the_status_of_a_training_job_names_the_place_and_its_record_does_not() -> None:
-    events = [Event(key="a", kind="Suspended", text=HELPS)]
-    status = telling.status_of(job(), before={}, generation=1, events=events, now=0.0)
+    events = [JobEvent(key="a", kind="Suspended", text=HELPS)]
+    status = job_resource.status_from_job(job(), before={}, generation=1, events=events, now=0.0)
     wanted = f"{HELPS} --on kubernetes"
     assert [status["helps"], status["nodes"][0]["helps"], status["events"][0]["text"]] == [wanted] * 3
     assert all(wanted in item["message"] for item in status["conditions"] if item["type"] != "Admitted")
@@ -119,5 +117,5 @@ def test_the_status_of_a_training_job_names_the_place_and_its_record_does_not() 
 
 
 def test_all_verbs_are_known() -> None:
-    for verb in verbs.NAMES:
-        assert placed(f"ringweave {verb} a", "a", "slurm").endswith("a --on slurm")
+    for verb in verbs.VERB_NAMES:
+        assert with_platform_option(f"ringweave {verb} a", "a", "slurm").endswith("a --on slurm")

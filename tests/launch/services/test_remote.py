@@ -10,39 +10,40 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError, LaunchError, UnknownJobError, UsageError
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.local.jobs import supervisor
-from ringweave.launch.local.jobs.folders import job_folder
-from ringweave.launch.local.jobs.service import LocalService
-from ringweave.launch.services import adapter as adapter_module
-from ringweave.launch.services import finding, remote
-from ringweave.launch.services.adapter import Adapter
-from ringweave.launch.services.remote import RemoteService
-from ringweave.launch.services.service import LogLine, LogQuery
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms import registry, remote, remote_adapter
+from ringweave.platforms.api import LogLine, LogQuery
+from ringweave.platforms.local import supervisor
+from ringweave.platforms.local.job_folder import job_folder
+from ringweave.platforms.local.platform import LocalPlatform
+from ringweave.platforms.remote import RemotePlatform
+from ringweave.platforms.remote_adapter import RemoteAdapter
 from tests.launch.services.served import TOKEN, served
 
-REQUEST = Request(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),), device="cpu")
+REQUEST = JobRequest(
+    name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),), device="cpu"
+)
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalService:
-    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: None)
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPlatform:
+    monkeypatch.setattr(supervisor, "ensure_supervisor", lambda state, job_id, environ: None)
     (tmp_path / "s.py").write_text("print('alone')")
-    return LocalService(tmp_path / "state", requester="ann", environ={}, clock=lambda: 100.0)
+    return LocalPlatform(tmp_path / "state", requester="ann", environ={}, clock=lambda: 100.0)
 
 
 @pytest.fixture
-def adapter(local: LocalService) -> Iterator[Adapter]:
+def adapter(local: LocalPlatform) -> Iterator[RemoteAdapter]:
     with served(local) as adapter:
         yield adapter
 
 
 @pytest.fixture
-def there(adapter: Adapter) -> RemoteService:
-    return RemoteService(f"http://127.0.0.1:{adapter.server_port}", TOKEN)
+def there(adapter: RemoteAdapter) -> RemotePlatform:
+    return RemotePlatform(f"http://127.0.0.1:{adapter.server_port}", TOKEN)
 
 
-def test_it_answers_as_the_service_does(there: RemoteService, local: LocalService, tmp_path: Path) -> None:
+def test_it_answers_as_the_service_does(there: RemotePlatform, local: LocalPlatform, tmp_path: Path) -> None:
     tried = there.submit(REQUEST, base=tmp_path, dry_run=True)
     assert "print('alone')" in tried.objects[0].text
     assert there.jobs() == []
@@ -56,9 +57,9 @@ def test_it_answers_as_the_service_does(there: RemoteService, local: LocalServic
         there.act("job", "retry")
 
 
-def test_logs_are_streamed(there: RemoteService, local: LocalService, tmp_path: Path) -> None:
+def test_logs_are_streamed(there: RemotePlatform, local: LocalPlatform, tmp_path: Path) -> None:
     there.submit(REQUEST, base=tmp_path)
-    logs = job_folder(tmp_path / "state", local._registry.all()[0].id).runs("n0", 1) / "round-1" / "logs"
+    logs = job_folder(tmp_path / "state", local._registry.all_entries()[0].id).runs("n0", 1) / "round-1" / "logs"
     logs.mkdir(parents=True)
     (logs / "rank-1.log").write_text("a\nü\n")
     (logs / "rank-2.log").write_text("b\n")
@@ -69,10 +70,10 @@ def test_logs_are_streamed(there: RemoteService, local: LocalService, tmp_path: 
 
 
 def test_logs_may_be_silent_for_long(
-    there: RemoteService, local: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: RemotePlatform, local: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there.submit(REQUEST, base=tmp_path)
-    logs = job_folder(tmp_path / "state", local._registry.all()[0].id).runs("n0", 1) / "round-1" / "logs"
+    logs = job_folder(tmp_path / "state", local._registry.all_entries()[0].id).runs("n0", 1) / "round-1" / "logs"
     logs.mkdir(parents=True)
     (logs / "rank-0.log").write_text("a\n")
     made = []
@@ -87,36 +88,36 @@ def test_logs_may_be_silent_for_long(
     assert [sock.gettimeout() for sock in made] == [None], "whatever is read of it may take any time"
     assert [line.text for line in lines] == ["a"]
     there.job("job")
-    assert made[-1].gettimeout() == remote.TIMEOUT_S
+    assert made[-1].gettimeout() == remote.ANSWER_TIMEOUT_S
 
 
-def test_the_script_that_travels_is_the_one_that_runs(there: RemoteService, tmp_path: Path) -> None:
+def test_the_script_that_travels_is_the_one_that_runs(there: RemotePlatform, tmp_path: Path) -> None:
     request = str(replace(REQUEST, script=str(tmp_path / "s.py")))
     body = {"request": request, "script_text": "print('sent')", "dry_run": True}
-    assert "print('sent')" in there._ask("POST", remote.PREFIX, body)["objects"][0]["text"]
+    assert "print('sent')" in there._request("POST", remote.JOBS_PATH, body)["objects"][0]["text"]
     with pytest.raises(JobError, match=r"script_text: None, expected the text of the script\. Send the script's text"):
-        there._ask("POST", remote.PREFIX, body | {"script_text": None})
+        there._request("POST", remote.JOBS_PATH, body | {"script_text": None})
 
 
-def test_a_directory_has_to_be_there(there: RemoteService, tmp_path: Path) -> None:
+def test_a_directory_has_to_be_there(there: RemotePlatform, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"script: .*, expected the path of a Python file\. Correct the script"):
         there.submit(
-            Request(name="d", num_workers=3, script="s.py", directory="nosuch", nodes=REQUEST.nodes), base=tmp_path
+            JobRequest(name="d", num_workers=3, script="s.py", directory="nosuch", nodes=REQUEST.nodes), base=tmp_path
         )
 
 
-def test_who_has_no_token_is_refused(adapter: Adapter) -> None:
+def test_who_has_no_token_is_refused(adapter: RemoteAdapter) -> None:
     with pytest.raises(JobError, match=r"token: 'another one', expected the adapter's\. Set RINGWEAVE_SERVICE"):
-        RemoteService(f"http://127.0.0.1:{adapter.server_port}").jobs()
+        RemotePlatform(f"http://127.0.0.1:{adapter.server_port}").jobs()
 
 
-def test_what_is_not_of_the_protocol(there: RemoteService) -> None:
+def test_what_is_not_of_the_protocol(there: RemotePlatform) -> None:
     with pytest.raises(JobError, match=r"request: 'POST /v1/jobs/job/fly', expected one of the protocol's\. See docs"):
         there.act("job", "fly")
 
 
 def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
-    there: RemoteService, tmp_path: Path
+    there: RemotePlatform, tmp_path: Path
 ) -> None:
     with pytest.raises(UnknownJobError, match="job: 'nosuch', expected the name of a job that is here"):
         there.job("nosuch")
@@ -126,27 +127,27 @@ def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
     assert isinstance(there._refusal(404, "<html>no such page"), LaunchError)
 
 
-@pytest.mark.parametrize("length", ["-1", "x", "1" * 5000, str(adapter_module.MAX_BYTES + 1)])
-def test_a_request_of_no_length_is_refused(adapter: Adapter, length: str) -> None:
+@pytest.mark.parametrize("length", ["-1", "x", "1" * 5000, str(remote_adapter.MAX_REQUEST_BYTES + 1)])
+def test_a_request_of_no_length_is_refused(adapter: RemoteAdapter, length: str) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Length": length}
     connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
-    connection.request("POST", remote.PREFIX, headers=headers)
+    connection.request("POST", remote.JOBS_PATH, headers=headers)
     answer = connection.getresponse()
     assert (answer.status, b"bytes of the request: " in answer.read()) == (409, True)
     connection.close()
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b"{"])
-def test_a_request_of_rubbish_is_refused(adapter: Adapter, body: bytes) -> None:
+def test_a_request_of_rubbish_is_refused(adapter: RemoteAdapter, body: bytes) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
-    connection.request("POST", remote.PREFIX, body, {"Authorization": f"Bearer {TOKEN}"})
+    connection.request("POST", remote.JOBS_PATH, body, {"Authorization": f"Bearer {TOKEN}"})
     answer = connection.getresponse()
     assert (answer.status, b"expected JSON. See docs/services.md" in answer.read()) == (409, True)
     connection.close()
 
 
 @pytest.fixture
-def strange() -> Iterator[tuple[RemoteService, list[bytes]]]:
+def strange() -> Iterator[tuple[RemotePlatform, list[bytes]]]:
     """A service elsewhere that answers with the bytes that are put into the list, whatever it is asked."""
     said: list[bytes] = []
 
@@ -162,17 +163,17 @@ def strange() -> Iterator[tuple[RemoteService, list[bytes]]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield RemoteService(f"http://127.0.0.1:{server.server_port}", "secret"), said
+        yield RemotePlatform(f"http://127.0.0.1:{server.server_port}", "secret"), said
         server.shutdown()
         thread.join()
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"null", b"{}", b"[" * 100_000, b"\xff\xfe", b'{"jobs": [3]}', b" " * 5001])
 def test_an_answer_of_rubbish_is_the_adapters_fault(
-    strange: tuple[RemoteService, list[bytes]], rubbish: bytes, monkeypatch: pytest.MonkeyPatch
+    strange: tuple[RemotePlatform, list[bytes]], rubbish: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, said = strange
-    monkeypatch.setattr(remote, "MAX_BYTES", 5000)
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 5000)
     monkeypatch.setattr(remote, "MAX_LINE_BYTES", 5000)
     said.append(rubbish)
     expected = r"service http://127\.0\.0\.1:\d+: .*, expected an answer of the protocol"
@@ -184,12 +185,12 @@ def test_an_answer_of_rubbish_is_the_adapters_fault(
             list(there.logs("job", LogQuery()))
 
 
-def test_a_refusal_of_rubbish_is_shown_in_part(strange: tuple[RemoteService, list[bytes]]) -> None:
+def test_a_refusal_of_rubbish_is_shown_in_part(strange: tuple[RemotePlatform, list[bytes]]) -> None:
     assert "HTTP 409: [[[" in str(strange[0]._refusal(409, "[" * 100_000))
 
 
-def test_it_cannot_be_reached(adapter: Adapter) -> None:
-    there = RemoteService("http://127.0.0.1:9", "secret")
+def test_it_cannot_be_reached(adapter: RemoteAdapter) -> None:
+    there = RemotePlatform("http://127.0.0.1:9", "secret")
     with pytest.raises(LaunchError, match=r"service http://127\.0\.0\.1:9: .*, expected an answer of the protocol"):
         there.jobs()
 
@@ -197,8 +198,8 @@ def test_it_cannot_be_reached(adapter: Adapter) -> None:
 def test_addresses_and_tokens(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     environ = {remote.TOKEN_FILE: str(tmp_path / "token")}
-    assert isinstance(finding.open_service("https://jobs.example:1", environ), RemoteService)
+    assert isinstance(registry.open_platform("https://jobs.example:1", environ), RemotePlatform)
     with pytest.raises(UsageError, match=r"service: 'ftp://x', expected http\(s\)://HOST:PORT\. Write it like https"):
-        finding.open_service("ftp://x", {})
+        registry.open_platform("ftp://x", {})
     with pytest.raises(UsageError, match=r"token file: '/nosuch', expected a file that can be read\. Correct"):
-        finding.open_service("http://x", {remote.TOKEN_FILE: "/nosuch"})
+        registry.open_platform("http://x", {remote.TOKEN_FILE: "/nosuch"})

@@ -7,22 +7,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ringweave.errors import LaunchError, UsageError
-from ringweave.jobs.life import records
-from ringweave.jobs.life.observing import Cause
-from ringweave.jobs.life.records import Ended, Job
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.services import finding, metrics, views
-from ringweave.launch.services.views import EventView
+from ringweave.jobs import records
+from ringweave.jobs.records import AttemptEnd, EndCause, Job
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms import api, metrics, registry
+from ringweave.platforms.api import EventView
 
 
 @pytest.fixture
 def job() -> Job:
     nodes = tuple(NodeRequest(name=f"n{index}", capacity=4) for index in range(3))
-    request = Request(name="job", num_workers=7, script="s.py", nodes=nodes, ttl_s=5.0)
+    request = JobRequest(name="job", num_workers=7, script="s.py", nodes=nodes, ttl_s=5.0)
     made = records.new_job(request, requester="ann", counts=(4, 3, 0), now=10.0)
-    ended = Ended(attempt=1, cause=Cause.PLACE, charged=True, text="killed", exit_code=None)
+    ended = AttemptEnd(attempt=1, cause=EndCause.PLATFORM, charged=True, text="killed", exit_code=None)
     first = records.NodeRecord(attempt=2, history=(ended,), retries=1, iterations=12, last_loss=0.5)
-    record = records.Record(
+    record = records.JobRecord(
         **{
             **{key: getattr(made.record, key) for key in made.record.__dataclass_fields__},
             "nodes": (first, *made.record.nodes[1:]),
@@ -32,7 +31,7 @@ def job() -> Job:
 
 
 def test_a_view_shows_all_attempts_and_reads_back(job: Job) -> None:
-    seen = views.view(job, place="here", events=[EventView(time_s=1.0, kind="Running", text="x")], files="/f")
+    seen = api.job_view(job, platform="here", events=[EventView(time_s=1.0, kind="Running", text="x")], files="/f")
     assert [(each.attempt, each.text, each.charged) for each in seen.nodes[0].attempts] == [
         (1, "killed", True),
         (2, "", False),
@@ -40,11 +39,11 @@ def test_a_view_shows_all_attempts_and_reads_back(job: Job) -> None:
     assert [len(node.attempts) for node in seen.nodes] == [2, 1, 0]
     assert (seen.nodes[0].iterations, seen.nodes[0].last_loss, seen.ttl_s) == (12, 0.5, 5.0)
     assert [node.name for node in seen.used_nodes] == ["n0", "n1"]
-    assert views.parse(json.loads(json.dumps(views.document(seen)))) == seen
+    assert api.parse_job_view(json.loads(json.dumps(api.job_view_document(seen)))) == seen
 
 
 def test_metrics_are_what_prometheus_reads(job: Job) -> None:
-    text = metrics.text_of([views.view(job, place="here")])
+    text = metrics.metrics_text([api.job_view(job, platform="here")])
     samples = {
         (sample.name, sample.labels.get("node"), sample.labels.get("state")): sample.value
         for family in text_string_to_metric_families(text)
@@ -68,31 +67,33 @@ class Entry:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [Entry("theirs", "builtins:dict"), Entry("broken", "nosuch.module:f"), Entry("empty", "builtins:nosuch")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: entries if group == finding.GROUP else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda *, group: entries if group == registry.ENTRY_POINT_GROUP else []
+    )
 
 
 @pytest.mark.usefixtures("installed")
 def test_services_of_others_are_entry_points() -> None:
-    assert finding.open_service("theirs", {"A": "1"}) == {"A": "1"}
+    assert registry.open_platform("theirs", {"A": "1"}) == {"A": "1"}
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_service_that_is_not_there() -> None:
     names = "broken, empty, kubernetes, local, slurm, theirs"
     with pytest.raises(UsageError, match=rf"service: 'slrum', expected one of {names}\. Did you mean \"slurm"):
-        finding.open_service("slrum", {})
+        registry.open_platform("slrum", {})
     with pytest.raises(UsageError, match=r"Install a package with an entry point x in the group ringweave\.services\."):
-        finding.open_service("x", {})
+        registry.open_platform("x", {})
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", ["broken", "empty"])
 def test_a_service_that_cannot_be_loaded(name: str) -> None:
     with pytest.raises(LaunchError, match=rf"service {name}: .*, expected a module that can be loaded\. Install"):
-        finding.open_service(name, {})
+        registry.open_platform(name, {})
 
 
 def test_ours_that_needs_an_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(finding.OURS, "kubernetes", "nosuch.module:f")
+    monkeypatch.setitem(registry.BUILT_IN_PLATFORMS, "kubernetes", "nosuch.module:f")
     with pytest.raises(LaunchError, match=r"Install it with pip install 'ringweave\[kubernetes\]', or choose"):
-        finding.open_service("kubernetes", {})
+        registry.open_platform("kubernetes", {})

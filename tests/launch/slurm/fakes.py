@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringweave.jobs.admission import policy
-from ringweave.jobs.admission.policy import Policy
-from ringweave.jobs.requests import job_file
-from ringweave.jobs.requests.request import Request
-from ringweave.launch.local.jobs.folders import JobFolder
-from ringweave.launch.slurm.asking.commands import Done, Slurm
-from ringweave.launch.slurm.leases import Patience
-from ringweave.launch.slurm.place import Grant, Means
-from ringweave.launch.slurm.service import SlurmService
+from ringweave.jobs import admission, request
+from ringweave.jobs.admission import AccessPolicy
+from ringweave.jobs.request import JobRequest
+from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.job_runtime import AllocationGrant, SlurmDeps
+from ringweave.platforms.slurm.lease import SlurmTimeouts
+from ringweave.platforms.slurm.platform import SlurmPlatform
 
-PATIENCE = Patience(lease_s=30.0, fence_s=60.0, leave_s=20.0, cut_s=5.0)
+PATIENCE = SlurmTimeouts(lease_s=30.0, fence_s=60.0, agent_exit_s=20.0, cancelled_step_s=5.0)
 
 
 @dataclass
@@ -38,27 +37,27 @@ class FakeSlurm:
     environ: dict[str, str] = field(default_factory=dict)
     """Of the last call of sbatch."""
 
-    def run(self, argv, stdin, environ) -> Done:
+    def run(self, argv, stdin, environ) -> SlurmResult:
         self.called.append(argv)
         self.environ = dict(environ or {}) if argv[0] == "sbatch" else self.environ
         return getattr(self, argv[0])(argv, stdin)
 
-    def sbatch(self, argv, stdin) -> Done:
+    def sbatch(self, argv, stdin) -> SlurmResult:
         if self.refusal:
-            return Done(code=1, out="", err=f"sbatch: error: {self.refusal}\n")
+            return SlurmResult(exit_code=1, stdout="", stderr=f"sbatch: error: {self.refusal}\n")
         job_id = 10 * (len(self.scripts) + 1)
         self.scripts.append(stdin)
         self.states[job_id] = "PENDING"
         if self.is_silent:
             raise subprocess.TimeoutExpired(["sbatch"], 60.0)
-        return Done(code=0, out=f"{job_id};here\n", err="")
+        return SlurmResult(exit_code=0, stdout=f"{job_id};here\n", stderr="")
 
-    def scontrol(self, argv, stdin) -> Done:
+    def scontrol(self, argv, stdin) -> SlurmResult:
         if argv[1:3] == ["show", "config"]:
-            return Done(code=0, out="Configuration data\nClusterName             = alps\n", err="")
+            return SlurmResult(exit_code=0, stdout="Configuration data\nClusterName             = alps\n", stderr="")
         job_id = int(argv[-1])
         if job_id not in self.states:
-            return Done(code=1, out="", err="slurm_load_jobs error: Invalid job id specified\n")
+            return SlurmResult(exit_code=1, stdout="", stderr="slurm_load_jobs error: Invalid job id specified\n")
         state, reason = self.states[job_id], self.reasons.get(job_id, "None")
         lines = [
             f"JobId={job_id + part} HetJobId={job_id} HetJobOffset={part} JobName=rw-text JobState={state} "
@@ -66,11 +65,11 @@ class FakeSlurm:
             f"ReqNodeList=(null) NodeList={host if state == 'RUNNING' else '(null)'} Comment=a b=c"
             for part, host in enumerate(("big", "small"))
         ]
-        return Done(code=0, out="\n".join(lines) + "\n", err="")
+        return SlurmResult(exit_code=0, stdout="\n".join(lines) + "\n", stderr="")
 
-    def squeue(self, argv, stdin) -> Done:
+    def squeue(self, argv, stdin) -> SlurmResult:
         if "--steps" in argv:
-            return Done(code=0, out=self.steps, err="")
+            return SlurmResult(exit_code=0, stdout=self.steps, stderr="")
         name = next(word.partition("=")[2] for word in argv if word.startswith("--name="))
         rows = [
             f"{10 * number}|{comment[1]}\n{10 * number + 1}|(null)\n"
@@ -79,39 +78,41 @@ class FakeSlurm:
             and self.states[10 * number] in ("PENDING", "RUNNING")
             and (comment := re.search(r"--comment=(\S+)", script))
         ]
-        return Done(code=0, out="".join(rows), err="")
+        return SlurmResult(exit_code=0, stdout="".join(rows), stderr="")
 
-    def sinfo(self, argv, stdin) -> Done:
-        return Done(code=0, out=self.hosts, err="")
+    def sinfo(self, argv, stdin) -> SlurmResult:
+        return SlurmResult(exit_code=0, stdout=self.hosts, stderr="")
 
-    def scancel(self, argv, stdin) -> Done:
+    def scancel(self, argv, stdin) -> SlurmResult:
         job_id = int(argv[-1].split(".")[0])
         if "." not in argv[-1] and self.states.get(job_id) == "PENDING":
             self.states[job_id] = "CANCELLED"
-        return Done(code=0, out="", err="")
+        return SlurmResult(exit_code=0, stdout="", stderr="")
 
 
-def a_request(text: str = "", **changes: str) -> Request:
+def a_request(text: str = "", **changes: str) -> JobRequest:
     """15 GPUs on (10, 5), called text."""
     keys = {"name": "text", "gpus": "15", "script": "train.py", "nodes": "[{capacity: 10}, {capacity: 5}]"} | changes
-    return job_file.loads("".join(f"{key}: {value}\n" for key, value in keys.items() if value) + text)
+    return request.parse_request("".join(f"{key}: {value}\n" for key, value in keys.items() if value) + text)
 
 
-def a_service(folder: Path, fake: FakeSlurm, requester: str = "ann", rules: Policy = policy.OPEN) -> SlurmService:
+def a_service(
+    folder: Path, fake: FakeSlurm, requester: str = "ann", rules: AccessPolicy = admission.OPEN_POLICY
+) -> SlurmPlatform:
     (folder / "train.py").touch()
-    return SlurmService(
+    return SlurmPlatform(
         folder / "state",
-        Slurm(fake.run),
+        SlurmClient(fake.run),
         requester=requester,
         environ={},
-        rules=rules,
-        patience=PATIENCE,
+        policy_rules=rules,
+        timeouts=PATIENCE,
         clock=lambda: fake.now_s,
     )
 
 
-def a_grant(job_id: int = 10, restarts: int = 0) -> Grant:
-    return Grant(key=f"{job_id}.{restarts}", job_ids=(job_id, job_id + 1), hosts=("big", "small"))
+def a_grant(job_id: int = 10, restarts: int = 0) -> AllocationGrant:
+    return AllocationGrant(key=f"{job_id}.{restarts}", job_ids=(job_id, job_id + 1), hosts=("big", "small"))
 
 
 SRUN = '#!/bin/sh\nwhile [ "$1" != --export=ALL ]; do shift; done; shift; exec "$@"\n'
@@ -156,7 +157,7 @@ while phase not in ("Succeeded", "Stopped"):
 """
 
 
-def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> Means:
+def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> SlurmDeps:
     """Steps that really run, here, as agents that do nothing but follow orders."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / "srun").write_text(SRUN)
@@ -168,11 +169,11 @@ def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> Means
         return [sys.executable, "-I", "-S", str(folder / "agent.py"), *words]
 
     path = f"{folder / 'bin'}:/usr/bin:/bin"
-    return Means(
-        slurm=Slurm(fake.run),
-        agent=agent,
+    return SlurmDeps(
+        slurm=SlurmClient(fake.run),
+        agent_command=agent,
         environ={"PATH": path},
-        sweeper=["sweep"],
-        patience=PATIENCE,
-        reached=reached,
+        cleanup_command=["sweep"],
+        timeouts=PATIENCE,
+        on_boundary=reached,
     )

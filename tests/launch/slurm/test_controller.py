@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.life.states import JobState
-from ringweave.launch.local.jobs.folders import replace_text
-from ringweave.launch.slurm.asking.commands import Slurm
-from ringweave.launch.slurm.controller import FAILED_S, Controller, grant_of
-from ringweave.launch.slurm.place import SlurmPlace
-from ringweave.launch.slurm.registry import Registry
+from ringweave.jobs.states import JobState
+from ringweave.platforms.local.job_folder import replace_text
+from ringweave.platforms.slurm.commands import SlurmClient
+from ringweave.platforms.slurm.controller import CONTROLLER_RETRY_S, SlurmController, grant_from_environment
+from ringweave.platforms.slurm.job_runtime import SlurmJobRuntime
+from ringweave.platforms.slurm.registry import SlurmJobRegistry
 from tests.launch.slurm.fakes import FakeSlurm, a_grant, a_request, a_service, means
 
 DEADLINE_S = 350.0
@@ -38,14 +38,14 @@ class World:
         self.folder, self.dies_at, self.dies_on, self.passed = folder, dies_at, dies_on, list[str]()
         self.fake = FakeSlurm()
         self.service = a_service(folder, self.fake)
-        self.registry = Registry(folder / "state")
-        self.means = means(self.fake, folder, self.reached)
+        self.registry = SlurmJobRegistry(folder / "state")
+        self.means = means(self.fake, folder, self.on_boundary)
         self.service.submit(a_request(), base=folder)
         self.fake.states[10] = "RUNNING"
         self.grant = a_grant()
         self.deadline = time.monotonic() + DEADLINE_S
 
-    def reached(self, boundary: str) -> None:
+    def on_boundary(self, boundary: str) -> None:
         self.passed.append(boundary)
         if len(self.passed) == self.dies_at or boundary == self.dies_on:
             self.dies_on = ""
@@ -58,21 +58,21 @@ class World:
                 self._lead(until)
 
     def _lead(self, until) -> None:
-        controller = Controller(self.registry, "text", self.grant, self.means, reached=self.reached)
-        assert controller.claim()
-        controller.adopt()
+        controller = SlurmController(self.registry, "text", self.grant, self.means, on_boundary=self.on_boundary)
+        assert controller.claim_job()
+        controller.adopt_allocation()
         while not until():
             assert time.monotonic() < self.deadline, self.service.job("text")
-            if controller.step() is None:
+            if controller.reconcile_once() is None:
                 return
             time.sleep(0.005)
 
     def state(self) -> str:
-        entry = self.registry.find("text")
+        entry = self.registry.find_by_name("text")
         return "gone" if entry is None else str(entry.job.record.state)
 
     def released(self) -> bool:
-        entry = self.registry.find("text")
+        entry = self.registry.find_by_name("text")
         return entry is None or entry.hold.allocation is None
 
     def finish(self) -> None:
@@ -153,20 +153,20 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
     world.lead(lambda: world.state() == "Running")
     for group in ("0.1", "1.1"):  # as Slurm ends them; the agents say that they were ended
         root = world.registry.folder("text").group(*map(int, group.split(".")))
-        replace_text(root.orders, '{"round": 1, "leave": true}')
+        replace_text(root.desired_state, '{"round": 1, "leave": true}')
     deadline_s = time.monotonic() + SOON_S
     while world.orphans():
         assert time.monotonic() < deadline_s, "the agents do not leave"
         time.sleep(0.01)
     for group in ("0.1", "1.1"):
         root = world.registry.folder("text").group(*map(int, group.split(".")))
-        replace_text(root.orders, '{"round": 1}')
+        replace_text(root.desired_state, '{"round": 1}')
     world.grant = a_grant(restarts=1)
     world.fake.restarts[10] = 1
     world.lead(lambda: world.begun() == {"0.1": 1, "1.1": 1, "0.2": 1, "1.2": 1} and world.state() == "Running")
     world.finish()
     world.lead(world.released)
-    entry = world.registry.find("text")
+    entry = world.registry.find_by_name("text")
     assert entry is not None
     assert [node.retries for node in entry.job.record.nodes] == [0, 0]
     assert entry.job.record.state == "Succeeded"
@@ -175,15 +175,15 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
 @pytest.mark.parametrize(("group", "rounds"), [("0.1", 1), ("0.2", 2)])
 def test_what_is_kept_of_a_former_run_is_no_allocation_that_was_taken_back(tmp_path, group: str, rounds: int):
     world = World(tmp_path)
-    entry = world.registry.find("text")
+    entry = world.registry.find_by_name("text")
     assert entry is not None
     nodes = tuple(replace(node, attempt=2) for node in entry.job.record.nodes)
-    world.registry.save("text", replace(entry.job.record, nodes=nodes, run=2), entry.hold)
+    world.registry.save_record("text", replace(entry.job.record, nodes=nodes, run=2), entry.hold)
     world.registry.folder("text").group(*map(int, group.split("."))).root.mkdir(parents=True)
-    controller = Controller(world.registry, "text", a_grant(), world.means)
-    assert controller.claim()
-    controller.adopt()
-    entry = world.registry.find("text")
+    controller = SlurmController(world.registry, "text", a_grant(), world.means)
+    assert controller.claim_job()
+    controller.adopt_allocation()
+    entry = world.registry.find_by_name("text")
     assert entry is not None
     assert entry.job.record.round == rounds
 
@@ -192,10 +192,10 @@ def test_an_allocation_that_is_requeued_time_after_time_before_all_nodes_ran_is_
     world = World(tmp_path)
 
     def requeue(restarts: int):
-        controller = Controller(world.registry, "text", a_grant(restarts=restarts), world.means)
-        assert controller.claim()
-        controller.adopt()
-        entry = world.registry.find("text")
+        controller = SlurmController(world.registry, "text", a_grant(restarts=restarts), world.means)
+        assert controller.claim_job()
+        controller.adopt_allocation()
+        entry = world.registry.find_by_name("text")
         assert entry is not None
         return entry
 
@@ -215,43 +215,45 @@ def test_an_allocation_that_is_requeued_time_after_time_before_all_nodes_ran_is_
 def test_an_allocation_that_ran_may_be_requeued_for_ever(tmp_path):
     world = World(tmp_path)
     for restarts in range(30):
-        controller = Controller(world.registry, "text", a_grant(restarts=restarts), world.means)
-        assert controller.claim()
-        controller.adopt()
-        entry = world.registry.find("text")
+        controller = SlurmController(world.registry, "text", a_grant(restarts=restarts), world.means)
+        assert controller.claim_job()
+        controller.adopt_allocation()
+        entry = world.registry.find_by_name("text")
         assert entry is not None
         assert (entry.hold.num_fruitless, entry.job.record.outcome) == (0, None)
-        world.registry.save("text", replace(entry.job.record, state=JobState.RUNNING), entry.hold)
+        world.registry.save_record("text", replace(entry.job.record, state=JobState.RUNNING), entry.hold)
 
 
 def test_a_controller_of_a_former_allocation_leaves(tmp_path):
     world = World(tmp_path)
-    former = Controller(world.registry, "text", a_grant(), world.means)
-    assert former.claim()
-    latter = Controller(world.registry, "text", a_grant(restarts=1), world.means)
-    assert latter.claim()
-    assert not former.is_ours()
-    assert former.step() is None
-    assert not former.claim()
-    assert not Controller(world.registry, "text", a_grant(job_id=30), world.means).claim(), "of an orphan of Slurm"
+    former = SlurmController(world.registry, "text", a_grant(), world.means)
+    assert former.claim_job()
+    latter = SlurmController(world.registry, "text", a_grant(restarts=1), world.means)
+    assert latter.claim_job()
+    assert not former.holds_claim()
+    assert former.reconcile_once() is None
+    assert not former.claim_job()
+    assert not SlurmController(world.registry, "text", a_grant(job_id=30), world.means).claim_job(), (
+        "of an orphan of Slurm"
+    )
 
 
 def test_a_look_that_fails_is_tried_again(tmp_path, monkeypatch, capfd):
     world = World(tmp_path)
-    controller = Controller(world.registry, "text", world.grant, world.means)
-    assert controller.claim()
+    controller = SlurmController(world.registry, "text", world.grant, world.means)
+    assert controller.claim_job()
     for error in (OSError("Stale file handle"), LaunchError("Unable to contact slurm controller")):
         with monkeypatch.context() as patch:
-            patch.setattr(SlurmPlace, "observe", raising(error))
-            assert controller.step_or_retry() == FAILED_S
+            patch.setattr(SlurmJobRuntime, "observe", raising(error))
+            assert controller.reconcile_or_retry() == CONTROLLER_RETRY_S
             with pytest.raises(type(error)):
-                controller.step()
+                controller.reconcile_once()
         with monkeypatch.context() as patch:
-            patch.setattr(Registry, "find", raising(error))
-            assert controller.step_or_retry() == FAILED_S
+            patch.setattr(SlurmJobRegistry, "find_by_name", raising(error))
+            assert controller.reconcile_or_retry() == CONTROLLER_RETRY_S
         assert capfd.readouterr().err == f"look at text: {error}\n" * 2
-    assert controller.is_ours()
-    assert controller.step_or_retry() == 0.0, "it goes on"
+    assert controller.holds_claim()
+    assert controller.reconcile_or_retry() == 0.0, "it goes on"
 
 
 def raising(error: Exception) -> Callable[..., NoReturn]:
@@ -263,10 +265,10 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
 
 def test_a_job_of_slurm_whose_number_was_never_recorded_takes_over(tmp_path):
     world = World(tmp_path)
-    with world.registry.changing("text") as entry:
+    with world.registry.locked_entry("text") as entry:
         assert entry is not None
-        world.registry.save("text", entry.job.record, type(entry.hold)())
-    assert Controller(world.registry, "text", a_grant(job_id=10), world.means).claim()
+        world.registry.save_record("text", entry.job.record, type(entry.hold)())
+    assert SlurmController(world.registry, "text", a_grant(job_id=10), world.means).claim_job()
     assert world.service.job("text").reason is not None
     assert len(world.fake.scripts) == 1, "and no second one is asked for"
 
@@ -275,10 +277,10 @@ def test_the_allocation_is_read_from_what_slurm_tells_its_jobs():
     environ = {"SLURM_JOB_ID": "12", "SLURM_HET_SIZE": "2", "SLURM_RESTART_COUNT": "3"}
     environ |= {f"SLURM_JOB_ID_HET_GROUP_{part}": str(12 + part) for part in range(2)}
     environ |= {f"SLURM_JOB_NODELIST_HET_GROUP_{part}": host for part, host in enumerate(("big", "small"))}
-    grant = grant_of(environ)
+    grant = grant_from_environment(environ)
     assert (grant.key, grant.job_ids, grant.hosts, grant.job_id) == ("12.3", (12, 13), ("big", "small"), 12)
-    assert grant_of({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big"}).key == "7.0"
+    assert grant_from_environment({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big"}).key == "7.0"
 
 
 def test_slurm_is_asked_by_its_own_commands(tmp_path):
-    assert isinstance(World(tmp_path).means.slurm, Slurm)
+    assert isinstance(World(tmp_path).means.slurm, SlurmClient)

@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from ringweave.launch.groups import posts
-from ringweave.launch.groups.posts import Orders
-from ringweave.launch.local.jobs.folders import JobFolder
-from ringweave.launch.slurm.leases import KILL_S, Heart, Lease
-from ringweave.launch.slurm.post import SharedPost
+from ringweave.platforms.agent import channel
+from ringweave.platforms.agent.channel import DesiredState
+from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.platforms.slurm.agent_main import SharedFolderChannel
+from ringweave.platforms.slurm.lease import EXPIRED_EXIT_TIMEOUT_S, AgentLease, LeaseRenewer
 from tests.clock import Clock
 
 
@@ -19,8 +19,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def lease(tmp_path, clock) -> Lease:
-    return Lease(tmp_path / "beat", "12.0", 30.0, clock)
+def lease(tmp_path, clock) -> AgentLease:
+    return AgentLease(tmp_path / "beat", "12.0", 30.0, clock)
 
 
 def test_beats_of_its_allocation_renew_it(lease, tmp_path, clock):
@@ -59,12 +59,12 @@ def test_who_does_not_leave_is_killed(lease, clock, monkeypatch):
 
     lease.watch(sleep)
     ((when, pid, how),) = killed
-    assert 30.0 + KILL_S < when <= 32.0 + KILL_S
+    assert 30.0 + EXPIRED_EXIT_TIMEOUT_S < when <= 32.0 + EXPIRED_EXIT_TIMEOUT_S
     assert (pid, how) == (os.getpid(), signal.SIGKILL)
 
 
 def test_a_heart_beats_until_it_is_stopped_and_revokes_for_good(tmp_path):
-    heart = Heart(tmp_path / "beat", "12.0")
+    heart = LeaseRenewer(tmp_path / "beat", "12.0")
     heart.start()
     assert (tmp_path / "beat").read_text().split() == ["12.0", str(os.getpid()), "0"]
     heart.revoke()
@@ -75,11 +75,11 @@ def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
     job = JobFolder(root=tmp_path)
     group = job.group(0, 1)
     group.root.mkdir(parents=True)
-    post = SharedPost(job, group, lease)
-    assert post.orders() == Orders(round=0)
-    group.orders.write_text(posts.dump_orders(Orders(round=3)))
-    assert post.orders() == Orders(round=3)
-    group.orders.unlink()
-    assert post.orders() == Orders(round=3)
+    post = SharedFolderChannel(job, group, lease)
+    assert post.desired_state() == DesiredState(round=0)
+    group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=3)))
+    assert post.desired_state() == DesiredState(round=3)
+    group.desired_state.unlink()
+    assert post.desired_state() == DesiredState(round=3)
     (tmp_path / "beat").write_text("revoked\n")
-    assert post.orders() == Orders(round=3, leave=True, why="its allocation was taken back by Slurm")
+    assert post.desired_state() == DesiredState(round=3, leave=True, why="its allocation was taken back by Slurm")

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.life import actions
-from ringweave.jobs.life.observing import Cause, Group, Phase
-from ringweave.launch.groups import posts
-from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.posts import Orders, Report
-from ringweave.launch.local.jobs import locks
-from ringweave.launch.local.jobs.folders import JobFolder
-from ringweave.launch.slurm.asking.requesting import Component
-from ringweave.launch.slurm.place import Grant, SlurmPlace
-from ringweave.launch.workers import Meeting
+from ringweave.jobs import records
+from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
+from ringweave.launcher.workers import HostPort
+from ringweave.platforms.agent import channel
+from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.platforms.slurm.batch_script import AllocationComponent
+from ringweave.platforms.slurm.job_runtime import AllocationGrant, SlurmJobRuntime
 from tests.launch.slurm.fakes import PATIENCE, FakeSlurm, a_grant, means
 
-CONFIG = Config(
+CONFIG = JobConfig(
     job="text",
     device="cuda",
     mode="auto",
-    nodes=(ConfigNode(index=0, name="n0", workers=10), ConfigNode(index=1, name="n1", workers=5)),
+    nodes=(NodeConfig(index=0, name="n0", workers=10), NodeConfig(index=1, name="n1", workers=5)),
     script="train.py",
 )
 
@@ -35,18 +35,18 @@ class World:
         self.folder = JobFolder(root=folder / "text")
         self.means = means(self.fake, folder)
 
-    def place(self, grant: Grant | None = None) -> SlurmPlace:
-        parts = (Component(node=0, workers=10, host=None), Component(node=1, workers=5, host=None))
-        return SlurmPlace(self.folder, CONFIG, parts, grant, self.means, lambda: self.now_s)
+    def place(self, grant: AllocationGrant | None = None) -> SlurmJobRuntime:
+        parts = (AllocationComponent(node=0, workers=10, host=None), AllocationComponent(node=1, workers=5, host=None))
+        return SlurmJobRuntime(self.folder, CONFIG, parts, grant, self.means, lambda: self.now_s)
 
-    def group(self, phase: Phase | None, *, key: str = "10.0", orders: Orders | None = None, text: str = ""):
+    def group(self, phase: GroupPhase | None, *, key: str = "10.0", orders: DesiredState | None = None, text: str = ""):
         """Node 1, attempt 1, as its agent left it."""
         folder = self.folder.group(1, 1)
         folder.root.mkdir(parents=True, exist_ok=True)
         (folder.root / "grant").write_text(key)
-        folder.orders.write_text(posts.dump_orders(orders or Orders(round=1)))
+        folder.desired_state.write_text(channel.dump_desired_state(orders or DesiredState(round=1)))
         if phase is not None:
-            folder.report.write_text(posts.dump_report(Report(round=1, phase=phase, pid=1, text=text)))
+            folder.status.write_text(channel.dump_status(AgentStatus(round=1, phase=phase, pid=1, text=text)))
         return folder
 
 
@@ -55,42 +55,42 @@ def world(tmp_path) -> World:
     return World(tmp_path)
 
 
-def only(place: SlurmPlace) -> Group:
+def only(place: SlurmJobRuntime) -> ObservedGroup:
     (group,) = place.observe().groups
     return group
 
 
 def test_a_lost_group_is_leaving_until_slurm_knows_that_its_step_is_gone(world):
-    world.group(Phase.RUNNING)
+    world.group(GroupPhase.RUNNING)
     world.fake.steps = "11.0 rw-1-1\n"
     place = world.place(a_grant())
-    assert only(place).leaving
-    assert only(place).phase is Phase.RUNNING
+    assert only(place).is_terminating
+    assert only(place).phase is GroupPhase.RUNNING
     world.fake.steps, world.now_s = "", 3.0
     found = only(place)
-    assert (found.phase, found.cause, found.leaving) == (Phase.FAILED, Cause.PLACE, False)
+    assert (found.phase, found.cause, found.is_terminating) == (GroupPhase.FAILED, EndCause.PLATFORM, False)
     assert found.text == "its agent ended without a word"
 
 
 def test_what_slurm_says_of_a_machine_that_does_not_answer_is_not_believed(world):
-    world.group(Phase.RUNNING)
+    world.group(GroupPhase.RUNNING)
     world.fake.hosts = "big|20|gpu:10|idle|main*\nsmall|10|gpu:5|down*|main*\n"
     place = world.place(a_grant())
-    assert only(place).leaving
+    assert only(place).is_terminating
     world.now_s = 200.0
-    assert only(place).leaving
+    assert only(place).is_terminating
 
 
 @pytest.mark.parametrize("grant", [a_grant(restarts=1), None])
 def test_of_a_former_allocation_it_is_gone_when_its_lease_surely_is(world, grant):
-    folder = world.group(Phase.RUNNING)
+    folder = world.group(GroupPhase.RUNNING)
     place = world.place(grant)
-    assert only(place).leaving
+    assert only(place).is_terminating
     lost = (folder.root / "lost").stat()
     os.utime(folder.root / "lost", (lost.st_atime, lost.st_mtime - PATIENCE.fence_s + 20.0))
-    assert only(place).leaving
+    assert only(place).is_terminating
     os.utime(folder.root / "lost", (lost.st_atime, lost.st_mtime - PATIENCE.fence_s))
-    assert only(world.place(grant)).phase is Phase.FAILED, "also for somebody who has only begun to look"
+    assert only(world.place(grant)).phase is GroupPhase.FAILED, "also for somebody who has only begun to look"
 
 
 @pytest.mark.parametrize("state", ["idle", "down*"])
@@ -101,39 +101,39 @@ def test_one_whose_step_was_never_started_is_made_again(world, state):
     assert not folder.root.exists()
 
 
-@pytest.mark.parametrize("phase", [None, Phase.READY])
+@pytest.mark.parametrize("phase", [None, GroupPhase.READY])
 def test_one_that_was_not_past_the_gate_needs_no_waiting(world, phase):
     world.group(phase)
     log = world.folder.runs("n1", 1) / "agent.log"
     log.parent.mkdir(parents=True)
     log.write_text("srun: error: Unable to create step\n")
     found = only(world.place(a_grant(restarts=1)))
-    assert found.phase is Phase.FAILED
-    assert not found.leaving
+    assert found.phase is GroupPhase.FAILED
+    assert not found.is_terminating
 
 
 def test_ended_with_its_allocation_it_is_nobodys_fault(world):
-    world.group(Phase.STOPPED, text="it got SIGTERM")
+    world.group(GroupPhase.STOPPED, text="it got SIGTERM")
     found = only(world.place(a_grant(restarts=1)))
-    assert (found.phase, found.cause) == (Phase.FAILED, Cause.PEER)
+    assert (found.phase, found.cause) == (GroupPhase.FAILED, EndCause.PEER)
     assert found.text == "its allocation was taken back by Slurm"
 
 
 def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(world):
-    world.group(Phase.STOPPED, text="it got SIGTERM")
+    world.group(GroupPhase.STOPPED, text="it got SIGTERM")
     place = world.place(a_grant())
-    assert only(place).leaving
-    world.now_s = PATIENCE.cut_s
+    assert only(place).is_terminating
+    world.now_s = PATIENCE.cancelled_step_s
     found = only(place)
-    assert (found.phase, found.cause) == (Phase.FAILED, Cause.PLACE)
+    assert (found.phase, found.cause) == (GroupPhase.FAILED, EndCause.PLATFORM)
     assert found.text == "its step was cancelled: it got SIGTERM"
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, 0.0, 7200.0])
 def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_machine(world, ahead_s):
-    folder = world.group(Phase.SUCCEEDED)
-    report = Report(round=1, phase=Phase.SUCCEEDED, pid=1, ended_s=time.time() + ahead_s)
-    folder.report.write_text(posts.dump_report(report))
+    folder = world.group(GroupPhase.SUCCEEDED)
+    report = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, ended_s=time.time() + ahead_s)
+    folder.report.write_text(channel.dump_status(report))
     written = folder.report.stat()
     os.utime(folder.report, (written.st_atime, written.st_mtime - 10.0))
     world.means = replace(world.means, wall=lambda: 5000.0)
@@ -143,50 +143,50 @@ def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_ma
 
 
 def test_ended_as_it_was_told_to(world):
-    world.group(Phase.STOPPED, orders=Orders(round=1, leave=True, why="the job ends"))
-    assert only(world.place(a_grant())).phase is Phase.STOPPED
-    world.group(Phase.RUNNING, orders=Orders(round=1, leave=True, why="the job ends"))
+    world.group(GroupPhase.STOPPED, orders=DesiredState(round=1, leave=True, why="the job ends"))
+    assert only(world.place(a_grant())).phase is GroupPhase.STOPPED
+    world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, leave=True, why="the job ends"))
     place = world.place(a_grant())
     found = only(place)
-    assert (found.phase, found.text) == (Phase.STOPPED, "the job ends"), "killed when it was to end"
+    assert (found.phase, found.text) == (GroupPhase.STOPPED, "the job ends"), "killed when it was to end"
 
 
 def test_a_group_that_lives_is_never_gone(world):
-    folder = world.group(Phase.RUNNING)
-    held = locks.try_lock(folder.alive)
+    folder = world.group(GroupPhase.RUNNING)
+    held = job_folder.try_lock_file(folder.alive)
     assert held is not None
     place = world.place(a_grant(restarts=1))
     (folder.root / "lost").touch()
     os.utime(folder.root / "lost", (0, 0))
-    assert only(place).phase is Phase.RUNNING
-    place.do(actions.DeleteGroup(node=1, attempt=1))
-    assert only(place).leaving
+    assert only(place).phase is GroupPhase.RUNNING
+    place.do(records.DeleteGroup(node=1, attempt=1))
+    assert only(place).is_terminating
     os.close(held)
     assert place.observe().groups == ()
 
 
 def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(world):
-    folder = world.group(Phase.RUNNING)
-    held = locks.try_lock(folder.alive)
+    folder = world.group(GroupPhase.RUNNING)
+    held = job_folder.try_lock_file(folder.alive)
     assert held is not None
     place = world.place(a_grant())
-    assert (only(place).round, only(place).called) == (1, 1)
-    place.do(actions.Regather(node=1, attempt=1, round=2))
-    assert (only(place).round, only(place).called, only(place).phase) == (1, 2, Phase.RUNNING)
+    assert (only(place).round, only(place).requested_round) == (1, 1)
+    place.do(records.RestartGroup(node=1, attempt=1, round=2))
+    assert (only(place).round, only(place).requested_round, only(place).phase) == (1, 2, GroupPhase.RUNNING)
     os.close(held)
 
 
 def test_slurm_kills_a_step_that_does_not_leave(world):
-    folder = world.group(Phase.RUNNING, orders=Orders(round=1, leave=True))
-    held = locks.try_lock(folder.alive)
+    folder = world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, leave=True))
+    held = job_folder.try_lock_file(folder.alive)
     assert held is not None
     world.fake.steps = "10.0 rw-0-1\n11.4 rw-1-1\n"
     place = world.place(a_grant())
     only(place)
-    world.now_s = PATIENCE.leave_s - 1
+    world.now_s = PATIENCE.agent_exit_s - 1
     only(place)
     assert not [call for call in world.fake.called if call[0] == "scancel"]
-    world.now_s = PATIENCE.leave_s
+    world.now_s = PATIENCE.agent_exit_s
     only(place)
     assert ["scancel", "--quiet", "11.4"] in world.fake.called
     os.close(held)
@@ -195,23 +195,23 @@ def test_slurm_kills_a_step_that_does_not_leave(world):
 def test_the_gate_opens_at_what_the_first_node_offered(world):
     world.folder.root.mkdir(exist_ok=True)
     place = world.place(a_grant())
-    place.do(actions.CreateConfig(counts=(10, 5)))
+    place.do(records.CreateConfig(counts=(10, 5)))
     for node, host in ((0, "10.0.0.2"), (1, "10.0.0.3")):
         folder = world.folder.group(node, 1)
         folder.root.mkdir(parents=True)
-        folder.orders.write_text(posts.dump_orders(Orders(round=1)))
-        report = Report(round=1, phase=Phase.READY, pid=1, meeting=Meeting(host=host, port=5))
-        folder.report.write_text(posts.dump_report(report))
+        folder.orders.write_text(channel.dump_desired_state(DesiredState(round=1)))
+        report = AgentStatus(round=1, phase=GroupPhase.READY, pid=1, meeting=HostPort(host=host, port=5))
+        folder.report.write_text(channel.dump_status(report))
     assert place.observe().gate == 0
-    place.do(actions.OpenGate(round=1))
+    place.do(records.ReleaseBarrier(round=1))
     assert place.observe().gate == 1
-    opening = posts.parse_opening(world.folder.gate.read_bytes())
-    assert opening.meeting == Meeting(host="10.0.0.2", port=5)
+    opening = channel.parse_rendezvous(world.folder.gate.read_bytes())
+    assert opening.meeting == HostPort(host="10.0.0.2", port=5)
     assert opening.addresses == {"n0": "10.0.0.2", "n1": "10.0.0.3"}
-    place.do(actions.DeleteConfig())
+    place.do(records.DeleteConfig())
     assert place.observe().gate == 0
 
 
 def test_without_an_allocation_nothing_can_be_made(world):
     with pytest.raises(LaunchError, match="job text: no allocation, expected one that runs"):
-        world.place().do(actions.CreateGroup(node=0, attempt=1, workers=10, round=1))
+        world.place().do(records.CreateGroup(node=0, attempt=1, workers=10, round=1))

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError, LaunchError
-from ringweave.jobs.admission import policy
-from ringweave.launch.services.service import LogQuery
-from ringweave.launch.slurm import sweeping
-from ringweave.launch.slurm.asking.commands import Done, Slurm
-from ringweave.launch.slurm.registry import Registry
-from ringweave.launch.slurm.service import SlurmService
-from ringweave.launch.slurm.tending import Tending
+from ringweave.jobs import admission
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.slurm import ttl_cleanup
+from ringweave.platforms.slurm.allocation import AllocationMonitor
+from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.platform import SlurmPlatform
+from ringweave.platforms.slurm.registry import SlurmJobRegistry
 from tests.launch.slurm.fakes import PATIENCE, FakeSlurm, a_request, a_service
 
 
@@ -56,19 +56,19 @@ def test_of_64_at_once_one_gets_the_name(tmp_path, fake):
 
 def test_where_locks_do_not_work_the_folder_still_has_one_owner(tmp_path, fake, service):
     # The second one looks before the first has renamed its folder into place.
-    registry = Registry(tmp_path / "state")
+    registry = SlurmJobRegistry(tmp_path / "state")
     service.submit(a_request(name="other"), base=tmp_path)
-    first = registry.find("other")
+    first = registry.find_by_name("other")
     assert first is not None
     with pytest.raises(OSError, match="not empty"):
-        registry.submit(lambda there: first)
+        registry.insert(lambda there: first)
 
 
 def test_name_permission_and_split_come_before_all_that_the_request_names(tmp_path, fake, service):
     lost = replace(a_request(), script="nosuch.py")
     with pytest.raises(JobError, match="split: 16, expected a total"):
         service.submit(replace(lost, num_workers=16), base=tmp_path)
-    forbidden = a_service(tmp_path, fake, rules=policy.loads("rules: []"))
+    forbidden = a_service(tmp_path, fake, rules=admission.parse_policy("rules: []"))
     with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
         forbidden.submit(replace(lost, num_workers=16), base=tmp_path)
     assert fake.called == [], "Slurm was not asked either"
@@ -88,7 +88,9 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path, fake, service):
 
 
 def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fake, service, monkeypatch):
-    lost = Done(code=1, out="", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+    lost = SlurmResult(
+        exit_code=1, stdout="", stderr="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+    )
     scontrol = fake.scontrol
     monkeypatch.setattr(fake, "scontrol", lambda argv, stdin: lost)
     said = r"Unable to contact slurm controller .*Slurm has taken job text: it is Slurm job 10\. Look again with"
@@ -125,7 +127,7 @@ def test_what_slurm_never_took_can_be_asked_for_again(tmp_path, fake, service):
 
 
 def test_trying_again_needs_room_in_the_limit(tmp_path, fake):
-    rules = policy.loads("rules: [{users: ['*'], max_gpus: 20}]")
+    rules = admission.parse_policy("rules: [{users: ['*'], max_gpus: 20}]")
     service = a_service(tmp_path, fake, rules=rules)
     service.submit(a_request(), base=tmp_path)
     service.act("text", "stop")
@@ -158,10 +160,10 @@ def test_a_waiting_job_says_what_slurm_waits_for(tmp_path, fake, service):
 
 def test_a_requeued_job_says_so(tmp_path, fake, service):
     service.submit(a_request(), base=tmp_path)
-    registry = Registry(tmp_path / "state")
-    with registry.changing("text") as entry:
+    registry = SlurmJobRegistry(tmp_path / "state")
+    with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+        registry.save_record("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
     fake.now_s += 5
     fake.reasons[10] = "BeginTime"
     view = service.job("text")
@@ -173,10 +175,10 @@ def test_a_requeued_job_says_so(tmp_path, fake, service):
 def test_a_job_that_has_just_begun_is_not_taken_for_a_requeued_one(tmp_path, fake, service):
     service.submit(a_request(), base=tmp_path)
     assert service.job("text").state == "Pending"
-    registry = Registry(tmp_path / "state")
-    with registry.changing("text") as entry:
+    registry = SlurmJobRegistry(tmp_path / "state")
+    with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+        registry.save_record("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
     fake.states[10] = "RUNNING"
     view = service.job("text")  # at once: Slurm's last answer is not old
     assert view.state == "Pending"
@@ -278,10 +280,10 @@ def test_tried_again_it_is_not_over_while_its_controller_has_only_begun(tmp_path
     service.act("text", "stop")
     service.act("text", "retry")
     fake.states[20] = "RUNNING"
-    registry = Registry(tmp_path / "state")
-    with registry.changing("text") as entry:
+    registry = SlurmJobRegistry(tmp_path / "state")
+    with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save("text", entry.job.record, replace(entry.hold, claim="20.0", adopted="20.0"))
+        registry.save_record("text", entry.job.record, replace(entry.hold, claim="20.0", adopted="20.0"))
     job = service.job("text")
     assert (job.state, job.run) == ("Pending", 2)
 
@@ -296,18 +298,20 @@ def test_where_slurm_refuses_that_the_job_ends_all_the_same(tmp_path, fake, serv
 def test_the_sweeper_waits_for_the_end_of_the_ttl_to_the_tenth_of_a_second(tmp_path, fake, service):
     service.submit(a_request("ttl: 30s\n"), base=tmp_path)
     service.act("text", "stop")
-    registry = Registry(tmp_path / "state")
-    entry = registry.find("text")
+    registry = SlurmJobRegistry(tmp_path / "state")
+    entry = registry.find_by_name("text")
     assert entry is not None
     began_s = fake.now_s
-    tending = Tending(registry, Slurm(fake.run), environ={}, patience=PATIENCE, clock=lambda: fake.now_s)
+    tending = AllocationMonitor(
+        registry, SlurmClient(fake.run), environ={}, timeouts=PATIENCE, clock=lambda: fake.now_s
+    )
 
     def sleep(seconds: float) -> None:
         fake.now_s += seconds
 
-    sweeping.sweep(registry, tending, "text", "another", clock=lambda: fake.now_s, sleep=sleep)
+    ttl_cleanup.remove_after_ttl(registry, tending, "text", "another", clock=lambda: fake.now_s, sleep=sleep)
     assert fake.now_s == began_s, "of another job with that name nothing is removed"
-    sweeping.sweep(registry, tending, "text", entry.id, clock=lambda: fake.now_s, sleep=sleep)
+    ttl_cleanup.remove_after_ttl(registry, tending, "text", entry.id, clock=lambda: fake.now_s, sleep=sleep)
     assert fake.now_s - began_s == pytest.approx(30.0, abs=0.1)
     assert files(tmp_path) == ["submit.lock"]
 
@@ -315,7 +319,7 @@ def test_the_sweeper_waits_for_the_end_of_the_ttl_to_the_tenth_of_a_second(tmp_p
 def test_inside_of_another_job_of_slurm_its_variables_stay_behind(tmp_path, fake):
     outer = {"SLURM_HET_SIZE": "3", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "main", "HOME": "/home/ann"}
     (tmp_path / "train.py").touch()
-    service = SlurmService(tmp_path / "state", Slurm(fake.run), requester="ann", environ=outer)
+    service = SlurmPlatform(tmp_path / "state", SlurmClient(fake.run), requester="ann", environ=outer)
     service.submit(a_request(), base=tmp_path)
     assert fake.environ == {key: outer[key] for key in ("SLURM_CONF", "SBATCH_PARTITION", "HOME")}
 

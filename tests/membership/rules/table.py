@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.membership.rules.settings import Bounds, Settings
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.coordinator import Coordinator
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.settings import MemberBounds, MembershipSettings
 
 
-def holder(member: str, **fields: object) -> Standing:
-    return replace(Standing(member=member, has_state=True, committed=5), **fields)
+def holder(member: str, **fields: object) -> MemberStatus:
+    return replace(MemberStatus(member=member, has_state=True, committed=5), **fields)
 
 
 class Table:
@@ -25,31 +25,31 @@ class Table:
         is_standby: bool = False,
         is_kept_elsewhere: bool = False,
     ) -> None:
-        wanted = Settings(
-            bounds=Bounds(least=least, most=most),
+        wanted = MembershipSettings(
+            bounds=MemberBounds(min_members=least, max_members=most),
             expected=num_members,
-            patience_s=20.0,
-            is_kept_elsewhere=is_kept_elsewhere,
+            member_wait_s=20.0,
+            has_external_state=is_kept_elsewhere,
         )
         self.now_s = 0.0
         self.coordinator = Coordinator(wanted, now_s=0.0, index=index, is_standby=is_standby)
 
-    def begin(self, *members: str) -> Decree:
+    def begin(self, *members: str) -> Membership:
         for member in members:
             self.coordinator.join(member, self.now_s)
-        self.stand(*(Standing(member=member) for member in members))
-        assert self.coordinator.decree is not None
-        return self.coordinator.decree
+        self.report_status(*(MemberStatus(member=member) for member in members))
+        assert self.coordinator.membership is not None
+        return self.coordinator.membership
 
-    def stand(self, *standings: Standing) -> None:
+    def report_status(self, *standings: MemberStatus) -> None:
         for standing in standings:
-            proposal = self.coordinator.order_for(standing.member).proposal
+            proposal = self.coordinator.directive_for(standing.member).proposal
             if proposal is not None:
-                self.coordinator.stand(proposal.ballot, standing, self.now_s)
+                self.coordinator.report_status(proposal.ballot, standing, self.now_s)
 
     def pass_time(self, seconds: float, *beating: str) -> None:
         for _ in range(round(seconds / 0.1)):
             self.now_s += 0.1
             for member in beating:
-                self.coordinator.beat(member, Beat(progress=int(self.now_s * 10)), self.now_s)
+                self.coordinator.record_heartbeat(member, Heartbeat(progress=int(self.now_s * 10)), self.now_s)
             self.coordinator.tick(self.now_s)

@@ -2,12 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave import wire
-from ringweave.membership.messages import Told
-from ringweave.membership.rules import quorum
-from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
-from ringweave.membership.rules.presence import Presence
-from ringweave.membership.rules.records import Decree, Order, Proposal, Standing
+from ringweave import rpc
+from ringweave.membership import records
+from ringweave.membership.failure_detector import FailureDetector
+from ringweave.membership.member_rules import (
+    BeginGeneration,
+    MemberRules,
+    PauseTraining,
+    StopTraining,
+    resolve_reduction,
+)
+from ringweave.membership.messages import WatchUpdate
+from ringweave.membership.records import GenerationProposal, MemberDirective, Membership, MemberStatus
 from tests.membership.rules.table import Table, holder
 
 
@@ -15,7 +21,7 @@ def test_the_first_epoch_waits_for_all_that_are_expected() -> None:
     table = Table(3)
     table.coordinator.join("0.0", 0.0)
     table.coordinator.join("1.0", 0.0)
-    assert table.coordinator.order_for("0.0") == Order()
+    assert table.coordinator.directive_for("0.0") == MemberDirective()
     assert table.begin("2.0", "0.0", "1.0").members == ("0.0", "1.0", "2.0"), "by slot"
 
 
@@ -24,116 +30,116 @@ def test_fewer_will_do_when_patience_has_run_out_and_too_few_end_the_job() -> No
     table.coordinator.join("0.0", 0.0)
     table.coordinator.join("1.0", 0.0)
     table.pass_time(20.2, "0.0", "1.0")
-    assert table.coordinator.order_for("0.0").proposal is not None
+    assert table.coordinator.directive_for("0.0").proposal is not None
     alone = Table(3, least=2)
     alone.coordinator.join("0.0", 0.0)
     alone.pass_time(20.2, "0.0")
-    assert alone.coordinator.order_for("0.0").is_end
-    assert alone.coordinator.ended == "1 workers came, expected at least 2"
+    assert alone.coordinator.directive_for("0.0").is_end
+    assert alone.coordinator.end_reason == "1 workers came, expected at least 2"
 
 
 def test_a_death_is_an_urgent_proposal_to_those_who_are_left() -> None:
     table = Table(3)
     first = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.lose("1.0", 0.5)
-    order = table.coordinator.order_for("0.0")
+    table.coordinator.note_process_exit("1.0", 0.5)
+    order = table.coordinator.directive_for("0.0")
     assert order.proposal is not None
     assert order.proposal.is_urgent
     assert order.decree == first
-    table.stand(holder("0.0", at_border=False), holder("2.0", at_border=False, is_prepared=True))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0", "2.0")
-    assert table.coordinator.order_for("1.0").is_out
+    table.report_status(holder("0.0", at_border=False), holder("2.0", at_border=False, is_prepared=True))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0", "2.0")
+    assert table.coordinator.directive_for("1.0").is_out
 
 
 def test_a_newcomer_waits_for_the_border_of_all_others() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.lose("1.0", 0.5)
+    table.coordinator.note_process_exit("1.0", 0.5)
     table.coordinator.join("1.1", 1.0)
-    table.stand(holder("0.0", at_border=False), Standing(member="1.1"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0",), "in the midst of a step"
-    proposal = table.coordinator.order_for("0.0").proposal
+    table.report_status(holder("0.0", at_border=False), MemberStatus(member="1.1"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0",), "in the midst of a step"
+    proposal = table.coordinator.directive_for("0.0").proposal
     assert proposal is not None
     assert not proposal.is_urgent
-    table.stand(Standing(member="1.1"), holder("0.0"))
-    assert table.coordinator.decree.members == ("0.0", "1.1")
-    assert table.coordinator.decree.holders == ("0.0",)
+    table.report_status(MemberStatus(member="1.1"), holder("0.0"))
+    assert table.coordinator.membership.members == ("0.0", "1.1")
+    assert table.coordinator.membership.state_owners == ("0.0",)
 
 
 def test_more_than_the_most_are_not_let_in() -> None:
     table = Table(2, most=2)
     table.begin("0.0", "1.0")
     table.coordinator.join("2.0", 1.0)
-    assert table.coordinator.order_for("0.0").proposal is None
-    table.coordinator.lose("1.0", 0.5)
-    table.stand(holder("0.0"), Standing(member="2.0"))
-    table.stand(holder("0.0"), Standing(member="2.0"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0", "2.0")
+    assert table.coordinator.directive_for("0.0").proposal is None
+    table.coordinator.note_process_exit("1.0", 0.5)
+    table.report_status(holder("0.0"), MemberStatus(member="2.0"))
+    table.report_status(holder("0.0"), MemberStatus(member="2.0"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0", "2.0")
 
 
 def test_who_leaves_is_out_after_the_step() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.leave(holder("1.0"), 1.0, is_finished=False)
-    table.stand(holder("0.0"), holder("1.0", is_leaving=True))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0",)
-    assert table.coordinator.order_for("1.0").reason == "it has left"
+    table.coordinator.request_leave(holder("1.0"), 1.0, is_finished=False)
+    table.report_status(holder("0.0"), holder("1.0", is_leaving=True))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0",)
+    assert table.coordinator.directive_for("1.0").reason == "it has left"
 
 
 def test_who_has_finished_disturbs_nobody_and_the_last_one_ends_the_job() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.leave(holder("1.0", committed=6), 1.0, is_finished=True)
-    assert table.coordinator.order_for("0.0").proposal is None
-    table.coordinator.leave(holder("0.0", committed=6), 1.0, is_finished=True)
-    assert table.coordinator.ended == "all workers are done"
+    table.coordinator.request_leave(holder("1.0", committed=6), 1.0, is_finished=True)
+    assert table.coordinator.directive_for("0.0").proposal is None
+    table.coordinator.request_leave(holder("0.0", committed=6), 1.0, is_finished=True)
+    assert table.coordinator.end_reason == "all workers are done"
 
 
 def test_who_finishes_before_the_others_is_waited_for_no_longer() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.leave(holder("1.0"), 0.0, is_finished=True)
+    table.coordinator.request_leave(holder("1.0"), 0.0, is_finished=True)
     table.pass_time(3.5, "0.0")
-    table.stand(holder("0.0", at_border=False))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0",)
+    table.report_status(holder("0.0", at_border=False))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0",)
 
 
 @pytest.mark.parametrize("least", [1, 3])
 def test_what_one_has_taken_over_counts_even_if_it_has_finished_however_few_are_left(least: int) -> None:
     table = Table(3, least=least)
     table.begin("0.0", "1.0", "2.0")
-    table.coordinator.leave(holder("2.0", committed=6), 1.0, is_finished=True)
-    table.coordinator.lose("1.0", 0.5)
+    table.coordinator.request_leave(holder("2.0", committed=6), 1.0, is_finished=True)
+    table.coordinator.note_process_exit("1.0", 0.5)
     own = holder("0.0", is_prepared=True, at_border=False)
-    table.stand(own)
-    assert table.coordinator.decree is not None
-    assert resolve(own, table.coordinator.decree) == "take"
+    table.report_status(own)
+    assert table.coordinator.membership is not None
+    assert resolve_reduction(own, table.coordinator.membership) == "take"
 
 
 def test_who_comes_when_the_others_are_through_hears_so() -> None:
     table = Table(1)
     table.begin("0.0")
     table.coordinator.join("1.0", 1.0)
-    table.coordinator.leave(holder("0.0"), 1.0, is_finished=True)
-    table.stand(Standing(member="1.0"))
-    assert table.coordinator.ended == "all workers are done"
+    table.coordinator.request_leave(holder("0.0"), 1.0, is_finished=True)
+    table.report_status(MemberStatus(member="1.0"))
+    assert table.coordinator.end_reason == "all workers are done"
 
 
 def test_whoever_is_started_again_was_not_through() -> None:
     table = Table(2, least=2)
     table.begin("0.0", "1.0")
-    table.coordinator.leave(holder("1.0"), 1.0, is_finished=True)
+    table.coordinator.request_leave(holder("1.0"), 1.0, is_finished=True)
     assert table.coordinator.has_finished
     table.coordinator.join("1.1", 1.0)
     assert not table.coordinator.has_finished
-    assert table.coordinator.order_for("0.0").proposal is not None, "it waits for a gradient that never comes"
-    table.stand(holder("0.0", at_border=False), Standing(member="1.1"))
-    table.stand(holder("0.0"), Standing(member="1.1"))
+    assert table.coordinator.directive_for("0.0").proposal is not None, "it waits for a gradient that never comes"
+    table.report_status(holder("0.0", at_border=False), MemberStatus(member="1.1"))
+    table.report_status(holder("0.0"), MemberStatus(member="1.1"))
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("0.0", "1.1")
 
@@ -143,11 +149,11 @@ def test_silence_counts_as_gone_but_the_silent_may_live_so_a_minority_waits() ->
     table.begin("0.0", "1.0", "2.0")
     table.pass_time(3.0, "0.0", "1.0", "2.0")
     table.pass_time(2.0, "2.0")
-    table.stand(holder("2.0"))
-    assert table.coordinator.decree is not None
-    assert len(table.coordinator.decree.members) == 3, "one of three does not go on alone"
+    table.report_status(holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert len(table.coordinator.membership.members) == 3, "one of three does not go on alone"
     table.pass_time(21.0, "2.0")
-    assert table.coordinator.ended == "most of the workers do not answer, and no other came within 20 s"
+    assert table.coordinator.end_reason == "most of the workers do not answer, and no other came within 20 s"
 
 
 def test_whose_slot_has_another_process_is_silent_no_longer() -> None:
@@ -155,29 +161,29 @@ def test_whose_slot_has_another_process_is_silent_no_longer() -> None:
     table.begin("0.0", "1.0", "2.0")
     table.pass_time(3.0, "0.0", "1.0", "2.0")
     table.pass_time(2.0, "2.0")
-    table.stand(holder("2.0"))
+    table.report_status(holder("2.0"))
     table.coordinator.join("0.1", table.now_s)
-    table.stand(holder("2.0"))
-    assert table.coordinator.decree is not None
-    assert len(table.coordinator.decree.members) == 3, "1.0 may live, and comes first"
+    table.report_status(holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert len(table.coordinator.membership.members) == 3, "1.0 may live, and comes first"
     table.coordinator.join("1.1", table.now_s)
-    assert table.coordinator.decree.members == ("2.0",), "both have ended, or there were no others of their slots"
-    table.stand(holder("2.0"), Standing(member="0.1"), Standing(member="1.1"))
-    assert table.coordinator.decree.members == ("0.1", "1.1", "2.0")
-    assert table.coordinator.decree.holders == ("2.0",)
+    assert table.coordinator.membership.members == ("2.0",), "both have ended, or there were no others of their slots"
+    table.report_status(holder("2.0"), MemberStatus(member="0.1"), MemberStatus(member="1.1"))
+    assert table.coordinator.membership.members == ("0.1", "1.1", "2.0")
+    assert table.coordinator.membership.state_owners == ("2.0",)
 
 
 def test_who_is_missed_after_its_slot_was_given_to_another_is_not_silent() -> None:
-    presence = Presence()
-    presence.enter("1.1", 0.0)
-    presence.lose("1.0", is_silent=True)
-    presence.lose("1.1", is_silent=True)
-    presence.lose("2.0", is_silent=True)
+    presence = FailureDetector()
+    presence.add_member("1.1", 0.0)
+    presence.mark_gone("1.0", is_silent=True)
+    presence.mark_gone("1.1", is_silent=True)
+    presence.mark_gone("2.0", is_silent=True)
     assert presence.silent == {"1.1", "2.0"}
-    presence.enter("1.0", 1.0)
-    presence.enter("1.1", 1.0)
+    presence.add_member("1.0", 1.0)
+    presence.add_member("1.1", 1.0)
     assert presence.silent == {"1.1", "2.0"}, "no later one came"
-    presence.enter("1.2", 1.0)
+    presence.add_member("1.2", 1.0)
     assert presence.silent == {"2.0"}
     assert presence.is_gone("1.1")
 
@@ -186,12 +192,12 @@ def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
     for _ in range(3):
-        table.coordinator.accuse("0.0", decree.ballot, ["2.0"], 1.0)
-        table.stand(*(holder(member, committed=0) for member in ("0.0", "1.0", "2.0")))
-        assert table.coordinator.decree is not None
-        decree = table.coordinator.decree
+        table.coordinator.report_failure("0.0", decree.ballot, ["2.0"], 1.0)
+        table.report_status(*(holder(member, committed=0) for member in ("0.0", "1.0", "2.0")))
+        assert table.coordinator.membership is not None
+        decree = table.coordinator.membership
     assert decree.members == ("0.0", "1.0")
-    assert table.coordinator.order_for("2.0").reason == "the others cannot reach it"
+    assert table.coordinator.directive_for("2.0").reason == "the others cannot reach it"
 
 
 def test_nobody_is_impatient_before_the_first_worker_has_come() -> None:
@@ -199,7 +205,7 @@ def test_nobody_is_impatient_before_the_first_worker_has_come() -> None:
     table.pass_time(100.0)
     table.coordinator.join("1.0", table.now_s)
     table.pass_time(19.0, "1.0")
-    assert table.coordinator.ended == ""
+    assert table.coordinator.end_reason == ""
     assert table.begin("0.0", "1.0").members == ("0.0", "1.0")
 
 
@@ -210,7 +216,7 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
     for name in names:
         table.coordinator.join(name, 0.0)
     for slot, name in enumerate(names):
-        proposal = table.coordinator.order_for(name).proposal
+        proposal = table.coordinator.directive_for(name).proposal
         assert proposal is not None
         standing = holder(
             name,
@@ -219,9 +225,9 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
             note="n" * 700,
             layout="l" * 50000,
         )
-        table.coordinator.stand(proposal.ballot, standing, 0.0)
-    told = Told(serial=1, is_active=True, order=table.coordinator.order_for("0.0"))
-    assert len(told.model_dump_json()) < wire.Limits().max_body_bytes
+        table.coordinator.report_status(proposal.ballot, standing, 0.0)
+    told = WatchUpdate(serial=1, is_active=True, order=table.coordinator.directive_for("0.0"))
+    assert len(told.model_dump_json()) < rpc.RpcLimits().max_body_bytes
 
 
 @pytest.mark.parametrize(
@@ -236,35 +242,43 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
     ],
 )
 def test_at_most_one_part_goes_on(here: str, silent: str, expected: bool) -> None:
-    before = Decree(ballot=(1, 1), standings=tuple(holder(f"{slot}.0") for slot in sorted({*here, *silent})))
-    found = quorum.is_majority(before.members, [holder(f"{slot}.0") for slot in here], [f"{slot}.0" for slot in silent])
+    before = Membership(ballot=(1, 1), standings=tuple(holder(f"{slot}.0") for slot in sorted({*here, *silent})))
+    found = records.outnumbers_silent(
+        before.members, [holder(f"{slot}.0") for slot in here], [f"{slot}.0" for slot in silent]
+    )
     assert found is expected
 
 
 def test_a_follower_obeys_nobody_who_knows_less_than_it_has_promised() -> None:
-    follower = Follower("0.0")
-    proposal = Proposal(ballot=(1, 2), is_urgent=True)
-    assert follower.take(Order(ballot=(1, 2), proposal=proposal)) == [Freeze(ballot=(1, 2), is_urgent=True)]
-    assert follower.take(Order(ballot=(1, 2), proposal=proposal)) == [], "once"
-    decree = Decree(ballot=(1, 2), standings=(holder("0.0"),))
-    old = Decree(ballot=(1, 1), standings=(holder("0.0"),))
-    assert follower.take(Order(ballot=(1, 1), decree=old)) == []
-    assert follower.take(Order(ballot=(1, 2), decree=decree)) == [Form(decree=decree)]
+    follower = MemberRules("0.0")
+    proposal = GenerationProposal(ballot=(1, 2), is_urgent=True)
+    assert follower.apply_directive(MemberDirective(ballot=(1, 2), proposal=proposal)) == [
+        PauseTraining(ballot=(1, 2), is_urgent=True)
+    ]
+    assert follower.apply_directive(MemberDirective(ballot=(1, 2), proposal=proposal)) == [], "once"
+    decree = Membership(ballot=(1, 2), standings=(holder("0.0"),))
+    old = Membership(ballot=(1, 1), standings=(holder("0.0"),))
+    assert follower.apply_directive(MemberDirective(ballot=(1, 1), decree=old)) == []
+    assert follower.apply_directive(MemberDirective(ballot=(1, 2), decree=decree)) == [BeginGeneration(decree=decree)]
     follower.forget_coordinator()
-    assert follower.take(Order(ballot=(1, 9), is_out=True, reason="late")) == []
-    assert follower.take(Order(ballot=(2, 1), is_out=True, reason="gone")) == [Out(reason="gone", is_end=False)]
-    assert follower.take(Order(ballot=(9, 9), decree=decree)) == [], "out for good"
+    assert follower.apply_directive(MemberDirective(ballot=(1, 9), is_out=True, reason="late")) == []
+    assert follower.apply_directive(MemberDirective(ballot=(2, 1), is_out=True, reason="gone")) == [
+        StopTraining(reason="gone", is_end=False)
+    ]
+    assert follower.apply_directive(MemberDirective(ballot=(9, 9), decree=decree)) == [], "out for good"
 
 
 def test_a_newcomer_begins_what_it_stood_for_though_its_connection_broke_meanwhile() -> None:
-    follower = Follower("0.0")
-    follower.take(Order(ballot=(1, 1), proposal=Proposal(ballot=(1, 1), is_urgent=True)))
+    follower = MemberRules("0.0")
+    follower.apply_directive(MemberDirective(ballot=(1, 1), proposal=GenerationProposal(ballot=(1, 1), is_urgent=True)))
     follower.forget_coordinator()
-    decree = Decree(ballot=(1, 1), standings=(Standing(member="0.0"), Standing(member="1.0")))
-    assert follower.take(Order(ballot=(1, 1), decree=decree)) == [Form(decree=decree)]
+    decree = Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
+    assert follower.apply_directive(MemberDirective(ballot=(1, 1), decree=decree)) == [BeginGeneration(decree=decree)]
     follower.forget_coordinator()
-    again = Decree(ballot=(1, 2), standings=decree.standings)
-    assert follower.take(Order(ballot=(2, 1), decree=again)) == [], "who has been in one may have gone on since"
+    again = Membership(ballot=(1, 2), standings=decree.standings)
+    assert follower.apply_directive(MemberDirective(ballot=(2, 1), decree=again)) == [], (
+        "who has been in one may have gone on since"
+    )
 
 
 def table_with_an_epoch_of_two(*, committed: int) -> Table:
@@ -273,31 +287,31 @@ def table_with_an_epoch_of_two(*, committed: int) -> Table:
     table.begin("0.0", "1.0", "2.0")
     table.pass_time(3.0, "0.0", "1.0", "2.0")
     table.pass_time(12.0, "1.0", "2.0")
-    table.stand(holder("1.0"), holder("2.0"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0", "2.0")
-    assert table.coordinator.decree.forerunners == (("0.0", "1.0", "2.0"),)
+    table.report_status(holder("1.0"), holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0")
+    assert table.coordinator.membership.forerunners == (("0.0", "1.0", "2.0"),)
     table.pass_time(12.0, "1.0")
-    table.stand(holder("1.0", committed=committed))
+    table.report_status(holder("1.0", committed=committed))
     return table
 
 
 def test_until_an_epoch_is_known_to_be_met_the_rest_of_those_before_has_to_be_outnumbered_too() -> None:
     """The second of the two may never have heard of it, and have gone on with the one that was silent."""
     table = table_with_an_epoch_of_two(committed=5)
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0", "2.0"), "one of three"
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0"), "one of three"
     for member in ("0.1", "2.1"):  # they take the places of those that nothing was heard of, which have ended
         table.coordinator.join(member, table.now_s)
-    table.stand(holder("1.0"), Standing(member="0.1"), Standing(member="2.1"))
-    assert table.coordinator.decree.members == ("0.1", "1.0", "2.1")
+    table.report_status(holder("1.0"), MemberStatus(member="0.1"), MemberStatus(member="2.1"))
+    assert table.coordinator.membership.members == ("0.1", "1.0", "2.1")
 
 
 def test_once_an_epoch_is_known_to_be_met_nobody_can_go_on_from_those_before() -> None:
     table = table_with_an_epoch_of_two(committed=6)
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0",), "a step was done in it, for which both were there"
-    assert table.coordinator.decree.forerunners == (("1.0", "2.0"),)
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0",), "a step was done in it, for which both were there"
+    assert table.coordinator.membership.forerunners == (("1.0", "2.0"),)
 
 
 def test_who_leaves_with_an_epoch_counts_on_neither_side() -> None:
@@ -305,39 +319,50 @@ def test_who_leaves_with_an_epoch_counts_on_neither_side() -> None:
     table = Table(3)
     table.begin("0.0", "1.0", "2.0")
     for each in ("0.0", "1.0"):
-        table.coordinator.leave(holder(each), table.now_s, is_finished=False)
-    table.stand(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True), holder("2.0"))
-    assert table.coordinator.decree is not None
-    assert (table.coordinator.decree.members, table.coordinator.decree.forerunners) == (("2.0",), ())
+        table.coordinator.request_leave(holder(each), table.now_s, is_finished=False)
+    table.report_status(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True), holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert (table.coordinator.membership.members, table.coordinator.membership.forerunners) == (("2.0",), ())
 
 
 def test_a_newcomer_that_goes_to_another_coordinator_obeys_it_though_its_term_is_an_earlier_one() -> None:
     """The first had to raise its term for a single member that came back, and was left by most before."""
-    follower = Follower("2.1")
-    follower.take(Order(ballot=(3, 5), proposal=Proposal(ballot=(3, 5), is_urgent=False)))
+    follower = MemberRules("2.1")
+    follower.apply_directive(
+        MemberDirective(ballot=(3, 5), proposal=GenerationProposal(ballot=(3, 5), is_urgent=False))
+    )
     follower.forget_coordinator()
-    proposal = Proposal(ballot=(2, 7), is_urgent=False)
-    assert follower.take(Order(ballot=(2, 7), proposal=proposal)) == [Freeze(ballot=(2, 7), is_urgent=False)]
-    decree = Decree(ballot=(3, 5), standings=(holder("0.0"), Standing(member="2.1")))
-    assert follower.take(Order(ballot=(3, 5), decree=decree)) == [], "it stood for something else since"
+    proposal = GenerationProposal(ballot=(2, 7), is_urgent=False)
+    assert follower.apply_directive(MemberDirective(ballot=(2, 7), proposal=proposal)) == [
+        PauseTraining(ballot=(2, 7), is_urgent=False)
+    ]
+    decree = Membership(ballot=(3, 5), standings=(holder("0.0"), MemberStatus(member="2.1")))
+    assert follower.apply_directive(MemberDirective(ballot=(3, 5), decree=decree)) == [], (
+        "it stood for something else since"
+    )
 
 
 def test_a_result_that_one_has_taken_over_is_taken_over_by_all() -> None:
     ahead, behind = holder("0.0", committed=6), holder("1.0", is_prepared=True, at_border=False)
-    decree = Decree(ballot=(1, 2), standings=(ahead, behind))
-    assert resolve(behind, decree) == "take"
-    assert resolve(ahead, decree) == "nothing"
+    decree = Membership(ballot=(1, 2), standings=(ahead, behind))
+    assert resolve_reduction(behind, decree) == "take"
+    assert resolve_reduction(ahead, decree) == "nothing"
 
 
 def test_a_result_that_all_who_are_left_have_counts_for_one_who_is_gone_may_have_taken_it_over() -> None:
     whole = [holder(f"{slot}.0", is_prepared=True, at_border=False) for slot in range(2)]
-    follower = Standing(member="2.0", is_following=True, committed=5, is_prepared=True)
-    newcomer = Standing(member="3.0")
-    decree = Decree(ballot=(1, 2), standings=(*whole, follower, newcomer))
-    assert decree.committed == 6
-    assert [resolve(each, decree) for each in (*whole, follower, newcomer)] == ["take", "take", "take", "nothing"]
+    follower = MemberStatus(member="2.0", is_following=True, committed=5, is_prepared=True)
+    newcomer = MemberStatus(member="3.0")
+    decree = Membership(ballot=(1, 2), standings=(*whole, follower, newcomer))
+    assert decree.last_committed == 6
+    assert [resolve_reduction(each, decree) for each in (*whole, follower, newcomer)] == [
+        "take",
+        "take",
+        "take",
+        "nothing",
+    ]
     for lacks in (replace(whole[1], is_prepared=False), replace(follower, is_prepared=False)):
         others = [lacks if each.member == lacks.member else each for each in decree.standings]
         other = replace(decree, standings=tuple(others))
-        assert other.committed == 5, "nobody can have it"
-        assert resolve(whole[0], other) == "again"
+        assert other.last_committed == 5, "nobody can have it"
+        assert resolve_reduction(whole[0], other) == "again"

@@ -1,15 +1,15 @@
 """Members that go from one coordinator to the other."""
 
-# Longer than a file should be: every way to lose a coordinator is here, none of them long.
-
 from dataclasses import replace
 
 import pytest
 
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Decree, Order, Standing
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.election import Rejoin
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.records import MemberDirective, Membership, MemberStatus
 from tests.membership.rules.table import Table, holder
+
+# Longer than a file should be: every way to lose a coordinator is here, none of them long.
 
 
 def test_whoever_goes_to_another_coordinator_is_not_taken_for_dead() -> None:
@@ -17,13 +17,13 @@ def test_whoever_goes_to_another_coordinator_is_not_taken_for_dead() -> None:
     table.begin("0.0", "1.0", "2.0")
     table.pass_time(3.0, "0.0", "1.0", "2.0")
     for member in ("0.0", "1.0"):
-        table.coordinator.part(member)
+        table.coordinator.note_disconnect(member)
     assert table.coordinator.present == ("0.0", "1.0", "2.0"), "they may come back"
     table.pass_time(3.0, "2.0")
-    table.stand(holder("2.0"))
+    table.report_status(holder("2.0"))
     assert table.coordinator.present == ("2.0",)
-    assert table.coordinator.decree is not None
-    assert len(table.coordinator.decree.members) == 3, "one of three does not go on alone"
+    assert table.coordinator.membership is not None
+    assert len(table.coordinator.membership.members) == 3, "one of three does not go on alone"
 
 
 def test_whoever_hangs_up_while_the_coordinator_stands_still_is_not_taken_for_dead() -> None:
@@ -36,12 +36,12 @@ def test_whoever_hangs_up_while_the_coordinator_stands_still_is_not_taken_for_de
         if order == "woken first":
             table.coordinator.tick(table.now_s)
         for member in ("0.0", "1.0"):
-            table.coordinator.lose(member, table.now_s)
+            table.coordinator.note_process_exit(member, table.now_s)
         table.pass_time(12.0, "2.0")
-        table.stand(holder("2.0"))
+        table.report_status(holder("2.0"))
         assert table.coordinator.present == ("2.0",)
-        assert table.coordinator.decree is not None
-        assert len(table.coordinator.decree.members) == 3, order
+        assert table.coordinator.membership is not None
+        assert len(table.coordinator.membership.members) == 3, order
 
 
 @pytest.mark.parametrize(("silent_s", "is_dead"), [(0.5, True), (0.7, False)])
@@ -54,17 +54,17 @@ def test_whoever_hangs_up_after_a_silence_may_have_gone_elsewhere_without_a_good
     table.pass_time(3.0, "0.0", "1.0", "2.0")
     table.pass_time(silent_s, "2.0")
     for member in ("0.0", "1.0"):
-        table.coordinator.lose(member, table.now_s)
+        table.coordinator.note_process_exit(member, table.now_s)
     assert ("0.0" not in table.coordinator.present) == is_dead
     table.pass_time(3.0, "2.0")
-    table.stand(holder("2.0"))
-    assert table.coordinator.decree is not None
-    assert (table.coordinator.decree.members == ("2.0",)) == is_dead, "else one of three would go on alone"
+    table.report_status(holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert (table.coordinator.membership.members == ("2.0",)) == is_dead, "else one of three would go on alone"
 
 
 def taken_over(
     *, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = True, patience_s: float = 0.8
-) -> tuple[Table, Decree]:
+) -> tuple[Table, Membership]:
     """A standby that two of three members have asked to take over, with the epoch that they are in."""
     decree = Table(3).begin("0.0", "1.0", "2.0")
     placed = (replace(each, place=f"10.0.0.{rank} 4711") for rank, each in enumerate(decree.standings, 1))
@@ -73,14 +73,14 @@ def taken_over(
     table.pass_time(10.0)
     for member in ("1.0", "2.0"):
         table.coordinator.rejoin(
-            Rejoining(
+            Rejoin(
                 standing=holder(member),
                 decree=decree,
                 promised=decree.ballot,
                 lost_s=lost_s,
                 is_settled=is_settled,
                 patience_s=patience_s,
-                beat=Beat(is_waiting=still_s > 0, still_s=still_s),
+                beat=Heartbeat(is_waiting=still_s > 0, still_s=still_s),
             ),
             table.now_s,
         )
@@ -91,15 +91,15 @@ def taken_over(
 def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_training_stands_still() -> None:
     table, decree = taken_over(lost_s=1.05, still_s=0.7)
     table.pass_time(0.1)
-    proposal = table.coordinator.order_for("1.0").proposal
+    proposal = table.coordinator.directive_for("1.0").proposal
     assert proposal is not None
     assert proposal.is_urgent
-    table.stand(holder("1.0"), holder("2.0"))
-    assert table.coordinator.decree == decree, "the third may just be coming"
+    table.report_status(holder("1.0"), holder("2.0"))
+    assert table.coordinator.membership == decree, "the third may just be coming"
     table.pass_time(0.1)
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0", "2.0")
-    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0")
+    assert table.coordinator.directive_for("0.0").reason == "the others went on without it"
 
 
 def test_who_hangs_when_it_asks_is_put_out_by_whoever_decides_then_and_hears_so() -> None:
@@ -108,12 +108,12 @@ def test_who_hangs_when_it_asks_is_put_out_by_whoever_decides_then_and_hears_so(
     table = Table(5, index=1, is_standby=True)
     table.pass_time(10.0)
     for slot in range(5):
-        beat = Beat(stuck_s=2.0) if slot == 0 else Beat(is_waiting=True)
-        rejoining = Rejoining(standing=holder(f"{slot}.0"), decree=decree, promised=decree.ballot, beat=beat)
+        beat = Heartbeat(stuck_s=2.0) if slot == 0 else Heartbeat(is_waiting=True)
+        rejoining = Rejoin(standing=holder(f"{slot}.0"), decree=decree, promised=decree.ballot, beat=beat)
         table.coordinator.rejoin(rejoining, table.now_s)
         table.now_s += 0.05
         table.coordinator.tick(table.now_s)
-    order = table.coordinator.order_for("0.0")
+    order = table.coordinator.directive_for("0.0")
     assert order.reason == "it stood still while others waited for it"
     assert order.ballot > (2, 0), "greater than what it has promised to the one before"
 
@@ -122,76 +122,78 @@ def test_where_members_have_learnt_to_be_patient_who_is_missing_has_more_time() 
     """The machine is busy: whoever is missing may not even know yet that the coordinator is lost."""
     table, decree = taken_over(lost_s=1.35, still_s=0.7, patience_s=1.6)
     table.pass_time(0.1)
-    table.stand(holder("1.0"), holder("2.0"))
+    table.report_status(holder("1.0"), holder("2.0"))
     table.pass_time(0.9)
-    assert table.coordinator.decree == decree
+    assert table.coordinator.membership == decree
     table.pass_time(0.2)
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0", "2.0")
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0")
 
 
 def test_who_cannot_be_reached_is_given_up_as_soon_as_any_silent_member_however_busy_the_machine_is() -> None:
     for is_unreachable in (False, True):
         table, decree = taken_over(lost_s=0.7, still_s=0.7, patience_s=1.6, is_settled=False)
-        assert table.coordinator.take_sought() == {"0.0": "10.0.0.1 4711"}
-        assert table.coordinator.take_sought() == {}, "once"
+        assert table.coordinator.take_probe_targets() == {"0.0": "10.0.0.1 4711"}
+        assert table.coordinator.take_probe_targets() == {}, "once"
         if is_unreachable:
-            table.coordinator.hear_unreachable("0.0", table.now_s)
-        table.stand(holder("1.0"), holder("2.0"))
-        assert table.coordinator.decree == decree
+            table.coordinator.note_unreachable("0.0", table.now_s)
+        table.report_status(holder("1.0"), holder("2.0"))
+        assert table.coordinator.membership == decree
         table.pass_time(0.3)
-        assert table.coordinator.decree is not None
-        assert (table.coordinator.decree.members == ("1.0", "2.0")) == is_unreachable
+        assert table.coordinator.membership is not None
+        assert (table.coordinator.membership.members == ("1.0", "2.0")) == is_unreachable
 
 
 def test_who_could_not_be_reached_and_asks_is_there() -> None:
     table, decree = taken_over(lost_s=0.5, still_s=0.7, is_settled=False)
-    table.coordinator.hear_unreachable("0.0", table.now_s)
-    rejoining = Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot)
+    table.coordinator.note_unreachable("0.0", table.now_s)
+    rejoining = Rejoin(standing=holder("0.0"), decree=decree, promised=decree.ballot)
     table.coordinator.rejoin(rejoining, table.now_s)
     table.pass_time(1.0, "0.0", "1.0", "2.0")
-    table.stand(holder("0.0"), holder("1.0"), holder("2.0"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0", "1.0", "2.0")
+    table.report_status(holder("0.0"), holder("1.0"), holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0", "1.0", "2.0")
 
 
 def test_who_knows_that_the_epoch_is_broken_has_all_stand_still_at_once() -> None:
     table, decree = taken_over(lost_s=1.0, is_settled=False)
-    assert table.coordinator.order_for("1.0").proposal is not None
-    table.stand(holder("1.0"), holder("2.0"))
-    assert table.coordinator.decree == decree, "the third may be coming"
+    assert table.coordinator.directive_for("1.0").proposal is not None
+    table.report_status(holder("1.0"), holder("2.0"))
+    assert table.coordinator.membership == decree, "the third may be coming"
     table.pass_time(0.3)
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0", "2.0"), "nobody was asked again"
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0"), "nobody was asked again"
 
 
 def test_where_training_goes_on_who_is_missing_must_be_there_and_has_more_time() -> None:
     table, decree = taken_over(lost_s=1.05)
     table.pass_time(1.4, "1.0", "2.0")
-    assert table.coordinator.order_for("1.0").proposal is None
-    rejoining = Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot, lost_s=2.4)
+    assert table.coordinator.directive_for("1.0").proposal is None
+    rejoining = Rejoin(standing=holder("0.0"), decree=decree, promised=decree.ballot, lost_s=2.4)
     table.coordinator.rejoin(rejoining, table.now_s)
     table.pass_time(3.0, "0.0", "1.0", "2.0")
-    assert table.coordinator.order_for("0.0") == Order(ballot=decree.ballot, decree=decree), "nothing has happened"
+    assert table.coordinator.directive_for("0.0") == MemberDirective(ballot=decree.ballot, decree=decree), (
+        "nothing has happened"
+    )
 
 
 def test_who_comes_far_apart_is_waited_for_longer_though_training_stands_still_unless_nobody_can_come() -> None:
     decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
-    beat = Beat(is_waiting=True, still_s=1.0)
+    beat = Heartbeat(is_waiting=True, still_s=1.0)
     for is_unreachable in (False, True):
         table = Table(4, index=1, is_standby=True)
         for member in ("1.0", "2.0", "3.0"):
             table.pass_time(0.5)
-            rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
+            rejoining = Rejoin(standing=holder(member), decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
             table.coordinator.rejoin(rejoining, table.now_s)
         if is_unreachable:
-            table.coordinator.hear_unreachable("0.0", table.now_s)
-        table.stand(holder("1.0"), holder("2.0"), holder("3.0"))
+            table.coordinator.note_unreachable("0.0", table.now_s)
+        table.report_status(holder("1.0"), holder("2.0"), holder("3.0"))
         table.pass_time(0.9)
-        assert (table.coordinator.decree == decree) == (not is_unreachable)
+        assert (table.coordinator.membership == decree) == (not is_unreachable)
         table.pass_time(0.2)
-        assert table.coordinator.decree is not None
-        assert table.coordinator.decree.members == ("1.0", "2.0", "3.0")
+        assert table.coordinator.membership is not None
+        assert table.coordinator.membership.members == ("1.0", "2.0", "3.0")
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
@@ -199,15 +201,15 @@ def test_who_comes_and_ends_while_another_one_is_waited_for_is_not_taken_for_mis
     decree = Table(5).begin("0.0", "1.0", "2.0", "3.0", "4.0")
     table = Table(5, index=1, is_standby=True)
     for member in ("1.0", "2.0", "3.0", "4.0"):
-        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot, is_settled=False)
+        rejoining = Rejoin(standing=holder(member), decree=decree, promised=decree.ballot, is_settled=False)
         table.coordinator.rejoin(rejoining, table.now_s)
     if is_finished:
-        table.coordinator.leave(holder("4.0", committed=6), table.now_s, is_finished=True)
+        table.coordinator.request_leave(holder("4.0", committed=6), table.now_s, is_finished=True)
     else:
-        table.coordinator.lose("4.0", table.now_s)
+        table.coordinator.note_process_exit("4.0", table.now_s)
     table.pass_time(3.0, "1.0", "2.0", "3.0")
-    assert table.coordinator.reason_for("0.0") == "the others went on without it"
-    order = table.coordinator.order_for("4.0")
+    assert table.coordinator.eviction_reason("0.0") == "the others went on without it"
+    order = table.coordinator.directive_for("4.0")
     assert (order.is_out, order.reason) == (
         (False, "") if is_finished else (True, "its connection to the coordinator broke")
     )
@@ -216,47 +218,47 @@ def test_who_comes_and_ends_while_another_one_is_waited_for_is_not_taken_for_mis
 def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.hear_active(1, decree.ballot)
+    table.coordinator.note_other_active(1, decree.ballot)
     assert table.coordinator.is_active
-    table.coordinator.hear_active(2, decree.ballot)
-    assert (table.coordinator.is_active, table.coordinator.decree, table.coordinator.present) == (False, None, ())
-    assert table.coordinator.order_for("0.0") == Order(), "it has nothing to say to anybody"
+    table.coordinator.note_other_active(2, decree.ballot)
+    assert (table.coordinator.is_active, table.coordinator.membership, table.coordinator.present) == (False, None, ())
+    assert table.coordinator.directive_for("0.0") == MemberDirective(), "it has nothing to say to anybody"
     for member in ("0.0", "1.0"):
-        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=(1, 9)), 1.0)
+        table.coordinator.rejoin(Rejoin(standing=holder(member), decree=decree, promised=(1, 9)), 1.0)
     assert table.coordinator.term == 3, "no term twice"
-    assert [table.coordinator.knows(member) for member in ("0.0", "1.0", "2.0")] == [True, True, False]
+    assert [table.coordinator.knows_member(member) for member in ("0.0", "1.0", "2.0")] == [True, True, False]
 
 
 def test_a_member_of_a_later_epoch_tells_a_coordinator_that_its_time_is_over() -> None:
     table = Table(3)
     table.begin("0.0", "1.0", "2.0")
-    later = Decree(ballot=(2, 1), standings=(holder("0.0"), holder("2.0")))
-    table.coordinator.rejoin(Rejoining(standing=holder("2.0"), decree=later, promised=(2, 1)), 1.0)
+    later = Membership(ballot=(2, 1), standings=(holder("0.0"), holder("2.0")))
+    table.coordinator.rejoin(Rejoin(standing=holder("2.0"), decree=later, promised=(2, 1)), 1.0)
     assert not table.coordinator.is_active
-    table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=later, promised=(2, 1)), 1.0)
-    assert (table.coordinator.term, table.coordinator.decree) == (3, later)
+    table.coordinator.rejoin(Rejoin(standing=holder("0.0"), decree=later, promised=(2, 1)), 1.0)
+    assert (table.coordinator.term, table.coordinator.membership) == (3, later)
 
 
 def test_a_member_of_a_later_epoch_tells_a_coordinator_of_a_greater_term_that_its_time_is_over() -> None:
     """Two asked it, which made its term greater; one went back to the other before it heard of that."""
     table, decree = taken_over()
-    later = Decree(ballot=(1, 3), standings=(holder("0.0"), holder("1.0")))
-    assert (table.coordinator.term, table.coordinator.decree) == (2, decree)
+    later = Membership(ballot=(1, 3), standings=(holder("0.0"), holder("1.0")))
+    assert (table.coordinator.term, table.coordinator.membership) == (2, decree)
     table.pass_time(2.0, "2.0")
     for member in ("1.0", "0.0"):
         standing = holder(member, committed=9)
-        rejoining = Rejoining(standing=standing, decree=later, promised=later.ballot)
+        rejoining = Rejoin(standing=standing, decree=later, promised=later.ballot)
         table.coordinator.rejoin(rejoining, table.now_s)
-        table.stand(standing, holder("2.0"))
+        table.report_status(standing, holder("2.0"))
         assert table.coordinator.is_active == (member == "0.0"), "it knows nothing of what those two have done"
-    assert table.coordinator.decree == later
+    assert table.coordinator.membership == later
 
 
 def test_of_two_coordinators_the_one_stays_that_knows_of_the_later_epoch_whatever_its_term() -> None:
     table, decree = taken_over()
-    table.coordinator.hear_active(99, (1, 0))
+    table.coordinator.note_other_active(99, (1, 0))
     assert table.coordinator.is_active, "the other one is behind"
-    table.coordinator.hear_active(1, (decree.ballot[0], decree.ballot[1] + 1))
+    table.coordinator.note_other_active(1, (decree.ballot[0], decree.ballot[1] + 1))
     assert not table.coordinator.is_active
 
 
@@ -266,10 +268,10 @@ def test_most_members_that_come_back_after_they_have_asked_another_one_make_the_
     decree = table.begin("0.0", "1.0", "2.0")
     for member, term in (("0.0", 1), ("1.0", 3)):
         assert table.coordinator.term == term - 2 * (term > 1)
-        rejoining = Rejoining(standing=holder(member), decree=decree, promised=(2, 4))
+        rejoining = Rejoin(standing=holder(member), decree=decree, promised=(2, 4))
         table.coordinator.rejoin(rejoining, table.now_s)
-    assert (table.coordinator.term, table.coordinator.decree) == (3, decree)
-    table.coordinator.hear_active(2, decree.ballot)
+    assert (table.coordinator.term, table.coordinator.membership) == (3, decree)
+    table.coordinator.note_other_active(2, decree.ballot)
     assert table.coordinator.is_active
 
 
@@ -278,9 +280,9 @@ def asked_by_half(*announced: str) -> Table:
     decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
     table = Table(4, is_standby=True)
     for member in announced:
-        table.coordinator.announce(member, table.now_s)
+        table.coordinator.announce_start(member, table.now_s)
     for member in ("2.0", "3.0"):
-        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot)
+        rejoining = Rejoin(standing=holder(member), decree=decree, promised=decree.ballot)
         table.coordinator.rejoin(rejoining, table.now_s)
     return table
 
@@ -288,9 +290,9 @@ def asked_by_half(*announced: str) -> Table:
 def test_half_of_the_members_go_on_with_one_that_starts_in_the_place_of_the_other_half() -> None:
     table = asked_by_half("0.1", "1.1")
     assert not table.coordinator.is_active, "the other one may decide"
-    table.coordinator.hear_idle(1.0)
+    table.coordinator.note_other_idle(1.0)
     assert table.coordinator.is_active
-    table.stand(holder("2.0"), holder("3.0"))
+    table.report_status(holder("2.0"), holder("3.0"))
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("2.0", "3.0"), "at once: the others are known to have ended"
 
@@ -298,25 +300,25 @@ def test_half_of_the_members_go_on_with_one_that_starts_in_the_place_of_the_othe
 def test_it_waits_for_a_majority_where_one_process_is_not_accounted_for() -> None:
     for announced in ((), ("0.1",), ("0.0", "1.0")):
         table = asked_by_half(*announced)
-        table.coordinator.hear_idle(1.0)
+        table.coordinator.note_other_idle(1.0)
         assert not table.coordinator.is_active, announced
     decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
     table = Table(6, is_standby=True)
     for member in ("0.1", "1.1"):
-        table.coordinator.announce(member, 0.0)
+        table.coordinator.announce_start(member, 0.0)
     for member in ("2.0", "3.0"):
-        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
-    table.coordinator.hear_idle(1.0)
+        table.coordinator.rejoin(Rejoin(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
+    table.coordinator.note_other_idle(1.0)
     assert not table.coordinator.is_active, "somebody of the two other slots may have joined after that epoch"
 
 
 def test_what_was_announced_counts_no_longer_once_another_one_may_have_decided() -> None:
     table = asked_by_half("0.1", "1.1")
-    table.coordinator.hear_active(2, (2, 1))
-    table.coordinator.hear_idle(1.0)
+    table.coordinator.note_other_active(2, (2, 1))
+    table.coordinator.note_other_idle(1.0)
     assert not table.coordinator.is_active, "they may be members by now"
     table = asked_by_half("0.1", "1.1")
-    table.coordinator.hear_idle(20.0)
+    table.coordinator.note_other_idle(20.0)
     assert not table.coordinator.is_active, "nothing was heard of the other one for 20 s"
 
 
@@ -324,15 +326,15 @@ def test_half_of_the_members_go_on_where_newcomers_in_the_place_of_the_others_as
     table = asked_by_half()
     for member in ("0.1", "1.1"):
         table.coordinator.join(member, 0.5)
-    table.coordinator.hear_idle(1.0)
+    table.coordinator.note_other_idle(1.0)
     assert table.coordinator.is_active
-    table.stand(holder("2.0"), holder("3.0"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("2.0", "3.0"), "at once: the others are known to have ended"
+    table.report_status(holder("2.0"), holder("3.0"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("2.0", "3.0"), "at once: the others are known to have ended"
     table = asked_by_half()
     for member in ("0.1", "1.1"):
         table.coordinator.join(member, 0.5)
-    table.coordinator.hear_idle(3.0)
+    table.coordinator.note_other_idle(3.0)
     assert not table.coordinator.is_active, "they have not asked again: they may be members by now"
 
 
@@ -342,18 +344,18 @@ def ask(table: Table, seconds: int, *newcomers: str) -> None:
         table.now_s += 1.0
         for member in newcomers:
             table.coordinator.join(member, table.now_s)
-        table.coordinator.hear_idle(table.now_s)
+        table.coordinator.note_other_idle(table.now_s)
 
 
 def test_where_all_ask_and_none_was_ever_a_member_a_job_that_has_begun_is_over() -> None:
     table = Table(3, index=1, is_standby=True)
     ask(table, 20, "0.1", "1.0")
-    assert (table.coordinator.is_active, table.coordinator.ended) == (False, ""), "the third may have the state"
+    assert (table.coordinator.is_active, table.coordinator.end_reason) == (False, ""), "the third may have the state"
     ask(table, 12, "0.1", "1.0", "2.1")
-    assert table.coordinator.ended == "", "another one may be on its way that has it"
+    assert table.coordinator.end_reason == "", "another one may be on its way that has it"
     ask(table, 1, "0.1", "1.0", "2.1")
-    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
-    assert table.coordinator.order_for("1.0").is_end
+    assert table.coordinator.end_reason == "no worker is left that has the parameters: go on from the last checkpoint"
+    assert table.coordinator.directive_for("1.0").is_end
 
 
 def test_while_a_member_looks_for_a_coordinator_no_job_is_over() -> None:
@@ -361,10 +363,12 @@ def test_while_a_member_looks_for_a_coordinator_no_job_is_over() -> None:
     table = Table(3, index=1, is_standby=True)
     for _ in range(5):
         ask(table, 4, "0.1", "1.1", "2.1")
-        table.coordinator.rejoin(Rejoining(standing=holder("3.0"), decree=decree, promised=decree.ballot), table.now_s)
+        table.coordinator.rejoin(Rejoin(standing=holder("3.0"), decree=decree, promised=decree.ballot), table.now_s)
         ask(table, 4, "0.1", "1.1", "2.1")
-        table.coordinator.part("3.0")
-    assert (table.coordinator.is_active, table.coordinator.ended) == (True, ""), "all others are known to have ended"
+        table.coordinator.note_disconnect("3.0")
+    assert (table.coordinator.is_active, table.coordinator.end_reason) == (True, ""), (
+        "all others are known to have ended"
+    )
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -382,42 +386,42 @@ def test_a_ring_of_which_nobody_is_left_begins_again_also_where_its_coordinator_
     ask(table, 12, "0.1", "1.1")
     assert not table.coordinator.is_active, "a member may be on its way"
     ask(table, 1, "0.1", "1.1")
-    assert (table.coordinator.is_active, table.coordinator.ended) == (index == 0, ""), "no two begin"
+    assert (table.coordinator.is_active, table.coordinator.end_reason) == (index == 0, ""), "no two begin"
     if index == 0:
-        assert table.begin("0.1", "1.1").holders == ()
+        assert table.begin("0.1", "1.1").state_owners == ()
 
 
 def test_a_member_that_has_not_heard_of_its_epoch_and_asks_to_be_let_in_is_accounted_for() -> None:
-    decree = Decree(ballot=(1, 2), standings=(Standing(member="0.1"), holder("1.0")))
+    decree = Membership(ballot=(1, 2), standings=(MemberStatus(member="0.1"), holder("1.0")))
     for is_asking in (False, True):
         table = Table(2, index=1, is_standby=True)
-        table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
+        table.coordinator.rejoin(Rejoin(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
         if is_asking:
             table.coordinator.join("0.1", 0.5)
-        table.coordinator.hear_idle(1.0)
+        table.coordinator.note_other_idle(1.0)
         assert table.coordinator.is_active == is_asking, "alone it may have gone on elsewhere"
     table.now_s = 1.0
     table.coordinator.join("0.1", table.now_s)
-    assert table.coordinator.order_for("0.1").decree == decree, "it is a member, and hears so"
+    assert table.coordinator.directive_for("0.1").decree == decree, "it is a member, and hears so"
     table.pass_time(2.0, "0.1", "1.0")
-    assert (sorted(table.coordinator.present), table.coordinator.decree) == (["0.1", "1.0"], decree)
+    assert (sorted(table.coordinator.present), table.coordinator.membership) == (["0.1", "1.0"], decree)
 
 
-def cut_in_two() -> tuple[Table, Table, Decree]:
+def cut_in_two() -> tuple[Table, Table, Membership]:
     """A member came back to the first coordinator; then both were cut off from the standby and the other members, who
     went on with it. Also the epoch that those are in."""
     first = Table(3)
     before = first.begin("0.0", "1.0", "2.0")
-    first.coordinator.part("2.0")
-    first.coordinator.rejoin(Rejoining(standing=holder("2.0"), decree=before, promised=before.ballot), first.now_s)
+    first.coordinator.note_disconnect("2.0")
+    first.coordinator.rejoin(Rejoin(standing=holder("2.0"), decree=before, promised=before.ballot), first.now_s)
     first.pass_time(12.0, "2.0")
     other = Table(3, index=1, is_standby=True)
     for member in ("0.0", "1.0"):
-        rejoining = Rejoining(standing=holder(member), decree=before, promised=before.ballot)
+        rejoining = Rejoin(standing=holder(member), decree=before, promised=before.ballot)
         other.coordinator.rejoin(rejoining, other.now_s)
     other.pass_time(3.0, "0.0", "1.0")
-    other.stand(holder("0.0"), holder("1.0"))
-    decree = other.coordinator.decree
+    other.report_status(holder("0.0"), holder("1.0"))
+    decree = other.coordinator.membership
     assert decree is not None
     assert (decree.ballot[0], decree.members) == (2, ("0.0", "1.0"))
     return first, other, decree
@@ -425,87 +429,87 @@ def cut_in_two() -> tuple[Table, Table, Decree]:
 
 def test_of_two_coordinators_the_one_stays_that_most_members_went_to_whoever_came_back_to_the_other() -> None:
     first, other, decree = cut_in_two()
-    terms, before = (first.coordinator.term, other.coordinator.term), first.coordinator.decree
+    terms, before = (first.coordinator.term, other.coordinator.term), first.coordinator.membership
     assert before is not None
-    first.coordinator.hear_active(terms[1], decree.ballot)
-    other.coordinator.hear_active(terms[0], before.ballot)
+    first.coordinator.note_other_active(terms[1], decree.ballot)
+    other.coordinator.note_other_active(terms[0], before.ballot)
     assert (first.coordinator.is_active, other.coordinator.is_active) == (False, True)
-    assert other.coordinator.decree == decree, "nothing is lost that its members have done"
-    rejoining = Rejoining(standing=holder("2.0"), decree=Table(3).begin("0.0", "1.0", "2.0"), promised=(3, 0))
+    assert other.coordinator.membership == decree, "nothing is lost that its members have done"
+    rejoining = Rejoin(standing=holder("2.0"), decree=Table(3).begin("0.0", "1.0", "2.0"), promised=(3, 0))
     other.coordinator.rejoin(rejoining, other.now_s)
-    order = other.coordinator.order_for("2.0")
+    order = other.coordinator.directive_for("2.0")
     assert (order.is_out, order.ballot > (3, 0)) == (True, True), "who was cut off obeys it"
 
 
 def test_a_coordinator_that_was_left_hears_so_from_whoever_comes_from_the_other() -> None:
     first, _, decree = cut_in_two()
-    rejoining = Rejoining(standing=holder("1.0", committed=400), decree=decree, promised=decree.ballot)
+    rejoining = Rejoin(standing=holder("1.0", committed=400), decree=decree, promised=decree.ballot)
     first.coordinator.rejoin(rejoining, first.now_s)
     assert not first.coordinator.is_active
-    assert not first.coordinator.order_for("1.0").is_out
+    assert not first.coordinator.directive_for("1.0").is_out
 
 
 def test_an_epoch_that_is_begun_for_all_has_its_term_acknowledged() -> None:
     table = Table(3)
     before = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.rejoin(Rejoining(standing=holder("2.0"), decree=before, promised=(4, 1)), table.now_s)
+    table.coordinator.rejoin(Rejoin(standing=holder("2.0"), decree=before, promised=(4, 1)), table.now_s)
     assert table.coordinator.term == 1, "one member proves nothing"
-    table.coordinator.lose("2.0", table.now_s)
-    table.stand(holder("0.0"), holder("1.0"))
+    table.coordinator.note_process_exit("2.0", table.now_s)
+    table.report_status(holder("0.0"), holder("1.0"))
     assert table.coordinator.term == 5
 
 
 def test_a_member_that_comes_back_at_once_has_lost_nothing() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.part("1.0")
-    table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
+    table.coordinator.note_disconnect("1.0")
+    table.coordinator.rejoin(Rejoin(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
     table.pass_time(3.0, "0.0", "1.0", "2.0")
-    order = table.coordinator.order_for("1.0")
+    order = table.coordinator.directive_for("1.0")
     assert (order.is_out, order.proposal, order.decree) == (False, None, decree)
 
 
 def test_a_zombie_that_votes_is_no_member_of_those_who_went_on_without_it() -> None:
     first = Table(3).begin("0.0", "1.0", "2.0")
-    newest = Decree(ballot=(1, 5), standings=(holder("0.0", committed=9), holder("2.0", committed=9)))
+    newest = Membership(ballot=(1, 5), standings=(holder("0.0", committed=9), holder("2.0", committed=9)))
     table = Table(3, index=1, is_standby=True)
     for member, decree in [("1.0", first), ("0.0", newest), ("2.0", newest)]:
-        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot)
+        rejoining = Rejoin(standing=holder(member), decree=decree, promised=decree.ballot)
         table.coordinator.rejoin(rejoining, 0.0)
-    assert (table.coordinator.is_active, table.coordinator.decree) == (True, newest)
-    assert table.coordinator.order_for("1.0").reason == "the others went on without it"
-    table.stand(holder("0.0", committed=9), holder("1.0"), holder("2.0", committed=9))
+    assert (table.coordinator.is_active, table.coordinator.membership) == (True, newest)
+    assert table.coordinator.directive_for("1.0").reason == "the others went on without it"
+    table.report_status(holder("0.0", committed=9), holder("1.0"), holder("2.0", committed=9))
     table.pass_time(1.0, "0.0", "1.0", "2.0")
-    assert table.coordinator.decree.members == ("0.0", "2.0")
+    assert table.coordinator.membership.members == ("0.0", "2.0")
 
 
 def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     decree = Table(3).begin("0.0", "1.0", "2.0")
     table = Table(3, index=1, is_standby=True)
     table.coordinator.join("3.0", 0.0)
-    table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot), 0.0)
+    table.coordinator.rejoin(Rejoin(standing=holder("0.0"), decree=decree, promised=decree.ballot), 0.0)
     assert not table.coordinator.is_active
-    table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
+    table.coordinator.rejoin(Rejoin(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
     assert (table.coordinator.is_active, table.coordinator.term) == (True, 2)
-    assert table.coordinator.decree == decree, "the epoch goes on"
+    assert table.coordinator.membership == decree, "the epoch goes on"
     table.pass_time(3.0, "0.0", "1.0")
-    table.stand(holder("0.0"), holder("1.0"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
+    table.report_status(holder("0.0"), holder("1.0"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0", "1.0"), "the third has not come"
 
 
 def test_who_was_not_waited_for_any_longer_is_told_so_when_it_listens() -> None:
     decree = Table(3).begin("0.0", "1.0", "2.0")
     table = Table(3, index=1, is_standby=True)
     for member in ("0.0", "1.0"):
-        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
-    assert not table.coordinator.order_for("2.0").is_out
+        table.coordinator.rejoin(Rejoin(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
+    assert not table.coordinator.directive_for("2.0").is_out
     table.pass_time(3.0, "0.0", "1.0")
-    assert table.coordinator.reason_for("2.0") == "the others went on without it"
-    assert not table.coordinator.order_for("2.0").is_out, "they have not gone on yet"
-    table.stand(holder("0.0"), holder("1.0"))
-    assert table.coordinator.order_for("2.0").is_out
-    assert table.coordinator.order_for("2.0").reason == "the others went on without it"
+    assert table.coordinator.eviction_reason("2.0") == "the others went on without it"
+    assert not table.coordinator.directive_for("2.0").is_out, "they have not gone on yet"
+    table.report_status(holder("0.0"), holder("1.0"))
+    assert table.coordinator.directive_for("2.0").is_out
+    assert table.coordinator.directive_for("2.0").reason == "the others went on without it"
 
 
 def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
@@ -515,6 +519,6 @@ def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
         tables = [Table(3, index=index, is_standby=True) for index in (0, 1)]
         for table in tables:
             for member in ("0.0", "1.0"):
-                rejoining = Rejoining(standing=holder(member), decree=decree, promised=promised)
+                rejoining = Rejoin(standing=holder(member), decree=decree, promised=promised)
                 table.coordinator.rejoin(rejoining, 0.0)
         assert tuple(table.coordinator.term for table in tables) == expected

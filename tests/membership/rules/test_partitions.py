@@ -42,7 +42,7 @@ def test_what_the_greater_part_has_done_is_not_lost_whoever_came_back_to_its_coo
     go_on(world, 100)
     assert [each.reason for each in greater] == ["", ""]
     assert min(each.standing.committed for each in greater) > before + 10
-    assert world.members["2.0"].follower.is_out
+    assert world.members["2.0"].follower.is_stopped
 
 
 def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard_it() -> None:
@@ -58,12 +58,12 @@ def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard
     for each in (first, *others):
         world.work(each)
     assert [each.standing.is_prepared for each in (first, *others, late)] == [True] * 4 + [False]
-    late.is_paused, before = True, world.coordinators[0].decree
-    while world.coordinators[0].decree == before:
+    late.is_paused, before = True, world.coordinators[0].membership
+    while world.coordinators[0].membership == before:
         deliver(world)
     world.deaf = {(each.name, 0) for each in others}
     deliver(world)
-    assert first.forming == world.coordinators[0].decree, "it alone knows what counts without the late one"
+    assert first.forming == world.coordinators[0].membership, "it alone knows what counts without the late one"
     for _ in range(5):
         world.work(first)
     world.is_down[0], late.is_paused, late.is_stuck = True, False, True

@@ -1,5 +1,3 @@
-# Longer than a file should be: one machine of random faults, and the histories that it was taught.
-
 import math
 from collections.abc import Callable
 
@@ -8,10 +6,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ringweave.membership.rules.records import slot_of
+from ringweave.membership.records import parse_member_name
 from tests import effort
 from tests.membership.members import Member
 from tests.membership.world import TICK_S, World
+
+# Longer than a file should be: one machine of random faults, and the histories that it was taught.
+
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -40,7 +41,9 @@ class RandomWorld(RuleBasedStateMachine):
             self._go_on(30)
 
     def _member(self, data: st.DataObject) -> Member:
-        return data.draw(st.sampled_from(sorted(self.world.members.values(), key=lambda each: slot_of(each.name))))
+        return data.draw(
+            st.sampled_from(sorted(self.world.members.values(), key=lambda each: parse_member_name(each.name)))
+        )
 
     @rule()
     def tick(self) -> None:
@@ -108,19 +111,21 @@ class RandomWorld(RuleBasedStateMachine):
         self._go_on(num)
 
     def _go_on_until_an_epoch_begins(self) -> None:
-        begun = len(self.world.decrees)
-        self._go_on(40, until=lambda: len(self.world.decrees) > begun)
+        begun = len(self.world.memberships)
+        self._go_on(40, until=lambda: len(self.world.memberships) > begun)
 
     @rule(data=st.data(), is_stuck=st.booleans())
     def hang(self, data: st.DataObject, is_stuck: bool) -> None:
         self._member(data).is_stuck = is_stuck
 
     @rule(data=st.data())
-    def accuse(self, data: st.DataObject) -> None:
+    def report_failure(self, data: st.DataObject) -> None:
         """Rightly or wrongly: who hears that a connection broke does not know why."""
         member = self._member(data)
         others = sorted(set(member.decree.members if member.decree else ()) - {member.name})
-        self.world.accuse(member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])
+        self.world.report_failure(
+            member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else []
+        )
 
     @rule(data=st.data())
     def accuse_together(self, data: st.DataObject) -> None:
@@ -128,7 +133,7 @@ class RandomWorld(RuleBasedStateMachine):
         suspect = self._member(data)
         for member in self.world.members.values():
             if member is not suspect and suspect.name in (member.decree.members if member.decree else ()):
-                self.world.accuse(member, [suspect.name])
+                self.world.report_failure(member, [suspect.name])
 
     @rule(num=st.integers(5, 60))
     def calm(self, num: int) -> None:
@@ -151,7 +156,7 @@ class RandomWorld(RuleBasedStateMachine):
     def fail_to_reach(self, data: st.DataObject, index: int) -> None:
         """A coordinator that has taken over looks for a member where it listens, rightly or wrongly in vain."""
         if not self.world.is_down[index]:
-            self.world.coordinators[index].hear_unreachable(self._member(data).name, self.world.now_s)
+            self.world.coordinators[index].note_unreachable(self._member(data).name, self.world.now_s)
             self.world.note_decrees()
 
     @rule(more=st.integers(1, 3))
@@ -163,8 +168,8 @@ class RandomWorld(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def join(self, data: st.DataObject) -> None:
-        slot, _ = slot_of(self._member(data).name)
-        incarnation = sum(1 for name in self.world.members if slot_of(name)[0] == slot)
+        slot, _ = parse_member_name(self._member(data).name)
+        incarnation = sum(1 for name in self.world.members if parse_member_name(name)[0] == slot)
         if (
             incarnation < 3 and not self.world.is_over and not self.world.unheard
         ):  # a launcher starts another process of a slot only when the one before has ended
@@ -210,8 +215,8 @@ class RandomWorld(RuleBasedStateMachine):
 
     def _check_liveness(self) -> None:
         world = self.world
-        if world.wanted.is_kept_elsewhere:  # there who may not go on waits for twice as long, and is put out then
-            self._go_on(round(world.wanted.patience_s / TICK_S))
+        if world.wanted.has_external_state:  # there who may not go on waits for twice as long, and is put out then
+            self._go_on(round(world.wanted.member_wait_s / TICK_S))
         training = [each for each in world.members.values() if each.can_act and each.standing.has_state]
         if self.hangs and len(training) > 1:
             training[-1].is_stuck = True
@@ -232,7 +237,7 @@ class RandomWorld(RuleBasedStateMachine):
             told = world.describe()
             assert any(each.is_active for each in world.coordinators), f"one decides:\n{told}"
             assert len(world.live_epochs) == 1, f"one epoch takes steps:\n{told}"
-            members = set(world.decrees[world.live_epochs[0]].members)
+            members = set(world.memberships[world.live_epochs[0]].members)
             assert {each.name for each in left} == members, f"all are in it:\n{told}"
             assert all(each.standing.committed > before[each.name] for each in left), f"all get on:\n{told}"
             assert len(left) >= self.least, f"no fewer go on than there ought to be:\n{told}"
@@ -244,12 +249,14 @@ class RandomWorld(RuleBasedStateMachine):
         not known to have got on eight times.
         """
         is_any = any(each.is_stuck for each in self.world.members.values())
-        most_s = self.world.wanted.patience_s + _LATE_S if is_any else 0.0
+        most_s = self.world.wanted.member_wait_s + _LATE_S if is_any else 0.0
         for member in self.world.members.values():
             usual_s = 8 * member.longest_s if member.num_gaps > 8 else math.inf
             if member.is_stuck and member.can_act:
                 member.is_stuck = usual_s < _LONG_S
-                most_s = max(most_s, 2 * self.world.wanted.patience_s + _LATE_S + (usual_s if member.is_stuck else 0.0))
+                most_s = max(
+                    most_s, 2 * self.world.wanted.member_wait_s + _LATE_S + (usual_s if member.is_stuck else 0.0)
+                )
         return round(most_s / TICK_S)
 
     def _go_on(self, num_rounds: int, until: Callable[[], bool] = lambda: False) -> None:
@@ -258,7 +265,9 @@ class RandomWorld(RuleBasedStateMachine):
             self.world.tick()
             self.world.look_around()
             for member in self.world.members.values():
-                slot, _ = slot_of(member.name)  # if all went to and fro in the same rhythm some would never meet
+                slot, _ = parse_member_name(
+                    member.name
+                )  # if all went to and fro in the same rhythm some would never meet
                 if number % (20 + 3 * slot) == 0 and member.can_act and not self.world.is_led(member):
                     self.world.rejoin(member)
             for index in (0, 1):
@@ -279,9 +288,9 @@ class RandomNodes(RandomWorld):
 
     @rule(data=st.data(), index=st.integers(0, 1))
     def lose_node(self, data: st.DataObject, index: int) -> None:
-        slots = sorted({slot_of(name)[0] for name in self.world.members})
+        slots = sorted({parse_member_name(name)[0] for name in self.world.members})
         gone = data.draw(st.sets(st.sampled_from(slots)))
-        is_many = any(sum(1 for name in self.world.members if slot_of(name)[0] == slot) > 2 for slot in gone)
+        is_many = any(sum(1 for name in self.world.members if parse_member_name(name)[0] == slot) > 2 for slot in gone)
         if not is_many and not self.world.is_over and not self.world.unheard:
             self.world.lose_node(index, sorted(gone))
 
@@ -291,7 +300,7 @@ class RandomNodes(RandomWorld):
         world.heal(mends_scripts=False)
         self._go_on(400)
         for member in list(world.members.values()):
-            slot, incarnation = slot_of(member.name)
+            slot, incarnation = parse_member_name(member.name)
             if member.reason == "no coordinator" and not world.is_over:
                 world.enter(f"{slot}.{incarnation + 1}")
         self._go_on(400)
@@ -334,7 +343,7 @@ def test_half_of_a_job_goes_on_when_the_node_with_the_coordinator_is_lost() -> N
     world.lose_node(0, [0, 1])
     random._go_on(100)
     (ballot,) = world.live_epochs
-    assert set(world.decrees[ballot].members) == {"2.0", "3.0", "0.1", "1.1"}
+    assert set(world.memberships[ballot].members) == {"2.0", "3.0", "0.1", "1.1"}
     assert world.members["2.0"].standing.committed > 0
 
 
@@ -353,7 +362,7 @@ def test_who_hangs_is_put_out_and_the_others_go_on() -> None:
     random._go_on(120)
     assert world.members["1.0"].reason == "it stood still while others waited for it"
     (ballot,) = world.live_epochs
-    assert world.decrees[ballot].members == ("0.0", "2.0")
+    assert world.memberships[ballot].members == ("0.0", "2.0")
 
 
 def test_who_hangs_just_when_another_coordinator_takes_over_is_put_out_as_soon() -> None:
@@ -367,7 +376,7 @@ def test_who_hangs_just_when_another_coordinator_takes_over_is_put_out_as_soon()
     random._go_on(120)
     assert world.members["1.0"].reason == "it stood still while others waited for it"
     (ballot,) = world.live_epochs
-    assert world.decrees[ballot].members == ("0.0", "2.0")
+    assert world.memberships[ballot].members == ("0.0", "2.0")
 
 
 def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats() -> None:
@@ -376,13 +385,13 @@ def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats
     for member in world.members.values():
         member.is_stuck = True  # no reduction is done
     for name in ("0.0", "1.0", "3.0", "0.0"):  # those of the first epoch count no more: reductions were done in it
-        world.accuse(world.members[name], ["2.0"])
+        world.report_failure(world.members[name], ["2.0"])
         random._go_on(8)
     assert world.members["2.0"].reason == "the others cannot reach it"
     world.heal()
     random._go_on(20)
     (ballot,) = world.live_epochs
-    assert world.decrees[ballot].members == ("0.0", "1.0", "3.0")
+    assert world.memberships[ballot].members == ("0.0", "1.0", "3.0")
 
 
 @pytest.mark.parametrize("is_newcomer", [False, True])
@@ -397,7 +406,7 @@ def test_one_that_misses_what_it_has_to_do_holds_nobody_up_for_ever(rounds: int,
         while not (world.members[name].standing.is_following and world.live_epochs):
             random._go_on(1)
     random._go_on(rounds)
-    world.members[name].has_missed = world.members[name].follower.epoch
+    world.members[name].has_missed = world.members[name].follower.generation_id
     (before,) = world.live_epochs
     random._go_on(150)
     assert world.live_epochs == [before], "that may be usual"
@@ -405,7 +414,7 @@ def test_one_that_misses_what_it_has_to_do_holds_nobody_up_for_ever(rounds: int,
     random._go_on(120)
     (after,) = world.live_epochs
     assert after > before
-    assert {*world.decrees[after].members} == {"0.0", "1.0", "2.0", name}
+    assert {*world.memberships[after].members} == {"0.0", "1.0", "2.0", name}
     assert all(each.standing.committed > done + 5 for each in world.members.values()), world.describe()
 
 
@@ -448,7 +457,7 @@ def test_of_an_epoch_that_some_of_its_members_never_hear_of_no_part_goes_on_alon
     random = begun(3)
     world = random.world
     world.divide(["0.0", "1.0"])
-    random._go_on(200, until=lambda: any(each.members == ("0.0", "1.0") for each in world.decrees.values()))
+    random._go_on(200, until=lambda: any(each.members == ("0.0", "1.0") for each in world.memberships.values()))
     for letter in world.letters[:later]:
         letter()
     del world.letters[:later]

@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.membership.rules.records import Proposal
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.records import GenerationProposal
 from tests.membership.rules.table import Table, holder
 
-VAIN = Beat(is_waiting=True, still_s=21.0, waits_in_vain=True)
-WAITS = Beat(is_waiting=True, still_s=21.0)
+VAIN = Heartbeat(is_waiting=True, still_s=21.0, waits_in_vain=True)
+WAITS = Heartbeat(is_waiting=True, still_s=21.0)
 
 
-def proposal_after(table: Table, *beats: Beat, seconds: float = 0.2) -> Proposal | None:
+def proposal_after(table: Table, *beats: Heartbeat, seconds: float = 0.2) -> GenerationProposal | None:
     """What members 0, 1 and so on are asked to stand still for when they have beaten so for a while."""
     for _ in range(round(seconds / 0.1)):
         table.now_s += 0.1
         for slot, beat in enumerate(beats):
-            table.coordinator.beat(f"{slot}.0", beat, table.now_s)
+            table.coordinator.record_heartbeat(f"{slot}.0", beat, table.now_s)
         table.coordinator.tick(table.now_s)
-    return table.coordinator.order_for("0.0").proposal
+    return table.coordinator.directive_for("0.0").proposal
 
 
 def test_all_who_wait_in_vain_form_an_epoch_of_the_same_members() -> None:
@@ -28,22 +28,22 @@ def test_all_who_wait_in_vain_form_an_epoch_of_the_same_members() -> None:
     proposal = proposal_after(table, WAITS, VAIN, WAITS)
     assert proposal is not None, "one that knows what is usual is enough: another may have come a moment ago"
     assert proposal.is_urgent
-    table.stand(*(holder(f"{slot}.0", at_border=False) for slot in range(3)))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.ballot == proposal.ballot
-    assert table.coordinator.decree.members == ("0.0", "1.0", "2.0")
+    table.report_status(*(holder(f"{slot}.0", at_border=False) for slot in range(3)))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.ballot == proposal.ballot
+    assert table.coordinator.membership.members == ("0.0", "1.0", "2.0")
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Beat(),
+        Heartbeat(),
         replace(VAIN, still_s=19.0),
         replace(VAIN, is_reading=True),
     ],
     ids=["computes", "got on", "reads the state"],
 )
-def test_as_long_as_one_of_them_is_busy_nobody_waits_in_vain(other: Beat) -> None:
+def test_as_long_as_one_of_them_is_busy_nobody_waits_in_vain(other: Heartbeat) -> None:
     table = Table(3)
     table.begin("0.0", "1.0", "2.0")
     assert proposal_after(table, VAIN, other, VAIN) is None
@@ -60,10 +60,10 @@ def test_a_border_that_none_comes_to_is_not_waited_for() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
     table.coordinator.join("2.0", table.now_s)
-    asked = table.coordinator.order_for("0.0").proposal
+    asked = table.coordinator.directive_for("0.0").proposal
     assert asked is not None
     assert not asked.is_urgent
-    proposal = proposal_after(table, VAIN, VAIN, Beat())
+    proposal = proposal_after(table, VAIN, VAIN, Heartbeat())
     assert proposal is not None
     assert proposal.is_urgent
 
@@ -80,7 +80,7 @@ def woken_s(table: Table, num: int, *, committed: int = 5) -> list[float]:
     while len(found) < num:
         if proposal_after(table, VAIN, VAIN, seconds=0.1) is not None:
             found.append(table.now_s - begun_s)
-            table.stand(*(holder(each, at_border=False, committed=committed) for each in ("0.0", "1.0")))
+            table.report_status(*(holder(each, at_border=False, committed=committed) for each in ("0.0", "1.0")))
             begun_s = table.now_s
     return found
 
@@ -90,10 +90,10 @@ def test_who_is_only_slow_gets_twice_the_time_whenever_that_was_not_enough() -> 
     table.begin("0.0", "1.0")
     table.pass_time(100.0, "0.0", "1.0")
     assert woken_s(table, 8)[1:] == pytest.approx([200 * 2**number for number in range(7)], rel=0.01), "without an end"
-    assert table.coordinator.num_woken == 8
-    assert table.coordinator.decree is not None
-    table.coordinator.accuse("0.0", table.coordinator.decree.ballot, [], table.now_s)
-    table.stand(holder("0.0", committed=6), holder("1.0", committed=6))
+    assert table.coordinator.num_standstill_restarts == 8
+    assert table.coordinator.membership is not None
+    table.coordinator.report_failure("0.0", table.coordinator.membership.ballot, [], table.now_s)
+    table.report_status(holder("0.0", committed=6), holder("1.0", committed=6))
     assert woken_s(table, 1, committed=6) == pytest.approx([0.1]), "they have got on since then"
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 
 
 @pytest.fixture
-def authority() -> wire.Authority:
-    return wire.Authority("test")
+def authority() -> rpc.CertificateAuthority:
+    return rpc.CertificateAuthority("test")

@@ -6,25 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ringweave import wire
-from ringweave.errors import WireError
-from ringweave.launch.local.ports import free_port
-from ringweave.membership.messages import Enter
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.membership.serving.main import Process, parse
+from ringweave import rpc
+from ringweave.errors import RpcError
+from ringweave.launcher.node_context import free_port
+from ringweave.membership.election import Rejoin
+from ringweave.membership.main import CoordinatorProcess, parse
+from ringweave.membership.messages import Join
+from ringweave.membership.records import Membership, MemberStatus
 from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
 
 
 @contextmanager
-def running(authority: wire.Authority, folder: Path, ports: list[int], index: int, *more: str) -> Iterator[None]:
+def running(
+    authority: rpc.CertificateAuthority, folder: Path, ports: list[int], index: int, *more: str
+) -> Iterator[None]:
     """One of the two, as a standby of a job of four."""
     path = folder / f"{index}.json"
     authority.issue("coordinator", str(index)).save(path)
     words = ["--credentials", str(path), "--host", "127.0.0.1", "--port", str(ports[index]), "--elastic", "2:4"]
     words += ["--expected", "4", "--index", str(index), "--standby", "--other", f"127.0.0.1:{ports[1 - index]}"]
-    process = Process(parse([*words, *more]))
+    process = CoordinatorProcess(parse([*words, *more]))
     thread = threading.Thread(target=process.run, daemon=True)
     thread.start()
     try:
@@ -34,28 +36,28 @@ def running(authority: wire.Authority, folder: Path, ports: list[int], index: in
         thread.join(CALL_S)
 
 
-def asking(authority: wire.Authority, port: int, name: str) -> wire.Client:
+def asking(authority: rpc.CertificateAuthority, port: int, name: str) -> rpc.RpcClient:
     """A member that has lost its coordinator in an epoch of four, and asks this one."""
-    found: list[wire.Client] = []
+    found: list[rpc.RpcClient] = []
 
     def is_there() -> bool:
         try:
-            trust = wire.Tls(authority.issue("worker", name))
-            found.append(wire.Client.connect("127.0.0.1", port, trust, role="coordinator", timeout_s=CALL_S))
-        except WireError:  # it does not listen yet
+            trust = rpc.TlsAuthentication(authority.issue("worker", name))
+            found.append(rpc.RpcClient.connect("127.0.0.1", port, trust, role="coordinator", timeout_s=CALL_S))
+        except RpcError:  # it does not listen yet
             return False
         return True
 
     wait_until(is_there)
-    standings = tuple(Standing(member=f"{slot}.0", has_state=True, committed=5) for slot in range(4))
+    standings = tuple(MemberStatus(member=f"{slot}.0", has_state=True, committed=5) for slot in range(4))
     standing = next(each for each in standings if each.member == name)
-    rejoining = Rejoining(standing=standing, decree=Decree(ballot=(1, 1), standings=standings), promised=(1, 1))
-    found[0].call(Enter(rejoining=rejoining), timeout_s=CALL_S)
+    rejoining = Rejoin(standing=standing, decree=Membership(ballot=(1, 1), standings=standings), promised=(1, 1))
+    found[0].call(Join(rejoining=rejoining), timeout_s=CALL_S)
     return found[0]
 
 
 def test_half_of_a_job_goes_on_with_the_one_that_starts_in_a_lost_ones_place(
-    authority: wire.Authority, tmp_path: Path
+    authority: rpc.CertificateAuthority, tmp_path: Path
 ) -> None:
     ports = [free_port(random.SystemRandom()) for _ in range(2)]
     starting = ("--successors", "0.1,1.1")

@@ -9,36 +9,42 @@ from typing import Any
 
 import pytest
 
-from ringweave import wire
-from ringweave.errors import WireError
-from ringweave.membership.messages import Accuse, Enter, Heartbeat, Leave, Listen, Stand
-from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.membership.rules.settings import Bounds, Settings
-from ringweave.membership.rules.signs import Beat
-from ringweave.membership.serving.service import CoordinatorService
-from ringweave.wire.calls import Budget
-from ringweave.wire.framing.channels import Channel
-from ringweave.wire.sessions import Session
+from ringweave import rpc
+from ringweave.errors import RpcError
+from ringweave.membership.coordinator import Coordinator
+from ringweave.membership.election import Rejoin
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.messages import (
+    FailureReport,
+    HeartbeatReport,
+    Join,
+    LeaveMembership,
+    MembershipWatch,
+    StatusReport,
+)
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.service import CoordinatorService
+from ringweave.membership.settings import MemberBounds, MembershipSettings
+from ringweave.rpc.channel import RpcChannel
+from ringweave.rpc.server import MemoryBudget, PeerSession
 from tests.wire.parts import packed
 
 MEMBERS = ("0.0", "1.0")
-STANDINGS = tuple(Standing(member=each, has_state=True, committed=3, place="127.0.0.1 9") for each in MEMBERS)
-REJOINING = Rejoining(
+STANDINGS = tuple(MemberStatus(member=each, has_state=True, committed=3, place="127.0.0.1 9") for each in MEMBERS)
+REJOINING = Rejoin(
     standing=STANDINGS[1],
-    decree=Decree(ballot=(1, 1), standings=STANDINGS, finished=(Standing(member="2.0"),)),
+    decree=Membership(ballot=(1, 1), standings=STANDINGS, finished=(MemberStatus(member="2.0"),)),
     promised=(1, 1),
     lost_s=1.0,
     patience_s=1.0,
 )
-RIGHT: tuple[wire.Message, ...] = (
-    Enter(rejoining=REJOINING),
-    Listen(serial=0),
-    Heartbeat(beat=Beat(progress=3, cpu_s=1.0)),
-    Stand(ballot=(1, 2), standing=STANDINGS[1]),
-    Accuse(ballot=(1, 1), suspects=["0.0"]),
-    Leave(standing=STANDINGS[1], is_finished=True),
+RIGHT: tuple[rpc.RpcMessage, ...] = (
+    Join(rejoining=REJOINING),
+    MembershipWatch(serial=0),
+    HeartbeatReport(beat=Heartbeat(progress=3, cpu_s=1.0)),
+    StatusReport(ballot=(1, 2), standing=STANDINGS[1]),
+    FailureReport(ballot=(1, 1), suspects=["0.0"]),
+    LeaveMembership(standing=STANDINGS[1], is_finished=True),
 )
 ANYTHING = (
     *(0, 1, -1, 1.5, 10**12, 2**70, float("nan"), float("inf"), True, None),
@@ -50,29 +56,29 @@ class Served:
     """A coordinator, or a standby that knows of nothing yet."""
 
     def __init__(self, *, is_standby: bool) -> None:
-        settings = Settings(bounds=Bounds(least=1, most=4), expected=2)
+        settings = MembershipSettings(bounds=MemberBounds(min_members=1, max_members=4), expected=2)
         coordinator = Coordinator(settings, now_s=0.0, index=int(is_standby), is_standby=is_standby)
-        self._service = CoordinatorService(coordinator, clock=lambda: 0.0, seek=lambda places: ())
+        self._service = CoordinatorService(coordinator, clock=lambda: 0.0, find_unreachable=lambda places: ())
         self._handlers = {each.message.kind: each for each in self._service.handlers()}
         self.crashes: list[Exception] = []
         if not is_standby:
             for member in MEMBERS:
-                self.hear(Enter.kind, Enter(), member)
+                self.hear(Join.kind, Join(), member)
             for member, standing in zip(MEMBERS, STANDINGS, strict=True):
-                self.hear(Stand.kind, Stand(ballot=(1, 1), standing=standing), member)
-            assert self._service.num_here == 2
+                self.hear(StatusReport.kind, StatusReport(ballot=(1, 1), standing=standing), member)
+            assert self._service.num_present == 2
 
     def hear(self, kind: str, body: Any, member: str) -> None:
         """Let that member say it, and hang up."""
-        text = body.model_dump_json() if isinstance(body, wire.Message) else json.dumps(body)
+        text = body.model_dump_json() if isinstance(body, rpc.RpcMessage) else json.dumps(body)
         own, others = socket.socketpair()
-        peer = wire.Identity(job="job1", role="worker", name=member)
+        peer = rpc.Identity(job="job1", role="worker", name=member)
         with others:
             others.sendall(packed(kind, text.encode(), [], timeout_s=0.01))
             others.shutdown(socket.SHUT_WR)
-            channel = Channel(own, wire.Limits(), "here")
-            session = Session(channel, peer, self._handlers, Budget(1 << 20), self._complain)
-            with contextlib.suppress(WireError):
+            channel = RpcChannel(own, rpc.RpcLimits(), "here")
+            session = PeerSession(channel, peer, self._handlers, MemoryBudget(1 << 20), self._on_handler_error)
+            with contextlib.suppress(RpcError):
                 session.run()
             assert session.wait_idle(60.0)
 
@@ -80,7 +86,7 @@ class Served:
         """Whatever it was told, it looks around as ever."""
         self._service.tick(lambda: MEMBERS)
 
-    def _complain(self, peer: wire.Identity, kind: str, error: Exception) -> None:
+    def _on_handler_error(self, peer: rpc.Identity, kind: str, error: Exception) -> None:
         self.crashes.append(error)
 
 

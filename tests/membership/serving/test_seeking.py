@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringweave.membership.serving import seeking
+from ringweave.membership import service
 
 
 @pytest.fixture
@@ -48,16 +48,16 @@ def test_whoever_has_ended_or_whose_node_answers_nothing_is_unreachable(
     stuck: str, listening: str, refusing: str
 ) -> None:
     places = {"0.0": stuck, "1.0": listening, "2.0": refusing, "3.0": stuck}
-    assert seeking.unreachable(places) == {"0.0", "2.0", "3.0"}
+    assert service.unreachable_members(places) == {"0.0", "2.0", "3.0"}
 
 
 def test_whoever_cannot_be_asked_may_be_there(stuck: str) -> None:
     places = {"0.0": "no-address 4711", "1.0": "127.0.0.1 99999", "2.0": "127.0.0.1 x", "3.0": "", "4.0": stuck}
-    assert seeking.unreachable(places) == {"4.0"}
+    assert service.unreachable_members(places) == {"4.0"}
 
 
 def test_nobody_is_asked_for() -> None:
-    assert seeking.unreachable({}) == set()
+    assert service.unreachable_members({}) == set()
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_that_there_is_no_way_may_be_known_at_once(
     monkeypatch: pytest.MonkeyPatch, listening: str, error: int, is_unreachable: bool
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: error)
-    assert (seeking.unreachable({"0.0": listening}) == {"0.0"}) == is_unreachable
+    assert (service.unreachable_members({"0.0": listening}) == {"0.0"}) == is_unreachable
 
 
 def test_who_answers_the_second_time_is_there(monkeypatch: pytest.MonkeyPatch, listening: str, stuck: str) -> None:
     places = iter([stuck, listening])
-    ask = seeking._ask
-    monkeypatch.setattr(seeking, "_ask", lambda _: ask(next(places)))
-    assert seeking.unreachable({"0.0": stuck}) == set()
+    ask = service._start_probe
+    monkeypatch.setattr(service, "_start_probe", lambda _: ask(next(places)))
+    assert service.unreachable_members({"0.0": stuck}) == set()

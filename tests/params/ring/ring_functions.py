@@ -7,13 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringweave import wire
-from ringweave.params import flat
-from ringweave.params.messages import Group, Setup
-from ringweave.params.ring.client import RingClient
-from ringweave.params.ring.member import Member, Place, Samples
-from ringweave.params.ring.optimizer import PushedOptimizer
-from ringweave.params.serving import optimizers
+from ringweave import rpc
+from ringweave.param_server import flat, optimizers
+from ringweave.param_server.client import RingClient
+from ringweave.param_server.messages import ParameterGroup, ServerSetup
+from ringweave.param_server.worker import ParameterServerOptimizer, RingPlacement, RingWorker, UnpushedSamples
 
 BATCH = 12
 
@@ -53,8 +51,8 @@ def train(
     net = model()
     optimizer = optimizer_of(net, name, options)
     member, process_group, part = sit_down(net, optimizer, rings, (port, folder), overlaps=local_steps > 0)
-    samples = Samples()
-    pushed = PushedOptimizer(optimizer, member, samples, local_steps)
+    samples = UnpushedSamples()
+    pushed = ParameterServerOptimizer(optimizer, member, samples, local_steps)
     staleness = []
     for number in range(steps):
         pushed.zero_grad()
@@ -62,13 +60,13 @@ def train(
         average_gradients(net, process_group)
         samples.add(BATCH, 1 / len(rings))
         pushed.step()
-        if member.last:
-            staleness.append(member.last.staleness_versions)
-    pushed.rest()
+        if member.last_result:
+            staleness.append(member.last_result.staleness_versions)
+    pushed.go_idle()
     dist.barrier()
     member.refresh()
     dist.barrier()
-    member.leave()
+    member.leave_server()
     return {
         "parameters": [each.detach().tolist() for each in net.parameters()],
         "staleness": staleness,
@@ -83,7 +81,7 @@ def sit_down(
     server: tuple[int, str],
     *,
     overlaps: bool,
-) -> tuple[Member, dist.ProcessGroup, slice]:
+) -> tuple[RingWorker, dist.ProcessGroup, slice]:
     """This rank in its ring, with the first parameters; the ring's group; which samples of a batch are the rank's.
 
     `server` is its port on this machine, and the folder of all ranks' credentials.
@@ -97,8 +95,8 @@ def sit_down(
         assert client is not None
         start(client, setup_of(net, optimizer, rings, overlaps=overlaps), net)
     dist.barrier()
-    place = Place(process_group=groups[index], representative=ring[0], client=client)
-    member = Member(place, list(net.parameters()), overlaps=overlaps)
+    place = RingPlacement(process_group=groups[index], representative=ring[0], client=client)
+    member = RingWorker(place, list(net.parameters()), overlaps=overlaps)
     member.refresh()
     at = ring.index(rank)
     return member, groups[index], slice(at * BATCH // len(ring), (at + 1) * BATCH // len(ring))
@@ -107,29 +105,34 @@ def sit_down(
 def connect(server: tuple[int, str], rank: int, index: int) -> RingClient:
     """The connection of the representative of a ring."""
     port, folder = server
-    trust = wire.Tls(wire.Credentials.load(Path(folder) / str(rank)))
-    return RingClient([lambda: wire.Client.connect("127.0.0.1", port, trust, role="server")], index)
+    trust = rpc.TlsAuthentication(rpc.Credentials.load(Path(folder) / str(rank)))
+    return RingClient([lambda: rpc.RpcClient.connect("127.0.0.1", port, trust, role="server")], index)
 
 
-def setup_of(net: nn.Module, optimizer: torch.optim.Optimizer, rings: list[list[int]], *, overlaps: bool) -> Setup:
+def setup_of(
+    net: nn.Module, optimizer: torch.optim.Optimizer, rings: list[list[int]], *, overlaps: bool
+) -> ServerSetup:
     """What the server has to know."""
     places = list(range(len(list(net.parameters()))))
-    return Setup(
-        tensors=flat.specs_of(list(net.named_parameters())),
+    return ServerSetup(
+        tensors=flat.tensor_specs(list(net.named_parameters())),
         optimizer=type(optimizer).__name__,
-        groups=[Group(parameters=places, options=optimizers.options_of(group)) for group in optimizer.param_groups],
+        groups=[
+            ParameterGroup(parameters=places, options=optimizers.group_options(group))
+            for group in optimizer.param_groups
+        ],
         rings=rings,
         overlaps=overlaps,
         compensation=0.0 if overlaps else 0.04,
     )
 
 
-def start(client: RingClient, setup: Setup, net: nn.Module) -> None:
+def start(client: RingClient, setup: ServerSetup, net: nn.Module) -> None:
     """Give the server the first parameters."""
-    first = flat.Flat(setup.tensors)
+    first = flat.FlatTensors(setup.tensors)
     for view, parameter in zip(first.views, net.parameters(), strict=True):
         view.copy_(parameter.detach())
-    client.start(setup, first.buffers())
+    client.start_job(setup, first.buffers())
 
 
 def average_gradients(net: nn.Module, process_group: dist.ProcessGroup) -> None:

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError
-from ringweave.params.messages import Ask, Leave, Speak, Status
-from ringweave.params.ring.client import RingClient
+from ringweave.param_server.client import RingClient
+from ringweave.param_server.messages import LeaveRing, RegisterRingLeader, ServerStatus, ServerStatusRequest
 
 RECONNECT_S, PATIENCE_S = 20.0, 100.0
-STATUS = Status(
+STATUS = ServerStatus(
     version=3,
     staleness={},
     pushes={},
@@ -36,16 +36,16 @@ class World:
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
-    def connect(self) -> wire.Client:
+    def connect(self) -> rpc.RpcClient:
         if not self._is_there:
             raise ConnectionLostError("nobody listens")
         self.num_connections += 1
-        return cast("wire.Client", self)
+        return cast("rpc.RpcClient", self)
 
-    def call(self, message: Ask, *, timeout_s: float) -> wire.Answer:
+    def call(self, message: ServerStatusRequest, *, timeout_s: float) -> rpc.RpcReply:
         deed = self._deeds.pop(0) if len(self._deeds) > 1 else self._deeds[0]
         deed(self)
-        return wire.Answer(STATUS)
+        return rpc.RpcReply(STATUS)
 
     def close(self) -> None:
         pass
@@ -121,21 +121,21 @@ def test_who_represents_a_ring_says_so_to_each_server_and_in_each_epoch():
         def __init__(self, breaks: bool) -> None:
             self._breaks = breaks
 
-        def call(self, message: Any, *, timeout_s: float) -> wire.Answer:
+        def call(self, message: Any, *, timeout_s: float) -> rpc.RpcReply:
             said.append(message)
-            if self._breaks and isinstance(message, Leave):
+            if self._breaks and isinstance(message, LeaveRing):
                 raise ConnectionLostError("broken")
-            return wire.Answer(wire.Done())
+            return rpc.RpcReply(rpc.Ack())
 
         def close(self, *, is_awaited: bool = False) -> None: ...
 
     servers, ballots = iter([Server(True), Server(False)]), [(1, 1)]
-    connect = cast("Callable[[], wire.Client]", lambda: next(servers))
-    client = RingClient([connect], 2, ballot=lambda: ballots[-1], sleep=lambda _: None)
-    client.pause()
-    client.leave(is_for_good=False)
-    client.leave(is_for_good=False)
+    connect = cast("Callable[[], rpc.RpcClient]", lambda: next(servers))
+    client = RingClient([connect], 2, generation_id=lambda: ballots[-1], sleep=lambda _: None)
+    client.pause_ring()
+    client.leave_ring(is_for_good=False)
+    client.leave_ring(is_for_good=False)
     ballots.append((1, 2))
-    client.leave(is_for_good=False)
-    kinds = [each.ballot if isinstance(each, Speak) else type(each).__name__ for each in said]
+    client.leave_ring(is_for_good=False)
+    kinds = [each.ballot if isinstance(each, RegisterRingLeader) else type(each).__name__ for each in said]
     assert kinds == ["Pause", (1, 1), "Leave", (1, 1), "Leave", "Leave", (1, 2), "Leave"]

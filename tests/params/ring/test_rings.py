@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringweave import wire
-from ringweave.params.serving.service import ParameterService
+from ringweave import rpc
+from ringweave.param_server.service import ParameterService
 from ringweave.testing.ranks import Ranks
 from tests.params.ring import ring_functions
 
@@ -18,12 +18,12 @@ what hangs, which nothing on a busy machine may come near. Collectives wait as l
 
 
 @contextmanager
-def serving(folder: Path, num_ranks: int) -> Iterator[tuple[wire.Server, ParameterService]]:
-    authority = wire.Authority("test")
+def serving(folder: Path, num_ranks: int) -> Iterator[tuple[rpc.RpcServer, ParameterService]]:
+    authority = rpc.CertificateAuthority("test")
     for rank in range(num_ranks):
         authority.issue("worker", str(rank)).save(folder / "keys" / str(rank))
-    service = ParameterService(most_peers=lambda: server.most_peers("worker"))
-    server = wire.Server(wire.Tls(authority.issue("server", "0")), service.handlers(), roles=("worker",))
+    service = ParameterService(max_peers=lambda: server.max_peers("worker"))
+    server = rpc.RpcServer(rpc.TlsAuthentication(authority.issue("server", "0")), service.handlers(), roles=("worker",))
     with server.start("127.0.0.1"):
         yield server, service
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave.params.rules.audience import Audience
-from ringweave.params.rules.succession import LEASE_S, Claim, Succession
+from ringweave.param_server.leadership import LEASE_S, FailoverRules, LeadershipRecord, RingReachability
 from tests import effort
 
 TICK_S = 0.1
@@ -21,13 +20,13 @@ class Server:
     """One of the two, on the node of its number."""
 
     own: int
-    succession: Succession = field(init=False)
-    audience: Audience = field(default_factory=lambda: Audience(LEASE_S / 2))
+    succession: FailoverRules = field(init=False)
+    audience: RingReachability = field(default_factory=lambda: RingReachability(LEASE_S / 2))
     is_deposed: bool = False
     is_other_gone: bool = False
 
     def __post_init__(self) -> None:
-        self.succession = Succession(self.own)
+        self.succession = FailoverRules(self.own)
 
 
 @dataclass
@@ -48,15 +47,15 @@ class World:
     def __init__(self, rings: list[Ring], victim: int, way: str, renew_s: float) -> None:
         self._victim, self._way = victim, way
         self.rings, self.servers = rings, [Server(0), Server(1)]
-        self.register: list[Claim] = []
+        self.register: list[LeadershipRecord] = []
         self._now_s, self._num_ticks = 0.0, 0
         self._renew_s: float | None = renew_s
         leader, standby = (each.succession for each in self.servers)
-        self.register += [leader.first()]
-        leader.hold(self.register[0], 0.0)
-        self.register += [leader.joined(1)]
+        self.register += [leader.first_record()]
+        leader.adopt(self.register[0], 0.0)
+        self.register += [leader.record_with_standby(1)]
         for each in (leader, standby):
-            each.hold(self.register[1], 0.0)
+            each.adopt(self.register[1], 0.0)
 
     def passes(self, source: int, to: int) -> bool:
         if source == to or self._now_s < CUT_S:
@@ -81,7 +80,7 @@ class World:
             return
         is_heard = self.passes(ring.node, server.own)
         if is_heard:
-            server.audience.heard(self.rings.index(ring), self._now_s, is_elsewhere=ring.node != server.own)
+            server.audience.note_heard(self.rings.index(ring), self._now_s, is_remote=ring.node != server.own)
         is_answered = is_heard and self.passes(server.own, ring.node)
         # A connection that nothing comes back on is of no use, and another one cannot be made.
         ring.next_s[server.own] = self._now_s + ASK_S if is_answered else 1e9
@@ -92,9 +91,9 @@ class World:
             return
         self._renew_s = self._now_s + RENEW_S
         if self.passes(0, 1):
-            standby.succession.heard(self._now_s)
+            standby.succession.note_heard(self._now_s)
             if self.passes(1, 0):
-                leader.succession.heard(self._now_s)
+                leader.succession.note_heard(self._now_s)
                 return
         self._renew_s = self._now_s + LEASE_S  # it waits for the answer
 
@@ -103,18 +102,18 @@ class World:
         if server.is_deposed or (succession.leads and succession.has_lease(now_s)):
             return
         if succession.leads:
-            succession.lost()
+            succession.note_standby_lost()
             self._renew_s = None
             self.servers[1 - server.own].is_other_gone |= self.passes(server.own, 1 - server.own)
         elif not succession.is_silent(now_s) and not server.is_other_gone:
             return
-        claim = succession.alone(self.register[-1])
-        reach = server.audience.reach(range(len(self.rings)), now_s)
+        claim = succession.record_without_other(self.register[-1])
+        reach = server.audience.reachability(range(len(self.rings)), now_s)
         if claim is None:
             server.is_deposed = True
         elif succession.should_go_on(now_s, reach, is_other_gone=server.is_other_gone):
             self.register.append(claim)
-            succession.hold(claim, now_s)
+            succession.adopt(claim, now_s)
 
 
 PHASES = st.floats(0.0, ASK_S)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
-from ringweave.params.rules import Ledger, StalenessPolicy
+from ringweave.param_server.versions import Ledger, StalenessPolicy
 from tests import effort
 
 
@@ -53,7 +53,7 @@ class Play:
             changed = False
             for ring in sorted(self.waiting):
                 if self.ledger.can_grant(ring):
-                    first = self.ledger.base(ring) is None and ring not in self.ledger.pushed
+                    first = self.ledger.base_version(ring) is None and ring not in self.ledger.pushed
                     self.ledger.grant(ring)
                     self.waiting.discard(ring)
                     changed = True
@@ -66,7 +66,7 @@ class Play:
                     changed = True
 
     def push(self, ring: int, sequence: int) -> None:
-        base = self.ledger.base(ring)
+        base = self.ledger.base_version(ring)
         assert base is not None
         receipt = self.ledger.push(ring, sequence, base)
         is_late = (ring, base) in self.held_while_paused
@@ -91,7 +91,7 @@ def test_no_push_is_older_than_the_bound_and_every_ring_ends(data, num_rings, ro
     play.run(lambda ring: speeds[ring] * jitter.choice([0.5, 1, 1, 9]))
     assert [each.sequence for each in play.ledger.pushed.values()] == [rounds] * num_rings
     assert play.ledger.version == rounds * num_rings == len(play.staleness)
-    assert max(play.staleness) <= policy.most_versions
+    assert max(play.staleness) <= policy.max_versions
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -104,7 +104,7 @@ def test_a_paused_ring_takes_nobody_else_beyond_the_bound(data, num_rings, round
     play = Play(policy, rounds)
     play.run(lambda ring: speeds[ring] * jitter.choice([0.5, 1, 1, 9]), lambda ring: jitter.random() < 0.1)
     assert [each.sequence for each in play.ledger.pushed.values()] == [rounds] * num_rings
-    assert max(play.staleness, default=0) <= policy.most_versions
+    assert max(play.staleness, default=0) <= policy.max_versions
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -112,7 +112,7 @@ def test_the_fastest_ring_waits_at_the_bound(overlaps):
     policy = StalenessPolicy(num_rings=2, overlaps=overlaps)
     play = Play(policy, 40)
     play.run(lambda ring: (1.0, 1000.0)[ring])
-    assert max(play.staleness) in (policy.most_versions, policy.most_versions - 1, policy.most_versions - 2)
+    assert max(play.staleness) in (policy.max_versions, policy.max_versions - 1, policy.max_versions - 2)
     assert play.now_s > 5 * 1000  # the fast ring has waited for the slow one again and again
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.params.rules import TicketOffice
+from ringweave.param_server.data_shards import ShardDispatcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +16,7 @@ class Kind:
 
     samples_per_s: float
     wants: int
-    linger_s: float = 0.0
+    drain_s: float = 0.0
     """From its last push until it rests."""
 
 
@@ -26,7 +26,7 @@ class Rings:
     def __init__(self, kinds: list[Kind]) -> None:
         self.now_s = 0.0
         self.kinds, self.numbers = kinds, [0] * len(kinds)
-        self.office = TicketOffice(len(kinds), clock=lambda: self.now_s)
+        self.office = ShardDispatcher(len(kinds), clock=lambda: self.now_s)
         self.given: list[tuple[int, int]] = []
 
     def epoch(self, epoch: int, num_samples: int) -> list[float]:
@@ -37,20 +37,20 @@ class Rings:
         while events:
             self.now_s, is_rest, ring, samples = heapq.heappop(events)
             if is_rest:
-                self.office.rested(ring)
+                self.office.note_idle(ring)
                 rested_s[ring] = self.now_s - began_s
                 continue
             if samples:
-                self.office.pushed(ring, samples)
+                self.office.note_push(ring, samples)
             self.numbers[ring] += 1
             kind = self.kinds[ring]
-            ticket = self.office.take(ring, self.numbers[ring], epoch, kind.wants, num_samples)
+            ticket = self.office.next_shard(ring, self.numbers[ring], epoch, kind.wants, num_samples)
             self.given.append((ticket.first, ticket.num_samples))
             if ticket.num_samples:
                 next_s = self.now_s + ticket.num_samples / kind.samples_per_s
                 heapq.heappush(events, (next_s, 0, ring, ticket.num_samples))
             else:
-                heapq.heappush(events, (self.now_s + kind.linger_s, 1, ring, 0))
+                heapq.heappush(events, (self.now_s + kind.drain_s, 1, ring, 0))
         return rested_s
 
 
@@ -70,7 +70,7 @@ def test_rings_that_slowed_down_end_with_the_others() -> None:
 
 def test_a_ring_that_lingers_gets_no_more_when_it_would_be_late() -> None:
     """Its last push takes 3 s over its link, so it stops as much earlier."""
-    slow = Kind(samples_per_s=50, wants=25, linger_s=3.0)
+    slow = Kind(samples_per_s=50, wants=25, drain_s=3.0)
     rings = Rings([Kind(samples_per_s=400, wants=200), slow])
     first_s, second_s = (rings.epoch(epoch, 4000) for epoch in range(2))
     assert is_exact(rings, 4000)
@@ -80,7 +80,7 @@ def test_a_ring_that_lingers_gets_no_more_when_it_would_be_late() -> None:
 
 
 def test_who_gets_nothing_in_an_epoch_is_tried_again() -> None:
-    rings = Rings([Kind(samples_per_s=400, wants=200), Kind(samples_per_s=50, wants=25, linger_s=60.0)])
+    rings = Rings([Kind(samples_per_s=400, wants=200), Kind(samples_per_s=50, wants=25, drain_s=60.0)])
     took_part = []
     for epoch in range(8):
         rings.epoch(epoch, 2000)
@@ -97,16 +97,16 @@ def test_what_a_dead_ring_would_have_taken_is_for_the_others() -> None:
     rings.epoch(0, 1000)
     office, now_s, taken = rings.office, rings.now_s, 0
     rings.numbers[0] += 1
-    taken += office.take(0, rings.numbers[0], 1, 90, 300).num_samples
-    office.away(0)
+    taken += office.next_shard(0, rings.numbers[0], 1, 90, 300).num_samples
+    office.note_away(0)
     while True:
         rings.numbers[1] += 1
-        samples = office.take(1, rings.numbers[1], 1, 10, 300).num_samples
+        samples = office.next_shard(1, rings.numbers[1], 1, 10, 300).num_samples
         if not samples:
             break
         taken += samples
         rings.now_s += samples / 10
-        office.pushed(1, samples)
+        office.note_push(1, samples)
     assert (taken, rings.now_s > now_s + 20) == (300, True)
 
 
@@ -117,7 +117,7 @@ def test_what_a_dead_ring_would_have_taken_is_for_the_others() -> None:
 def test_whatever_the_pace_every_sample_is_given_out_once(
     kinds: list[tuple[float, int, float]], epochs: list[int]
 ) -> None:
-    rings = Rings([Kind(samples_per_s=speed, wants=wants, linger_s=linger_s) for speed, wants, linger_s in kinds])
+    rings = Rings([Kind(samples_per_s=speed, wants=wants, drain_s=linger_s) for speed, wants, linger_s in kinds])
     for epoch, num_samples in enumerate(epochs):
         rings.epoch(epoch, num_samples)
         assert is_exact(rings, num_samples)

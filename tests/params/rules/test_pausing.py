@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.params.rules import Ledger, StalenessPolicy
+from ringweave.param_server.versions import Ledger, StalenessPolicy
 
 
 def one_round(ledger: Ledger, ring: int) -> int:
@@ -37,7 +37,7 @@ def test_a_ring_that_is_not_paused_holds_the_others_up_at_the_bound() -> None:
     ledger.grant(0)
     while ledger.can_grant(1):
         one_round(ledger, 1)
-    assert ledger.version == ledger.policy.most_versions
+    assert ledger.version == ledger.policy.max_versions
     ledger.pause(0)
     assert ledger.can_grant(1)
 
@@ -50,13 +50,13 @@ def test_what_it_held_may_be_pushed_however_old_after_it_was_heard_of_again() ->
     ledger.grant(0)
     ledger.pause(0)
     for sequence in range(1, 31):
-        ledger.push(1, sequence, ledger.base(1) or 0)
+        ledger.push(1, sequence, ledger.base_version(1) or 0)
         assert ledger.can_grant(1)
         ledger.grant(1)
     ledger.grant(0)
     assert not ledger.is_paused(0)
-    receipt = ledger.push(0, 2, ledger.base(0) or 0)
-    assert receipt.staleness_versions > ledger.policy.most_versions
+    receipt = ledger.push(0, 2, ledger.base_version(0) or 0)
+    assert receipt.staleness_versions > ledger.policy.max_versions
     assert receipt.damping == ledger.policy.damping(receipt.staleness_versions)
 
 
@@ -70,5 +70,5 @@ def test_once_it_has_parameters_again_the_bound_holds_for_it() -> None:
     oldest = 0
     while ledger.can_grant(1):
         one_round(ledger, 1)
-        oldest = ledger.version - (ledger.base(0) or 0)
-    assert oldest <= ledger.policy.most_versions
+        oldest = ledger.version - (ledger.base_version(0) or 0)
+    assert oldest <= ledger.policy.max_versions

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave.params.rules import Position, Span, Spans, Ticket, TicketOffice
-from ringweave.params.rules.positions import left, lifted, united
+from ringweave.param_server.data_shards import (
+    DataPosition,
+    DataShard,
+    ShardDispatcher,
+    Span,
+    Spans,
+    merge_spans,
+    remaining_spans,
+    spans_in_epoch,
+)
 
 PLACES = st.sets(st.integers(0, 40))
 
@@ -22,30 +30,32 @@ def places_of(spans: Spans) -> list[int]:
 def test_spans_are_united_in_any_order_and_are_as_few_as_there_can_be(places, chosen):
     single = [(place, 1) for place in places for _ in range(chosen.randint(1, 2))]
     chosen.shuffle(single)
-    found = united([*single, (3, 0)])
+    found = merge_spans([*single, (3, 0)])
     assert places_of(found) == sorted(places)
     assert all(first + count < then for (first, count), (then, _) in itertools.pairwise(found))
 
 
 @given(done=PLACES, total=st.integers(0, 40), first=st.integers(0, 40), count=st.integers(0, 40))
 def test_what_is_left_of_an_epoch_has_its_places_in_the_order_of_the_whole(done, total, first, count):
-    spans = united((place, 1) for place in done)
+    spans = merge_spans((place, 1) for place in done)
     rest = [place for place in range(total) if place not in done]
-    assert places_of(left(spans, total)) == rest
+    assert places_of(remaining_spans(spans, total)) == rest
     count = min(count, max(0, len(rest) - first))
     if count:
-        assert places_of(lifted(spans, first, count)) == rest[first : first + count]
+        assert places_of(spans_in_epoch(spans, first, count)) == rest[first : first + count]
 
 
 def test_a_pass_that_is_over_has_no_more_samples_and_the_next_one_begins_with_none():
-    position = Position().pushed(1, 7, [(4, 4)]).pushed(1, 7, [(0, 4)])
+    position = DataPosition().after_push(1, 7, [(4, 4)]).after_push(1, 7, [(0, 4)])
     assert (position.epoch, position.done, position.num_done) == (7, ((0, 8),), 8)
-    over = position.ended(1, 7)
-    assert over == Position(pass_number=2, epoch=8)
-    assert over.pushed(1, 7, [(8, 4)]) == over, "a ring that comes late"
-    assert over.ended(1, 7) == over
-    assert over.pushed(2, 3, [(0, 2)]) == Position(pass_number=2, epoch=3, done=((0, 2),)), "the script names epochs"
-    assert position.pushed(2, 7, [(0, 2)]).done == ((0, 2),), "the same epoch begun anew"
+    over = position.after_pass(1, 7)
+    assert over == DataPosition(pass_number=2, epoch=8)
+    assert over.after_push(1, 7, [(8, 4)]) == over, "a ring that comes late"
+    assert over.after_pass(1, 7) == over
+    assert over.after_push(2, 3, [(0, 2)]) == DataPosition(pass_number=2, epoch=3, done=((0, 2),)), (
+        "the script names epochs"
+    )
+    assert position.after_push(2, 7, [(0, 2)]).done == ((0, 2),), "the same epoch begun anew"
 
 
 @dataclass
@@ -54,21 +64,21 @@ class World:
 
     total: int
     num_rings: int
-    position: Position = field(default_factory=Position)
+    position: DataPosition = field(default_factory=DataPosition)
     counted: Counter[int] = field(default_factory=Counter)
     """Sample -> how often it is in the parameters."""
     lost: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.office = TicketOffice(self.num_rings, clock=lambda: 0.0)
+        self.office = ShardDispatcher(self.num_rings, clock=lambda: 0.0)
         self.start = self.position.done
-        self.rest = places_of(left(self.start, self.total))
+        self.rest = places_of(remaining_spans(self.start, self.total))
         self.numbers = [0] * self.num_rings
-        self.under_way: list[list[Ticket]] = [[] for _ in range(self.num_rings)]
+        self.under_way: list[list[DataShard]] = [[] for _ in range(self.num_rings)]
 
     def take(self, ring: int, wanted: int) -> bool:
         self.numbers[ring] += 1
-        ticket = self.office.take(ring, self.numbers[ring], 0, wanted, len(self.rest))
+        ticket = self.office.next_shard(ring, self.numbers[ring], 0, wanted, len(self.rest))
         if ticket.num_samples:
             self.under_way[ring].append(ticket)
         return ticket.num_samples > 0
@@ -81,9 +91,9 @@ class World:
             gone = round(dead * ticket.num_samples)
             self.lost.update(self.rest[ticket.first :][:gone])
             self.counted.update(self.rest[ticket.first + gone : ticket.first + ticket.num_samples])
-            spans.extend(lifted(self.start, ticket.first + gone, ticket.num_samples - gone))
+            spans.extend(spans_in_epoch(self.start, ticket.first + gone, ticket.num_samples - gone))
         if taken:
-            self.position = self.position.pushed(0, 0, spans)
+            self.position = self.position.after_push(0, 0, spans)
 
     def die(self, ring: int) -> None:
         for ticket in self.under_way[ring]:
@@ -140,5 +150,5 @@ def test_lost_samples_are_drawn_again_only_while_their_epoch_is_not_over(ends):
     world.take(0, 4)
     world.push(0, 1, 0.0)
     assert (world.position.done, sorted(world.lost)) == (((2, 6),), [0, 1])
-    position = world.position.ended(0, 0) if ends else world.position
-    assert left(position.done, 8) == (((0, 8),) if ends else ((0, 2),))
+    position = world.position.after_pass(0, 0) if ends else world.position
+    assert remaining_spans(position.done, 8) == (((0, 8),) if ends else ((0, 2),))

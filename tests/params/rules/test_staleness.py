@@ -1,12 +1,12 @@
 import pytest
 
 from ringweave.errors import TrainingError
-from ringweave.params.rules import StalenessPolicy
+from ringweave.param_server.versions import StalenessPolicy
 
 
 @pytest.mark.parametrize(("num_rings", "bound"), [(1, 4), (2, 8), (4, 16)])
 def test_the_bound_is_four_versions_for_each_ring(num_rings, bound):
-    assert StalenessPolicy(num_rings=num_rings).most_versions == bound
+    assert StalenessPolicy(num_rings=num_rings).max_versions == bound
 
 
 def test_only_what_is_older_than_twice_the_usual_is_damped():

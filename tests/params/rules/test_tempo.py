@@ -1,19 +1,19 @@
 """Which rings are slow, by how long their pushes take."""
 
-from ringweave.params.rules import Tempo
+from ringweave.param_server.throttle import LinkSpeed
 
 
-def tempo_of(*took_s: float) -> Tempo:
-    tempo = Tempo()
+def tempo_of(*took_s: float) -> LinkSpeed:
+    tempo = LinkSpeed()
     for _ in range(2):
         push_all(tempo, *took_s)
     return tempo
 
 
-def push_all(tempo: Tempo, *took_s: float) -> None:
+def push_all(tempo: LinkSpeed, *took_s: float) -> None:
     for ring, seconds in enumerate(took_s):
-        tempo.begin(ring, 10.0)
-        tempo.end(ring, 10.0 + seconds)
+        tempo.push_began(ring, 10.0)
+        tempo.push_ended(ring, 10.0 + seconds)
 
 
 def test_a_ring_is_slow_beside_most_others():
@@ -37,8 +37,8 @@ def test_who_had_most_of_its_push_there_already_makes_nobody_slow():
 
 
 def test_a_push_that_broke_off_says_nothing():
-    tempo = Tempo()
-    tempo.end(0, 5.0)
+    tempo = LinkSpeed()
+    tempo.push_ended(0, 5.0)
     assert not tempo.is_slow(0)
 
 
@@ -52,6 +52,6 @@ def test_one_late_push_is_no_slow_link():
 
 
 def test_a_push_has_stopped_when_it_takes_far_longer_than_usual():
-    assert Tempo().patience_s == 10.0
-    assert tempo_of(0.01, 0.02).patience_s == 2.0
-    assert tempo_of(1.0, 2.0, 3.0, 60.0).patience_s == 15.0
+    assert LinkSpeed().push_timeout_s == 10.0
+    assert tempo_of(0.01, 0.02).push_timeout_s == 2.0
+    assert tempo_of(1.0, 2.0, 3.0, 60.0).push_timeout_s == 15.0

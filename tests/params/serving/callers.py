@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ringweave import wire
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Pull, Push, Setup, Start, TensorSpec
-from ringweave.params.serving.optimizers import options_of
-from ringweave.params.serving.service import ParameterService
-from ringweave.wire import Answer, Call, Incoming
+from ringweave import rpc
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import ParameterGroup, Pull, Push, ServerSetup, StartJob, TensorSpec
+from ringweave.param_server.optimizers import group_options
+from ringweave.param_server.service import ParameterService
+from ringweave.rpc import IncomingCall, RpcCall, RpcReply
 
 _NUM_ELEMENTS = 50
 _FOREVER_S = 60.0
@@ -33,17 +33,19 @@ class Callers:
         """`options` are those of SGD. Starts the job."""
         self._handlers = {each.message: each for each in service.handlers()}
         self._sequence, self._base = [0] * num_rings, [0] * num_rings
-        self._options = options_of(torch.optim.SGD([torch.zeros(1)], **options).param_groups[0])
+        self._options = group_options(torch.optim.SGD([torch.zeros(1)], **options).param_groups[0])
         specs = [TensorSpec(name="weight", shape=[_NUM_ELEMENTS], dtype=str(dtype).removeprefix("torch."))]
-        setup = Setup(
+        setup = ServerSetup(
             tensors=specs,
             optimizer="SGD",
-            groups=[Group(parameters=[0], options=self._options)],
+            groups=[ParameterGroup(parameters=[0], options=self._options)],
             rings=[[ring] for ring in range(num_rings)],
             overlaps=False,
             compensation=compensation,
         )
-        self.handle(0, Start(term=0, setup=setup), Flat(specs, [torch.zeros(_NUM_ELEMENTS, dtype=dtype)]).buffers())
+        self.handle(
+            0, StartJob(term=0, setup=setup), FlatTensors(specs, [torch.zeros(_NUM_ELEMENTS, dtype=dtype)]).buffers()
+        )
         self._num_bytes = _NUM_ELEMENTS * dtype.itemsize
 
     def pull(self, ring: int) -> int:
@@ -78,34 +80,34 @@ class Callers:
             options=[self._options],
             **{"batch_share": 1 / len(self._base), **more},
         )
-        (room,) = rooms = self._handlers[Push].allocate(Incoming(peer_of(ring), push, (self._num_bytes,)))
+        (room,) = rooms = self._handlers[Push].allocate(IncomingCall(peer_of(ring), push, (self._num_bytes,)))
         room[:] = gradient(push.sequence) if gradient else bytes(self._num_bytes)
         arriving()
         self.handle(ring, push, rooms)
 
-    def call_of(self, ring: int, after_sequence: int = 0) -> Call:
+    def call_of(self, ring: int, after_sequence: int = 0) -> RpcCall:
         """A pull, to be handled by `pull_with`."""
         return _call(ring, self._pull_of(ring, after_sequence), (), _FOREVER_S)
 
-    def pull_with(self, call: Call) -> Answer:
+    def pull_with(self, call: RpcCall) -> RpcReply:
         """Handle a call that the test has prepared."""
         answer = self._handlers[Pull].handle(call)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, RpcReply)
         return answer
 
-    def handle(self, ring: int, message: wire.Message, buffers: Sequence[memoryview] = ()) -> Answer:
+    def handle(self, ring: int, message: rpc.RpcMessage, buffers: Sequence[memoryview] = ()) -> RpcReply:
         """What the service answers."""
         limit_s = _FOREVER_S if isinstance(message, Pull) else float("inf")
         answer = self._handlers[type(message)].handle(_call(ring, message, buffers, limit_s))
-        return answer if isinstance(answer, Answer) else Answer(answer)
+        return answer if isinstance(answer, RpcReply) else RpcReply(answer)
 
     def _pull_of(self, ring: int, after_sequence: int) -> Pull:
         return Pull(term=0, ring=ring, after_sequence=after_sequence)
 
 
-def _call(ring: int, message: wire.Message, buffers: Sequence[memoryview], limit_s: float) -> Call:
-    return Call(peer=peer_of(ring), message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
+def _call(ring: int, message: rpc.RpcMessage, buffers: Sequence[memoryview], limit_s: float) -> RpcCall:
+    return RpcCall(peer=peer_of(ring), message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
 
 
-def peer_of(ring: int) -> wire.Identity:
-    return wire.Identity(job="test", role="worker", name=str(ring))
+def peer_of(ring: int) -> rpc.Identity:
+    return rpc.Identity(job="test", role="worker", name=str(ring))

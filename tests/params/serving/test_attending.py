@@ -9,9 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.errors import DeadlineError, RefusedError, TrainingError
-from ringweave.params.messages import Leave, Meet, Pause, Pull, Seated, Seek, Speak, Take
-from ringweave.params.rules import StalenessPolicy
-from ringweave.params.serving import attending
+from ringweave.param_server import sessions
+from ringweave.param_server.messages import (
+    BarrierArrival,
+    LeaveRing,
+    PauseRing,
+    Pull,
+    RegisterRingLeader,
+    RingAssignmentReply,
+    RingAssignmentRequest,
+    TakeShard,
+)
+from ringweave.param_server.versions import StalenessPolicy
 from tests.params.serving.two_rings import LONG_S, RINGS, SHARES, Job, Representatives
 
 
@@ -24,32 +33,34 @@ def job() -> Job:
 
 def test_a_worker_finds_its_ring_and_where_that_stands() -> None:
     job = Job()
-    assert job.call("2.0", Seek(term=0, slot=2)) == Seated(rings=[])
+    assert job.call("2.0", RingAssignmentRequest(term=0, slot=2)) == RingAssignmentReply(rings=[])
     job.start()
     base = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
     job.push("1.0", 1, 1, base)
-    job.call("1.0", Take(term=0, ring=1, number=1, epoch=3, num_samples=5, least=1, epoch_samples=50))
-    job.call("1.0", Leave(term=0, ring=1, is_for_good=False))
-    seated = job.call("2.7", Seek(term=0, slot=2))
-    assert seated == Seated(rings=RINGS, shares=SHARES, num_pushed=1, num_tickets=1, num_meetings=0, epoch=3)
-    assert job.call("9.0", Seek(term=0, slot=9)).rings == RINGS, "it is in none, and can see that"
+    job.call("1.0", TakeShard(term=0, ring=1, number=1, epoch=3, num_samples=5, least=1, epoch_samples=50))
+    job.call("1.0", LeaveRing(term=0, ring=1, is_for_good=False))
+    seated = job.call("2.7", RingAssignmentRequest(term=0, slot=2))
+    assert seated == RingAssignmentReply(
+        rings=RINGS, shares=SHARES, num_pushed=1, num_tickets=1, num_meetings=0, epoch=3
+    )
+    assert job.call("9.0", RingAssignmentRequest(term=0, slot=9)).rings == RINGS, "it is in none, and can see that"
 
 
 def test_any_incarnation_of_a_ring_s_slots_speaks_for_it_and_nobody_else(job: Job) -> None:
     assert job.call("3.5", Pull(term=0, ring=0, after_sequence=0)).version == 0
     with pytest.raises(RefusedError, match=r"caller for ring 0: '1\.0', expected one of its ranks 0, 3"):
-        job.call("1.0", Pause(term=0, ring=0))
+        job.call("1.0", PauseRing(term=0, ring=0))
     with pytest.raises(RefusedError, match="caller for ring 0: 'x', expected one of its ranks 0, 3"):
-        job.call("x", Pause(term=0, ring=0))
+        job.call("x", PauseRing(term=0, ring=0))
 
 
 @pytest.mark.parametrize("is_said", [True, False])
 def test_nobody_waits_for_a_ring_that_forms_anew(job: Job, is_said: bool) -> None:
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
     if is_said:
-        job.call("0.0", Pause(term=0, ring=0))
+        job.call("0.0", PauseRing(term=0, ring=0))
     else:
-        job.hang_up("0.0")
+        job.abort("0.0")
     for sequence in range(1, 30):
         version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
         job.push("1.0", 1, sequence, version)
@@ -60,11 +71,11 @@ def test_nobody_waits_for_a_ring_that_forms_anew(job: Job, is_said: bool) -> Non
 
 def test_a_ring_that_is_heard_of_again_is_waited_for_before_it_pushes(job: Job) -> None:
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    job.hang_up("0.0")
+    job.abort("0.0")
     for sequence in range(1, 10):
         version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
         job.push("1.0", 1, sequence, version)
-    job.call("3.0", Take(term=0, ring=0, number=1, epoch=0, num_samples=5, least=1, epoch_samples=50))
+    job.call("3.0", TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=5, least=1, epoch_samples=50))
     with pytest.raises(DeadlineError, match="the slowest ring near enough"):
         job.call("1.0", Pull(term=0, ring=1, after_sequence=9), limit_s=0.0)
     assert job.push("3.0", 0, 1, base).staleness_versions == 9
@@ -76,11 +87,11 @@ def test_where_no_members_are_lost_no_push_is_older_than_the_bound_whatever_conn
     """A ring pushes what it has computed and asks for parameters, or its connection breaks while it computes."""
     job, base, pushed = Job(), [-1, -1], [0, 0]
     job.start(may_lose_members=False)
-    most = StalenessPolicy(num_rings=2).most_versions
+    most = StalenessPolicy(num_rings=2).max_versions
     for ring, what in [*events, *[(0, "go on"), (1, "go on")] * 3]:
         who = f"{RINGS[ring][0]}"
         if what == "hang up":
-            job.hang_up(who)
+            job.abort(who)
             continue
         if base[ring] >= 0:
             pushed[ring] += 1
@@ -103,14 +114,16 @@ def test_a_ring_that_is_whole_is_waited_for(job: Job) -> None:
 
 
 def test_rings_meet_without_one_of_which_nobody_is_heard_for_long(job: Job) -> None:
-    job.hang_up("0.0")
+    job.abort("0.0")
     met: list[Any] = []
-    asking = threading.Thread(target=lambda: met.append(job.call("1.0", Meet(term=0, ring=1, number=1, said="b"))))
+    asking = threading.Thread(
+        target=lambda: met.append(job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")))
+    )
     asking.start()
     with job.service.changed:
         assert job.service.job is not None
-        assert job.service.job.meetings.answer(1, ()) is None
-    job.now_s += attending.ABSENT_S + 1.0
+        assert job.service.job.barrier.result_of(1, ()) is None
+    job.now_s += sessions.RING_ABSENT_S + 1.0
     with job.service.changed:
         job.service.changed.notify_all()
     asking.join(LONG_S)
@@ -118,13 +131,13 @@ def test_rings_meet_without_one_of_which_nobody_is_heard_for_long(job: Job) -> N
 
 
 def test_a_ring_that_is_heard_of_again_is_waited_for(job: Job) -> None:
-    job.hang_up("0.0")
+    job.abort("0.0")
     job.call("3.0", Pull(term=0, ring=0, after_sequence=0))
-    job.now_s += attending.ABSENT_S + 1.0
+    job.now_s += sessions.RING_ABSENT_S + 1.0
     with pytest.raises(DeadlineError, match="meeting 1 of the rings: 'not all of them', expected all that are there"):
-        job.call("1.0", Meet(term=0, ring=1, number=1, said=""), limit_s=0.05)
-    job.call("3.0", Meet(term=0, ring=0, number=1, said="a"))
-    assert job.call("2.0", Meet(term=0, ring=1, number=1, said="other words")).said == {"0": "a", "1": ""}
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said=""), limit_s=0.05)
+    job.call("3.0", BarrierArrival(term=0, ring=0, number=1, said="a"))
+    assert job.call("2.0", BarrierArrival(term=0, ring=1, number=1, said="other words")).said == {"0": "a", "1": ""}
 
 
 def test_a_ring_that_is_begun_again_is_not_held_to_a_push_that_never_came(job: Job) -> None:
@@ -132,24 +145,24 @@ def test_a_ring_that_is_begun_again_is_not_held_to_a_push_that_never_came(job: J
     job.push("0.0", 0, 1, base)
     with pytest.raises(DeadlineError, match="its push 2 applied"):
         job.call("0.0", Pull(term=0, ring=0, after_sequence=2), limit_s=0.05)
-    job.hang_up("0.0")
-    assert job.call("3.1", Seek(term=0, slot=3, begins=True)).num_pushed == 1
+    job.abort("0.0")
+    assert job.call("3.1", RingAssignmentRequest(term=0, slot=3, begins=True)).num_pushed == 1
     assert job.call("3.1", Pull(term=0, ring=0, after_sequence=1)).version == 1
 
 
 def test_who_hangs_up_after_it_has_left_is_missed_by_nobody(job: Job) -> None:
-    job.call("0.0", Leave(term=0, ring=0, is_for_good=True))
-    job.hang_up("0.0")
-    assert job.call("1.0", Meet(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
+    job.call("0.0", LeaveRing(term=0, ring=0, is_for_good=True))
+    job.abort("0.0")
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
     assert job.service.job is not None
     assert not job.service.job.away_s
 
 
 def test_whoever_hangs_up_before_the_job_has_begun_changes_nothing() -> None:
     job = Job()
-    job.hang_up("0.0")
+    job.abort("0.0")
     with pytest.raises(TrainingError, match="job: 'none yet'"):
-        job.call("0.0", Pause(term=0, ring=0))
+        job.call("0.0", PauseRing(term=0, ring=0))
 
 
 @settings(deadline=None, max_examples=50)
@@ -162,7 +175,7 @@ def test_whoever_dies_after_whatever_call_each_push_counts_once_and_each_sample_
     rings = [Representatives(job, ring, deaths[ring::2]) for ring in range(2)]
     for ring in rings:
         ring.run(num_samples)
-        job.call(f"{RINGS[rings.index(ring)][0]}.0", Leave(term=0, ring=rings.index(ring), is_for_good=False))
+        job.call(f"{RINGS[rings.index(ring)][0]}.0", LeaveRing(term=0, ring=rings.index(ring), is_for_good=False))
     tickets = [ticket for ring in rings for ticket in ring.tickets]
     drawn = [sample for first, count in tickets for sample in range(first, first + count)]
     assert sorted(drawn) == list(range(num_samples))
@@ -174,19 +187,19 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
     """It was stopped as it had pushed, and asks for the parameters when another one computes on them already."""
     job = Job()
     job.start()
-    job.call("0.0", Speak(term=0, ring=0, ballot=(1, 3)))
+    job.call("0.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 3)))
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
     job.push("0.0", 0, 1, base)
-    job.call("3.0", Speak(term=0, ring=0, ballot=(1, 4)))
+    job.call("3.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 4)))
     base = job.call("3.0", Pull(term=0, ring=0, after_sequence=1)).version
     other = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
     job.push("1.0", 1, 1, other)
     late = [
-        Speak(term=0, ring=0, ballot=(1, 3)),
+        RegisterRingLeader(term=0, ring=0, ballot=(1, 3)),
         Pull(term=0, ring=0, after_sequence=1),
-        Leave(term=0, ring=0, is_for_good=False),
-        Take(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=8),
-        Meet(term=0, ring=0, number=1, epoch=0, said=""),
+        LeaveRing(term=0, ring=0, is_for_good=False),
+        TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=8),
+        BarrierArrival(term=0, ring=0, number=1, epoch=0, said=""),
     ]
     for message in late:
         with pytest.raises(RefusedError, match=r"representative of ring 0: '0.0', expected 3.0"):
@@ -194,15 +207,15 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
     with pytest.raises(RefusedError, match="representative of ring 0"):
         job.push("0.0", 0, 2, base)
     assert job.push("3.0", 0, 2, base).staleness_versions == 1
-    job.call("0.1", Seek(term=0, slot=0, begins=True))
-    job.call("0.1", Speak(term=0, ring=0, ballot=(1, 1)))
+    job.call("0.1", RingAssignmentRequest(term=0, slot=0, begins=True))
+    job.call("0.1", RegisterRingLeader(term=0, ring=0, ballot=(1, 1)))
     job.call("0.1", Pull(term=0, ring=0, after_sequence=2))
 
 
 def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks():
     job = Job()
     job.start()
-    job.call("0.0", Speak(term=0, ring=0, ballot=(1, 3)))
+    job.call("0.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 3)))
     failed = []
 
     def wait() -> None:
@@ -215,9 +228,9 @@ def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks
     thread.start()
     found = job.service.job
     assert found is not None
-    while found.pulled_after.get(0) != 1:
+    while found.last_pull_sequence.get(0) != 1:
         time.sleep(0.01)
-    job.call("3.0", Speak(term=0, ring=0, ballot=(2, 1)))
+    job.call("3.0", RegisterRingLeader(term=0, ring=0, ballot=(2, 1)))
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
     assert "nobody who waits" in failed[0]

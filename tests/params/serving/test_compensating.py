@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ringweave.params.messages import Push
-from ringweave.params.serving import snapshots
-from ringweave.params.serving.replaying import Replay
-from ringweave.params.serving.replicas import Fact
-from ringweave.params.serving.service import ParameterService
+from ringweave.param_server import snapshots
+from ringweave.param_server.messages import Push
+from ringweave.param_server.replication import ReplicatedFact
+from ringweave.param_server.service import ParameterService
+from ringweave.param_server.standby import LeaderReplay
 from tests.params.serving.callers import Callers
 
 NUM_RINGS = 3
@@ -21,25 +21,25 @@ class Mirror:
 
     def __init__(self) -> None:
         self.service: ParameterService | None = None
-        self.leads: list[float] = []
+        self.is_leading: list[float] = []
 
     def check_term(self, term: int) -> None:
         assert term == 0
 
-    def started(self) -> None:
+    def replicate_start(self) -> None:
         pass
 
-    def pushing(self, push: Push, buffers: Sequence[memoryview]) -> None:
+    def replicate_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
         if self.service:
-            Replay(self.service).push(push, [memoryview(bytearray(each)) for each in buffers])
+            LeaderReplay(self.service).replay_push(push, [memoryview(bytearray(each)) for each in buffers])
 
-    def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
+    def replicate_grant(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
         assert is_between_pushes
-        self.leads.append(ahead)
+        self.is_leading.append(ahead)
         if self.service:
-            Replay(self.service).grant(ring, version, ahead)
+            LeaderReplay(self.service).replay_grant(ring, version, ahead)
 
-    def noted(self, fact: Fact) -> None:
+    def replicate_fact(self, fact: ReplicatedFact) -> None:
         raise AssertionError(f"nobody takes samples or leaves: {fact}")
 
 
@@ -55,24 +55,24 @@ def push_and_pull(rings: Callers, ring: int) -> None:
 
 
 def parameters(service: ParameterService) -> torch.Tensor:
-    with service.standing_still() as state:
-        return snapshots.from_bytes(state).parameters[0]
+    with service.paused_state() as state:
+        return snapshots.snapshot_from_bytes(state).parameters[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_standby_compensates_by_the_same_parameters(seed):
     mirror, follower, draw = Mirror(), ParameterService(), random.Random(seed)
-    leader = ParameterService(replica=mirror)
+    leader = ParameterService(replicator=mirror)
     rings = Callers(leader, NUM_RINGS, compensation=0.04, dtype=torch.float64, lr=0.5, momentum=0.9)
     for ring in range(NUM_RINGS):
         rings.pull(ring)
-    with leader.standing_still() as state:  # rings compute by now: what they do is copied, too
-        follower.resume(snapshots.from_bytes(bytes(state)))
+    with leader.paused_state() as state:  # rings compute by now: what they do is copied, too
+        follower.resume(snapshots.snapshot_from_bytes(bytes(state)))
     mirror.service = follower
     for _ in range(15):  # in cycles, so that nobody has to wait for the slowest
         for ring in draw.sample((0, 0, 1, 2), 4):
             push_and_pull(rings, ring)
-    assert max(mirror.leads) > 0.1, "parameters were given ahead of time"
+    assert max(mirror.is_leading) > 0.1, "parameters were given ahead of time"
     assert follower.version == leader.version == 60
     assert parameters(leader).abs().max() > 0.1
     assert torch.equal(parameters(follower), parameters(leader))

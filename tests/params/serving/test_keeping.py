@@ -7,14 +7,24 @@ import pytest
 import torch
 
 from ringweave.errors import RingweaveError, TrainingError
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Pull, Seek, Take
-from ringweave.params.resuming import STATE, Forget, Offer, Restore, Ruled, Snap, StartWords
-from ringweave.params.rules import Position
-from ringweave.params.serving import snapshots
-from ringweave.params.serving.service import ParameterService
-from ringweave.params.serving.snapshots import Snapshot
-from ringweave.wire.states import Describe, Read
+from ringweave.param_server import snapshots
+from ringweave.param_server.data_shards import DataPosition
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import (
+    SNAPSHOT_STATE_NAME,
+    DataStart,
+    OfferCheckpoint,
+    Pull,
+    ReleaseSnapshot,
+    RestoreSnapshot,
+    ResumeDecision,
+    RingAssignmentRequest,
+    SnapshotRequest,
+    TakeShard,
+)
+from ringweave.param_server.service import ParameterService
+from ringweave.param_server.snapshots import ServerSnapshot
+from ringweave.rpc.state_transfer import DescribeState, ReadState
 from tests.params.serving.callers import Callers, peer_of
 
 
@@ -30,23 +40,29 @@ def push(callers: Callers, ring: int, spans: list[tuple[int, int]], **more: int)
     callers.push(ring, gradient=lambda _: content, spans=spans, batch_share=0.5, **more)
 
 
-def read(callers: Callers, ring: int) -> Snapshot:
+def read(callers: Callers, ring: int) -> ServerSnapshot:
     """What a ring reads, piece by piece."""
-    assert callers.handle(ring, Snap(term=0, ring=ring)).message.is_there
-    described = callers.handle(ring, Describe(name=STATE)).message
+    assert callers.handle(ring, SnapshotRequest(term=0, ring=ring)).message.is_there
+    described = callers.handle(ring, DescribeState(name=SNAPSHOT_STATE_NAME)).message
     buffers = {}
     for index, piece in enumerate(described.pieces):
-        wanted = Read(name=STATE, offer=described.offer, piece=index, first_byte=0, num_bytes=piece.num_bytes)
+        wanted = ReadState(
+            name=SNAPSHOT_STATE_NAME, offer=described.offer, piece=index, first_byte=0, num_bytes=piece.num_bytes
+        )
         buffers[piece.name] = bytearray(callers.handle(ring, wanted).buffers[0])
-    return snapshots.of_parts(*snapshots.of_buffers(buffers))
+    return snapshots.snapshot_from_parts(*snapshots.parts_from_buffers(buffers))
 
 
-def pieces_of(content: bytes, *, check: str = "c", num_pieces: int = 3, **start: Any) -> list[tuple[Restore, bytes]]:
-    words = StartWords(**{"pass_number": 1, "epoch": 0, "done": [], "seed": 5, **start})
+def pieces_of(
+    content: bytes, *, check: str = "c", num_pieces: int = 3, **start: Any
+) -> list[tuple[RestoreSnapshot, bytes]]:
+    words = DataStart(**{"pass_number": 1, "epoch": 0, "done": [], "seed": 5, **start})
     size = -(-len(content) // num_pieces)
     return [
         (
-            Restore(term=0, ring=0, num_bytes=len(content), first_byte=first, train_step=2, check=check, start=words),
+            RestoreSnapshot(
+                term=0, ring=0, num_bytes=len(content), first_byte=first, train_step=2, check=check, start=words
+            ),
             content[first : first + size],
         )
         for first in range(0, len(content), size)
@@ -60,8 +76,8 @@ def give(callers: Callers, content: bytes, **more: Any) -> None:
 
 def newest(callers: Callers) -> torch.Tensor:
     found = read(callers, 0)
-    into = Flat(found.setup.tensors)
-    snapshots.restore(found).read(into)
+    into = FlatTensors(found.setup.tensors)
+    snapshots.restore_model(found).read_parameters(into)
     return into.pieces[0]
 
 
@@ -69,57 +85,61 @@ def test_a_snapshot_says_which_samples_are_in_it_whatever_rings_have_drawn() -> 
     service, callers = rings_of(2)
     push(callers, 0, [(0, 4)])
     push(callers, 1, [(8, 4)])
-    callers.handle(0, Take(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=40))
+    callers.handle(0, TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=40))
     held = service.status().memory_bytes
     found = read(callers, 0)
-    assert found.position == Position(epoch=0, done=((0, 4), (8, 4)))
+    assert found.position == DataPosition(epoch=0, done=((0, 4), (8, 4)))
     assert found.progress.num_done == 1
     assert service.status().memory_bytes > held, "it is held as long as it can be read"
     push(callers, 0, [(4, 4)])
     assert found.position.num_done == 8, "of that moment"
-    callers.handle(0, Forget(term=0, ring=0))
+    callers.handle(0, ReleaseSnapshot(term=0, ring=0))
     assert service.status().memory_bytes <= held + 50 * 8, "but for the sum of the next train step's gradients"
     with pytest.raises(RingweaveError, match="state: 'snapshot', expected one of none"):
-        callers.handle(0, Describe(name=STATE))
+        callers.handle(0, DescribeState(name=SNAPSHOT_STATE_NAME))
 
 
 def test_one_ring_saves_for_all_the_first_that_is_there() -> None:
     service, callers = rings_of(3)
     push(callers, 2, [(0, 4)])
-    assert not callers.handle(2, Snap(term=0, ring=2)).message.is_there
+    assert not callers.handle(2, SnapshotRequest(term=0, ring=2)).message.is_there
     for ring in (0, 1):
-        service.attendance.missed(peer_of(ring))
-    assert callers.handle(2, Snap(term=0, ring=2)).message.is_there, "the others have died"
-    callers.handle(1, Seek(term=0, slot=1))
+        service.ring_sessions.note_disconnect(peer_of(ring))
+    assert callers.handle(2, SnapshotRequest(term=0, ring=2)).message.is_there, "the others have died"
+    callers.handle(1, RingAssignmentRequest(term=0, slot=1))
     callers.handle(1, Pull(term=0, ring=1, after_sequence=0))
-    assert not callers.handle(2, Snap(term=0, ring=2)).message.is_there, "one is back"
+    assert not callers.handle(2, SnapshotRequest(term=0, ring=2)).message.is_there, "one is back"
 
 
 def test_another_job_goes_on_exactly_where_the_snapshot_was() -> None:
     _, before = rings_of(2)
     for number in range(5):
         push(before, number % 2, [(4 * number, 4)])
-    content = snapshots.to_bytes(read(before, 0))
+    content = snapshots.snapshot_to_bytes(read(before, 0))
     service, after = rings_of(3)
     give(after, content, done=[(0, 20)], pass_number=1)
     assert service.version == 5
     assert torch.equal(newest(after), newest(before))
-    seated = after.handle(1, Seek(term=0, slot=1)).message
+    seated = after.handle(1, RingAssignmentRequest(term=0, slot=1)).message
     assert (seated.resumed, seated.resumed_epoch, seated.resumed_seed) == ([(0, 20)], 0, 5)
     assert (seated.num_pushed, seated.num_tickets) == (0, 0), "rings count anew"
     for callers in (before, after):
         push(callers, 0, [(20, 4)], pass_number=1)
     assert torch.equal(newest(after), newest(before)), "momentum and the gradients of the train step as well"
-    assert read(after, 0).position == Position(pass_number=1, epoch=0, done=((0, 24),))
+    assert read(after, 0).position == DataPosition(pass_number=1, epoch=0, done=((0, 24),))
 
 
 def test_all_rings_go_on_from_the_newest_that_any_of_them_has() -> None:
     _, before = rings_of(2)
     push(before, 0, [(0, 4)])
-    content = snapshots.to_bytes(read(before, 0))
+    content = snapshots.snapshot_to_bytes(read(before, 0))
     _, callers = rings_of(3)
-    heard: dict[int, Ruled] = {}
-    offers = {0: Offer(term=0, ring=0, train_step=2, check="c"), 1: Offer(term=0, ring=1), 2: Offer(term=0, ring=2)}
+    heard: dict[int, ResumeDecision] = {}
+    offers = {
+        0: OfferCheckpoint(term=0, ring=0, train_step=2, check="c"),
+        1: OfferCheckpoint(term=0, ring=1),
+        2: OfferCheckpoint(term=0, ring=2),
+    }
 
     def offer(ring: int) -> None:
         heard[ring] = callers.handle(ring, offers[ring]).message
@@ -139,22 +159,22 @@ def test_all_rings_go_on_from_the_newest_that_any_of_them_has() -> None:
 
 def test_where_no_ring_has_one_all_begin_and_who_comes_later_hears_that_they_have() -> None:
     service, callers = rings_of(2)
-    service.attendance.missed(peer_of(1))
+    service.ring_sessions.note_disconnect(peer_of(1))
     assert service.job is not None
     service.job.away_s[1] -= 100.0  # it is dead, and nobody waits for it
-    assert callers.handle(0, Offer(term=0, ring=0)).message.verdict == "nothing"
-    assert callers.handle(0, Offer(term=0, ring=0)).message.verdict == "nothing", "said again"
-    callers.handle(0, Take(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=40))
-    assert callers.handle(1, Offer(term=0, ring=1, train_step=9, check="d")).message.verdict == "begun"
+    assert callers.handle(0, OfferCheckpoint(term=0, ring=0)).message.verdict == "nothing"
+    assert callers.handle(0, OfferCheckpoint(term=0, ring=0)).message.verdict == "nothing", "said again"
+    callers.handle(0, TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=40))
+    assert callers.handle(1, OfferCheckpoint(term=0, ring=1, train_step=9, check="d")).message.verdict == "begun"
     _, before = rings_of(1)
     expected = r"checkpoint to go on from: .one after the first samples were drawn., .*right after prepare"
     with pytest.raises(TrainingError, match=expected):
-        give(callers, snapshots.to_bytes(read(before, 0)))
+        give(callers, snapshots.snapshot_to_bytes(read(before, 0)))
 
 
 def test_pieces_come_in_their_order_and_are_of_a_snapshot_of_this_model() -> None:
     _, before = rings_of(1)
-    content = snapshots.to_bytes(read(before, 0))
+    content = snapshots.snapshot_to_bytes(read(before, 0))
     _, callers = rings_of(1)
     first, second, third = pieces_of(content)
     callers.handle(0, first[0], [memoryview(first[1])])
@@ -179,6 +199,6 @@ def test_pieces_come_in_their_order_and_are_of_a_snapshot_of_this_model() -> Non
 def test_an_ended_pass_is_over_for_a_checkpoint_also() -> None:
     _, callers = rings_of(1)
     push(callers, 0, [(0, 4)], epoch=3)
-    ended = Take(term=0, ring=0, number=1, epoch=0, num_samples=40, least=1, epoch_samples=40, ended_epoch=3)
+    ended = TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=40, least=1, epoch_samples=40, ended_epoch=3)
     callers.handle(0, ended)
-    assert read(callers, 0).position == Position(pass_number=1, epoch=4)
+    assert read(callers, 0).position == DataPosition(pass_number=1, epoch=4)

@@ -4,14 +4,14 @@ import socket
 
 import pytest
 
-from ringweave import wire
-from ringweave.params.serving.main import main
+from ringweave import rpc
+from ringweave.param_server.main import main
 
 
 @pytest.fixture
 def credentials(tmp_path):
     folder = tmp_path / "server"
-    wire.Authority("job1").issue("server", "0").save(folder)
+    rpc.CertificateAuthority("job1").issue("server", "0").save(folder)
     return folder
 
 

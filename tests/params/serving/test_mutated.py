@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from ringweave import wire
-from ringweave.errors import ConnectionLostError, WireError
-from ringweave.params.messages import Pull, Push, Start
-from ringweave.params.serving.replaying import Replay
-from ringweave.params.serving.service import ParameterService
-from ringweave.wire.calls import Budget
-from ringweave.wire.framing.channels import Channel
-from ringweave.wire.sessions import Session
+from ringweave import rpc
+from ringweave.errors import ConnectionLostError, RpcError
+from ringweave.param_server.messages import Pull, Push, StartJob
+from ringweave.param_server.service import ParameterService
+from ringweave.param_server.standby import LeaderReplay
+from ringweave.rpc.channel import RpcChannel
+from ringweave.rpc.server import MemoryBudget, PeerSession
 from tests.params.serving.test_attacks import PUSH, SETUP
 from tests.wire.mutations import damaged, is_refused
 from tests.wire.parts import frame, packed
@@ -68,41 +67,41 @@ class Server:
         self.service = ParameterService()
         self.crashes: list[Exception] = []
         self._handlers = {handler.message.kind: handler for handler in self.service.handlers()}
-        self.hear(frame(Start(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0")
-        Replay(self.service).grant(1, 0, 0.0)
+        self.hear(frame(StartJob(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0")
+        LeaderReplay(self.service).replay_grant(1, 0, 0.0)
 
     def hear(self, data: bytes, rank: str = "1") -> Heard:
         """Let a worker of the job send these bytes and hang up; returns when all that comes of it is over."""
         own, others = socket.socketpair()
-        peer = wire.Identity(job="job1", role="worker", name=rank)
+        peer = rpc.Identity(job="job1", role="worker", name=rank)
         with others:
             others.sendall(data)
             others.shutdown(socket.SHUT_WR)
-            channel, refused = Channel(own, wire.Limits(), "here"), list[str]()
+            channel, refused = RpcChannel(own, rpc.RpcLimits(), "here"), list[str]()
 
-            def note(error: WireError) -> None:
+            def note(error: RpcError) -> None:
                 refused.append(str(error))  # the error itself would keep the memory that the next push needs
 
-            session = Session(channel, peer, self._handlers, Budget(2 << 30), self._complain, note)
+            session = PeerSession(channel, peer, self._handlers, MemoryBudget(2 << 30), self._on_handler_error, note)
             try:
                 session.run()
             except ConnectionLostError:
                 pass  # it stopped halfway: nothing that a server writes down
-            except WireError as error:
+            except RpcError as error:
                 note(error)
             assert session.wait_idle(60.0)
             return Heard(tuple(refused), channel.traffic.failures)
 
     def parameters(self) -> torch.Tensor:
         """As ring 0 is given them now."""
-        peer = wire.Identity(job="job1", role="worker", name="0")
+        peer = rpc.Identity(job="job1", role="worker", name="0")
         pull = Pull(term=0, ring=0, after_sequence=0)
-        call = wire.Call(peer=peer, message=pull, buffers=(), deadline_s=time.monotonic() + 60.0)
+        call = rpc.RpcCall(peer=peer, message=pull, buffers=(), deadline_s=time.monotonic() + 60.0)
         answer = self._handlers[Pull.kind].handle(call)
-        assert isinstance(answer, wire.Answer)
+        assert isinstance(answer, rpc.RpcReply)
         return torch.frombuffer(bytearray(answer.buffers[0]), dtype=torch.float32)
 
-    def _complain(self, peer: wire.Identity, kind: str, error: Exception) -> None:
+    def _on_handler_error(self, peer: rpc.Identity, kind: str, error: Exception) -> None:
         self.crashes.append(error)
 
 
@@ -120,7 +119,7 @@ def by_chance(rng: random.Random) -> bytes:
 
 def is_written_down(data: bytes, heard: Heard) -> bool:
     """Unless it stops halfway, and then it is not."""
-    return bool(heard.refused) == is_refused(data, wire.Limits())
+    return bool(heard.refused) == is_refused(data, rpc.RpcLimits())
 
 
 def is_answered(_: bytes, heard: Heard) -> bool:
@@ -179,7 +178,7 @@ ANYTHING = (
 OTHERS = [handler.message for handler in ParameterService().handlers() if handler.message is not Push]
 
 
-def made_up(rng: random.Random, message: type[wire.Message]) -> bytes:
+def made_up(rng: random.Random, message: type[rpc.RpcMessage]) -> bytes:
     """A frame whose checks are right, of a call of this kind with anything in it; its term is right more often."""
     body = {name: rng.choice(ANYTHING) for name in message.model_fields if rng.random() < 0.9}
     if rng.random() < 0.7:
@@ -195,7 +194,7 @@ def made_up(rng: random.Random, message: type[wire.Message]) -> bytes:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("message", OTHERS, ids=lambda message: message.kind)
-def test_calls_of_all_other_kinds_with_anything_in_them_change_no_parameter(message: type[wire.Message]) -> None:
+def test_calls_of_all_other_kinds_with_anything_in_them_change_no_parameter(message: type[rpc.RpcMessage]) -> None:
     rng = random.Random(12)
     for _ in range(8):
         server = Server()

@@ -6,20 +6,29 @@ import pytest
 import torch
 
 from ringweave.errors import RefusedError, TrainingError
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Pull, RehearsalOver, Rehearse, Rehearsed, Setup, Start, TensorSpec
-from ringweave.params.serving.optimizers import options_of
-from ringweave.params.serving.service import ParameterService
-from ringweave.wire import Answer, Call
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import (
+    EndExchangeBenchmark,
+    ExchangeBenchmark,
+    ExchangeBenchmarkResult,
+    ParameterGroup,
+    Pull,
+    ServerSetup,
+    StartJob,
+    TensorSpec,
+)
+from ringweave.param_server.optimizers import group_options
+from ringweave.param_server.service import ParameterService
+from ringweave.rpc import RpcCall, RpcReply
 from tests.params.serving.callers import peer_of
 
 SPECS = [TensorSpec(name="weight", shape=[50], dtype="float32"), TensorSpec(name="bias", shape=[3], dtype="float64")]
-OPTIONS = options_of(torch.optim.AdamW([torch.zeros(1)], lr=0.5).param_groups[0])
+OPTIONS = group_options(torch.optim.AdamW([torch.zeros(1)], lr=0.5).param_groups[0])
 
 
-def setup_of(rings: list[list[int]]) -> Setup:
-    groups = [Group(parameters=[0, 1], options=OPTIONS)]
-    return Setup(tensors=SPECS, optimizer="AdamW", groups=groups, rings=rings, overlaps=False, compensation=0.0)
+def setup_of(rings: list[list[int]]) -> ServerSetup:
+    groups = [ParameterGroup(parameters=[0, 1], options=OPTIONS)]
+    return ServerSetup(tensors=SPECS, optimizer="AdamW", groups=groups, rings=rings, overlaps=False, compensation=0.0)
 
 
 class Caller:
@@ -30,26 +39,31 @@ class Caller:
         self._handlers = {each.message: each for each in self.service.handlers()}
 
     def rehearse(
-        self, rings: list[list[int]] | None = None, flat: Flat | None = None, rank: int = 0
-    ) -> tuple[Rehearsed, Flat]:
+        self, rings: list[list[int]] | None = None, flat: FlatTensors | None = None, rank: int = 0
+    ) -> tuple[ExchangeBenchmarkResult, FlatTensors]:
         """What the service has needed so far, and the parameters that it sends."""
-        gradient = flat or Flat(SPECS, [torch.ones(50), torch.ones(3, dtype=torch.float64)])
-        message = Rehearse(term=0, setup=setup_of([[0], [1]] if rings is None else rings))
+        gradient = flat or FlatTensors(SPECS, [torch.ones(50), torch.ones(3, dtype=torch.float64)])
+        message = ExchangeBenchmark(term=0, setup=setup_of([[0], [1]] if rings is None else rings))
         answer = self.call(message, gradient, rank)
-        assert isinstance(answer.message, Rehearsed)
-        return answer.message, Flat.over(SPECS, answer.buffers)
+        assert isinstance(answer.message, ExchangeBenchmarkResult)
+        return answer.message, FlatTensors.over_buffers(SPECS, answer.buffers)
 
-    def begin(self) -> Flat:
+    def begin(self) -> FlatTensors:
         """The job begins; its parameters."""
-        first = Flat(SPECS, [torch.arange(50.0), torch.arange(3.0, dtype=torch.float64)])
-        self.call(Start(term=0, setup=setup_of([[0], [1]])), first)
+        first = FlatTensors(SPECS, [torch.arange(50.0), torch.arange(3.0, dtype=torch.float64)])
+        self.call(StartJob(term=0, setup=setup_of([[0], [1]])), first)
         return first
 
-    def call(self, message: Rehearse | RehearsalOver | Start | Pull, flat: Flat | None = None, rank: int = 0) -> Answer:
+    def call(
+        self,
+        message: ExchangeBenchmark | EndExchangeBenchmark | StartJob | Pull,
+        flat: FlatTensors | None = None,
+        rank: int = 0,
+    ) -> RpcReply:
         buffers = flat.buffers() if flat else []
-        call = Call(peer=peer_of(rank), message=message, buffers=buffers, deadline_s=time.monotonic() + 60)
+        call = RpcCall(peer=peer_of(rank), message=message, buffers=buffers, deadline_s=time.monotonic() + 60)
         answer = self._handlers[type(message)].handle(call)
-        return answer if isinstance(answer, Answer) else Answer(answer)
+        return answer if isinstance(answer, RpcReply) else RpcReply(answer)
 
 
 def test_pushes_move_parameters_of_zero_as_they_would_in_the_job():
@@ -66,7 +80,7 @@ def test_the_job_knows_nothing_of_them():
     caller.rehearse()
     assert caller.service.status().version == 0
     first = caller.begin()
-    pulled = Flat.over(SPECS, caller.call(Pull(term=0, ring=0, after_sequence=0)).buffers)
+    pulled = FlatTensors.over_buffers(SPECS, caller.call(Pull(term=0, ring=0, after_sequence=0)).buffers)
     assert all(torch.equal(*pair) for pair in zip(pulled.pieces, first.pieces, strict=True))
     assert caller.service.status().pushes == {}
 
@@ -81,13 +95,13 @@ def test_another_setup_begins_anew():
 def test_the_last_one_to_end_frees_the_memory():
     caller = Caller()
     parameters = [caller.rehearse(rank=rank)[1].pieces[0] for rank in (0, 1, 1)]
-    caller.call(RehearsalOver(term=0), rank=1)
-    caller.call(RehearsalOver(term=0), rank=2)  # of one that had none
+    caller.call(EndExchangeBenchmark(term=0), rank=1)
+    caller.call(EndExchangeBenchmark(term=0), rank=2)  # of one that had none
     assert (caller.rehearse()[1].pieces[0] < parameters[-1]).all(), "the same model still"
-    caller.call(RehearsalOver(term=0))
+    caller.call(EndExchangeBenchmark(term=0))
     assert torch.equal(caller.rehearse()[1].pieces[0], parameters[0]), "another one of zeros"
     with pytest.raises(RefusedError, match="term"):
-        caller.call(RehearsalOver(term=1))
+        caller.call(EndExchangeBenchmark(term=1))
 
 
 def test_there_are_none_once_the_job_has_begun():
@@ -101,6 +115,6 @@ def test_there_are_none_once_the_job_has_begun():
 def test_what_is_no_rehearsal_is_refused():
     caller = Caller()
     with pytest.raises(TrainingError, match="bytes of a push"):
-        caller.rehearse(flat=Flat(SPECS[1:]))
+        caller.rehearse(flat=FlatTensors(SPECS[1:]))
     with pytest.raises(TrainingError, match="rings of a rehearsal: 'none'"):
         caller.rehearse([])

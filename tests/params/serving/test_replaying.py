@@ -9,20 +9,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import DeadlineError
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Leave, Meet, Pause, Pull, Push, Seated, Seek, Start, Take
-from ringweave.params.resuming import Offer, Restore, StartWords
-from ringweave.params.rules import Answer, Position, Ticket
-from ringweave.params.serving import attending, snapshots
-from ringweave.params.serving import job as jobs
-from ringweave.params.serving.replaying import Replay
-from ringweave.params.serving.replicas import Fact
-from ringweave.params.serving.service import ParameterService
-from ringweave.params.standby.messages import NOTES, note_of
-from ringweave.wire import Answer as Answered
-from ringweave.wire import Call
+from ringweave.param_server import job as param_server_job
+from ringweave.param_server import sessions, snapshots
+from ringweave.param_server.barrier import BarrierResult
+from ringweave.param_server.data_shards import DataPosition, DataShard
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import (
+    BarrierArrival,
+    DataStart,
+    LeaveRing,
+    OfferCheckpoint,
+    PauseRing,
+    Pull,
+    Push,
+    RestoreSnapshot,
+    RingAssignmentReply,
+    RingAssignmentRequest,
+    StartJob,
+    TakeShard,
+)
+from ringweave.param_server.replication import FACT_MESSAGES, ReplicatedFact, message_of_fact
+from ringweave.param_server.service import ParameterService
+from ringweave.param_server.standby import LeaderReplay
+from ringweave.rpc import RpcCall
+from ringweave.rpc import RpcReply as Answered
 from tests.params.serving import two_rings
 from tests.params.serving.two_rings import LONG_S, RINGS, SPECS, Representatives
 
@@ -46,33 +58,33 @@ class Mirror:
     def check_term(self, term: int) -> None:
         assert term == 0
 
-    def started(self) -> None:
+    def replicate_start(self) -> None:
         self._tell(lambda _: self.copy())
 
-    def pushing(self, push: Push, buffers: Sequence[memoryview]) -> None:
-        self._tell(lambda replay: replay.push(push, [memoryview(bytearray(each)) for each in buffers]))
+    def replicate_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
+        self._tell(lambda replay: replay.replay_push(push, [memoryview(bytearray(each)) for each in buffers]))
 
-    def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
-        self._tell(lambda replay: replay.grant(ring, version, ahead))
+    def replicate_grant(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
+        self._tell(lambda replay: replay.replay_grant(ring, version, ahead))
 
-    def noted(self, fact: Fact) -> None:
-        message = note_of(fact)
+    def replicate_fact(self, fact: ReplicatedFact) -> None:
+        message = message_of_fact(fact)
         told: Any = type(message).model_validate_json(message.model_dump_json())
         assert told.fact == fact
-        self._tell(lambda replay: replay.note(told.fact))
+        self._tell(lambda replay: replay.replay_fact(told.fact))
 
     def copy(self) -> None:
         """The standby reads the whole state."""
         assert self.own is not None
         assert self.standby is not None
-        with self.own.standing_still() as state:
+        with self.own.paused_state() as state:
             if state:
-                self.standby.resume(snapshots.from_bytes(state))
+                self.standby.resume(snapshots.snapshot_from_bytes(state))
 
-    def _tell(self, book: Callable[[Replay], object]) -> None:
+    def _tell(self, book: Callable[[LeaderReplay], object]) -> None:
         moment = self._dies()
         if moment != MOMENTS[0] and self.standby is not None:
-            book(Replay(self.standby))
+            book(LeaderReplay(self.standby))
         if moment in MOMENTS[:2]:
             raise ServerDiedError
         self.dies_soon = moment == MOMENTS[2]
@@ -91,13 +103,13 @@ class PairJob(two_rings.Job):
         self._mirror.standby = self.standby
         self._handlers = {each.message: each for each in self.service.handlers()}
 
-    def call(self, who: str, message: wire.Message, buffers: Any = (), limit_s: float = LONG_S) -> Any:
+    def call(self, who: str, message: rpc.RpcMessage, buffers: Any = (), limit_s: float = LONG_S) -> Any:
         """As a ring's client calls: again at the server that leads by then."""
         self.here.add(who)
         while True:
-            peer = wire.Identity(job="test", role="worker", name=who)
+            peer = rpc.Identity(job="test", role="worker", name=who)
             content = [memoryview(bytearray(each)) for each in buffers]
-            call = Call(peer=peer, message=message, buffers=content, deadline_s=time.monotonic() + limit_s)
+            call = RpcCall(peer=peer, message=message, buffers=content, deadline_s=time.monotonic() + limit_s)
             try:
                 answer = self._handlers[type(message)].handle(call)
             except ServerDiedError:
@@ -111,7 +123,7 @@ class PairJob(two_rings.Job):
         """Both servers notice."""
         self.here.discard(who)
         for each in (self.service, self.standby):
-            each.attendance.missed(wire.Identity(job="test", role="worker", name=who))
+            each.ring_sessions.note_disconnect(rpc.Identity(job="test", role="worker", name=who))
 
     def fail_over(self) -> None:
         """The server that leads is dead: its standby takes over, and gets one of its own."""
@@ -119,14 +131,14 @@ class PairJob(two_rings.Job):
         self.service, self._mirror = self.standby, self._next_mirror
         self._mirror.dies_soon = False
         self._handlers = {each.message: each for each in self.service.handlers()}
-        self.service.attendance.take_over(wire.Identity(job="test", role="worker", name=who) for who in self.here)
+        self.service.ring_sessions.note_takeover(rpc.Identity(job="test", role="worker", name=who) for who in self.here)
         self.standby, self._next_mirror = self._made()
         self._mirror.standby = self.standby
         self._mirror.copy()
 
     def _made(self) -> tuple[ParameterService, Mirror]:
         mirror = Mirror(self._dies)
-        mirror.own = ParameterService(replica=mirror, clock=lambda: self.now_s)
+        mirror.own = ParameterService(replicator=mirror, clock=lambda: self.now_s)
         return mirror.own, mirror
 
     def _dies(self) -> str:
@@ -136,7 +148,7 @@ class PairJob(two_rings.Job):
 
 def meet(job: PairJob, number: int, names: Sequence[str]) -> list[dict[str, str]]:
     """All rings meet, one after the other as far as this thread goes; what each of them hears."""
-    words = [Meet(term=0, ring=ring, number=number, said=f"{number} by {ring}") for ring in range(len(names))]
+    words = [BarrierArrival(term=0, ring=ring, number=number, said=f"{number} by {ring}") for ring in range(len(names))]
     for who, message in zip(names[:-1], words[:-1], strict=True):
         with pytest.raises(DeadlineError):
             job.call(who, message, limit_s=0.0)
@@ -157,7 +169,7 @@ def test_whichever_servers_and_members_die_each_push_counts_once_and_all_hear_th
     rings = [Representatives(job, ring, members[ring::2]) for ring in range(2)]
     for index, ring in enumerate(rings):
         ring.run(num_samples)
-        job.call(ring.name, Leave(term=0, ring=index, is_for_good=False))
+        job.call(ring.name, LeaveRing(term=0, ring=index, is_for_good=False))
     heard = [meet(job, number, [ring.name for ring in rings]) for number in (1, 2)]
     tickets = [ticket for ring in rings for ticket in ring.tickets]
     drawn = [sample for first, count in tickets for sample in range(first, first + count)]
@@ -166,7 +178,7 @@ def test_whichever_servers_and_members_die_each_push_counts_once_and_all_hear_th
     assert all(each == [{"0": f"{number} by 0", "1": f"{number} by 1"}] * 2 for number, each in enumerate(heard, 1))
     assert job.service.job is not None
     assert job.standby.job is not None
-    assert job.standby.job.live == job.service.job.live
+    assert job.standby.job.live_state == job.service.job.live_state
     assert job.standby.job.ledger.pushed == job.service.job.ledger.pushed
     assert job.standby.job.position == job.service.job.position
 
@@ -180,36 +192,38 @@ def job() -> PairJob:
 
 def test_whatever_rings_say_a_standby_and_one_that_reads_all_later_have_the_same_books(job: PairJob) -> None:
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    job.call("0.0", Take(term=0, ring=0, number=1, epoch=0, num_samples=3, least=1, epoch_samples=30))
+    job.call("0.0", TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=3, least=1, epoch_samples=30))
     job.push("0.0", 0, 1, base, epoch=2, spans=[(6, 3)])
     job.call("1.0", Pull(term=0, ring=1, after_sequence=0))
-    job.call("1.0", Pause(term=0, ring=1))
+    job.call("1.0", PauseRing(term=0, ring=1))
     with pytest.raises(DeadlineError):
-        job.call("0.0", Meet(term=0, ring=0, number=1, said="a"), limit_s=0.0)
+        job.call("0.0", BarrierArrival(term=0, ring=0, number=1, said="a"), limit_s=0.0)
     assert job.service.job is not None
     assert job.standby.job is not None
-    expected, position = job.service.job.live, job.service.job.position
+    expected, position = job.service.job.live_state, job.service.job.position
     assert expected.meetings["last"] == [1, 0]
-    assert position == Position(epoch=2, done=((6, 3),))
+    assert position == DataPosition(epoch=2, done=((6, 3),))
     assert [each.is_paused for each in expected.holdings] == [False, True]
-    assert (job.standby.job.live, job.standby.job.position) == (expected, position)
+    assert (job.standby.job.live_state, job.standby.job.position) == (expected, position)
     job.fail_over()
-    assert (job.standby.job.live, job.standby.job.position) == (expected, position), "read as a whole"
+    assert (job.standby.job.live_state, job.standby.job.position) == (expected, position), "read as a whole"
 
 
 def test_a_checkpoint_that_rings_go_on_from_is_the_standby_s_as_well(job: PairJob) -> None:
     assert job.service.job is not None
-    content = snapshots.to_bytes(jobs.snapshot(job.service.job))
-    start = StartWords(pass_number=4, epoch=2, done=[(0, 7)], seed=5)
-    restore = Restore(term=0, ring=0, num_bytes=len(content), first_byte=0, train_step=9, check="c", start=start)
+    content = snapshots.snapshot_to_bytes(param_server_job.take_job_snapshot(job.service.job))
+    start = DataStart(pass_number=4, epoch=2, done=[(0, 7)], seed=5)
+    restore = RestoreSnapshot(
+        term=0, ring=0, num_bytes=len(content), first_byte=0, train_step=9, check="c", start=start
+    )
     job.call("0.0", restore, [content])
-    position = Position(pass_number=4, epoch=2, done=((0, 7),))
+    position = DataPosition(pass_number=4, epoch=2, done=((0, 7),))
     for _ in range(2):  # told, and then read as a whole
         job.fail_over()
-        seated = job.call("0.0", Seek(term=0, slot=0))
+        seated = job.call("0.0", RingAssignmentRequest(term=0, slot=0))
         assert (seated.resumed, seated.epoch, seated.resumed_seed) == ([(0, 7)], 2, 5)
         assert job.service.job.position == position
-        ruled = job.call("0.0", Offer(term=0, ring=0))
+        ruled = job.call("0.0", OfferCheckpoint(term=0, ring=0))
         assert (ruled.verdict, ruled.train_step, ruled.check) == ("resumed", 9, "c")
 
 
@@ -218,11 +232,11 @@ def test_what_comes_with_a_push_is_heard_from_the_server_that_took_over(job: Pai
     job.push("0.0", 0, 1, base, testament="left by ring 0")
     for _ in range(2):  # told, and then read as a whole
         job.fail_over()
-        assert job.call("3.1", Seek(term=0, slot=3)).testament == "left by ring 0"
+        assert job.call("3.1", RingAssignmentRequest(term=0, slot=3)).testament == "left by ring 0"
     job.hang_up("0.0")
     job.hang_up("3.1")
-    job.now_s += attending.ABSENT_S + 1.0
-    assert job.call("1.0", Meet(term=0, ring=1, number=1, said="b")).said == {"0": "left by ring 0", "1": "b"}
+    job.now_s += sessions.RING_ABSENT_S + 1.0
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")).said == {"0": "left by ring 0", "1": "b"}
 
 
 def test_rings_that_died_with_the_server_hold_nobody_up_and_are_not_waited_for(job: PairJob) -> None:
@@ -234,51 +248,51 @@ def test_rings_that_died_with_the_server_hold_nobody_up_and_are_not_waited_for(j
         version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
         job.push("1.0", 1, sequence, version)
     with pytest.raises(DeadlineError, match="meeting 1 of the rings"):
-        job.call("1.0", Meet(term=0, ring=1, number=1, said="b"), limit_s=0.0)
-    job.now_s += attending.ABSENT_S + 1.0
-    assert job.call("1.0", Meet(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b"), limit_s=0.0)
+    job.now_s += sessions.RING_ABSENT_S + 1.0
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
 
 
 def test_a_ring_that_lives_is_waited_for_though_its_connection_to_the_standby_had_broken(job: PairJob) -> None:
     job.call("0.0", Pull(term=0, ring=0, after_sequence=0))
-    job.standby.attendance.missed(wire.Identity(job="test", role="worker", name="0.0"))
-    job.now_s += attending.ABSENT_S + 1.0
+    job.standby.ring_sessions.note_disconnect(rpc.Identity(job="test", role="worker", name="0.0"))
+    job.now_s += sessions.RING_ABSENT_S + 1.0
     job.fail_over()
     with pytest.raises(DeadlineError, match="meeting 1 of the rings"):
-        job.call("1.0", Meet(term=0, ring=1, number=1, said="b"), limit_s=0.0)
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b"), limit_s=0.0)
 
 
 def test_nobody_hears_of_rings_that_the_standby_does_not_know_yet() -> None:
     job = PairJob()
-    seen: list[Seated] = []
-    job._mirror.started = lambda: seen.append(job.call("2.0", Seek(term=0, slot=2)))  # type: ignore[method-assign]
+    seen: list[RingAssignmentReply] = []
+    job._mirror.replicate_start = lambda: seen.append(job.call("2.0", RingAssignmentRequest(term=0, slot=2)))  # type: ignore[method-assign]
     job.start()
-    assert seen == [Seated(rings=[])]
-    assert job.call("2.0", Seek(term=0, slot=2)).rings == RINGS
+    assert seen == [RingAssignmentReply(rings=[])]
+    assert job.call("2.0", RingAssignmentRequest(term=0, slot=2)).rings == RINGS
 
 
 def test_a_job_that_was_begun_on_a_server_that_died_is_begun_on_the_next_one() -> None:
     job = PairJob([(1, MOMENTS[0])])
     job.start()
     assert job.num_deaths == 1
-    assert job.call("2.0", Seek(term=0, slot=2)).rings == RINGS
+    assert job.call("2.0", RingAssignmentRequest(term=0, slot=2)).rings == RINGS
     assert job.standby.job is not None
 
 
 @pytest.mark.parametrize(
     "fact",
     [
-        Ticket(ring=1, number=2, epoch=0, first=3, num_samples=4),
-        Ticket(ring=1, number=2, epoch=4, first=3, num_samples=4, ended_epoch=7),
-        Leave(term=0, ring=1, is_for_good=True),
-        Pause(term=0, ring=1),
-        Meet(term=0, ring=1, number=1, said="b"),
-        Answer(number=3, said={0: "a", 2: ""}),
+        DataShard(ring=1, number=2, epoch=0, first=3, num_samples=4),
+        DataShard(ring=1, number=2, epoch=4, first=3, num_samples=4, ended_epoch=7),
+        LeaveRing(term=0, ring=1, is_for_good=True),
+        PauseRing(term=0, ring=1),
+        BarrierArrival(term=0, ring=1, number=1, said="b"),
+        BarrierResult(number=3, said={0: "a", 2: ""}),
     ],
 )
-def test_every_fact_has_a_message_of_its_own(fact: Fact) -> None:
-    message: Any = note_of(fact)
-    assert isinstance(message, NOTES)
+def test_every_fact_has_a_message_of_its_own(fact: ReplicatedFact) -> None:
+    message: Any = message_of_fact(fact)
+    assert isinstance(message, FACT_MESSAGES)
     assert message.fact == fact
     assert type(message).model_validate_json(message.model_dump_json()) == message
 
@@ -286,5 +300,5 @@ def test_every_fact_has_a_message_of_its_own(fact: Fact) -> None:
 def test_a_start_that_is_said_again_is_the_same_job(job: PairJob) -> None:
     assert job.service.job is not None
     setup = job.service.job.setup
-    job.call("0.0", Start(term=0, setup=setup), Flat(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers())
-    assert job.call("2.0", Seek(term=0, slot=2)).rings == RINGS
+    job.call("0.0", StartJob(term=0, setup=setup), FlatTensors(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers())
+    assert job.call("2.0", RingAssignmentRequest(term=0, slot=2)).rings == RINGS

@@ -2,15 +2,15 @@
 
 import threading
 
-from ringweave.params.serving.rooms import Lanes, Rooms
+from ringweave.param_server.buffer_pool import BufferPool, LinkBufferPools
 
 
 def test_a_room_is_free_when_nobody_refers_to_it():
-    rooms = Rooms(2, [8, 3])
-    first, second = rooms.take(), rooms.take()
+    rooms = BufferPool(2, [8, 3])
+    first, second = rooms.acquire(), rooms.acquire()
     assert [len(buffer) for buffer in first] == [8, 3]
     got: list[object] = []
-    waiting = threading.Thread(target=lambda: got.append(rooms.take()))
+    waiting = threading.Thread(target=lambda: got.append(rooms.acquire()))
     waiting.start()
     part = first[1][1:]
     del first
@@ -22,33 +22,33 @@ def test_a_room_is_free_when_nobody_refers_to_it():
 
 
 def test_rooms_are_made_when_they_are_needed():
-    rooms = Rooms(2, [8, 3])
+    rooms = BufferPool(2, [8, 3])
     assert rooms.memory_bytes == 0
-    first = rooms.take_nowait()
+    first = rooms.acquire_nowait()
     assert rooms.memory_bytes == 11
-    second = rooms.take_nowait()
-    assert rooms.take_nowait() is None
+    second = rooms.acquire_nowait()
+    assert rooms.acquire_nowait() is None
     assert rooms.memory_bytes == 22
     del first, second
-    assert rooms.take_nowait() is not None
+    assert rooms.acquire_nowait() is not None
     assert rooms.memory_bytes == 22
 
 
 def test_a_room_that_is_held_for_too_long_is_made_good():
     now_s = 0.0
-    rooms = Rooms(1, [8], patience_s=lambda: 2.0, most=3, clock=lambda: now_s)
-    stopped = rooms.take_nowait()
+    rooms = BufferPool(1, [8], max_held_s=lambda: 2.0, max_count=3, clock=lambda: now_s)
+    stopped = rooms.acquire_nowait()
     now_s = 1.9
-    assert rooms.take_nowait() is None
+    assert rooms.acquire_nowait() is None
     now_s = 2.1
-    second = rooms.take_nowait()
+    second = rooms.acquire_nowait()
     assert second is not None
-    assert rooms.take_nowait() is None
+    assert rooms.acquire_nowait() is None
     now_s = 5.0
-    third = rooms.take_nowait()
+    third = rooms.acquire_nowait()
     assert third is not None
     now_s = 9.0
-    assert rooms.take_nowait() is None  # as many as there may be
+    assert rooms.acquire_nowait() is None  # as many as there may be
     assert rooms.memory_bytes == 24
     del stopped, second
     assert rooms.memory_bytes == 8  # those in place of others are not kept
@@ -57,9 +57,9 @@ def test_a_room_that_is_held_for_too_long_is_made_good():
 
 
 def test_whoever_waits_gets_a_room_when_its_holder_has_stopped():
-    rooms = Rooms(1, [8], patience_s=lambda: 0.3, most=2)
-    stopped, got = rooms.take(), []
-    waiting = threading.Thread(target=lambda: got.append(rooms.take()))
+    rooms = BufferPool(1, [8], max_held_s=lambda: 0.3, max_count=2)
+    stopped, got = rooms.acquire(), []
+    waiting = threading.Thread(target=lambda: got.append(rooms.acquire()))
     waiting.start()
     waiting.join(60)
     assert len(got) == 1
@@ -67,9 +67,9 @@ def test_whoever_waits_gets_a_room_when_its_holder_has_stopped():
 
 
 def test_slow_rings_hold_nobody_up():
-    lanes = Lanes([8], num_rings=2)
-    slow = lanes.of(is_slow=True).take_nowait()
-    assert lanes.of(is_slow=True).take_nowait() is None
-    assert lanes.of(is_slow=False).take_nowait() is not None
+    lanes = LinkBufferPools([8], num_rings=2)
+    slow = lanes.pool_for(is_slow=True).acquire_nowait()
+    assert lanes.pool_for(is_slow=True).acquire_nowait() is None
+    assert lanes.pool_for(is_slow=False).acquire_nowait() is not None
     assert slow is not None
     assert lanes.memory_bytes == 16

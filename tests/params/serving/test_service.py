@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ringweave.errors import DeadlineError
-from ringweave.params.messages import Leave
-from ringweave.params.serving.service import ParameterService
+from ringweave.param_server.messages import LeaveRing
+from ringweave.param_server.service import ParameterService
 from tests.params.serving.callers import Callers
 
 NUM_RINGS = 4
@@ -25,7 +25,7 @@ class Rings:
         self.callers.push(ring, arriving=lambda: self._pass_time(10.0 if ring in SLOW else 1.0))
 
     def leave(self, ring: int) -> None:
-        self.callers.handle(ring, Leave(term=0, ring=ring, is_for_good=False))
+        self.callers.handle(ring, LeaveRing(term=0, ring=ring, is_for_good=False))
 
     def _pass_time(self, seconds: float) -> None:
         self.now_s += seconds

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from ringweave import wire
-from ringweave.errors import WireError
-from ringweave.params.messages import Pull, Push, Seek
-from ringweave.params.rules import StalenessPolicy
-from ringweave.wire import Call
+from ringweave import rpc
+from ringweave.errors import RpcError
+from ringweave.param_server.messages import Pull, Push, RingAssignmentRequest
+from ringweave.param_server.versions import StalenessPolicy
+from ringweave.rpc import RpcCall
 from tests.params.serving.two_rings import LONG_S, Job, push_of
 
 
@@ -21,12 +21,10 @@ def job() -> Job:
     return found
 
 
-def peers(**received: int) -> list[wire.PeerStatus]:
+def peers(**received: int) -> list[rpc.PeerStatus]:
     """Who is connected, and the bytes that have come from each."""
     return [
-        wire.PeerStatus(
-            wire.Identity(job="test", role="worker", name=f"{slot[1:]}.0"), "here", {"bytes_received": many}
-        )
+        rpc.PeerStatus(rpc.Identity(job="test", role="worker", name=f"{slot[1:]}.0"), "here", {"bytes_received": many})
         for slot, many in received.items()
     ]
 
@@ -37,7 +35,7 @@ def listen(job: Job, seconds: float, *, beating: Sequence[str], still: Sequence[
     for _ in range(round(seconds / 0.1)):
         job.now_s = round(job.now_s + 0.1, 1)
         alive = {name: round(job.now_s * 100) for name in beating}
-        found |= job.service.attendance.listen(peers(**alive, **dict.fromkeys(still, 1)))
+        found |= job.service.ring_sessions.check_silence(peers(**alive, **dict.fromkeys(still, 1)))
     return found
 
 
@@ -47,14 +45,16 @@ def test_a_ring_that_nothing_is_heard_of_though_its_connections_last_holds_nobod
     assert listen(job, 0.8, beating=("w1",), still=("w0",)) == set()
     assert listen(job, 1.0, beating=("w1",), still=("w0",)) == {0}
     assert listen(job, 5.0, beating=("w1",), still=("w0",)) == set(), "once"
-    most = StalenessPolicy(num_rings=2).most_versions
+    most = StalenessPolicy(num_rings=2).max_versions
     version = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
     for sequence in range(1, most + 3):
         job.push("1.0", 1, sequence, version)
         version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence)).version
     assert version > base + most
     assert job.service.job is not None
-    assert job.service.attendance.absent(job.service.job) == set(), "where rings meet it is waited for: it may live"
+    assert job.service.ring_sessions.absent_rings(job.service.job) == set(), (
+        "where rings meet it is waited for: it may live"
+    )
     assert job.push("0.0", 0, 1, base).staleness_versions > most, "it goes on with what it has"
     assert listen(job, 3.0, beating=("w0", "w1")) == set()
     assert listen(job, 3.0, beating=("w1",), still=("w0",)) == {0}, "each time anew"
@@ -78,22 +78,22 @@ def test_a_push_that_waited_for_its_turn_counts_only_if_its_ring_still_waits_for
     """All of a ring dies meanwhile, and it begins again at the place that the server knows."""
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
     push, content = push_of(0, 1, base)
-    peer = wire.Identity(job="test", role="worker", name="0.0")
-    call = Call(peer=peer, message=push, buffers=content, deadline_s=time.monotonic() + LONG_S)
+    peer = rpc.Identity(job="test", role="worker", name="0.0")
+    call = RpcCall(peer=peer, message=push, buffers=content, deadline_s=time.monotonic() + LONG_S)
     refused: list[Exception] = []
 
     def say() -> None:
         try:
             job._handlers[Push].handle(call)
-        except WireError as error:
+        except RpcError as error:
             refused.append(error)
 
-    with job.service.standing_still():
+    with job.service.paused_state():
         saying = threading.Thread(target=say)
         saying.start()
         call.cancelled.set()
     saying.join(LONG_S)
     assert "push 1 of ring 0: 'from a caller that has hung up'" in str(refused[0])
-    assert job.call("3.1", Seek(term=0, slot=3, begins=True)).num_pushed == 0
+    assert job.call("3.1", RingAssignmentRequest(term=0, slot=3, begins=True)).num_pushed == 0
     base = job.call("3.1", Pull(term=0, ring=0, after_sequence=0)).version
     assert not job.push("3.1", 0, 1, base).is_repeat

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from ringweave import wire
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Pull, Push, Setup, Start, Take, TensorSpec
-from ringweave.params.serving.optimizers import options_of
-from ringweave.params.serving.service import ParameterService
-from ringweave.wire import Answer, Call
+from ringweave import rpc
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import ParameterGroup, Pull, Push, ServerSetup, StartJob, TakeShard, TensorSpec
+from ringweave.param_server.optimizers import group_options
+from ringweave.param_server.service import ParameterService
+from ringweave.rpc import RpcCall, RpcReply
 
 SPECS = [TensorSpec(name="weight", shape=[4], dtype="float64")]
-OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=1.0).param_groups[0])
+OPTIONS = group_options(torch.optim.SGD([torch.zeros(1)], lr=1.0).param_groups[0])
 RINGS = [[0, 3], [1, 2]]
 SHARES = [[6, 5], [7, 6]]
 LONG_S = 60.0
@@ -32,7 +32,7 @@ def push_of(ring: int, sequence: int, base: int, **more: Any) -> tuple[Push, Any
         options=[OPTIONS],
         **more,
     )
-    return push, Flat(SPECS, [torch.ones(4, dtype=torch.float64)]).buffers()
+    return push, FlatTensors(SPECS, [torch.ones(4, dtype=torch.float64)]).buffers()
 
 
 class Job:
@@ -44,28 +44,30 @@ class Job:
         self._handlers = {each.message: each for each in self.service.handlers()}
 
     def start(self, *, may_lose_members: bool = True) -> None:
-        setup = Setup(
+        setup = ServerSetup(
             tensors=SPECS,
             optimizer="SGD",
-            groups=[Group(parameters=[0], options=OPTIONS)],
+            groups=[ParameterGroup(parameters=[0], options=OPTIONS)],
             rings=RINGS,
             overlaps=False,
             compensation=0.0,
             shares=SHARES if may_lose_members else [],
         )
-        self.call("0.0", Start(term=0, setup=setup), Flat(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers())
+        self.call(
+            "0.0", StartJob(term=0, setup=setup), FlatTensors(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers()
+        )
 
-    def call(self, who: str, message: wire.Message, buffers: Any = (), limit_s: float = LONG_S) -> Any:
-        peer = wire.Identity(job="test", role="worker", name=who)
-        call = Call(peer=peer, message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
+    def call(self, who: str, message: rpc.RpcMessage, buffers: Any = (), limit_s: float = LONG_S) -> Any:
+        peer = rpc.Identity(job="test", role="worker", name=who)
+        call = RpcCall(peer=peer, message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
         answer = self._handlers[type(message)].handle(call)
-        return answer.message if isinstance(answer, Answer) else answer
+        return answer.message if isinstance(answer, RpcReply) else answer
 
     def push(self, who: str, ring: int, sequence: int, base: int, **more: Any) -> Any:
         return self.call(who, *push_of(ring, sequence, base, **more))
 
-    def hang_up(self, who: str) -> None:
-        self.service.attendance.missed(wire.Identity(job="test", role="worker", name=who))
+    def abort(self, who: str) -> None:
+        self.service.ring_sessions.note_disconnect(rpc.Identity(job="test", role="worker", name=who))
 
 
 class Representatives:
@@ -86,7 +88,7 @@ class Representatives:
     def run(self, epoch_samples: int) -> None:
         """One epoch: each step is a ticket and a push; whoever dies leaves the step to the next."""
         self._base = self._again(self._pull)
-        while (ticket := self._again(lambda: self._take(epoch_samples)))[1]:
+        while (ticket := self._again(lambda: self._apply_events(epoch_samples)))[1]:
             self.tickets.append(ticket)
             self._base = self._again(self._exchange)
             self._num_pushed += 1
@@ -96,7 +98,7 @@ class Representatives:
             try:
                 return fetch()
             except InterruptedError:
-                self._job.hang_up(self._names[0])
+                self._job.abort(self._names[0])
                 self._names.append(self._names.pop(0))
 
     def _said(self) -> None:
@@ -111,9 +113,9 @@ class Representatives:
         self._said()
         return found
 
-    def _take(self, epoch_samples: int) -> tuple[int, int]:
+    def _apply_events(self, epoch_samples: int) -> tuple[int, int]:
         number = len(self.tickets) + 1
-        take = Take(
+        take = TakeShard(
             term=0, ring=self._ring, number=number, epoch=0, num_samples=3, least=1, epoch_samples=epoch_samples
         )
         found = self._job.call(self._names[0], take)

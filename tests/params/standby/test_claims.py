@@ -4,23 +4,23 @@ import threading
 
 import pytest
 
-from ringweave.errors import LeadershipError
-from ringweave.params.rules.succession import Claim
-from ringweave.params.standby.claims import Claims
+from ringweave.errors import NotLeaderError
+from ringweave.param_server.failover import LeadershipLog
+from ringweave.param_server.leadership import LeadershipRecord
 
 
-def claim(number: int, leader: int) -> Claim:
-    return Claim(number=number, term=number, leader=leader, members=(leader,))
+def claim(number: int, leader: int) -> LeadershipRecord:
+    return LeadershipRecord(number=number, term=number, leader=leader, members=(leader,))
 
 
 def test_the_first_of_a_number_counts(tmp_path):
-    register = Claims(tmp_path / "claims")
-    assert register.newest() is None
-    assert register.make(claim(0, 0))
-    assert not Claims(tmp_path / "claims").make(claim(0, 1))
-    assert register.newest() == claim(0, 0)
-    assert register.make(claim(1, 1))
-    assert register.newest() == claim(1, 1)
+    register = LeadershipLog(tmp_path / "claims")
+    assert register.latest() is None
+    assert register.append(claim(0, 0))
+    assert not LeadershipLog(tmp_path / "claims").append(claim(0, 1))
+    assert register.latest() == claim(0, 0)
+    assert register.append(claim(1, 1))
+    assert register.latest() == claim(1, 1)
     assert len(list((tmp_path / "claims").iterdir())) == 2  # nothing else is left behind
 
 
@@ -28,9 +28,9 @@ def test_of_many_at_the_same_time_one_is_made(tmp_path):
     made, start = [], threading.Barrier(8)
 
     def race(leader: int) -> None:
-        register = Claims(tmp_path)
+        register = LeadershipLog(tmp_path)
         start.wait()
-        if register.make(claim(0, leader)):
+        if register.append(claim(0, leader)):
             made.append(leader)
 
     threads = [threading.Thread(target=race, args=(leader,)) for leader in range(8)]
@@ -39,16 +39,16 @@ def test_of_many_at_the_same_time_one_is_made(tmp_path):
     for thread in threads:
         thread.join()
     assert len(made) == 1
-    assert Claims(tmp_path).newest() == claim(0, made[0])
+    assert LeadershipLog(tmp_path).latest() == claim(0, made[0])
 
 
 def test_a_register_that_cannot_be_used_is_said(tmp_path):
-    register = Claims(tmp_path / "claims")
+    register = LeadershipLog(tmp_path / "claims")
     for rubbish in (b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 10_000, b" " * 70_000):
         (tmp_path / "claims" / "claim-00000000.json").write_bytes(rubbish)
-        with pytest.raises(LeadershipError, match=r"^register of servers: .*, expected a folder that both servers"):
-            register.newest()
+        with pytest.raises(NotLeaderError, match=r"^register of servers: .*, expected a folder that both servers"):
+            register.latest()
     (tmp_path / "claims" / "claim-00000000.json").unlink()
     (tmp_path / "claims").rmdir()
-    with pytest.raises(LeadershipError, match=r"^register of servers: .*No such file"):
-        register.make(claim(0, 0))
+    with pytest.raises(NotLeaderError, match=r"^register of servers: .*No such file"):
+        register.append(claim(0, 0))

@@ -7,75 +7,75 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import ConnectionLostError, RemoteError
-from ringweave.params.messages import Enter, Entered, Pull
-from ringweave.testing.servers import LIMIT_S, PairOfServers
+from ringweave.param_server.messages import LeaderStatus, LeaderStatusRequest, Pull
+from tests.fakes.parameter_servers import SERVER_START_TIMEOUT_S, ReplicatedServers
 from tests.params.standby import training
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * LIMIT_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SERVER_START_TIMEOUT_S)]
 
 
 def wait_rounds(rings: list[training.Ring], count: int) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + SERVER_START_TIMEOUT_S
     while not all(len(ring.done) >= count or ring.error for ring in rings):
         assert time.monotonic() < deadline_s, [len(ring.done) for ring in rings]
         time.sleep(0.01)
 
 
 def test_a_leader_and_a_standby_that_are_killed_lose_nothing(tmp_path: Path) -> None:
-    with PairOfServers(tmp_path, 2) as pair:
+    with ReplicatedServers(tmp_path, 2) as pair:
         rings = training.begin(pair, 2, 80)
         threads = [ring.start() for ring in rings]
         wait_rounds(rings, 10)
-        pair.signal(0, signal.SIGKILL)
+        pair.send_signal(0, signal.SIGKILL)
         wait_rounds(rings, 30)
-        claim = pair.wait_claim(2, after=1).number  # the one that was killed has come back, with everything
-        pair.signal(0, signal.SIGKILL)
+        claim = pair.wait_leadership(2, after=1).number  # the one that was killed has come back, with everything
+        pair.send_signal(0, signal.SIGKILL)
         wait_rounds(rings, 60)
-        pair.wait_claim(2, after=claim)
-        pair.signal(1, signal.SIGKILL)
+        pair.wait_leadership(2, after=claim)
+        pair.send_signal(1, signal.SIGKILL)
         for thread in threads:
-            thread.join(LIMIT_S)
+            thread.join(SERVER_START_TIMEOUT_S)
         training.check(rings)
         with pair.connect(0, 0) as client:
-            entered = client.call(Enter(), timeout_s=LIMIT_S).message
-        assert isinstance(entered, Entered)
+            entered = client.call(LeaderStatusRequest(), timeout_s=SERVER_START_TIMEOUT_S).message
+        assert isinstance(entered, LeaderStatus)
         assert entered.leads
         assert entered.term == 2
         for ring in rings:
             ring.client.close()
-    said = pair.said()
+    said = pair.output()
     assert "server 1 leads in term 1, alone: the leader is gone" in said
     assert "server 1 leads in term 1, alone: the standby is lost" in said
     assert "server 0 leads in term 2, alone: the leader is gone" in said
 
 
-def stop_the_leader(pair: PairOfServers) -> tuple[int, int]:
+def stop_the_leader(pair: ReplicatedServers) -> tuple[int, int]:
     """SIGSTOP for the server that leads; its index and term, once the other one leads.
 
     On a busy machine the leader may have given its standby up in just that moment: then nobody can take over.
     """
     while True:
-        claim = pair.wait_claim(2)
-        pair.signal(claim.leader, signal.SIGSTOP)
-        newest = pair.wait_claim(after=claim.number)
+        claim = pair.wait_leadership(2)
+        pair.send_signal(claim.leader, signal.SIGSTOP)
+        newest = pair.wait_leadership(after=claim.number)
         if newest.leader != claim.leader:
             return claim.leader, claim.term
-        pair.signal(claim.leader, signal.SIGCONT)
+        pair.send_signal(claim.leader, signal.SIGCONT)
 
 
 @pytest.mark.thorough
 def test_a_leader_that_stood_still_refuses_when_it_wakes(tmp_path: Path) -> None:
-    with PairOfServers(tmp_path, 2, lease_s=3.0) as pair:
+    with ReplicatedServers(tmp_path, 2, lease_s=3.0) as pair:
         rings = training.begin(pair, 2, 60)
         others = [pair.connect(index, 0) for index in range(2)]
         first, term = stop_the_leader(pair)
         threads = [ring.start() for ring in rings]
         wait_rounds(rings, 5)  # all go on with the other one
-        pair.signal(first, signal.SIGCONT)
+        pair.send_signal(first, signal.SIGCONT)
         with pytest.raises((RemoteError, ConnectionLostError)):  # it says so, or has ended by then
-            others[first].call(Pull(term=term, ring=0, after_sequence=0), timeout_s=LIMIT_S)
+            others[first].call(Pull(term=term, ring=0, after_sequence=0), timeout_s=SERVER_START_TIMEOUT_S)
         for thread in threads:
-            thread.join(LIMIT_S)
+            thread.join(SERVER_START_TIMEOUT_S)
         training.check(rings)
         for each in others:
             each.close()

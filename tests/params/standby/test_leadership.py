@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave.errors import LeadershipError
-from ringweave.params.rules.audience import Reach
-from ringweave.params.rules.succession import Claim
-from ringweave.params.standby.claims import Claims
+from ringweave.errors import NotLeaderError
+from ringweave.param_server.failover import LeadershipLog
+from ringweave.param_server.leadership import LeadershipRecord, Reachability
 from tests import effort
 from tests.params.standby.worlds import LEASE_S, World
 
@@ -21,28 +20,32 @@ class Register:
     """In memory; fails as it is told to."""
 
     def __init__(self) -> None:
-        self.claims: list[Claim] = []
+        self.claims: list[LeadershipRecord] = []
         self.fails = ""
         """`make`: nothing can be written; `answer`: it is written, and said not to be; `all`: nor can it be read."""
 
-    def newest(self) -> Claim | None:
+    def latest(self) -> LeadershipRecord | None:
         if self.fails == "all":
-            raise LeadershipError("no register")
+            raise NotLeaderError("no register")
         return self.claims[-1] if self.claims else None
 
-    def make(self, claim: Claim) -> bool:
+    def append(self, claim: LeadershipRecord) -> bool:
         if self.fails in ("make", "all"):
-            raise LeadershipError("no register")
+            raise NotLeaderError("no register")
         if claim.number == len(self.claims):
             self.claims.append(claim)
         if self.fails == "answer":
-            raise LeadershipError("no answer")
+            raise NotLeaderError("no answer")
         return self.claims[claim.number] == claim
 
 
 FAILURES = {"register fails": "make", "register is out of reach": "all", "register answers nothing": "answer"}
 LINES = {"cut": "cut", "answers are lost": "answers lost", "mended": ""}
-REACHES = {"rings are heard": Reach.MOST, "few rings are heard": Reach.SOME, "no ring is heard": Reach.NOBODY}
+REACHES = {
+    "rings are heard": Reachability.MOST,
+    "few rings are heard": Reachability.SOME,
+    "no ring is heard": Reachability.NONE,
+}
 MOVES = st.tuples(
     st.sampled_from(
         [
@@ -63,7 +66,7 @@ def move(world: World, register: Register, what: str, own: int, push: int) -> No
     elif what in LINES:
         world.lines = LINES[what]
     elif what in REACHES:
-        world.servers[own].reach = REACHES[what]
+        world.servers[own].reachability = REACHES[what]
     elif what in ("push", "push again"):
         world.push(own, push if what == "push" else push - 1)
     elif what in ("short silence", "long silence"):
@@ -124,7 +127,7 @@ def _fill(path: Path) -> None:
 @pytest.fixture
 def pair(disk: Disk) -> Iterator[World]:
     """A leader with a standby, which have applied one push."""
-    world = World(Claims(disk.folder))
+    world = World(LeadershipLog(disk.folder))
     world.join(1)
     assert world.push(0, 1)
     assert world.servers[1].log == [1]
@@ -145,11 +148,11 @@ def test_a_leader_whose_claim_fails_acknowledges_nothing(pair: World, disk: Disk
     pair.tick(1)
     pair.now_s += 1.3 * LEASE_S
     pair.tick(1)
-    assert pair.servers[1].leadership.answers
+    assert pair.servers[1].leadership.may_answer
     assert not pair.push(0, 6)
-    assert "server 1 leads without it in term 1" in pair.servers[0].leadership.deposed
+    assert "server 1 leads without it in term 1" in pair.servers[0].leadership.superseded
     assert pair.push(1, 2)
-    pair.check(pair.register.newest())
+    pair.check(pair.register.latest())
 
 
 def test_it_goes_on_alone_once_the_register_can_be_written(pair: World, disk: Disk) -> None:
@@ -165,22 +168,22 @@ def test_it_goes_on_alone_once_the_register_can_be_written(pair: World, disk: Di
     pair.tick(1)
     pair.now_s += 5 * LEASE_S
     pair.tick(1)
-    assert "server 0 leads without it in term 0" in pair.servers[1].leadership.deposed
-    pair.check(pair.register.newest())
+    assert "server 0 leads without it in term 0" in pair.servers[1].leadership.superseded
+    pair.check(pair.register.latest())
 
 
 def test_why_nothing_is_answered_is_said(pair: World, disk: Disk) -> None:
     leader = pair.servers[0]
-    pair.lines, leader.reach = "cut", Reach.NOBODY
+    pair.lines, leader.reachability = "cut", Reachability.NONE
     pair.now_s += 1.1 * LEASE_S
-    with pytest.raises(LeadershipError, match=r"^parameter server: 'one that hears neither its standby nor"):
-        leader.leadership.check()
-    leader.reach = Reach.MOST
+    with pytest.raises(NotLeaderError, match=r"^parameter server: 'one that hears neither its standby nor"):
+        leader.leadership.check_leading()
+    leader.reachability = Reachability.MOST
     disk.fill()
-    with pytest.raises(LeadershipError, match=r"^register of servers: .*(No space left|No such file)"):
-        leader.leadership.check()
+    with pytest.raises(NotLeaderError, match=r"^register of servers: .*(No space left|No such file)"):
+        leader.leadership.check_leading()
     disk.free()
-    leader.leadership.check()
+    leader.leadership.check_leading()
 
 
 def test_a_register_that_has_lost_its_claims_is_not_believed(pair: World, disk: Disk) -> None:
@@ -188,23 +191,23 @@ def test_a_register_that_has_lost_its_claims_is_not_believed(pair: World, disk: 
     pair.now_s += 1.1 * LEASE_S
     for path in disk.folder.iterdir():
         path.unlink()
-    with pytest.raises(LeadershipError, match=r"^parameter server: 'one whose register has lost all claims', exp"):
-        pair.servers[0].leadership.check()
+    with pytest.raises(NotLeaderError, match=r"^parameter server: 'one whose register has lost all claims', exp"):
+        pair.servers[0].leadership.check_leading()
 
 
 def test_the_standby_waits_for_rings_unless_the_other_one_begins_anew() -> None:
     world = World(Register())
     world.join(1)
     standby = world.servers[1]
-    standby.reach = Reach.NOBODY
+    standby.reachability = Reachability.NONE
     world.restart(0)
     world.tick(1)
-    assert standby.leadership.follows
+    assert standby.leadership.is_following
     world.join(0)
     world.tick(1)
-    assert standby.leadership.answers
+    assert standby.leadership.may_answer
     world.join(0)
-    assert world.servers[0].leadership.follows
+    assert world.servers[0].leadership.is_following
     world.close()
 
 
@@ -212,13 +215,13 @@ def test_a_leader_waits_for_rings_unless_its_standby_begins_anew() -> None:
     world = World(Register())
     world.join(1)
     leader = world.servers[0]
-    leader.reach = Reach.NOBODY
+    leader.reachability = Reachability.NONE
     world.restart(1)
     assert not world.push(0, 1)
     world.tick(0)
-    assert not leader.leadership.answers
+    assert not leader.leadership.may_answer
     world.join(1)
-    assert leader.leadership.answers
+    assert leader.leadership.may_answer
     assert world.servers[1].leadership.follows
     assert world.push(0, 1)
     assert world.servers[1].log == [1]

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Setup, TensorSpec
-from ringweave.params.ring.client import RingClient, Round
-from ringweave.params.serving.optimizers import options_of
-from ringweave.testing.servers import PairOfServers
+from ringweave.param_server.client import RingClient, RingPush
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import ParameterGroup, ServerSetup, TensorSpec
+from ringweave.param_server.optimizers import group_options
+from tests.fakes.parameter_servers import ReplicatedServers
 
 SPECS = [TensorSpec(name="weight", shape=[400], dtype="float64")]
-OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.125).param_groups[0])
+OPTIONS = group_options(torch.optim.SGD([torch.zeros(1)], lr=0.125).param_groups[0])
 
 
-def setup_of(num_rings: int) -> Setup:
+def setup_of(num_rings: int) -> ServerSetup:
     """Of an elastic job, in which nobody waits for a ring that is cut off."""
-    return Setup(
+    return ServerSetup(
         tensors=SPECS,
         optimizer="SGD",
-        groups=[Group(parameters=[0], options=OPTIONS)],
+        groups=[ParameterGroup(parameters=[0], options=OPTIONS)],
         rings=[[ring] for ring in range(num_rings)],
         overlaps=False,
         compensation=0.0,
@@ -30,10 +30,10 @@ def setup_of(num_rings: int) -> Setup:
     )
 
 
-def gradient(ring: int, sequence: int) -> Flat:
+def gradient(ring: int, sequence: int) -> FlatTensors:
     """Another one for every push, of whole numbers: sums are exact in any order."""
     found = torch.randint(-1000, 1000, (400,), generator=torch.Generator().manual_seed(1000 * ring + sequence))
-    return Flat(SPECS, [found.double()])
+    return FlatTensors(SPECS, [found.double()])
 
 
 def expected(num_pushed: Sequence[int]) -> torch.Tensor:
@@ -73,14 +73,14 @@ class Ring:
             raise
 
     def run(self) -> None:
-        room = Flat(SPECS)
+        room = FlatTensors(SPECS)
         version = self.client.pull(0, room.buffers())
         for sequence in range(1, self.num_pushes + 1):
             if self.stop.is_set():
                 break
             # More than are taken: the last tickets of an epoch are smaller.
-            self.tickets.append(self.client.take(0, 3, 3 * self.num_rings * (self.num_pushes + 1)))
-            round_ = Round(
+            self.tickets.append(self.client.take_shard(0, 3, 3 * self.num_rings * (self.num_pushes + 1)))
+            round_ = RingPush(
                 sequence=sequence,
                 base_version=version,
                 content="gradient",
@@ -88,9 +88,9 @@ class Ring:
                 batch_share=1.0,
                 options=[OPTIONS],
             )
-            version = self.client.exchange(round_, gradient(self.index, sequence).buffers(), room.buffers())[1]
+            version = self.client.push_and_pull(round_, gradient(self.index, sequence).buffers(), room.buffers())[1]
             self.done.append(time.monotonic())
-        self.client.leave(is_for_good=False)
+        self.client.leave_ring(is_for_good=False)
 
     @property
     def longest_s(self) -> float:
@@ -98,17 +98,17 @@ class Ring:
         return max((after - before for before, after in zip(self.done, self.done[1:], strict=False)), default=0.0)
 
 
-def begin(pair: PairOfServers, num_rings: int, num_pushes: int) -> list[Ring]:
+def begin(pair: ReplicatedServers, num_rings: int, num_pushes: int) -> list[Ring]:
     """A job with a standby that has everything, and its rings, which have not started."""
-    pair.wait_claim(2)
-    clients = [pair.client(ring) for ring in range(num_rings)]
-    clients[0].start(setup_of(num_rings), Flat(SPECS, [torch.zeros(400, dtype=torch.float64)]).buffers())
+    pair.wait_leadership(2)
+    clients = [pair.ring_client(ring) for ring in range(num_rings)]
+    clients[0].start_job(setup_of(num_rings), FlatTensors(SPECS, [torch.zeros(400, dtype=torch.float64)]).buffers())
     return [Ring(client, index, num_rings, num_pushes) for index, client in enumerate(clients)]
 
 
 def newest(ring: Ring) -> tuple[int, torch.Tensor]:
     """Version and parameters now."""
-    room = Flat(SPECS)
+    room = FlatTensors(SPECS)
     return ring.client.pull(len(ring.done), room.buffers()), room.pieces[0]
 
 

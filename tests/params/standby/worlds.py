@@ -4,14 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from ringweave import wire
-from ringweave.errors import ConnectionLostError, DeadlineError, LeadershipError, RemoteError, WireError
-from ringweave.params.messages import Push
-from ringweave.params.rules.audience import Reach
-from ringweave.params.rules.succession import Claim
-from ringweave.params.standby.claims import Claims
-from ringweave.params.standby.leadership import Leadership
-from ringweave.params.standby.messages import Copy, Pushing, Renew
+from ringweave import rpc
+from ringweave.errors import ConnectionLostError, DeadlineError, NotLeaderError, RemoteError, RpcError
+from ringweave.param_server.failover import LeadershipLog, ServerLeadership
+from ringweave.param_server.leadership import LeadershipRecord, Reachability
+from ringweave.param_server.messages import Push
+from ringweave.param_server.replication import CopyState, RenewLease, ReplicatePush
 
 LEASE_S = 1e6
 """So long in virtual time that threads that renew it, which wait in real time, never come to it."""
@@ -23,18 +21,18 @@ class Server:
     def __init__(self, world: "World", own: int) -> None:
         self.own, self._world = own, world
         self.log: list[int] = []
-        self.reach = Reach.MOST
-        self.leadership = Leadership(
+        self.reachability = Reachability.MOST
+        self.leadership = ServerLeadership(
             own,
             world.register,
-            lambda: cast("wire.Client", Line(world, 1 - own)),
+            lambda: cast("rpc.RpcClient", Line(world, 1 - own)),
             lease_s=LEASE_S,
-            reach=lambda: self.reach,
+            reachability=lambda: self.reachability,
             clock=lambda: world.now_s,
         )
 
     @contextmanager
-    def standing_still(self) -> Iterator[bytes]:
+    def paused_state(self) -> Iterator[bytes]:
         """See `leadership.Model`."""
         yield b""
 
@@ -52,24 +50,24 @@ class Server:
         try:
             self.leadership.check_term(push.term)
             if number not in self.log:
-                self.leadership.pushing(push, ())
+                self.leadership.replicate_push(push, ())
                 self.log.append(number)
-        except LeadershipError:
+        except NotLeaderError:
             return False
         return True
 
-    def tell(self, message: wire.Message) -> None:
+    def tell(self, message: rpc.RpcMessage) -> None:
         """As `Following` does."""
         match message:
-            case Copy():
+            case CopyState():
                 self.log = list(self._world.servers[1 - self.own].log)
-                self.leadership.followed()
-            case Pushing():
-                self.leadership.heard()
+                self.leadership.become_standby()
+            case ReplicatePush():
+                self.leadership.note_leader_heard()
                 if message.push.sequence not in self.log:
                     self.log.append(message.push.sequence)
-            case Renew():
-                self.leadership.heard()
+            case RenewLease():
+                self.leadership.note_leader_heard()
             case other:
                 raise AssertionError(f"not said here: {other}")
 
@@ -82,14 +80,14 @@ class Line:
             raise DeadlineError("nobody answers")
         self._world, self._to, self._server = world, to, world.servers[to]
 
-    def call(self, message: wire.Message, buffers: Sequence[memoryview] = (), *, timeout_s: float) -> None:
+    def call(self, message: rpc.RpcMessage, buffers: Sequence[memoryview] = (), *, timeout_s: float) -> None:
         if self._world.servers[self._to] is not self._server:
             raise ConnectionLostError("it has died")
         if self._world.lines == "cut":
             raise DeadlineError("no answer")
         try:
             self._server.tell(message)
-        except LeadershipError as error:
+        except NotLeaderError as error:
             raise RemoteError(str(error), type(error).__name__) from error
         if self._world.lines == "answers lost":
             raise DeadlineError("no answer")
@@ -103,7 +101,7 @@ class World:
 
     def __init__(self, register: Any) -> None:
         """`register` has the methods of `Claims`."""
-        self.register: Claims = register
+        self.register: LeadershipLog = register
         self.now_s = 0.0
         self.lines = ""
         """`cut`: nothing gets through between the servers; `answers lost`: no answer does."""
@@ -111,7 +109,7 @@ class World:
         self.servers: list[Server] = []
         self.servers = [Server(self, own) for own in (0, 1)]
         for server in self.servers:
-            server.leadership.begin(server)
+            server.leadership.begin_leading(server)
 
     def close(self) -> None:
         """End all threads."""
@@ -122,14 +120,14 @@ class World:
         """Kill it, and start it again with nothing."""
         self.servers[own].leadership.close()
         self.servers[own] = Server(self, own)
-        self.servers[own].leadership.begin(self.servers[own])
+        self.servers[own].leadership.begin_leading(self.servers[own])
 
     def join(self, own: int) -> None:
         """That server, which has nothing, asks the other one to be taken in."""
         asks, asked = self.servers[own].leadership, self.servers[1 - own].leadership
-        if not (asks.leads or asks.follows or asks.deposed) and self.lines == "":
-            with suppress(LeadershipError, WireError):
-                asked.admit()
+        if not (asks.is_leading or asks.is_following or asks.superseded) and self.lines == "":
+            with suppress(NotLeaderError, RpcError):
+                asked.admit_standby()
 
     def push(self, own: int, number: int) -> bool:
         """A ring pushes there; whether it was acknowledged."""
@@ -141,14 +139,14 @@ class World:
     def tick(self, own: int) -> None:
         """A while after: that server looks whether it has to go on without the other one."""
         server, other = self.servers[own], self.servers[1 - own]
-        with suppress(LeadershipError):
-            server.leadership.tick(is_leader_connected=other.leadership.leads and self.lines == "")
+        with suppress(NotLeaderError):
+            server.leadership.tick(is_leader_connected=other.leadership.is_leading and self.lines == "")
 
-    def check(self, newest: Claim | None) -> None:
+    def check(self, newest: LeadershipRecord | None) -> None:
         """Whoever may go on after the newest claim has all that was acknowledged, once."""
         assert newest is not None
         for server in self.servers:
             assert len(set(server.log)) == len(server.log)
-            has_something = server.leadership.leads or server.leadership.follows
+            has_something = server.leadership.is_leading or server.leadership.is_following
             if server.own in newest.members and has_something:
                 assert set(self.acknowledged) <= set(server.log), (newest, server.own)

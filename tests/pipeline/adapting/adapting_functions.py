@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings
-from ringweave.pipeline.adapting import Balancer, adapt
-from ringweave.pipeline.adapting.probing import Prober
-from ringweave.pipeline.moving import Outcome
-from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
-from ringweave.planning.repartitioning import Conditions, Policy, Window, Workload
+from ringweave.pipeline.adapting import LinkRateProber, PipelineRebalancer, adapt
+from ringweave.pipeline.migration import MigrationOutcome
+from ringweave.planning.repartition import MeasurementWindow, PipelineConditions, PipelineWorkload, RepartitionPolicy
 from ringweave.telemetry import EventLog
 from tests.clock import Clock
 
@@ -25,8 +24,8 @@ class Found:
     """What a rank has in the end."""
 
     splits: tuple[int, ...]
-    outcomes: list[Outcome]
-    computed: list[Window]
+    outcomes: list[MigrationOutcome]
+    computed: list[MeasurementWindow]
 
 
 def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
@@ -47,7 +46,7 @@ def slow_down(log: str, num_steps: int, at: int, factor: float) -> Found:
     ticks = Clock()
     device = VirtualDevice(clock=ticks, sleep=ticks.sleep)
     pipeline = make_pipeline(device)
-    balancer = adapt(pipeline, make_optimizer, Policy(window_steps=4), profile_rounds=1, clock=ticks)
+    balancer = adapt(pipeline, make_optimizer, RepartitionPolicy(window_steps=4), profile_rounds=1, clock=ticks)
     x = torch.ones(2 * MICROBATCHES, WIDTH)
     for step in range(num_steps):
         if step == at and pipeline.rank == 0:
@@ -70,12 +69,17 @@ def measure_only(accumulated: int) -> list[dict]:
     """Events of rank 0 under times that nobody waits for: computing is counted by a clock of ticks."""
     ticks = Clock()
     pipeline = make_pipeline(VirtualDevice(clock=ticks, sleep=ticks.sleep))
-    work = Workload(
+    work = PipelineWorkload(
         forward_s=((0.001,) * BLOCKS,), backward_s=((0.002,) * BLOCKS,), num_devices=2, num_microbatches=MICROBATCHES
     )
     log = Windows()
-    balancer = Balancer(
-        pipeline, work, Conditions(speeds=(1.0, 1.0)), Policy(window_steps=3, drift=1e6), log=log, clock=ticks
+    balancer = PipelineRebalancer(
+        pipeline,
+        work,
+        PipelineConditions(speeds=(1.0, 1.0)),
+        RepartitionPolicy(window_steps=3, drift=1e6),
+        log=log,
+        clock=ticks,
     )
     assert (balancer.controller is None) == (pipeline.rank != 0)
     x = torch.ones(2 * MICROBATCHES, WIDTH)
@@ -92,7 +96,7 @@ def measure_only(accumulated: int) -> list[dict]:
 def probe() -> tuple[list[int], list[list[tuple[float, ...]]]]:
     """(bytes of a message, rates of two probes)."""
     pipeline = make_pipeline(VirtualDevice())
-    prober = Prober(pipeline, (1.0, 1e8, 0.0), drift=1.000001)
+    prober = LinkRateProber(pipeline, (1.0, 1e8, 0.0), drift=1.000001)
     return prober.num_bytes, [prober.probe(), prober.probe()]
 
 
@@ -112,7 +116,7 @@ class Slower:
 def probe_slower(factor: float) -> list[tuple[float, ...]]:
     """Rates of links on which every message suddenly takes longer."""
     clock = Slower()
-    prober = Prober(make_pipeline(VirtualDevice()), (1e8,), drift=1.15, clock=clock)
+    prober = LinkRateProber(make_pipeline(VirtualDevice()), (1e8,), drift=1.15, clock=clock)
     clock.factor = factor
     return prober.probe()
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, UsageError
-from ringweave.pipeline import blocks
-from ringweave.pipeline.models import finding, grouping
-from ringweave.pipeline.running import boundaries, sides
-from ringweave.pipeline.running.boundaries import as_values
+from ringweave.pipeline import blocks, model_blocks
+from ringweave.pipeline.runtime import boundaries
+from ringweave.pipeline.runtime.boundaries import as_tuple
 
 VOCABULARY, LENGTH = 50, 12
 SMALL: dict[str, Any] = {
@@ -65,7 +64,7 @@ def library() -> Any:
 def through(parts: list[nn.Module], inputs: Tensor, **side: Tensor) -> Tensor:
     values: tuple[Tensor, ...] = (inputs,)
     for part in parts:
-        values = as_values(part(*values, **sides.wanted(part, side)))
+        values = as_tuple(part(*values, **boundaries.select_side_inputs(part, side)))
     return values[0]
 
 
@@ -96,8 +95,8 @@ def test_blocks_of_a_family_are_followed_without_data(make: Callable[[Any], nn.M
     ids, mask = tokens()
     parts = blocks(make(library))
     for side in ({}, {"attention_mask": mask}):
-        crossing = boundaries.follow(parts, (ids,), side)
-        assert [form.shape for boundary in crossing[1:-1] for form in boundary.forms] == [(4, LENGTH, 32)] * (
+        crossing = boundaries.trace_boundaries(parts, (ids,), side)
+        assert [form.shape for boundary in crossing[1:-1] for form in boundary.tensors] == [(4, LENGTH, 32)] * (
             len(parts) - 1
         )
         assert crossing[1].backward_bytes == crossing[1].forward_bytes == 4 * LENGTH * 32 * 4
@@ -158,9 +157,9 @@ def test_unknown_models_and_words() -> None:
 
 def test_a_dropped_layer_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    finding.check_complete(model, list(model))
+    model_blocks.check_complete(model, list(model))
     with pytest.raises(TrainingError, match=r"none has 1.weight, 1.bias"):
-        finding.check_complete(model, [model[0]])
+        model_blocks.check_complete(model, [model[0]])
 
 
 def test_merged_layers_compute_the_same_and_take_their_side_inputs() -> None:
@@ -170,10 +169,10 @@ def test_merged_layers_compute_the_same_and_take_their_side_inputs() -> None:
 
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), Shift(), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
-    merged = grouping.merge(layers, (5, 1, 1, 5, 4), 3, joined=[3])
-    assert [len(part.layers) if isinstance(part, grouping.Group) else 1 for part in merged] == [1, 2, 2]
+    merged = model_blocks.merge(layers, (5, 1, 1, 5, 4), 3, joined=[3])
+    assert [len(part.layers) if isinstance(part, model_blocks.MergedBlock) else 1 for part in merged] == [1, 2, 2]
     x, shift = torch.randn(3, 4), torch.randn(3, 4)
     assert torch.equal(through(merged, x, shift=shift), through(layers, x, shift=shift))
     assert merged[1].side_names >= {"shift"}
     with pytest.raises(UsageError, match="layers in all blocks: 4, expected 5"):
-        grouping.merge(layers, (5, 1, 1, 5), 3)
+        model_blocks.merge(layers, (5, 1, 1, 5), 3)

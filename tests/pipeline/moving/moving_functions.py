@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import PeerError
-from ringweave.pipeline import Pipeline, Settings
-from ringweave.pipeline.moving import Mover, Outcome, contents, mover
-from ringweave.pipeline.moving.contents import Contents
+from ringweave.pipeline import Pipeline, Settings, block_transfer
+from ringweave.pipeline.block_transfer import BlockContents
+from ringweave.pipeline.migration import BlockMigrator, MigrationOutcome
 from tests.pipeline import pipeline_functions
 from tests.pipeline.pipeline_functions import BATCH, CLASSES, FEATURES, batch_of
 
 NUM_BLOCKS, NUM_STEPS = 7, 22
-_DIGEST, _FILL, _CHANGES = contents.digest, contents.fill_state, contents.changes_of
+_DIGEST, _FILL, _CHANGES = (
+    block_transfer.block_digest,
+    block_transfer.load_optimizer_state,
+    block_transfer.block_changes,
+)
 FAULTS = (
     "nothing",
     "state left behind",
@@ -72,7 +76,7 @@ def make_pipeline(splits: tuple[int, ...]) -> Pipeline:
 
 def fingerprints(pipeline: Pipeline) -> dict[int, int]:
     """Of every held block: all bits, buffers in no state_dict and extra state included."""
-    return {b: _DIGEST(pipeline.blocks[b], pipeline.optimizer.of(b)) for b in pipeline.blocks.held}
+    return {b: _DIGEST(pipeline.blocks[b], pipeline.optimizer.for_block(b)) for b in pipeline.blocks.held}
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Trained:
 
     bits: dict[int, int]
     losses: list[list[float]]
-    outcomes: list[Outcome]
+    outcomes: list[MigrationOutcome]
     splits: tuple[int, ...]
 
 
@@ -94,9 +98,9 @@ def train(
 ) -> Trained:
     """After each step the next of the partitions is gone to, in the step behind it."""
     pipeline = make_pipeline(splits)
-    outcomes: list[Outcome] = []
+    outcomes: list[MigrationOutcome] = []
     hook = at_boundary(pipeline) if at_boundary else lambda _: None
-    moving = Mover(pipeline, outcomes.append, at_boundary=hook)
+    moving = BlockMigrator(pipeline, outcomes.append, at_failure_point=hook)
     todo, losses = list(partitions), []
     scheduler = torch.optim.lr_scheduler.StepLR(pipeline.optimizer, 3, 0.8)
     for step in range(num_steps):
@@ -106,7 +110,7 @@ def train(
         losses.append(pipeline.microbatch_losses.flatten().tolist())
         after_step(pipeline)
         if todo and step < num_steps - 1:
-            moving.begin(todo.pop(0))
+            moving.start(todo.pop(0))
     return Trained(fingerprints(pipeline), losses, outcomes, pipeline.layout.splits)
 
 
@@ -125,21 +129,27 @@ def train_wrongly(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) ->
     """Each fault is left out of every move, and nobody compares; `none` is without moves."""
     found = {"none": train(splits, [], num_steps=8)}
     for fault in FAULTS:
-        mover.contents.digest = lambda *_: 1  # type: ignore[assignment]
+        block_transfer.block_digest = lambda *_: 1  # type: ignore[assignment]
         dropped = {"buffer dropped": "buffer ", "gradient dropped": "gradient ", "extra state dropped": "extra "}
         if fault == "state left behind":
-            mover.contents.fill_state = lambda *_: None  # type: ignore[assignment]
+            block_transfer.load_optimizer_state = lambda *_: None  # type: ignore[assignment]
         elif fault in dropped:
             kind = dropped[fault]
-            mover.contents.changes_of = lambda block, k=kind: _without(_CHANGES(block), k)  # type: ignore[assignment]
+            block_transfer.block_changes = lambda block, k=kind: _without(_CHANGES(block), k)  # type: ignore[assignment]
         after_step = infer_again if fault == "shapes inferred again" else lambda _: None
         found[fault] = train(splits, partitions, after_step=after_step, num_steps=8)
-        mover.contents.digest, mover.contents.fill_state, mover.contents.changes_of = _DIGEST, _FILL, _CHANGES
+        block_transfer.block_digest, block_transfer.load_optimizer_state, block_transfer.block_changes = (
+            _DIGEST,
+            _FILL,
+            _CHANGES,
+        )
     return found
 
 
-def _without(what: Contents, kind: str) -> Contents:
-    return Contents({name: value for name, value in what.tensors.items() if not name.startswith(kind)}, what.facts)
+def _without(what: BlockContents, kind: str) -> BlockContents:
+    return BlockContents(
+        {name: value for name, value in what.tensors.items() if not name.startswith(kind)}, what.metadata
+    )
 
 
 def infer_again(pipeline: Pipeline) -> None:
@@ -152,7 +162,7 @@ def infer_again(pipeline: Pipeline) -> None:
 def train_comparing(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) -> tuple[Trained, Trained]:
     """Without moves; and with state left out of every move, while the ranks compare, as always."""
     plain = train(splits, [], num_steps=6)
-    mover.contents.fill_state = lambda *_: None  # type: ignore[assignment]
+    block_transfer.load_optimizer_state = lambda *_: None  # type: ignore[assignment]
     return plain, train(splits, partitions, num_steps=6)
 
 
@@ -172,10 +182,10 @@ class Refusing:
             self.is_due, self.is_update_due = False, boundary in ("arrived", "filling", "updating")
             raise MemoryError(f"no room at {boundary}")
 
-    def fill(self, optimizer: torch.optim.Optimizer | None, arrived: Contents) -> None:
+    def fill(self, optimizer: torch.optim.Optimizer | None, arrived: BlockContents) -> None:
         """As the mover does it, with the boundary between the first value and the others."""
-        first = dict(list(arrived.facts["optimizer"].items())[:1])
-        _FILL(optimizer, Contents(arrived.tensors, arrived.facts | {"optimizer": first}))
+        first = dict(list(arrived.metadata["optimizer"].items())[:1])
+        _FILL(optimizer, BlockContents(arrived.tensors, arrived.metadata | {"optimizer": first}))
         self("filling")
         _FILL(optimizer, arrived)
 
@@ -195,7 +205,7 @@ def train_with_failures(
 
         def refuse(pipeline: Pipeline, boundary: str = boundary, rank: int = rank) -> Refusing:
             refusing = Refusing(boundary, rank, pipeline)
-            mover.contents.fill_state = refusing.fill  # type: ignore[assignment]
+            block_transfer.load_optimizer_state = refusing.fill  # type: ignore[assignment]
             return refusing
 
         found.append(train(splits, [other, other], refuse, num_steps=5))
@@ -213,50 +223,50 @@ def die(boundary: str, rank: int, splits: tuple[int, ...], other: tuple[int, ...
         return hook
 
     pipeline = make_pipeline(splits)
-    moving = Mover(pipeline, at_boundary=killer(pipeline))
+    moving = BlockMigrator(pipeline, at_failure_point=killer(pipeline))
     x, y = batch_of(0)
     pipeline.train_step(x, target=y)
     text = ""
     try:
-        moving.begin(other)
+        moving.start(other)
         pipeline.train_step(x, target=y)
     except (PeerError, RuntimeError) as cause:
         text = f"{type(cause).__name__}: {cause}"
     else:
-        pipeline.groups.total(torch.zeros(1))
+        pipeline.groups.sum_over_ranks(torch.zeros(1))
     layout = pipeline.layout
     held = pipeline.blocks.held
     values = all(bool(p.isfinite().all()) for b in held for p in pipeline.blocks[b].parameters())
     return {"text": text, "splits": layout.splits, "held": held, "own": layout.ranges[pipeline.stage], "whole": values}
 
 
-def train_replicas(partitions: list[tuple[int, ...]]) -> tuple[dict[int, int], list[Outcome]]:
+def train_replicas(partitions: list[tuple[int, ...]]) -> tuple[dict[int, int], list[MigrationOutcome]]:
     """Two replicas of two stages; each step is a loop's own, and every second update is left out."""
     pipeline = make_pipeline((3,))
-    outcomes: list[Outcome] = []
-    moving, todo = Mover(pipeline, outcomes.append), list(partitions)
+    outcomes: list[MigrationOutcome] = []
+    moving, todo = BlockMigrator(pipeline, outcomes.append), list(partitions)
     for step in range(8):
         x, y = batch_of(2 * step + pipeline.rank // 2)
         pipeline.forward_backward(x, target=y)
         if step % 2 == 0:
             pipeline.optimizer.step()
         pipeline.optimizer.zero_grad()
-        if todo and not moving.is_moving:
-            moving.begin(todo.pop(0))
+        if todo and not moving.is_migrating:
+            moving.start(todo.pop(0))
     return fingerprints(pipeline), outcomes
 
 
-def train_replicas_both(partitions: list[tuple[int, ...]]) -> list[tuple[dict[int, int], list[Outcome]]]:
+def train_replicas_both(partitions: list[tuple[int, ...]]) -> list[tuple[dict[int, int], list[MigrationOutcome]]]:
     return [train_replicas([]), train_replicas(partitions)]
 
 
 def refusals() -> list[str]:
     """Texts of errors."""
     pipeline = pipeline_functions.make_pipeline(pipeline_functions.Case(splits=(2,)))
-    moving, texts = Mover(pipeline), []
+    moving, texts = BlockMigrator(pipeline), []
     for splits in ((1, 2), (3,), (4,)):
         try:
-            moving.begin(splits)
+            moving.start(splits)
         except Exception as cause:
             texts.append(str(cause))
     return texts

@@ -1,7 +1,7 @@
 import pytest
 
 from ringweave.testing.ranks import Ranks, run_ranks
-from tests.pipeline.moving import moving_functions as functions
+from tests.pipeline.moving import moving_functions
 from tests.pipeline.moving.moving_functions import Trained
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -16,7 +16,7 @@ def all_bits(trained: list[Trained]) -> dict[int, int]:
     for each in trained:
         assert not found.keys() & each.bits.keys(), "a block lies on two ranks"
         found |= each.bits
-    assert sorted(found) == list(range(functions.NUM_BLOCKS)), "a block is missing"
+    assert sorted(found) == list(range(moving_functions.NUM_BLOCKS)), "a block is missing"
     return found
 
 
@@ -24,9 +24,9 @@ def all_bits(trained: list[Trained]) -> dict[int, int]:
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_twenty_random_moves_have_the_bits_of_none(num_stages: int) -> None:
     """Dropout, batch norm, AdamW, a schedule of the rate, frozen weights, extra state; several blocks at once."""
-    partitions = functions.random_partitions(num_stages, num_stages, 20)
-    start = functions.random_partitions(99, num_stages, 1)[0]
-    pairs = run_ranks(functions.train_both, num_stages, start, partitions, backend="gloo", wait_s=WAIT_S)
+    partitions = moving_functions.random_partitions(num_stages, num_stages, 20)
+    start = moving_functions.random_partitions(99, num_stages, 1)[0]
+    pairs = run_ranks(moving_functions.train_both, num_stages, start, partitions, backend="gloo", wait_s=WAIT_S)
     plain, moved = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     outcomes = moved[0].outcomes
     assert len(outcomes) == 20
@@ -40,10 +40,10 @@ def test_twenty_random_moves_have_the_bits_of_none(num_stages: int) -> None:
 @LONG
 def test_what_is_left_behind_shows() -> None:
     """The check above can fail: whatever is left out of the moves, it does."""
-    partitions = functions.random_partitions(5, 2, 6)
-    found = run_ranks(functions.train_wrongly, 2, (3,), partitions, backend="gloo", wait_s=WAIT_S)
+    partitions = moving_functions.random_partitions(5, 2, 6)
+    found = run_ranks(moving_functions.train_wrongly, 2, (3,), partitions, backend="gloo", wait_s=WAIT_S)
     bits = all_bits([each["none"] for each in found])
-    for fault in functions.FAULTS:
+    for fault in moving_functions.FAULTS:
         moved = [each[fault] for each in found]
         assert len(moved[0].outcomes) == 6
         assert all(outcome.is_done for outcome in moved[0].outcomes), moved[0].outcomes
@@ -52,7 +52,7 @@ def test_what_is_left_behind_shows() -> None:
 
 def test_ranks_compare_what_moved() -> None:
     """With the state left behind the update differs; the move is dropped and the old partition trains on."""
-    found = run_ranks(functions.train_comparing, 2, (3,), [(5,)], backend="gloo")
+    found = run_ranks(moving_functions.train_comparing, 2, (3,), [(5,)], backend="gloo")
     for _, each in found:
         assert [outcome.is_done for outcome in each.outcomes] == [False]
         assert "2 blocks differ" in each.outcomes[0].cause
@@ -69,7 +69,7 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
         ("updated", 0), ("updated", 2),
     ]  # fmt: skip
     start, other = (2, 5), (1, 3)
-    found = run_ranks(functions.train_with_failures, 3, start, other, failures, backend="gloo", wait_s=WAIT_S)
+    found = run_ranks(moving_functions.train_with_failures, 3, start, other, failures, backend="gloo", wait_s=WAIT_S)
     bits, losses = all_bits([plain for plain, _ in found]), found[0][0].losses
     for place, (boundary, rank) in enumerate(failures):
         moved = [after[place] for _, after in found]
@@ -85,7 +85,7 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
 def test_a_failure_is_told_of_the_rank_that_had_it() -> None:
     """Not of the one that waits for its block, though that one stands before it."""
     failures = [("packing", 1), ("changes", 2)]
-    found = run_ranks(functions.train_with_failures, 3, (1, 3), (2, 5), failures, backend="gloo", wait_s=WAIT_S)
+    found = run_ranks(moving_functions.train_with_failures, 3, (1, 3), (2, 5), failures, backend="gloo", wait_s=WAIT_S)
     for place, (boundary, rank) in enumerate(failures):
         for _, after in found:
             assert after[place].outcomes[0].cause == f"rank {rank}: MemoryError('no room at {boundary}')"
@@ -97,7 +97,7 @@ def test_a_failure_is_told_of_the_rank_that_had_it() -> None:
     [("packing", 0), ("making room", 1), ("copying", 0), ("changes", 0), ("arrived", 1), ("updated", 0)],
 )
 def test_a_rank_that_is_killed_leaves_the_others_with_the_old_partition(boundary: str, rank: int) -> None:
-    with Ranks(functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo") as ranks:
+    with Ranks(moving_functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo") as ranks:
         outcomes = ranks.outcomes()
     assert outcomes[rank].exit_code == -9
     for survivor in {0, 1, 2} - {rank}:
@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_leaves_the_others_with_the_old_partition(boundary
 
 def test_replicas_move_alike_and_steps_may_be_left_out() -> None:
     """A `GradScaler` leaves updates out: the move waits for the next one."""
-    found = run_ranks(functions.train_replicas_both, 4, [(5,), (2,)], backend="gloo")
+    found = run_ranks(moving_functions.train_replicas_both, 4, [(5,), (2,)], backend="gloo")
     for first in (0, 2):
         plain, moved = [each[0][0] for each in found[first : first + 2]], [each[1] for each in found[first : first + 2]]
         assert [[outcome.splits for outcome in outcomes] for _, outcomes in moved] == [[(5,), (2,)]] * 2
@@ -121,7 +121,7 @@ def test_replicas_move_alike_and_steps_may_be_left_out() -> None:
 
 
 def test_moves_that_cannot_begin() -> None:
-    texts = run_ranks(functions.refusals, 2, backend="gloo")[0]
+    texts = run_ranks(moving_functions.refusals, 2, backend="gloo")[0]
     assert texts == [
         "splits: (1, 2), expected 1 splits. A pipeline keeps its number of stages; leave one empty if need be.",
         "move of blocks: (4,), expected no other under way. Wait until it has ended, with the next update.",

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings, profiling
 from ringweave.pipeline.adapting import adapt
-from ringweave.pipeline.profiling import Link
-from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
+from ringweave.pipeline.profiling import StageLink
 from tests.clock import Clock
 from tests.pipeline.pipeline_functions import make_optimizer
 
@@ -63,10 +63,10 @@ def rehearse(schedule: str) -> dict[str, Any]:
     x, y = torch.randn(4 * NUM, 8), torch.zeros(4 * NUM, dtype=torch.int64)
     pipeline.train_step(x, target=y)
     before, drawn = str(list(pipeline.blocks[pipeline.blocks.held[0]].state_dict().items())), torch.get_rng_state()
-    ideal = profiling.rehearse(pipeline, links, rounds=1, clock=ticks, sleep=ticks.sleep)
-    real = profiling.rehearse(pipeline, links, target=y, rounds=2)
-    slow, slept = (Link(latency_s=0.01, s_per_byte=0.0),), []
-    profiling.rehearse(pipeline, (slow, slow), rounds=1, clock=ticks, sleep=slept.append)
+    ideal = profiling.measure_overheads(pipeline, links, rounds=1, clock=ticks, sleep=ticks.sleep)
+    real = profiling.measure_overheads(pipeline, links, target=y, rounds=2)
+    slow, slept = (StageLink(latency_s=0.01, s_per_byte=0.0),), []
+    profiling.measure_overheads(pipeline, (slow, slow), rounds=1, clock=ticks, sleep=slept.append)
     after = str(list(pipeline.blocks[pipeline.blocks.held[0]].state_dict().items()))
     is_untouched = before == after and torch.equal(drawn, torch.get_rng_state())
     pipeline.train_step(x, target=y)

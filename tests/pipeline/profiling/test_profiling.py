@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ringweave.errors import UsageError
-from ringweave.pipeline.profiling import BlockCost, Link, Profile, partition, predict
-from ringweave.pipeline.profiling.predicting import transfers_of
-from ringweave.sim import pipelines
-from ringweave.sim.pipelines import Overheads
+from ringweave.pipeline.profiling import BlockCost, Profile, StageLink, partition, predict, transfer_mode
+from ringweave.sim import pipeline_schedules
+from ringweave.sim.pipeline_simulation import Overheads
 from ringweave.testing.ranks import run_ranks
 from tests.pipeline.profiling import profiling_functions
 from tests.pipeline.profiling.profiling_functions import WORK_S
@@ -82,17 +81,17 @@ def a_profile(forward_s: tuple[tuple[float, ...], ...]) -> Profile:
     )
 
 
-FREE = Link(latency_s=0.0, s_per_byte=0.0)
+FREE = StageLink(latency_s=0.0, s_per_byte=0.0)
 
 
 def test_a_step_is_that_of_the_simulated_order() -> None:
     """The spec's figures: transfer as long as a forward, 4 stages, 32 microbatches."""
     profile = a_profile(((1.0,) * 4,) * 4)
-    slow = Link(latency_s=0.5, s_per_byte=0.005), Link(latency_s=0.0, s_per_byte=0.02)
+    slow = StageLink(latency_s=0.5, s_per_byte=0.005), StageLink(latency_s=0.0, s_per_byte=0.02)
     links = (slow[0],) * 3, (slow[1],) * 3
     for name, step_s in (("1f1b", 172), ("1f1b-overlap", 111)):
-        order = pipelines.generate(name, 4, 32)
-        found = predict(profile, links, (1, 2, 3), order, transfers=transfers_of(name))
+        order = pipeline_schedules.generate_pipeline_schedule(name, 4, 32)
+        found = predict(profile, links, (1, 2, 3), order, transfers=transfer_mode(name))
         assert found.step_s == pytest.approx(step_s)
         assert found.bound_s == pytest.approx(111)
 
@@ -100,7 +99,7 @@ def test_a_step_is_that_of_the_simulated_order() -> None:
 def test_updates_and_overheads_are_part_of_a_predicted_step() -> None:
     """One microbatch through two stages, there and back: 9 s of blocks, 4 actions, 4 ends of messages on the way."""
     profile = a_profile(((1.0, 1.0), (2.0, 2.0)))
-    links, order = ((FREE,), (FREE,)), pipelines.generate("gpipe", 2, 1)
+    links, order = ((FREE,), (FREE,)), pipeline_schedules.generate_pipeline_schedule("gpipe", 2, 1)
     assert predict(profile, links, (1,), order, transfers="blocking").step_s == pytest.approx(9)
     slow = Profile(blocks=tuple(replace(cost, update_s=(5.0, 5.0)) for cost in profile.blocks))
     assert predict(slow, links, (1,), order, transfers="blocking").step_s == pytest.approx(14)
@@ -126,6 +125,6 @@ def test_memory_limits_a_device() -> None:
 
 def test_nothing_crosses_an_empty_end() -> None:
     profile = a_profile(((1.0, 1.0),) * 2)
-    slow = Link(latency_s=7.0, s_per_byte=1.0)
-    order = pipelines.generate("gpipe", 2, 1)
+    slow = StageLink(latency_s=7.0, s_per_byte=1.0)
+    order = pipeline_schedules.generate_pipeline_schedule("gpipe", 2, 1)
     assert predict(profile, ((slow,), (slow,)), (0,), order).step_s == pytest.approx(6 + 14)

@@ -3,7 +3,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ringweave.pipeline.running.riding import total_with
+from ringweave.pipeline.runtime.process_groups import sum_with_piggyback
 
 
 class Twice:
@@ -21,18 +21,18 @@ class Passenger:
     def __init__(self) -> None:
         self.got: list[float] = []
 
-    def leaving(self) -> Tensor:
+    def outgoing(self) -> Tensor:
         return torch.tensor([5.0, 7.0], dtype=torch.float64)
 
-    def arrived(self, totals: Tensor) -> None:
+    def receive(self, totals: Tensor) -> None:
         self.got = totals.tolist()
 
 
 def test_a_riders_numbers_go_in_the_same_message() -> None:
     groups, rider = Twice(), Passenger()
     table = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], dtype=torch.float64)
-    alone = total_with(None, table, cast(Any, groups))
-    together = total_with(rider, table, cast(Any, groups))
+    alone = sum_with_piggyback(None, table, cast(Any, groups))
+    together = sum_with_piggyback(rider, table, cast(Any, groups))
     assert torch.equal(alone, 2 * table)
     assert torch.equal(together, alone)
     assert rider.got == [10.0, 14.0]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from ringweave import cost, topology
 from ringweave.planning import Plan
-from ringweave.planning.adapting import Adviser, Report, Ruling, Situation, size_class
-from ringweave.planning.adapting.surveys import Survey
-from ringweave.schedules import HOST
+from ringweave.planning.autotune import Autotuner, GroupPlacement, TuningDecision, TuningReport, size_class
+from ringweave.planning.autotune.link_survey import LinkSurvey
+from ringweave.schedules import NATIVE
 
 TEXT = "name: eight\nnodes: [{name: a, nic: 200Mbit/s, devices: 1, count: 8}]\nlatency: 50us\n"
 SIZE = 25_000_000
@@ -26,11 +26,11 @@ class World:
     ) -> None:
         cluster = topology.loads(text)
         nodes = tuple(node.name for node in cluster.nodes for _ in node.devices)
-        self.where = Situation(cluster=cluster, nodes=nodes, rates=probed or {})
+        self.where = GroupPlacement(cluster=cluster, nodes=nodes, rates=probed or {})
         self.plan = self.where.plan({})
         self.estimates: dict[str, float] = {}
         self.num_estimates = 0
-        self.adviser = Adviser(self.where, self.plan, tuned, self._estimate)
+        self.adviser = Autotuner(self.where, self.plan, tuned, self._estimate)
         self.rates: dict[str, float] = {}
         self.host_factor = 1.1
         self.compute_s = 0.0
@@ -71,32 +71,32 @@ class World:
         key = (tuple(self.rates.items()), self.plan, name, num_bytes)
         if key not in self._known:
             self._known[key] = self._predict(name, num_bytes)
-        return self._known[key] * (self.host_factor if name == HOST else 1.0)
+        return self._known[key] * (self.host_factor if name == NATIVE else 1.0)
 
     def _predict(self, name: str, num_bytes: int) -> float:
         net = self.where.network(self.rates)
-        plan = self.plan if name != HOST else self.where.plan({})
-        choice = plan.choose(num_bytes, "ring" if name == HOST else name)
-        where = cost.vertices(net, self.where.nodes)
-        asked = cost.demand(plan.generate(choice.schedule), net, where)
+        plan = self.plan if name != NATIVE else self.where.plan({})
+        choice = plan.choose(num_bytes, "ring" if name == NATIVE else name)
+        where = cost.vertices_of_ranks(net, self.where.nodes)
+        asked = cost.schedule_demand(plan.generate(choice.schedule), net, where)
         return asked.predicted_s(num_bytes, num_segments=choice.num_segments, lag=choice.lag)
 
-    def _consult(self, num_bytes: int) -> Ruling:
+    def _consult(self, num_bytes: int) -> TuningDecision:
         window = tuple(self._window.pop(size_class(num_bytes), []))
-        report = Report(num_bytes=num_bytes, trial_s=self._trial_s, window=window)
+        report = TuningReport(num_bytes=num_bytes, trial_s=self._trial_s, window=window)
         self._trial_s = float("nan")
-        ruling = Ruling.parse(str(self.adviser.rule(report, self.now_s)))
+        ruling = TuningDecision.parse(str(self.adviser.decide(report, self.now_s)))
         if ruling.phases:
             self.num_surveys += 1
-            true = Survey(self.where.network(self.rates), tuple(dict.fromkeys(self.where.nodes)))
+            true = LinkSurvey(self.where.network(self.rates), tuple(dict.fromkeys(self.where.nodes)))
             rates = [0.95 * rate for phase in ruling.phases for rate in true._expected(phase)]
             self.now_s += 1.0
-            ruling = Ruling.parse(str(self.adviser.resolve(num_bytes, rates, self.now_s, 1.0)))
+            ruling = TuningDecision.parse(str(self.adviser.decide_after_survey(num_bytes, rates, self.now_s, 1.0)))
         if ruling.plan:
             self.plan = Plan.parse(ruling.plan)
             self._settled.clear()
             self._window.clear()
-        self.notes += self.adviser.take_notes()
+        self.notes += self.adviser.take_events()
         return ruling
 
     def of_kind(self, kind: str) -> list[dict]:

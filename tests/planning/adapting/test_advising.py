@@ -6,19 +6,18 @@ from collections.abc import Mapping
 import pytest
 
 from ringweave import topology
-from ringweave.planning.adapting import MAX_AGE_S, Adviser, Report, Situation, size_class
-from ringweave.planning.adapting.advising import MAX_PERIOD, MIN_PERIOD, NEVER
-from ringweave.planning.adapting.tuning import candidates
-from ringweave.schedules import HOST
-from ringweave.telemetry import KINDS
+from ringweave.planning.autotune import MAX_AGE_S, Autotuner, GroupPlacement, TuningReport, size_class
+from ringweave.planning.autotune.tuner import MAX_PERIOD, MIN_PERIOD, NEVER, pick_candidates
+from ringweave.schedules import NATIVE
+from ringweave.telemetry import EVENT_KINDS
 from tests.planning.adapting.advising_functions import NIC, SIZE, TEXT, World, cut, steps_until_changed
 
 
 def test_it_tries_the_best_beside_the_host_library_and_keeps_the_fastest() -> None:
     world = World(noise=0.02)
     taken = [world.step()[0] for _ in range(30)]
-    names = candidates(world.plan, SIZE)
-    assert names[-1] == HOST
+    names = pick_candidates(world.plan, SIZE)
+    assert names[-1] == NATIVE
     assert len(names) == 4
     assert names[0] == world.plan.choose(SIZE).schedule
     assert set(taken) == set(names)
@@ -26,16 +25,16 @@ def test_it_tries_the_best_beside_the_host_library_and_keeps_the_fastest() -> No
     assert world.seconds(taken[-1], SIZE) <= 1.04 * min(world.seconds(name, SIZE) for name in names)
     (tuned,) = world.of_kind("schedule_tuned")
     assert tuned["schedule"] == taken[-1]
-    assert tuned["predicted_s"][HOST] is None
+    assert tuned["predicted_s"][NATIVE] is None
     assert all(seconds > 0 for seconds in tuned["measured_s"].values())
 
 
 def test_what_simulations_say_is_tried_beside_the_plans_own_choice() -> None:
     world = World()
-    by_formula = candidates(world.plan, SIZE)
+    by_formula = pick_candidates(world.plan, SIZE)
     world.estimates = {"direct": 1.0, "ps": 1.5, "ring": 2.0, "leader-matrix": 3.0, "hierarchical": 4.0}
     taken = [world.step()[0] for _ in range(4)]
-    assert taken == [by_formula[0], "direct", "ps", HOST]
+    assert taken == [by_formula[0], "direct", "ps", NATIVE]
     for _ in range(40):
         world.step()
     assert world.num_estimates == 1  # for all trials of the class
@@ -51,21 +50,21 @@ def test_nothing_is_simulated_for_a_class_that_needs_no_trials() -> None:
 def test_candidates_are_those_of_the_formula_where_nothing_was_simulated() -> None:
     plan = World().plan
     best = [choice.schedule for choice in plan.choices(SIZE)]
-    assert candidates(plan, SIZE) == candidates(plan, SIZE, {})
-    assert set(candidates(plan, SIZE)) <= {plan.choose(SIZE).schedule, *best[:3], HOST}
+    assert pick_candidates(plan, SIZE) == pick_candidates(plan, SIZE, {})
+    assert set(pick_candidates(plan, SIZE)) <= {plan.choose(SIZE).schedule, *best[:3], NATIVE}
 
 
 def test_by_default_the_simulator_is_asked_and_the_ring_is_tried_where_the_formula_has_it_fourth() -> None:
     """Two ranks a node, 1 MB: measured in the lab, a ring takes 78 ms and the formula's three 113, 126 and 156."""
     cluster = topology.load("examples/clusters/two-ranks-a-node.yaml")
     nodes = tuple(node.name for node in cluster.nodes for _ in node.devices)
-    where = Situation(cluster=cluster, nodes=nodes)
+    where = GroupPlacement(cluster=cluster, nodes=nodes)
     plan = where.plan({})
-    assert "ring" not in candidates(plan, 10**6)
+    assert "ring" not in pick_candidates(plan, 10**6)
     tried = []
-    adviser = Adviser(where, plan)
+    adviser = Autotuner(where, plan)
     for _ in range(4):
-        tried.append(adviser.rule(Report(num_bytes=10**6, trial_s=0.1), 0.0).schedule)
+        tried.append(adviser.decide(TuningReport(num_bytes=10**6, trial_s=0.1), 0.0).schedule)
     assert "ring" in tried
     assert plan.choose(10**6).schedule in tried
 
@@ -73,7 +72,7 @@ def test_by_default_the_simulator_is_asked_and_the_ring_is_tried_where_the_formu
 def test_a_host_library_that_is_faster_is_taken() -> None:
     world = World()
     world.host_factor = 0.5
-    assert [world.step()[0] for _ in range(30)][-1] == HOST
+    assert [world.step()[0] for _ in range(30)][-1] == NATIVE
 
 
 def test_what_an_earlier_run_found_is_not_tried_again() -> None:
@@ -88,15 +87,15 @@ def test_what_won_a_day_ago_is_tried_again(tuned: Mapping[int, str]) -> None:
     world = World(tuned=tuned)
     world.host_factor = 3.0
     before = [world.step()[0] for _ in range(60)][-1]
-    assert before != HOST
+    assert before != NATIVE
     world.host_factor = 0.3
     world.now_s += MAX_AGE_S * 0.9
     assert {world.step()[0] for _ in range(60)} == {before}
     world.now_s += MAX_AGE_S * 0.2
     taken = [world.step()[0] for _ in range(60)]
-    assert set(candidates(world.plan, SIZE)) <= set(taken)
-    assert set(taken[-10:]) == {HOST}
-    assert [fields["schedule"] for fields in world.of_kind("schedule_tuned")][-1] == HOST
+    assert set(pick_candidates(world.plan, SIZE)) <= set(taken)
+    assert set(taken[-10:]) == {NATIVE}
+    assert [fields["schedule"] for fields in world.of_kind("schedule_tuned")][-1] == NATIVE
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -228,7 +227,7 @@ def test_reports_are_rarer_where_collectives_are_short() -> None:
     periods = {}
     for size in (10**5, 10**8):
         world = World(tuned={size_class(size): "ring"})
-        ruling = world.adviser.rule(Report(num_bytes=size), 0.0)
+        ruling = world.adviser.decide(TuningReport(num_bytes=size), 0.0)
         periods[size] = ruling.next_in
     assert MIN_PERIOD == periods[10**8] < periods[10**5] <= MAX_PERIOD
 
@@ -261,5 +260,5 @@ def test_every_note_is_an_event() -> None:
     steps_until_changed(world)
     assert {kind for kind, _ in world.notes} == {"plan_made", "schedule_tuned", "plan_changed"}
     for kind, fields in world.notes:
-        assert {"rank", "group", *fields} == set(KINDS[kind].fields)
+        assert {"rank", "group", *fields} == set(EVENT_KINDS[kind].fields)
         json.dumps(fields)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from ringweave.planning.adapting import size_class
-from ringweave.schedules import HOST
+from ringweave.planning.autotune import size_class
+from ringweave.schedules import NATIVE
 from tests.planning.adapting.advising_functions import SIZE, World, steps_until_changed
 
 NARROW = """
@@ -27,18 +27,18 @@ def narrow(noise: float, tuned: Mapping[int, str] | None = None) -> World:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("tuned", [None, {size_class(SIZE): HOST}], ids=["tried", "known"])
+@pytest.mark.parametrize("tuned", [None, {size_class(SIZE): NATIVE}], ids=["tried", "known"])
 def test_where_the_host_library_won_other_rates_begin_trials_again(
     noise: float, tuned: Mapping[int, str] | None
 ) -> None:
     """The plan's own best stays the same one; what it is better than has changed."""
     world = narrow(noise, tuned)
-    assert [world.step()[0] for _ in range(60)][-1] == HOST
+    assert [world.step()[0] for _ in range(60)][-1] == NATIVE
     world.rates = dict.fromkeys(UPLINKS, 190e6 / 8 / 4)
-    slow_s = world.seconds(HOST, SIZE)
+    slow_s = world.seconds(NATIVE, SIZE)
     assert steps_until_changed(world) <= 20
     taken = [world.step()[0] for _ in range(60)]
-    assert HOST in taken  # it is tried again
+    assert NATIVE in taken  # it is tried again
     best_s = world.where.plan(world.rates).choose(SIZE).predicted_s
     assert best_s / world.seconds(taken[-1], SIZE) >= 0.9
     (change,) = world.of_kind("plan_changed")
@@ -46,14 +46,14 @@ def test_where_the_host_library_won_other_rates_begin_trials_again(
     world.rates = {}
     for _ in range(100):
         world.step()
-    assert world.seconds(world.step()[0], SIZE) <= 1.1 * world.seconds(HOST, SIZE)
+    assert world.seconds(world.step()[0], SIZE) <= 1.1 * world.seconds(NATIVE, SIZE)
     assert len(world.of_kind("plan_changed")) <= 2
 
 
 def test_a_host_library_that_won_is_kept_through_noise() -> None:
     world = narrow(noise=0.1)
     taken = [world.step()[0] for _ in range(1000)]
-    assert set(taken[100:]) == {HOST}
+    assert set(taken[100:]) == {NATIVE}
     assert len(world.of_kind("schedule_tuned")) == 1
     assert world.num_surveys == 0
 

@@ -5,25 +5,25 @@ import numpy as np
 import pytest
 
 from ringweave.errors import ScheduleError
-from ringweave.planning.adapting import Report, Ruling, Stream, rulings
-from ringweave.planning.adapting.reports import LENGTH, WINDOW
-from tests.wire.test_bad_bytes import mutated
+from ringweave.planning.autotune import SurveyStream, TuningDecision, TuningReport, tuning_messages
+from ringweave.planning.autotune.tuning_messages import REPORT_LENGTH, REPORT_WINDOW
+from tests.wire.mutations import mutated
 
 
-def combined(*reports: Report) -> Report:
+def combined(*reports: TuningReport) -> TuningReport:
     vectors = np.array([report.to_vector() for report in reports])
-    assert vectors.shape == (len(reports), LENGTH)
-    return Report.from_vector(np.fmin.reduce(vectors).tolist())
+    assert vectors.shape == (len(reports), REPORT_LENGTH)
+    return TuningReport.from_vector(np.fmin.reduce(vectors).tolist())
 
 
 def test_a_ruling_reads_what_it_prints() -> None:
-    phases = ((Stream(0, 1, 5), Stream(1, 0, 6)), (Stream(0, 2, 7),))
+    phases = ((SurveyStream(0, 1, 5), SurveyStream(1, 0, 6)), (SurveyStream(0, 2, 7),))
     for ruling in (
-        Ruling(num_bytes=5, schedule="ring", is_trial=True),
-        Ruling(num_bytes=5, phases=phases),
-        Ruling(num_bytes=5, schedule="host", next_in=2**62, plan='{"a": "b"}'),
+        TuningDecision(num_bytes=5, schedule="ring", is_trial=True),
+        TuningDecision(num_bytes=5, phases=phases),
+        TuningDecision(num_bytes=5, schedule="host", next_in=2**62, plan='{"a": "b"}'),
     ):
-        assert Ruling.parse(str(ruling)) == ruling
+        assert TuningDecision.parse(str(ruling)) == ruling
 
 
 @pytest.mark.parametrize(
@@ -31,23 +31,25 @@ def test_a_ruling_reads_what_it_prints() -> None:
 )
 def test_other_text_is_none(text: str) -> None:
     with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent\. Run the same version"):
-        Ruling.parse(text)
+        TuningDecision.parse(text)
 
 
 def test_text_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    ruling = Ruling(num_bytes=5, schedule="ring")
-    monkeypatch.setattr(rulings, "MAX_BYTES", len(str(ruling)))
-    assert Ruling.parse(str(ruling)) == ruling
+    ruling = TuningDecision(num_bytes=5, schedule="ring")
+    monkeypatch.setattr(tuning_messages, "MAX_DECISION_BYTES", len(str(ruling)))
+    assert TuningDecision.parse(str(ruling)) == ruling
     with pytest.raises(ScheduleError, match=r"ruling: .*\d characters, more than \d"):
-        Ruling.parse(str(ruling) + " ")
+        TuningDecision.parse(str(ruling) + " ")
 
 
 def test_mutated_rulings_are_read_or_refused() -> None:
     rng, num_refused = random.Random(10), 0
-    good = str(Ruling(num_bytes=5, phases=((Stream(0, 1, 5), Stream(1, 0, 6)),), plan='{"a": "b"}')).encode()
+    good = str(
+        TuningDecision(num_bytes=5, phases=((SurveyStream(0, 1, 5), SurveyStream(1, 0, 6)),), plan='{"a": "b"}')
+    ).encode()
     for _ in range(2_000):
         try:
-            Ruling.parse(mutated(rng, good).decode("utf-8", "replace"))
+            TuningDecision.parse(mutated(rng, good).decode("utf-8", "replace"))
         except ScheduleError:
             num_refused += 1
     assert num_refused > 1_000
@@ -55,22 +57,22 @@ def test_mutated_rulings_are_read_or_refused() -> None:
 
 def test_a_trial_takes_as_long_as_its_slowest_rank_another_as_its_last_comer() -> None:
     report = combined(
-        Report(num_bytes=8, trial_s=2.0, window=(5.0, math.nan, 3.0)),
-        Report(num_bytes=8, trial_s=3.0, window=(4.0, 7.0, 9.0)),
+        TuningReport(num_bytes=8, trial_s=2.0, window=(5.0, math.nan, 3.0)),
+        TuningReport(num_bytes=8, trial_s=3.0, window=(4.0, 7.0, 9.0)),
     )
-    assert report == Report(num_bytes=8, trial_s=3.0, window=(4.0, 7.0, 3.0))
+    assert report == TuningReport(num_bytes=8, trial_s=3.0, window=(4.0, 7.0, 3.0))
 
 
 def test_nothing_measured_is_not_a_number() -> None:
-    report = combined(Report(num_bytes=8), Report(num_bytes=8))
+    report = combined(TuningReport(num_bytes=8), TuningReport(num_bytes=8))
     assert math.isnan(report.trial_s)
     assert report.window == ()
 
 
 def test_unequal_sizes_are_seen() -> None:
-    assert not combined(Report(num_bytes=8), Report(num_bytes=12)).is_equal
+    assert not combined(TuningReport(num_bytes=8), TuningReport(num_bytes=12)).is_equal
 
 
 def test_only_the_newest_are_told() -> None:
-    window = tuple(float(number) for number in range(WINDOW + 5))
-    assert combined(Report(num_bytes=1, window=window)).window == window[5:]
+    window = tuple(float(number) for number in range(REPORT_WINDOW + 5))
+    assert combined(TuningReport(num_bytes=1, window=window)).window == window[5:]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from ringweave import cost, topology
-from ringweave.planning.adapting.surveys import Survey
+from ringweave.planning.autotune.link_survey import LinkSurvey
 from ringweave.testing.clusters import clusters
 from tests import effort
 
@@ -29,12 +29,12 @@ def ask(text: str, changed: dict[str, float], noise: float = 0.0, goodput: float
     """What a survey finds on a cluster some of whose links have another rate than its file says."""
     cluster = topology.loads(text)
     names = tuple(node.name for node in cluster.nodes)
-    believed = Survey(cost.network(cluster), names)
-    true = Survey(cost.network(cluster, None, changed), names)
+    believed = LinkSurvey(cost.group_network(cluster), names)
+    true = LinkSurvey(cost.group_network(cluster, None, changed), names)
     phases = believed.phases()
     rng = random.Random(3)
     rates = [rate for phase in phases for rate in true._expected(phase)]
-    return believed.revised(phases, [rate * goodput * rng.uniform(1 - noise, 1 + noise) for rate in rates])
+    return believed.revised_rates(phases, [rate * goodput * rng.uniform(1 - noise, 1 + noise) for rate in rates])
 
 
 @pytest.mark.parametrize("text", [RACKS, MIXED])
@@ -70,10 +70,13 @@ def test_a_link_that_has_become_faster_is_found(only: tuple[str, ...]) -> None:
     cluster = topology.loads(RACKS)
     names = tuple(node.name for node in cluster.nodes)
     slow = {"a-1->r0": 12.5e6, "r0->a-1": 12.5e6}
-    believed, true = Survey(cost.network(cluster, None, slow), names), Survey(cost.network(cluster), names)
+    believed, true = (
+        LinkSurvey(cost.group_network(cluster, None, slow), names),
+        LinkSurvey(cost.group_network(cluster), names),
+    )
     phases = believed.phases(only)
     assert not only or len(phases) == len(only)
-    found = believed.revised(phases, [rate for phase in phases for rate in true._expected(phase)])
+    found = believed.revised_rates(phases, [rate for phase in phases for rate in true._expected(phase)])
     assert found["a-1->r0"] == pytest.approx(50e6, rel=0.1)
     assert found["r0->a-1"] == pytest.approx(50e6, rel=0.1)
 
@@ -82,9 +85,9 @@ def test_a_link_that_has_become_faster_is_found(only: tuple[str, ...]) -> None:
 @given(clusters())
 def test_streams_are_bounded_and_between_different_nodes(cluster: topology.Cluster) -> None:
     names = tuple(node.name for node in cluster.nodes)
-    survey = Survey(cost.network(cluster), names)
+    survey = LinkSurvey(cost.group_network(cluster), names)
     phases = survey.phases()
     assert all(src != dst and 2**17 <= num_bytes <= 2**22 for phase in phases for src, dst, num_bytes in phase)
     assert len(phases) <= 12
     rates = [rate for phase in phases for rate in survey._expected(phase)]
-    assert survey.revised(phases, rates) == {}
+    assert survey.revised_rates(phases, rates) == {}

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.planning.adapting.tuning import MAX_ROUNDS, NUM_ROUNDS, Tuner, size_class
+from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS, NUM_TRIAL_ROUNDS, CandidateTrials, size_class
 
 NAMES = ("ring", "direct", "multi-level", "host")
 
 
-def run(tuner: Tuner, seconds_of, num_bytes: int = 10**6) -> list[str]:
+def run(tuner: CandidateTrials, seconds_of, num_bytes: int = 10**6) -> list[str]:
     """The trials until it is clear, each taking `seconds_of(name)`."""
     trials = []
     while tuner.next_trial is not None:
@@ -21,7 +21,7 @@ def run(tuner: Tuner, seconds_of, num_bytes: int = 10**6) -> list[str]:
 
 def test_the_fastest_wins_after_a_warm_up_and_three_rounds() -> None:
     seconds = {"ring": 1.2, "direct": 1.0, "multi-level": 1.15, "host": 1.25}
-    tuner = Tuner(NAMES)
+    tuner = CandidateTrials(NAMES)
     trials = run(tuner, seconds.__getitem__)
     assert tuner.chosen == "direct"
     assert trials == [*NAMES, *NAMES[::-1], *NAMES, *NAMES[::-1]]
@@ -30,39 +30,39 @@ def test_the_fastest_wins_after_a_warm_up_and_three_rounds() -> None:
 
 def test_what_is_hopeless_is_dropped_early() -> None:
     seconds = {"ring": 1.0, "direct": 1.1, "multi-level": 1.4, "host": 3.0}
-    trials = run(tuner := Tuner(NAMES), seconds.__getitem__)
+    trials = run(tuner := CandidateTrials(NAMES), seconds.__getitem__)
     assert trials.count("host") == 1  # the warm-up
     assert trials.count("multi-level") == 2
-    assert trials.count("direct") == 1 + NUM_ROUNDS
+    assert trials.count("direct") == 1 + NUM_TRIAL_ROUNDS
     assert tuner.chosen == "ring"
     assert set(tuner.measured()) == set(NAMES)
 
 
 def test_short_messages_are_tried_more_often_and_never_dropped_at_once() -> None:
     seconds = {"ring": 0.001, "direct": 0.004, "multi-level": 0.002, "host": 0.0009}
-    trials = run(tuner := Tuner(NAMES), seconds.__getitem__)
-    assert {trials.count(name) for name in NAMES} == {1 + MAX_ROUNDS}
+    trials = run(tuner := CandidateTrials(NAMES), seconds.__getitem__)
+    assert {trials.count(name) for name in NAMES} == {1 + MAX_TRIAL_ROUNDS}
     assert tuner.chosen == "host"
 
 
 def test_among_equals_the_one_that_is_predicted_to_be_best_wins() -> None:
-    tuner = Tuner(NAMES)
+    tuner = CandidateTrials(NAMES)
     run(tuner, {"ring": 1.02, "direct": 1.0, "multi-level": 1.0, "host": 1.0}.__getitem__)
     assert tuner.chosen == "ring"
 
 
 def test_before_anything_was_measured_it_is_the_prediction() -> None:
-    assert Tuner(NAMES).chosen == "ring"
+    assert CandidateTrials(NAMES).chosen == "ring"
 
 
 def test_a_lone_candidate_needs_no_trial() -> None:
-    assert Tuner(["host"]).next_trial is None
+    assert CandidateTrials(["host"]).next_trial is None
     with pytest.raises(ValueError, match="candidates: none, expected one or more"):
-        Tuner([])
+        CandidateTrials([])
 
 
 def test_a_trial_that_nobody_measured_is_repeated() -> None:
-    tuner = Tuner(NAMES)
+    tuner = CandidateTrials(NAMES)
     tuner.observe(math.nan, 100)
     assert tuner.next_trial == "ring"
 
@@ -74,10 +74,10 @@ def test_a_trial_that_nobody_measured_is_repeated() -> None:
 def test_with_noise_the_choice_is_near_to_the_fastest(true: list[float], noise: list[float]) -> None:
     jumps = iter(noise * 10)
     seconds = dict(zip(NAMES, true, strict=False))
-    tuner = Tuner(list(seconds))
+    tuner = CandidateTrials(list(seconds))
     trials = run(tuner, lambda name: seconds[name] * next(jumps))
     assert seconds[tuner.chosen] <= min(true) * 1.04 / 0.96 * 1.03
-    assert len(trials) <= len(true) * (1 + MAX_ROUNDS)
+    assert len(trials) <= len(true) * (1 + MAX_TRIAL_ROUNDS)
 
 
 @given(st.integers(1, 2**40))

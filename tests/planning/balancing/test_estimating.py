@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion, step_s
-from ringweave.planning.balancing.estimating import WARM_UP_STEPS, WINDOW
+from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion, slowest_compute_s
+from ringweave.planning.balancing.speed import MAX_BLOCKS, SPEED_WARM_UP_STEPS
 
 
 def watch(estimator: SpeedEstimator, truth: Speed, num_samples: int, num_steps: int) -> None:
@@ -17,7 +17,7 @@ def watch(estimator: SpeedEstimator, truth: Speed, num_samples: int, num_steps: 
 
 def test_the_first_steps_do_not_count() -> None:
     estimator = SpeedEstimator()
-    watch(estimator, Speed(s_per_sample=100.0), 4, WARM_UP_STEPS)
+    watch(estimator, Speed(s_per_sample=100.0), 4, SPEED_WARM_UP_STEPS)
     watch(estimator, Speed(s_per_sample=2.0), 4, 2)
     assert estimator.speed is None
     watch(estimator, Speed(s_per_sample=2.0), 4, 1)
@@ -27,7 +27,7 @@ def test_the_first_steps_do_not_count() -> None:
 
 def test_stalls_are_no_change_of_speed() -> None:
     estimator = SpeedEstimator()
-    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
+    watch(estimator, Speed(s_per_sample=2.0), 4, SPEED_WARM_UP_STEPS + MAX_BLOCKS)
     watch(estimator, Speed(s_per_sample=50.0), 4, 2)
     assert estimator.speed is not None
     assert estimator.speed.s_per_sample == 2.0
@@ -35,7 +35,7 @@ def test_stalls_are_no_change_of_speed() -> None:
 
 def test_a_lasting_change_shows_after_three_steps() -> None:
     estimator = SpeedEstimator()
-    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
+    watch(estimator, Speed(s_per_sample=2.0), 4, SPEED_WARM_UP_STEPS + MAX_BLOCKS)
     watch(estimator, Speed(s_per_sample=8.0), 4, 3)
     assert estimator.speed is not None
     assert estimator.speed.s_per_sample == 8.0
@@ -43,7 +43,7 @@ def test_a_lasting_change_shows_after_three_steps() -> None:
 
 def test_of_noise_much_is_averaged_and_nothing_forgotten() -> None:
     estimator, generator = SpeedEstimator(), random.Random(1)
-    for _ in range(WARM_UP_STEPS + WINDOW):
+    for _ in range(SPEED_WARM_UP_STEPS + MAX_BLOCKS):
         estimator.observe(4, 8.0 * generator.uniform(0.8, 1.2))
     assert estimator.speed is not None
     assert estimator.speed.s_per_sample == pytest.approx(2.0, rel=0.05)
@@ -53,7 +53,7 @@ def test_of_noise_much_is_averaged_and_nothing_forgotten() -> None:
 def test_overhead_is_read_off_two_shares() -> None:
     truth = Speed(s_per_sample=0.5, overhead_samples=6.0)
     estimator = SpeedEstimator()
-    watch(estimator, truth, 20, WARM_UP_STEPS + WINDOW)
+    watch(estimator, truth, 20, SPEED_WARM_UP_STEPS + MAX_BLOCKS)
     for share in (10, 20, 10, 20, 10, 20):
         watch(estimator, truth, share, 3)
     assert estimator.speed is not None
@@ -64,13 +64,13 @@ def test_overhead_is_read_off_two_shares() -> None:
 def test_work_beside_computing_is_fixed_work() -> None:
     """It is no part of the time of a sample, however many there are; shares follow it from the first look on."""
     estimator = SpeedEstimator()
-    for _ in range(WARM_UP_STEPS + WINDOW):
-        estimator.observe(10, 20.0, outside=0.3)
+    for _ in range(SPEED_WARM_UP_STEPS + MAX_BLOCKS):
+        estimator.observe(10, 20.0, other_work=0.3)
     assert estimator.speed is not None
     assert estimator.speed.s_per_sample == 2.0
     assert estimator.speed.overhead_samples == pytest.approx(3.0)
-    for _ in range(WINDOW):
-        estimator.observe(4, 8.0, outside=0.75)
+    for _ in range(MAX_BLOCKS):
+        estimator.observe(4, 8.0, other_work=0.75)
     assert estimator.speed.s_per_sample == 2.0
     assert estimator.speed.overhead_samples == pytest.approx(3.0)
 
@@ -87,7 +87,7 @@ def test_steps_shorter_than_a_period_of_the_kernel_are_put_together() -> None:
 
 def test_noise_is_what_times_lie_apart() -> None:
     estimator = SpeedEstimator()
-    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS)
+    watch(estimator, Speed(s_per_sample=2.0), 4, SPEED_WARM_UP_STEPS)
     for seconds in (8.0, 10.0, 8.0, 6.0, 4.0):
         estimator.observe(4, seconds)
     assert estimator.speed == Speed(s_per_sample=2.0, noise=0.5)
@@ -95,13 +95,13 @@ def test_noise_is_what_times_lie_apart() -> None:
 
 def test_few_measurements_are_uncertain() -> None:
     estimator = SpeedEstimator()
-    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + 4)
+    watch(estimator, Speed(s_per_sample=2.0), 4, SPEED_WARM_UP_STEPS + 4)
     assert estimator.speed == Speed(s_per_sample=2.0, noise=0.125)
 
 
 def test_steps_without_samples_and_short_batches_do_not_count() -> None:
     estimator = SpeedEstimator()
-    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
+    watch(estimator, Speed(s_per_sample=2.0), 4, SPEED_WARM_UP_STEPS + MAX_BLOCKS)
     estimator.observe(0, 7.0)
     estimator.observe(1, 2.0)
     assert estimator.speed is not None
@@ -125,7 +125,7 @@ class Team:
                 estimator.observe(share, speed.seconds(share) * factor)
             known = [estimator.speed for estimator in self.estimators]
             if self.num_steps % 2 == 0 and all(known):
-                change = self.rebalancer.look(self.shares, [speed for speed in known if speed])
+                change = self.rebalancer.propose_change(self.shares, [speed for speed in known if speed])
                 self.shares = change.shares if change else self.shares
                 self.num_changes += change is not None
 
@@ -141,13 +141,18 @@ class Team:
                 for speed, level in zip(truth, levels, strict=True)
             ]
             self.train(1)
-            taken_s, best_s = taken_s + step_s(self.shares, self.truth), best_s + step_s(best, self.truth)
+            taken_s, best_s = (
+                taken_s + slowest_compute_s(self.shares, self.truth),
+                best_s + slowest_compute_s(best, self.truth),
+            )
         self.truth = truth
         return taken_s / best_s
 
     def slowness(self) -> float:
         """Time of a step beside that of the best shares."""
-        return step_s(self.shares, self.truth) / step_s(apportion(sum(self.shares), self.truth), self.truth)
+        return slowest_compute_s(self.shares, self.truth) / slowest_compute_s(
+            apportion(sum(self.shares), self.truth), self.truth
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ringweave.planning.balancing import Change, Rebalancer, Speed, rebalance
+from ringweave.planning.balancing import Rebalancer, ShareChange, Speed, rebalance
 from ringweave.planning.balancing.shares import MAX_NOISE, MIN_GAIN
 
-Look = Callable[[tuple[int, ...], Sequence[Speed]], Change | None]
+Look = Callable[[tuple[int, ...], Sequence[Speed]], ShareChange | None]
 EQUAL = [Speed(s_per_sample=1.0)] * 4
 EVEN = (64, 64, 64, 64)
 LONG = 50
@@ -20,16 +20,16 @@ def with_slow(rank: int, factor: float = 1.3) -> list[Speed]:
 
 def patient(rebalancer: Rebalancer) -> Look:
     """Looks that each come so late that patience is no matter."""
-    return lambda current, speeds: rebalancer.look(current, speeds, num_steps=LONG)
+    return lambda current, speeds: rebalancer.propose_change(current, speeds, num_steps=LONG)
 
 
 def looks_until_a_change(rebalancer: Rebalancer, speeds: Sequence[Speed]) -> int:
-    return next(number for number in range(1, 1000) if rebalancer.look(EVEN, speeds))
+    return next(number for number in range(1, 1000) if rebalancer.propose_change(EVEN, speeds))
 
 
 def test_the_first_change_is_that_of_the_rule_alone() -> None:
-    assert Rebalancer().look(EVEN, with_slow(0), num_steps=LONG) == rebalance(EVEN, with_slow(0))
-    assert Rebalancer().look(EVEN, EQUAL, num_steps=LONG) is None
+    assert Rebalancer().propose_change(EVEN, with_slow(0), num_steps=LONG) == rebalance(EVEN, with_slow(0))
+    assert Rebalancer().propose_change(EVEN, EQUAL, num_steps=LONG) is None
 
 
 def test_the_smaller_the_gain_the_longer_it_must_be_promised() -> None:
@@ -38,12 +38,14 @@ def test_the_smaller_the_gain_the_longer_it_must_be_promised() -> None:
     assert waits == sorted(waits)
     assert waits[0] <= 2
     assert 10 < waits[2] < 20 < waits[3] < LONG
-    assert Rebalancer().look(EVEN, with_slow(2, 1.5), num_steps=waits[2]), "steps count, however often one looks"
+    assert Rebalancer().propose_change(EVEN, with_slow(2, 1.5), num_steps=waits[2]), (
+        "steps count, however often one looks"
+    )
 
 
 def test_it_must_be_the_same_rank_all_the_time() -> None:
     rebalancer = Rebalancer()
-    assert not any(rebalancer.look(EVEN, with_slow(number // 10 % 4, 1.5)) for number in range(200))
+    assert not any(rebalancer.propose_change(EVEN, with_slow(number // 10 % 4, 1.5)) for number in range(200))
     assert looks_until_a_change(rebalancer, with_slow(1, 1.5)) < 20
 
 
@@ -53,7 +55,7 @@ def test_ranks_that_are_slow_together_may_take_turns_as_the_slowest() -> None:
         [Speed(s_per_sample=each) for each in (1.0, 1.0, 1.5, 1.55)],
         [Speed(s_per_sample=each) for each in (1.0, 1.0, 1.5, 1.5)],
     )
-    found = [number for number in range(40) if rebalancer.look(EVEN, turns[number % 2])]
+    found = [number for number in range(40) if rebalancer.propose_change(EVEN, turns[number % 2])]
     assert 10 < found[0] < 30
 
 
@@ -70,9 +72,9 @@ def test_a_guess_is_given_up_sooner() -> None:
 def test_after_a_large_change_further_ones_need_not_wait() -> None:
     rebalancer = Rebalancer()
     looks_until_a_change(rebalancer, with_slow(0, 6.0))
-    assert rebalancer.look(EVEN, with_slow(0, 1.5)), "speeds are learnt anew"
+    assert rebalancer.propose_change(EVEN, with_slow(0, 1.5)), "speeds are learnt anew"
     for _ in range(40):
-        rebalancer.look(EVEN, EQUAL)
+        rebalancer.propose_change(EVEN, EQUAL)
     assert looks_until_a_change(rebalancer, with_slow(0, 1.5)) > 10
 
 
@@ -105,14 +107,14 @@ def test_doubts_are_forgotten() -> None:
     changes_by_turns(patient(rebalancer), 6)
     assert rebalancer.min_gain > 2 * MIN_GAIN
     for _ in range(400):
-        rebalancer.look(EVEN, EQUAL)
+        rebalancer.propose_change(EVEN, EQUAL)
     assert rebalancer.min_gain == pytest.approx(MIN_GAIN, rel=0.05)
 
 
 def test_further_changes_in_one_direction_are_no_doubt() -> None:
     rebalancer, shares = Rebalancer(), EVEN
     for factor in (1.3, 1.8, 2.6, 4.0):
-        change = rebalancer.look(shares, with_slow(0, factor), num_steps=LONG)
+        change = rebalancer.propose_change(shares, with_slow(0, factor), num_steps=LONG)
         assert change is not None
         shares = change.shares
     assert rebalancer.min_gain == MIN_GAIN
@@ -120,5 +122,5 @@ def test_further_changes_in_one_direction_are_no_doubt() -> None:
 
 def test_another_number_of_ranks_is_a_new_beginning() -> None:
     rebalancer = Rebalancer()
-    assert rebalancer.look(EVEN, with_slow(0), num_steps=LONG) is not None
-    assert rebalancer.look((64, 64), with_slow(0, 4.0)[:2], num_steps=LONG) is not None
+    assert rebalancer.propose_change(EVEN, with_slow(0), num_steps=LONG) is not None
+    assert rebalancer.propose_change((64, 64), with_slow(0, 4.0)[:2], num_steps=LONG) is not None

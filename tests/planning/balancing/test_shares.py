@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
-from ringweave.planning.balancing import Speed, apportion, rebalance, scale, step_s
+from ringweave.planning.balancing import Speed, apportion, rebalance, scale_shares, slowest_compute_s
 
 speeds = st.builds(Speed, s_per_sample=st.floats(0.01, 10), overhead_samples=st.just(0.0) | st.floats(0, 5))
 
@@ -28,8 +28,8 @@ def test_no_other_shares_are_faster(ranks, data) -> None:
     shares = apportion(total, ranks, caps)
     assert sum(shares) == total
     assert all(1 <= share <= cap for share, cap in zip(shares, caps, strict=True))
-    best = min(step_s(other, ranks) for other in compositions(total, caps))
-    assert step_s(shares, ranks) == pytest.approx(best)
+    best = min(slowest_compute_s(other, ranks) for other in compositions(total, caps))
+    assert slowest_compute_s(shares, ranks) == pytest.approx(best)
 
 
 @given(st.lists(speeds, min_size=1, max_size=12), st.integers(0, 100_000))
@@ -39,7 +39,7 @@ def test_no_sample_is_better_off_elsewhere(ranks, more) -> None:
     shares = apportion(total, ranks)
     assert sum(shares) == total
     assert min(shares) >= 1
-    slowest = step_s(shares, ranks)
+    slowest = slowest_compute_s(shares, ranks)
     busiest = [speed.seconds(share) for speed, share in zip(ranks, shares, strict=True)].index(slowest)
     if shares[busiest] > 1:
         for rank, speed in enumerate(ranks):
@@ -58,7 +58,7 @@ def test_shares_follow_speeds() -> None:
 def test_a_smaller_batch_is_shared_in_proportion(shares, data) -> None:
     total = sum(shares)
     few = data.draw(st.integers(0, total))
-    scaled = scale(tuple(shares), few)
+    scaled = scale_shares(tuple(shares), few)
     assert sum(scaled) == few
     assert all(abs(part - share * few / total) < 1 for part, share in zip(scaled, shares, strict=True))
     assert all(part <= share for part, share in zip(scaled, shares, strict=True)), "caps still hold"

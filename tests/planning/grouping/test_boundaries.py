@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
-from ringweave.planning.grouping import Model, split, throughput
+from ringweave.planning.ring_grouping import RingCostModel, ring_throughput, split_into_rings
 
-FREE = Model(exchange_s=lambda _size, _rings: 0.0, efficiency=lambda _rings: 1.0)
+FREE = RingCostModel(exchange_s=lambda _size, _rings: 0.0, efficiency=lambda _rings: 1.0)
 
 
 def partitions(workers: list[int]) -> Iterator[list[list[int]]]:
@@ -29,7 +29,7 @@ def partitions(workers: list[int]) -> Iterator[list[list[int]]]:
 def models(draw):
     per_worker, shared = draw(st.floats(0, 2)), draw(st.floats(0, 2))
     falls = draw(st.floats(0, 0.5))
-    return Model(
+    return RingCostModel(
         exchange_s=lambda size, rings: per_worker * (size - 1) + shared * rings,
         efficiency=lambda rings: 1 / (1 + falls * (rings - 1)),
     )
@@ -37,29 +37,29 @@ def models(draw):
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6), models())
 def test_no_partition_is_better(round_s, model) -> None:
-    found = split(round_s, model)
+    found = split_into_rings(round_s, model)
     assert sorted(worker for ring in found.rings for worker in ring) == list(range(len(round_s)))
-    assert found.rounds_per_s == pytest.approx(throughput(found.rings, round_s, model))
-    best = max(throughput(rings, round_s, model) for rings in partitions(list(range(len(round_s)))))
+    assert found.rounds_per_s == pytest.approx(ring_throughput(found.rings, round_s, model))
+    best = max(ring_throughput(rings, round_s, model) for rings in partitions(list(range(len(round_s)))))
     assert found.rounds_per_s == pytest.approx(best)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=6), models())
 def test_no_partition_into_as_many_rings_is_better(round_s, model) -> None:
-    found = split(round_s, model, num_rings=3)
+    found = split_into_rings(round_s, model, num_rings=3)
     ways = [rings for rings in partitions(list(range(len(round_s)))) if len(rings) == 3]
-    assert found.rounds_per_s == pytest.approx(max(throughput(rings, round_s, model) for rings in ways))
+    assert found.rounds_per_s == pytest.approx(max(ring_throughput(rings, round_s, model) for rings in ways))
 
 
 def test_borders_are_where_speeds_differ() -> None:
-    costs = Model(exchange_s=lambda _size, rings: 0.05 * rings, efficiency=lambda rings: 0.97 ** (rings - 1))
+    costs = RingCostModel(exchange_s=lambda _size, rings: 0.05 * rings, efficiency=lambda rings: 0.97 ** (rings - 1))
     round_s = [4.1, 1.0, 1.02, 4.0, 1.01, 1.03, 0.99, 1.0]
-    assert [sorted(ring) for ring in split(round_s, costs).rings] == [[1, 2, 4, 5, 6, 7], [0, 3]]
-    assert len(split([1.0] * 8, costs).rings) == 1, "among equals one ring: nothing gets old"
+    assert [sorted(ring) for ring in split_into_rings(round_s, costs).rings] == [[1, 2, 4, 5, 6, 7], [0, 3]]
+    assert len(split_into_rings([1.0] * 8, costs).rings) == 1, "among equals one ring: nothing gets old"
 
 
 def test_who_never_reported_is_in_no_ring() -> None:
-    assert split([1.0, math.inf, 1.0], FREE, num_rings=1).rings == ((0, 2),)
+    assert split_into_rings([1.0, math.inf, 1.0], FREE, num_rings=1).rings == ((0, 2),)
 
 
 @pytest.mark.parametrize(("round_s", "num_rings"), [([1.0, 2.0], 3), ([1.0], 0), ([math.inf], None)])
@@ -67,4 +67,4 @@ def test_impossible_numbers_are_refused(round_s, num_rings) -> None:
     with pytest.raises(
         TrainingError, match=r"^rings: .*, expected 1 to \d, the workers that have reported\. Choose fewer"
     ):
-        split(round_s, FREE, num_rings)
+        split_into_rings(round_s, FREE, num_rings)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
-from ringweave.planning.grouping import CompletionQueue
+from ringweave.planning.ring_grouping import CompletionQueue
 
 
 def literally(reports: Sequence[int], num_workers: int, num_rings: int) -> list[tuple[int, ...]]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringweave.planning.partitioning import Memory, Problem
+from ringweave.planning.partition import PartitionMemory, PartitionProblem
 
 
-def random_problem(rng: random.Random) -> Problem:
+def random_problem(rng: random.Random) -> PartitionProblem:
     """At most 12 blocks on at most 5 devices, with everything that a problem may have switched on or off.
 
     Numbers are whole and capabilities powers of two, so that no sum or quotient rounds, and ties are real ties.
@@ -21,7 +21,7 @@ def random_problem(rng: random.Random) -> Problem:
     num_blocks = rng.randint(1 if allow_empty else num_devices, 12)
     num_kinds = rng.choice([1, 1, min(2, num_devices)])
     top = rng.choice([1, 3, 20, 1000])
-    return Problem(
+    return PartitionProblem(
         work=tuple(tuple(rng.randint(rng.choice([0, 1]), top) for _ in range(num_blocks)) for _ in range(num_kinds)),
         kinds=tuple(rng.randrange(num_kinds) for _ in range(num_devices)),
         capability=tuple(rng.choice([0.25, 0.5, 1.0, 2.0, 4.0]) for _ in range(num_devices)),
@@ -32,16 +32,16 @@ def random_problem(rng: random.Random) -> Problem:
     )
 
 
-def _memory(rng: random.Random, num_blocks: int, num_devices: int) -> Memory:
+def _memory(rng: random.Random, num_blocks: int, num_devices: int) -> PartitionMemory:
     state = [rng.randint(0, 9) for _ in range(num_blocks)]
     stash = [rng.randint(0, 3) for _ in range(num_blocks)]
     in_flight = [rng.randint(1, num_devices - device) for device in range(num_devices)]
     most = max(1, sum(state) + sum(stash))
     limit = [rng.randint(most // (2 * num_devices), most) for _ in range(num_devices)]
-    return Memory(limit=tuple(limit), state=tuple(state), stash=tuple(stash), in_flight=tuple(in_flight))
+    return PartitionMemory(limit=tuple(limit), state=tuple(state), stash=tuple(stash), in_flight=tuple(in_flight))
 
 
-def partitions(problem: Problem) -> list[tuple[int, ...]]:
+def partitions(problem: PartitionProblem) -> list[tuple[int, ...]]:
     """Splits of all partitions that fit into memory."""
     fitting = _Table(problem)
     return list(map(tuple, fitting.edges[fitting.fits][:, 1:-1].tolist()))
@@ -51,7 +51,7 @@ Found = tuple[float, tuple[int, ...]] | None
 """The least time and, by the rule for ties, its splits; None where nothing fits."""
 
 
-def least(problem: Problem, num_microbatches: int) -> tuple[Found, Found]:
+def least(problem: PartitionProblem, num_microbatches: int) -> tuple[Found, Found]:
     """Of the bottleneck, and of the step."""
     table = _Table(problem)
     if not table.fits.any():
@@ -82,7 +82,7 @@ def _edges(num_blocks: int, num_devices: int, allow_empty: bool) -> np.ndarray:
 class _Table:
     """All partitions of a problem at once. Every sum of blocks is taken anew, none from prefixes as solvers do."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PartitionProblem) -> None:
         self.edges = _edges(problem.num_blocks, problem.num_devices, problem.allow_empty)
         kinds = problem.kinds or (0,) * problem.num_devices
         sums = [_sums(row) for row in problem.work]
@@ -98,14 +98,14 @@ class _Table:
         """What the blocks of a device's stage come to, in each partition."""
         return sums[self.edges[:, device], self.edges[:, device + 1]]
 
-    def _transfers(self, problem: Problem) -> np.ndarray:
+    def _transfers(self, problem: PartitionProblem) -> np.ndarray:
         found = np.zeros((len(self.edges), problem.num_devices))
         if problem.activation and problem.bandwidth:
             crossing = np.array([0.0, *problem.activation[:-1], 0.0])
             found[:, 1:] = crossing[self.edges[:, 1:-1]] / np.array(problem.bandwidth)
         return found
 
-    def _fits(self, problem: Problem) -> np.ndarray:
+    def _fits(self, problem: PartitionProblem) -> np.ndarray:
         memory = problem.memory
         found = np.ones(len(self.edges), dtype=bool)
         if memory is not None:

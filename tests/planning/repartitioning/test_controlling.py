@@ -1,6 +1,13 @@
 import pytest
 
-from ringweave.planning.repartitioning import Conditions, Controller, Policy, State, Window, search
+from ringweave.planning.repartition import (
+    MeasurementWindow,
+    PipelineConditions,
+    RepartitionController,
+    RepartitionPolicy,
+    RepartitionState,
+    search_partitions,
+)
 from tests.planning.repartitioning.worlds import EVEN, best_step_s, changing, cut, slowed, step_s, workload, world
 
 
@@ -10,7 +17,7 @@ from tests.planning.repartitioning.worlds import EVEN, best_step_s, changing, cu
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_one_of_four_slows_and_recovers(device: int, at: int, noise: float) -> None:
     """Within two windows and two steps it is as good as what is best for the new speeds, or within 5 % of it."""
-    policy = Policy()
+    policy = RepartitionPolicy()
     back_at = at + 137
     slow = slowed(device, 2)
     train = world(workload(), changing({0: EVEN, at: slow, back_at: EVEN}), seed=at, noise=noise)
@@ -45,7 +52,7 @@ def test_a_link_is_cut_to_a_fifth_and_given_back(link: int, at: int, noise: floa
 def test_noise_moves_nothing(redrawn_every: int) -> None:
     """+-5 % on every device and link: a thousand windows, and never off the best static partition."""
     settings = {"seed": redrawn_every, "noise": 0.05, "redrawn_every": redrawn_every, "is_step_noisy": False}
-    train = world(workload(), lambda _: EVEN, policy=Policy(window_steps=5, thinking_share=3e-4), **settings)
+    train = world(workload(), lambda _: EVEN, policy=RepartitionPolicy(window_steps=5, thinking_share=3e-4), **settings)
     train.run(5_000)
     assert train.moves() == []
     best_s = best_step_s(train.work, EVEN)[1]
@@ -63,7 +70,7 @@ def test_a_wrong_start_is_mended_at_the_first_window() -> None:
 def test_a_small_gain_comes_with_the_period() -> None:
     """14 % is no drift; after every_steps the partition is solved all the same."""
     work = workload(40)
-    start = search(work, EVEN, (10, 20, 30)).splits
+    start = search_partitions(work, EVEN, (10, 20, 30)).splits
     train = world(work, changing({0: EVEN, 20: slowed(3, 1.14)}), splits=start)
     train.run(350)
     assert train.moves() == [110], "the first window begins a period"
@@ -74,13 +81,13 @@ def test_a_small_gain_comes_with_the_period() -> None:
 def test_a_move_is_corrected_behind_its_trial() -> None:
     """A device slows by half, and in the trial by another eighth, which is no drift: nobody waits for the period."""
     work = workload(40)
-    start = search(work, EVEN, (10, 20, 30)).splits
+    start = search_partitions(work, EVEN, (10, 20, 30)).splits
     truth = changing({0: EVEN, 20: slowed(0, 1.5), 33: slowed(0, 1.7)})
     train = world(work, truth, splits=start)
     train.run(120)
     first, second = train.moves()
     assert (first, second) == (30, 43)
-    best_s = search(work, slowed(0, 1.7), train.splits).step_s
+    best_s = search_partitions(work, slowed(0, 1.7), train.splits).step_s
     assert train.steps[-1][1] <= best_s / 0.97
 
 
@@ -114,7 +121,7 @@ def test_what_drifts_during_the_trial_does_not_save_a_move_that_does_not_help(dr
     """Behind the move, in its trial, another device slows a little: it is still worse than the partition before."""
     work, start = workload(), (3, 6, 9)
     slow = slowed(0, 2)
-    other = Conditions(speeds=(0.5, 1.0, 1.0, 0.8), rates=EVEN.rates)
+    other = PipelineConditions(speeds=(0.5, 1.0, 1.0, 0.8), rates=EVEN.rates)
     train = world(
         work,
         changing({0: slow, 13: other if drifts else slow}),
@@ -125,14 +132,14 @@ def test_what_drifts_during_the_trial_does_not_save_a_move_that_does_not_help(dr
     train.run(60)
     assert train.rulings[1][1].is_return
     assert train.rulings[1][1].splits == start
-    solved = [note for note in train.controller.take_notes() if note.kind == "partition_solved"]
+    solved = [note for note in train.controller.take_events() if note.kind == "partition_solved"]
     assert any("device 4" in str(note.fields["why"]) for note in solved) == drifts, "and it is thought over again"
 
 
 def test_a_move_that_helps_stays_when_all_slows_in_its_trial() -> None:
     """All steps take longer than before the move, since another device slowed: that is not the move's doing."""
     work, start = workload(), (3, 6, 9)
-    both = Conditions(speeds=(0.5, 1.0, 1.0, 0.3), rates=EVEN.rates)
+    both = PipelineConditions(speeds=(0.5, 1.0, 1.0, 0.3), rates=EVEN.rates)
     train = world(work, changing({0: slowed(0, 2), 13: both}), splits=start, believed=EVEN)
     train.run(60)
     assert not any(ruling.is_return for _, ruling in train.rulings)
@@ -144,8 +151,8 @@ def test_a_failed_move_leaves_the_partition_and_is_tried_later() -> None:
     train = world(work, lambda _: slowed(0, 2), splits=(3, 6, 9), believed=EVEN, fails=lambda step: step < 50)
     train.run(40)
     assert train.splits == train.controller.splits == (3, 6, 9)
-    assert train.controller.state is State.WATCHING
-    failed = [note for note in train.controller.take_notes() if note.kind == "move_failed"]
+    assert train.controller.state is RepartitionState.WATCHING
+    failed = [note for note in train.controller.take_events() if note.kind == "move_failed"]
     assert failed[0].fields["cause"] == "the test says so"
     train.run(100)
     assert train.splits == best_step_s(work, slowed(0, 2))[0]
@@ -153,7 +160,7 @@ def test_a_failed_move_leaves_the_partition_and_is_tried_later() -> None:
 
 def test_unconditional_moves_for_any_gain_but_only_each_period() -> None:
     work = workload(40)
-    policy = Policy(unconditional=True)
+    policy = RepartitionPolicy(unconditional=True)
     train = world(work, changing({0: EVEN, 20: slowed(2, 1.1)}), splits=(10, 20, 30), policy=policy)
     train.run(150)
     assert train.moves() == [100]
@@ -162,10 +169,10 @@ def test_unconditional_moves_for_any_gain_but_only_each_period() -> None:
 def test_a_dear_move_is_left() -> None:
     """What is gained in one step is less than the pause."""
     work = workload(state_bytes=(3e10,) * 12)
-    train = world(work, lambda _: slowed(0, 2), splits=(3, 6, 9), policy=Policy(horizon_steps=3))
+    train = world(work, lambda _: slowed(0, 2), splits=(3, 6, 9), policy=RepartitionPolicy(horizon_steps=3))
     train.run(200)
     assert train.moves() == []
-    verdicts = {note.fields["verdict"] for note in train.controller.take_notes() if note.kind == "partition_solved"}
+    verdicts = {note.fields["verdict"] for note in train.controller.take_events() if note.kind == "partition_solved"}
     assert verdicts == {"the pause costs more than is gained"}
 
 
@@ -179,12 +186,12 @@ def test_the_same_windows_give_the_same_rulings() -> None:
 def test_stalls_of_two_steps_are_no_drift() -> None:
     work = workload()
     start = best_step_s(work, EVEN)[0]
-    controller = Controller(work, start, EVEN)
+    controller = RepartitionController(work, start, EVEN)
     usual = work.profiled_s(start)
     for first in range(0, 90, 10):
         rows = tuple(tuple(s * (4 if step in (8, 9) else 1) for step in range(10)) for s in usual)
         ruling = controller.observe(
-            Window(first_step=first, compute_s=rows, step_s=(1.0,) * 10, rates=((1e9,) * 10,) * 3)
+            MeasurementWindow(first_step=first, compute_s=rows, step_s=(1.0,) * 10, rates=((1e9,) * 10,) * 3)
         )
         assert not ruling.is_move
     assert controller.conditions == EVEN

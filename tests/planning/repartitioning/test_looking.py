@@ -1,12 +1,12 @@
 from dataclasses import replace
 
-from ringweave.planning.repartitioning import Conditions, Lookout, Policy, Window
+from ringweave.planning.repartition import LinkProbeScheduler, MeasurementWindow, PipelineConditions, RepartitionPolicy
 from tests.planning.repartitioning.worlds import EVEN, changing, cut, slowed, workload, world
 
-POLICY = Policy(probing_share=0.001)
+POLICY = RepartitionPolicy(probing_share=0.001)
 WORK = workload(num_blocks=9, num_devices=3)
 SPLITS = (3, 6)
-BELIEVED = Conditions(speeds=(1.0,) * 3, rates=(1e8, 1e8))
+BELIEVED = PipelineConditions(speeds=(1.0,) * 3, rates=(1e8, 1e8))
 STEP_S = WORK.step_s(SPLITS, BELIEVED)
 
 
@@ -15,24 +15,24 @@ def window(
     rates: tuple[float, ...] = (),
     speeds: tuple[float, ...] = BELIEVED.speeds,
     splits: tuple[int, ...] = SPLITS,
-) -> Window:
+) -> MeasurementWindow:
     """Ten train steps on three devices of these speeds, which take `factor` times what they should."""
     compute_s = tuple((s / v,) * 10 for s, v in zip(WORK.profiled_s(splits), speeds, strict=True))
     step_s = WORK.step_s(splits, replace(BELIEVED, speeds=speeds)) * factor
     rows = tuple((each,) for each in rates)
-    return Window(first_step=0, compute_s=compute_s, step_s=(step_s,) * 10, rates=rows)
+    return MeasurementWindow(first_step=0, compute_s=compute_s, step_s=(step_s,) * 10, rates=rows)
 
 
-def is_due(lookout: Lookout, factor: float = 1.0, **changes) -> bool:
+def is_due(lookout: LinkProbeScheduler, factor: float = 1.0, **changes) -> bool:
     return lookout.is_due(window(factor, **changes), changes.get("splits", SPLITS), BELIEVED)
 
 
-def look(lookout: Lookout, rates: tuple[float, ...], took_s: float = 9.0) -> None:
-    lookout.looked(window(rates=rates), SPLITS, BELIEVED, took_s)
+def look(lookout: LinkProbeScheduler, rates: tuple[float, ...], took_s: float = 9.0) -> None:
+    lookout.record_probe(window(rates=rates), SPLITS, BELIEVED, took_s)
 
 
-def looked_once(took_s: float = 9.0) -> Lookout:
-    lookout = Lookout(WORK, POLICY)
+def looked_once(took_s: float = 9.0) -> LinkProbeScheduler:
+    lookout = LinkProbeScheduler(WORK, POLICY)
     assert is_due(lookout), "nothing is known yet"
     look(lookout, (1e8, 1e8), took_s)
     return lookout
@@ -63,7 +63,7 @@ def test_a_slow_link_is_looked_at_until_it_is_given_back() -> None:
     lookout = looked_once()
     for _ in range(3):
         look(lookout, (1e8, 2e7))
-        lookout.looked(window(rates=(1e8, 2e7)), SPLITS, replace(BELIEVED, rates=(1e8, 2e7)), 9.0)
+        lookout.record_probe(window(rates=(1e8, 2e7)), SPLITS, replace(BELIEVED, rates=(1e8, 2e7)), 9.0)
         assert lookout.is_due(window(), SPLITS, BELIEVED)
     look(lookout, (1e8, 0.98e8))
     assert not is_due(lookout)
@@ -82,18 +82,18 @@ def test_a_link_that_seemed_fast_once_is_not_slow_ever_after() -> None:
 
 def test_links_that_carry_next_to_nothing_are_timed_on_suspicion_only() -> None:
     fast = replace(BELIEVED, rates=(1e12, 1e12))
-    lookout = Lookout(WORK, POLICY)
+    lookout = LinkProbeScheduler(WORK, POLICY)
     usual_s = WORK.step_s(SPLITS, fast)
     steps = replace(window(), step_s=(usual_s,) * 10)
     assert not any(lookout.is_due(steps, SPLITS, fast) for _ in range(30))
-    lookout.looked(replace(steps, rates=((1e12,), (1e11,))), SPLITS, fast, 0.001)
+    lookout.record_probe(replace(steps, rates=((1e12,), (1e11,))), SPLITS, fast, 0.001)
     assert not lookout.is_due(steps, SPLITS, fast)
     assert lookout.is_due(replace(steps, step_s=(1.04 * usual_s,) * 10), SPLITS, fast)
 
 
 def test_a_link_about_which_nothing_is_known_is_not_slow() -> None:
     lookout = looked_once()
-    lookout.looked(replace(window(), rates=((), (1e8,))), SPLITS, BELIEVED, 9.0)
+    lookout.record_probe(replace(window(), rates=((), (1e8,))), SPLITS, BELIEVED, 9.0)
     assert not is_due(lookout)
 
 

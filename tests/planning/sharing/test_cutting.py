@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave import cost, schedules, topology
-from ringweave.planning import sharing
-from ringweave.planning.sharing import Hierarchy
-from ringweave.planning.sharing.levelling import stripe_of
+from ringweave.planning import chunk_shares
+from ringweave.planning.chunk_shares import ShareTree
+from ringweave.planning.chunk_shares.stripes import build_stripe
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, random_trees
@@ -20,9 +20,9 @@ def planned(cluster: Cluster, nodes: list[str], rates: dict[str, float]):
     both = {f"{link.dst}->{link.src}": rates[link.name] for link in cluster.links() if link.name in rates} | rates
     slower = {name: min(rate, both["->".join(name.split("->")[::-1])]) for name, rate in both.items()}
     bound_s = cost.bound(cluster, 1, nodes=nodes, rates=slower).seconds
-    found = sharing.fractions(tree_of(cluster, nodes, slower), bound_s)
-    laid_out = sharing.cut(found)
-    return found, laid_out, schedules.multi_level_striped([stripe_of(each) for each in laid_out.stripes]), slower
+    found = chunk_shares.solve_fractions(tree_of(cluster, nodes, slower), bound_s)
+    laid_out = chunk_shares.lay_out_message(found)
+    return found, laid_out, schedules.multi_level_striped([build_stripe(each) for each in laid_out.stripes]), slower
 
 
 @pytest.mark.slow
@@ -45,30 +45,30 @@ def test_the_schedule_computes_the_sum_and_loads_the_links_as_the_program_says(c
 
 def test_equal_racks_have_one_chunk_per_rank_and_stripes_in_the_racks() -> None:
     tree = tree_of(topology.load("examples/clusters/two-racks.yaml"))
-    found = sharing.fractions(tree)
-    ((top, shares),) = sharing.level_stripes(tree)
+    found = chunk_shares.solve_fractions(tree)
+    ((top, shares),) = chunk_shares.make_stripes(tree)
     assert shares == (1,) * 8
     assert top.leaders == (0, 4, 1, 5, 2, 6, 3, 7)
     assert [member.leaders for member in top.members] == [(0, 0, 1, 1, 2, 2, 3, 3), (4, 4, 5, 5, 6, 6, 7, 7)]
-    assert sharing.cut(found).busiest_s_per_byte == found.busiest_s_per_byte
+    assert chunk_shares.lay_out_message(found).busiest_s_per_byte == found.busiest_s_per_byte
 
 
 def test_a_slow_node_leads_nothing() -> None:
-    ((top, shares),) = sharing.level_stripes(tree_of(topology.load("examples/clusters/unequal-nics.yaml")))
+    ((top, shares),) = chunk_shares.make_stripes(tree_of(topology.load("examples/clusters/unequal-nics.yaml")))
     assert (top.members, top.leaders, shares) == ((0, 1, 2, 3), (0, 1, 2), (20, 20, 20))
 
 
 def test_small_shares_need_a_finer_grid() -> None:
     rates = [100.0] * 5 + [63.7]
-    found = sharing.fractions(Hierarchy([-1] + [0] * 6, [1.0, *rates], [-1, *range(6)]))
-    laid_out = sharing.cut(found)
+    found = chunk_shares.solve_fractions(ShareTree([-1] + [0] * 6, [1.0, *rates], [-1, *range(6)]))
+    laid_out = chunk_shares.lay_out_message(found)
     assert laid_out.num_units > 60
     assert found.busiest_s_per_byte <= laid_out.busiest_s_per_byte <= 1.005 * found.busiest_s_per_byte
 
 
 def test_the_ranks_of_a_node_share_its_part_evenly() -> None:
     nodes = ["n0"] * 3 + ["n1"] * 3 + ["n2"]
-    ((top, shares),) = sharing.level_stripes(tree_of(flat([4.0, 4.0, 1.0]), nodes))
+    ((top, shares),) = chunk_shares.make_stripes(tree_of(flat([4.0, 4.0, 1.0]), nodes))
     led = {rank: sum(s for s, leader in zip(shares, top.leaders, strict=True) if leader == rank) for rank in range(7)}
     assert led == {rank: sum(shares) / 6 if rank < 6 else 0 for rank in range(7)}
 
@@ -79,7 +79,7 @@ def test_ten_thousand_nodes() -> None:
     lines += [f"  - {{name: n{r}, switch: r{r}, nic: 100Gbit/s, devices: 1, count: 100}}" for r in range(100)]
     lines += ["switches:", *(f"  - {{name: r{rack}, uplink: 400Gbit/s}}" for rack in range(100))]
     cluster = topology.loads("\n".join(lines))
-    ((top, shares),) = sharing.level_stripes(tree_of(cluster))
+    ((top, shares),) = chunk_shares.make_stripes(tree_of(cluster))
     assert shares == (1,) * 10_000
     nodes = [one.name for one in cluster.nodes]
     schedule = schedules.multi_level(top, shares)

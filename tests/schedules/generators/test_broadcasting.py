@@ -2,7 +2,7 @@ import pytest
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import binomial_broadcast, binomial_reduce, broadcast, reduce
+from ringweave.schedules import binomial_broadcast, binomial_reduce, chain_broadcast, chain_reduce
 from tests.schedules.generated import moved
 
 
@@ -11,9 +11,9 @@ def hops(schedule) -> list[list[tuple[int, int]]]:
 
 
 def test_a_chain_begins_at_the_root_and_goes_round() -> None:
-    assert hops(broadcast(4, 2)) == [[(2, 3)], [(3, 0)], [(0, 1)]]
-    assert hops(broadcast(4, 2, [3, 2, 0, 1])) == [[(2, 0)], [(0, 1)], [(1, 3)]]
-    assert hops(reduce(4, 2)) == [[(1, 0)], [(0, 3)], [(3, 2)]]
+    assert hops(chain_broadcast(4, 2)) == [[(2, 3)], [(3, 0)], [(0, 1)]]
+    assert hops(chain_broadcast(4, 2, [3, 2, 0, 1])) == [[(2, 0)], [(0, 1)], [(1, 3)]]
+    assert hops(chain_reduce(4, 2)) == [[(1, 0)], [(0, 3)], [(3, 2)]]
 
 
 def test_a_tree_doubles_those_who_have_it() -> None:
@@ -23,20 +23,20 @@ def test_a_tree_doubles_those_who_have_it() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 9])
 def test_rounds_and_bytes(num_ranks: int) -> None:
-    assert len(broadcast(num_ranks).rounds) == len(reduce(num_ranks).rounds) == num_ranks - 1
+    assert len(chain_broadcast(num_ranks).rounds) == len(chain_reduce(num_ranks).rounds) == num_ranks - 1
     num_doublings = (num_ranks - 1).bit_length()
     assert len(binomial_broadcast(num_ranks).rounds) == len(binomial_reduce(num_ranks).rounds) == num_doublings
-    assert moved(broadcast(num_ranks)) == ([1] * (num_ranks - 1) + [0], [0] + [1] * (num_ranks - 1))
+    assert moved(chain_broadcast(num_ranks)) == ([1] * (num_ranks - 1) + [0], [0] + [1] * (num_ranks - 1))
     assert moved(binomial_broadcast(num_ranks))[0][0] == num_doublings
     assert moved(binomial_reduce(num_ranks))[1][0] == num_doublings
 
 
 def test_reduce_then_broadcast_is_an_allreduce() -> None:
-    for first, second in ((reduce, broadcast), (binomial_reduce, binomial_broadcast)):
-        schedules.verify(schedules.then("there and back", first(7, 3), second(7, 3)))
+    for first, second in ((chain_reduce, chain_broadcast), (binomial_reduce, binomial_broadcast)):
+        schedules.verify(schedules.compose_allreduce("there and back", first(7, 3), second(7, 3)))
 
 
-@pytest.mark.parametrize("make", [broadcast, reduce, binomial_broadcast, binomial_reduce])
+@pytest.mark.parametrize("make", [chain_broadcast, chain_reduce, binomial_broadcast, binomial_reduce])
 @pytest.mark.parametrize("root", [-1, 3])
 def test_a_root_that_is_not_there(make, root: int) -> None:
     with pytest.raises(ScheduleError) as caught:
@@ -44,7 +44,7 @@ def test_a_root_that_is_not_there(make, root: int) -> None:
     assert str(caught.value) == f"root: {root}, expected ranks 0..2. Name a rank of the group."
 
 
-@pytest.mark.parametrize("make", [broadcast, reduce])
+@pytest.mark.parametrize("make", [chain_broadcast, chain_reduce])
 def test_an_order_that_is_none(make) -> None:
     with pytest.raises(ScheduleError) as caught:
         make(3, 0, [0, 1, 1])
@@ -53,7 +53,7 @@ def test_an_order_that_is_none(make) -> None:
     )
 
 
-@pytest.mark.parametrize("make", [broadcast, reduce, binomial_broadcast, binomial_reduce])
+@pytest.mark.parametrize("make", [chain_broadcast, chain_reduce, binomial_broadcast, binomial_reduce])
 def test_a_group_of_nobody(make) -> None:
     with pytest.raises(ScheduleError, match=r"^num_ranks: 0, expected at least 1\. Name the ranks\.$"):
         make(0)

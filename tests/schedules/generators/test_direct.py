@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import How, direct
+from ringweave.schedules import ReceiveOp, direct
 from tests.schedules.generated import moved
 
 SHARES = st.lists(st.sampled_from([0, 0, 1, 2, 3, 50]), min_size=1, max_size=12).filter(any)
@@ -40,9 +40,9 @@ def test_who_sends_to_whom_in_which_round(shares: list[int]) -> None:
         for src in range(num_ranks):
             dst = (src + distance) % num_ranks
             if index < num_ranks - 1 and shares[dst]:
-                assert (src, dst, owners.index(dst), 1, How.REDUCE) in rows
+                assert (src, dst, owners.index(dst), 1, ReceiveOp.REDUCE) in rows
             if index >= num_ranks - 1 and shares[src]:
-                assert (src, dst, owners.index(src), 1, How.COPY) in rows
+                assert (src, dst, owners.index(src), 1, ReceiveOp.COPY) in rows
 
 
 def test_none_is_equal_shares() -> None:

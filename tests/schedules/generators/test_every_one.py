@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Domain, How, Schedule
+from ringweave.schedules import Domain, ReceiveOp, Schedule
 from tests import effort
 from tests.schedules import generated, mutants
 from tests.schedules.oracle import Listing
@@ -78,7 +78,7 @@ def test_what_each_rank_moves_is_what_its_collective_needs(name: str, num_ranks:
             assert moved[rank] == 1 - Fraction(own, sum(schedule.shares))
 
 
-def accepted(kind: str, schedule: Schedule) -> set[tuple[int, How]]:
+def accepted(kind: str, schedule: Schedule) -> set[tuple[int, ReceiveOp]]:
     """(round, how) of every operation that can be broken in this way and the proof still succeeds."""
     listing, spared = Listing.of(schedule), set()
     for index, at in mutants.places(listing):
@@ -87,7 +87,7 @@ def accepted(kind: str, schedule: Schedule) -> set[tuple[int, How]]:
             schedules.verify(mutant.listing.schedule)
         except ScheduleError:
             continue
-        spared.add((index, How("+=".index(listing.rounds[index][at].sign))))
+        spared.add((index, ReceiveOp("+=".index(listing.rounds[index][at].sign))))
     return spared
 
 
@@ -101,7 +101,7 @@ def test_no_operation_can_be_left_out_but_copies_inside_groups_that_the_broadcas
     if name not in ("leader-matrix", "hierarchical"):
         assert not spared
     afterwards = [phase.first_round for phase in schedule.phases if phase.name != "allreduce inside groups"]
-    assert all(how == How.COPY and index < afterwards[0] for index, how in spared)
+    assert all(how == ReceiveOp.COPY and index < afterwards[0] for index, how in spared)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_no_operation_can_add_for_copying_or_copy_for_adding(name: str, num_rank
 
 def test_copies_inside_groups_can_indeed_be_left_out() -> None:
     """The published descriptions have an allreduce there, where a reduce to the leader would do."""
-    copies = {(index, How.COPY) for index in (1, 2, 3)}
+    copies = {(index, ReceiveOp.COPY) for index in (1, 2, 3)}
     assert accepted("drop", schedules.hierarchical([[0, 1, 2], [3, 4]])) == copies
     assert accepted("drop", schedules.leader_matrix([[0, 1, 2], [3, 4]])) == copies
 
@@ -144,12 +144,12 @@ def test_small_ones_stay_what_they_are(name: str, check_golden) -> None:
 
 
 def test_the_pictures_of_the_docs_are_what_is_made() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
     pictures = [block.partition("```")[0] for block in text.split("```text\n")[1:]]
     made = [schedules.render(schedule) for schedule in SMALL.values()]
     assert len(pictures) == 9
     assert all(picture in made for picture in pictures)
-    assert {picture.partition(":")[0] for picture in pictures} >= set(schedules.NAMES) - {schedules.HOST}
+    assert {picture.partition(":")[0] for picture in pictures} >= set(schedules.SCHEDULE_NAMES) - {schedules.NATIVE}
 
 
 @pytest.mark.parametrize(("name", "column"), [("ring", "dst"), ("direct", "first_chunk"), ("ps", "src")])

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules.generators import grouping
+from ringweave.schedules.generators import hierarchical
 
 
 @given(st.sets(st.integers(1, 60), min_size=1, max_size=5))
 def test_the_message_falls_into_pieces_in_every_way(counts: set[int]) -> None:
-    cut = grouping.cut(counts)
+    cut = hierarchical.chunk_grid(counts)
     total = sum(cut.shares)
     assert min(cut.shares) > 0
     assert len(cut.shares) <= sum(counts)
@@ -27,16 +27,16 @@ def test_the_message_falls_into_pieces_in_every_way(counts: set[int]) -> None:
 
 
 def test_few_sizes_are_cut_exactly_at_the_union_of_their_borders() -> None:
-    cut = grouping.cut([2, 3])
+    cut = hierarchical.chunk_grid([2, 3])
     assert cut.shares == (2, 1, 1, 2)
     assert {count: borders.tolist() for count, borders in cut.borders.items()} == {2: [0, 2, 4], 3: [0, 1, 3, 4]}
 
 
 def test_many_sizes_are_cut_on_a_grid_that_the_largest_divides() -> None:
-    cut = grouping.cut([7, 11, 13, 17, 19])
+    cut = hierarchical.chunk_grid([7, 11, 13, 17, 19])
     assert sum(cut.shares) == 65550 == 19 * 3450
     assert len(cut.shares) == 7 + 11 + 13 + 17 + 19 - 4
-    huge = grouping.cut([3, 100_000])
+    huge = hierarchical.chunk_grid([3, 100_000])
     assert sum(huge.shares) == 300_000 or sum(huge.shares) == 100_000
     assert len(huge.borders[100_000]) == 100_001
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import How, Schedule, leader_matrix, matrix, ring
+from ringweave.schedules import ReceiveOp, Schedule, arrange_leaders, leader_matrix, ring
 from tests.schedules import samples
 from tests.schedules.generated import RANDOM, moved
 
@@ -20,7 +20,7 @@ def nodes_of_one(count: int) -> list[list[int]]:
     return [[rank] for rank in range(count)]
 
 
-def in_phase(schedule: Schedule, name: str) -> list[list[tuple[int, int, int, int, How]]]:
+def in_phase(schedule: Schedule, name: str) -> list[list[tuple[int, int, int, int, ReceiveOp]]]:
     starts = [phase.first_round for phase in schedule.phases] + [len(schedule.rounds)]
     at = [phase.name for phase in schedule.phases].index(name)
     return [list(round_.rows()) for round_ in schedule.rounds[starts[at] : starts[at + 1]]]
@@ -36,7 +36,7 @@ def in_phase(schedule: Schedule, name: str) -> list[list[tuple[int, int, int, in
 )  # fmt: skip
 def test_the_shape_that_is_taken(count: int, lengths: list[int]) -> None:
     leaders = [10 * i for i in range(count)]
-    rows = matrix(leaders)
+    rows = arrange_leaders(leaders)
     assert [len(row) for row in rows] == lengths
     assert [leader for row in rows for leader in row] == leaders
 
@@ -46,20 +46,20 @@ def test_no_other_shape_needs_fewer_rounds(count: int) -> None:
     def rounds(columns: int) -> int:
         return 2 * (columns - 1) + 2 * (-(-count // columns) - 1)
 
-    rows = matrix(range(count))
+    rows = arrange_leaders(range(count))
     assert len(rows[0]) >= len(rows)
     assert rounds(len(rows[0])) == min(map(rounds, range(1, count + 1)))
 
 
 def test_columns_can_be_named() -> None:
-    assert matrix([4, 1, 0, 2, 3], 2) == ((4, 1), (0, 2), (3,))
+    assert arrange_leaders([4, 1, 0, 2, 3], 2) == ((4, 1), (0, 2), (3,))
     assert leader_matrix(nodes_of_one(6), 6) == leader_matrix([[i] for i in range(6)], num_columns=6)
 
 
 @pytest.mark.parametrize("columns", [0, -1, 5])
 def test_columns_that_cannot_be(columns: int) -> None:
     with pytest.raises(ScheduleError) as caught:
-        matrix(range(4), columns)
+        arrange_leaders(range(4), columns)
     assert str(caught.value) == (
         f"columns of the matrix: {columns}, expected 1 to 4, the number of leaders. Change it."
     )
@@ -77,7 +77,7 @@ def test_the_order_of_the_published_description(num_rows: int, n: int) -> None:
     schedule = leader_matrix(nodes_of_one(num_rows * n), n)
     downstream = {i * n + j: i * n + (j + 1) % n for i in range(num_rows) for j in range(n)}
     sends_next = {rank: rank % n for rank in downstream}  # first the subset of its own column
-    for name, how in (("reduce-scatter along rows", How.REDUCE), ("allgather along rows", How.COPY)):
+    for name, how in (("reduce-scatter along rows", ReceiveOp.REDUCE), ("allgather along rows", ReceiveOp.COPY)):
         rounds = in_phase(schedule, name)
         assert len(rounds) == n - 1
         for rows in rounds:
@@ -86,7 +86,7 @@ def test_the_order_of_the_published_description(num_rows: int, n: int) -> None:
             }
             assert set(rows) == expected
             sends_next = {downstream[rank]: subset for rank, subset in sends_next.items()}
-        if how == How.REDUCE:
+        if how == ReceiveOp.REDUCE:
             assert sends_next == {rank: (rank + 1) % n for rank in downstream}
     if num_rows > 1:
         for rows in in_phase(schedule, "allreduce along columns"):
@@ -96,7 +96,7 @@ def test_the_order_of_the_published_description(num_rows: int, n: int) -> None:
 @pytest.mark.slow
 @given(st.integers(1, 30), RANDOM)
 def test_every_subset_is_reduced_by_one_leader_of_every_row(count: int, random: Random) -> None:
-    rows = matrix(range(count), random.randint(1, count))
+    rows = arrange_leaders(range(count), random.randint(1, count))
     schedule, num_rows = leader_matrix(nodes_of_one(count), len(rows[0])), len(rows)
     if num_rows == 1:
         return
@@ -119,7 +119,7 @@ def stand_ins(length: int, n: int) -> list[int]:
 @pytest.mark.slow
 @given(st.integers(1, 30), RANDOM)
 def test_bytes_of_leaders_of_full_and_ragged_rows(count: int, random: Random) -> None:
-    rows = matrix(range(count), random.choice([None, random.randint(1, count)]))
+    rows = arrange_leaders(range(count), random.choice([None, random.randint(1, count)]))
     n, num_rows = len(rows[0]), len(rows)
     sent, _ = moved(leader_matrix(nodes_of_one(count), n))
     for row in rows:
@@ -149,7 +149,7 @@ def test_inside_groups_as_in_the_hierarchical_allreduce(num_ranks: int, random: 
 @given(st.integers(1, 30), RANDOM)
 def test_rounds(num_ranks: int, random: Random) -> None:
     groups = samples.random_groups(num_ranks, random)
-    rows = matrix([group[0] for group in groups])
+    rows = arrange_leaders([group[0] for group in groups])
     largest = max(map(len, groups))
     expected = 2 * (largest - 1) + 2 * (len(rows[0]) - 1) + 2 * (len(rows) - 1)
     assert len(leader_matrix(groups).rounds) == expected + (largest - 1 if len(groups) > 1 else 0)
@@ -159,6 +159,6 @@ def test_one_leader_per_nic() -> None:
     """Two nodes of four ranks with two NICs each are four groups; rows inside a node, columns across nodes."""
     schedule = leader_matrix([[0, 1], [2, 3], [4, 5], [6, 7]])
     schedules.verify(schedule)
-    assert matrix([0, 2, 4, 6]) == ((0, 2), (4, 6))
+    assert arrange_leaders([0, 2, 4, 6]) == ((0, 2), (4, 6))
     for rows in in_phase(schedule, "allreduce along columns"):
         assert {frozenset((src, dst)) for src, dst, *_ in rows} == {frozenset((0, 4)), frozenset((2, 6))}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Domain, How, Stripe, multi_level, multi_level_broadcast, multi_level_striped
+from ringweave.schedules import Domain, ReceiveOp, Stripe, multi_level, multi_level_broadcast, multi_level_striped
 from tests.schedules import generated
 from tests.schedules.generated import RANDOM, moved, random_domain, some_shares
 
@@ -72,7 +72,7 @@ def test_the_way_down_is_the_way_up_turned_round_level_by_level(num_ranks: int, 
     for i in range(len(phases) // 2, len(phases)):
         assert starts[i] >= half
         down = [
-            sorted((d, s, f, n, How.REDUCE) for s, d, f, n, _ in r.rows())
+            sorted((d, s, f, n, ReceiveOp.REDUCE) for s, d, f, n, _ in r.rows())
             for r in schedule.rounds[starts[i] : starts[i + 1]]
         ]
         assert down == ups[phases[i].name.split()[-1]]
@@ -89,9 +89,9 @@ def test_the_round_in_which_each_member_sends() -> None:
 def test_neighbouring_chunks_of_one_way_are_one_operation() -> None:
     schedule = multi_level(Domain((0, 1, 2), (0, 0, 0, 1, 1, 2)), (1,) * 6)
     assert sorted(schedule.rounds[0].rows()) == [
-        (0, 2, 5, 1, How.REDUCE),
-        (1, 0, 0, 3, How.REDUCE),
-        (2, 1, 3, 2, How.REDUCE),
+        (0, 2, 5, 1, ReceiveOp.REDUCE),
+        (1, 0, 0, 3, ReceiveOp.REDUCE),
+        (2, 1, 3, 2, ReceiveOp.REDUCE),
     ]
 
 
@@ -99,8 +99,8 @@ def test_neighbours_are_joined_where_another_member_changes_its_leader() -> None
     """Chunks 0 and 1 come from one rank of the first member in round 0, and from two of the second in round 1."""
     domain = Domain((0, Domain((1, 2), (1, 2)), 3), (0, 0))
     rounds = [sorted(round_.rows()) for round_ in multi_level(domain, (1, 1)).rounds]
-    assert rounds[1] == [(1, 0, 0, 1, How.REDUCE), (2, 0, 1, 1, How.REDUCE)]
-    assert rounds[2] == [(3, 0, 0, 2, How.REDUCE)]
+    assert rounds[1] == [(1, 0, 0, 1, ReceiveOp.REDUCE), (2, 0, 1, 1, ReceiveOp.REDUCE)]
+    assert rounds[2] == [(3, 0, 0, 2, ReceiveOp.REDUCE)]
 
 
 def test_domains_of_one_member_pass_through() -> None:

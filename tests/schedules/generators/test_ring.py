@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import How
+from ringweave.schedules import ReceiveOp
 from ringweave.schedules.generators.ring import ring
 from tests.schedules.generated import moved
 
@@ -35,7 +35,7 @@ def test_each_rank_sends_to_its_right_what_arrived_the_round_before(order: list[
         for src, dst, chunk, count, how in rows:
             assert dst == right[src]
             assert count == 1
-            assert how == (How.REDUCE if index < 6 else How.COPY)
+            assert how == (ReceiveOp.REDUCE if index < 6 else ReceiveOp.COPY)
             assert chunk == arrived.get(src, order.index(src))
         arrived = {dst: chunk for _, dst, chunk, _, _ in rows}
 

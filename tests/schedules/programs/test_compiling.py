@@ -14,7 +14,7 @@ from ringweave import schedules
 from ringweave.schedules import Schedule
 from ringweave.schedules.generators.direct import direct
 from ringweave.schedules.generators.ring import ring
-from ringweave.schedules.programs import Do, Instruction, Pipelining, Program, compile_program
+from ringweave.schedules.program import Instruction, Opcode, Pipelining, RankProgram, compile_program
 from tests import effort
 from tests.schedules import samples
 from tests.schedules.programs.worlds import ViolationError, World, check_exposure
@@ -27,10 +27,10 @@ GENERATOR = st.sampled_from(sorted(samples.ALL))
 
 def compile_all(
     schedule: Schedule, num_elements: int, pipelining: Pipelining, nodes: Sequence[int] | None = None
-) -> list[Program]:
+) -> list[RankProgram]:
     """`nodes` is the node of each rank; None puts each on a node of its own."""
     ranks = range(schedule.num_ranks)
-    parts = [schedules.project(schedule, rank) for rank in ranks]
+    parts = [schedules.project_rank(schedule, rank) for rank in ranks]
     alike = [{other for other in ranks if nodes and nodes[other] == nodes[rank] and other != rank} for rank in ranks]
     return [
         compile_program(schedule, part, num_elements, pipelining, neighbours)
@@ -88,19 +88,19 @@ def test_ranks_that_share_memory_end_with_the_same_sum(
 def test_content_for_several_neighbours_is_shown_once_in_memory_that_is_used_again() -> None:
     schedule = direct(4)
     (program, *_) = compile_all(schedule, 4 * 64 * 20, Pipelining(num_segments=20, lag=1), [0] * 4)
-    stages = program.layout.stages
+    stages = program.layout.slots
     assert len(stages) == 20 * 4  # of each segment: three parts for their owners, one result for everybody
     assert sorted({stage.num_readers for stage in stages}) == [1, 3]
     assert program.layout.num_elements == 3 * 4 * 64  # the result is read in three rounds, so three segments overlap
     (apart, *_) = compile_all(schedule, 4 * 64 * 20, Pipelining(num_segments=20, lag=1), [0, 1, 2, 3])
-    assert apart.layout.stages == ()
+    assert apart.layout.slots == ()
 
 
 def test_the_world_shows_what_comes_of_places_that_are_used_too_early() -> None:
     programs = compile_all(direct(3), 3 * 64 * 6, Pipelining(num_segments=6, lag=1), [0] * 3)
     assert not breaks(programs, 3 * 64 * 6)
     hasty = [
-        replace(p, layout=replace(p.layout, stages=tuple(replace(s, after=-1) for s in p.layout.stages)))
+        replace(p, layout=replace(p.layout, slots=tuple(replace(s, previous_slot=-1) for s in p.layout.slots)))
         for p in programs
     ]
     assert breaks(hasty, 3 * 64 * 6)
@@ -114,17 +114,17 @@ def test_what_a_program_says_of_itself(
     programs = compile_all(schedule, num_elements, pipelining)
     sent = 0
     for program in programs:
-        by_do = {do: [i for i in program.instructions if i.do == do] for do in Do}
-        assert program.num_sends == len(by_do[Do.SEND]) == len(by_do[Do.LEAVE])
-        assert len(by_do[Do.POST]) == len(by_do[Do.ARRIVE]) == program.num_pieces - program.num_sends
+        by_do = {do: [i for i in program.instructions if i.opcode == do] for do in Opcode}
+        assert program.num_sends == len(by_do[Opcode.SEND]) == len(by_do[Opcode.WAIT_SEND])
+        assert len(by_do[Opcode.POST_RECV]) == len(by_do[Opcode.WAIT_RECV]) == program.num_pieces - program.num_sends
         assert program.peers == {i.peer for i in program.instructions}
         assert {i.piece for i in program.instructions} == set(range(program.num_pieces))
-        scratch = [i for i in by_do[Do.POST] if i.buffer >= 0]
+        scratch = [i for i in by_do[Opcode.POST_RECV] if i.buffer >= 0]
         assert program.buffer_elements == max((i.stop - i.start for i in scratch), default=0)
         assert {i.buffer for i in scratch} == set(range(program.num_buffers))
         assert program.num_buffers <= pipelining.window
         assert all(i.start < i.stop for i in program.instructions)
-        sent += sum(i.stop - i.start for i in by_do[Do.SEND])
+        sent += sum(i.stop - i.start for i in by_do[Opcode.SEND])
     assert sent == sum(elements_of(schedule, num_elements, pipelining.num_segments))
 
 
@@ -139,10 +139,10 @@ def elements_of(schedule: Schedule, num_elements: int, num_segments: int):
 
 def test_segments_without_lag_are_on_the_wire_together() -> None:
     (program, *_) = compile_all(ring(4), 64, Pipelining(num_segments=4, lag=0, window=6))
-    first_wait = next(n for n, i in enumerate(program.instructions) if i.do in (Do.ARRIVE, Do.LEAVE))
-    before = [i.do for i in program.instructions[:first_wait]]
-    assert before.count(Do.SEND) == 4
-    assert before.count(Do.POST) == 6
+    first_wait = next(n for n, i in enumerate(program.instructions) if i.opcode in (Opcode.WAIT_RECV, Opcode.WAIT_SEND))
+    before = [i.opcode for i in program.instructions[:first_wait]]
+    assert before.count(Opcode.SEND) == 4
+    assert before.count(Opcode.POST_RECV) == 6
 
 
 def test_one_rank_or_no_elements_is_nothing_to_do() -> None:
@@ -158,21 +158,21 @@ def test_pipelining_that_is_none(wrong: dict[str, int]) -> None:
         Pipelining(**wrong)
 
 
-def without(program: Program, number: int) -> Program:
+def without(program: RankProgram, number: int) -> RankProgram:
     instructions = program.instructions
     return replace(program, instructions=(*instructions[:number], *instructions[number + 1 :]))
 
 
-def waits_of(programs: Sequence[Program], do: Do) -> list[tuple[int, int]]:
-    return [(r, n) for r, program in enumerate(programs) for n, i in enumerate(program.instructions) if i.do == do]
+def waits_of(programs: Sequence[RankProgram], do: Opcode) -> list[tuple[int, int]]:
+    return [(r, n) for r, program in enumerate(programs) for n, i in enumerate(program.instructions) if i.opcode == do]
 
 
 SAMPLES = {name: samples.ALL[name](4, Random(3)) for name in samples.ALL}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("do", [Do.LEAVE, Do.ARRIVE])
-def test_no_wait_of_a_program_can_be_left_out(name: str, do: Do) -> None:
+@pytest.mark.parametrize("do", [Opcode.WAIT_SEND, Opcode.WAIT_RECV])
+def test_no_wait_of_a_program_can_be_left_out(name: str, do: Opcode) -> None:
     pipelining = Pipelining(num_segments=2, window=3)
     programs = compile_all(SAMPLES[name], 12, pipelining)
     for rank, number in waits_of(programs, do):
@@ -180,7 +180,7 @@ def test_no_wait_of_a_program_can_be_left_out(name: str, do: Do) -> None:
             check_exposure(without(programs[rank], number), pipelining.window)
 
 
-def breaks(programs: Sequence[Program], num_elements: int) -> bool:
+def breaks(programs: Sequence[RankProgram], num_elements: int) -> bool:
     """Whether some order of events shows that these programs are wrong."""
     paces = ("wires slow", "ranks slow", "one slow", "even")
     for seed, pace, eager in itertools.product(range(5), paces, (False, True)):
@@ -195,17 +195,17 @@ def breaks(programs: Sequence[Program], num_elements: int) -> bool:
 def test_the_world_shows_what_comes_of_not_waiting_for_an_arrival(name: str) -> None:
     programs = compile_all(SAMPLES[name], 12, Pipelining(window=3))
     assert not breaks(programs, 12)
-    for rank, number in waits_of(programs, Do.ARRIVE):
+    for rank, number in waits_of(programs, Opcode.WAIT_RECV):
         if programs[rank].instructions[number].buffer >= 0 or is_sent_on(programs[rank], number):
             broken = [*programs]
             broken[rank] = without(programs[rank], number)
             assert breaks(broken, 12), programs[rank].instructions[number]
 
 
-def is_sent_on(program: Program, number: int) -> bool:
+def is_sent_on(program: RankProgram, number: int) -> bool:
     """Whether what arrives here is sent later by this rank."""
     here = program.instructions[number]
-    return any(_meet(i, here) for i in program.instructions[number:] if i.do == Do.SEND)
+    return any(_meet(i, here) for i in program.instructions[number:] if i.opcode == Opcode.SEND)
 
 
 def _meet(one: Instruction, other: Instruction) -> bool:
@@ -219,7 +219,7 @@ def test_the_world_shows_what_comes_of_not_waiting_for_a_departure() -> None:
     schedules.verify(schedule)
     programs = compile_all(schedule, 2, Pipelining())
     assert not breaks(programs, 2)
-    (number,) = (n for n, i in enumerate(programs[1].instructions) if i.do == Do.LEAVE and i.peer == 2)
+    (number,) = (n for n, i in enumerate(programs[1].instructions) if i.opcode == Opcode.WAIT_SEND and i.peer == 2)
     assert breaks([programs[0], without(programs[1], number), programs[2]], 2)
 
 
@@ -230,7 +230,7 @@ def test_the_world_shows_messages_that_do_not_fit_and_ranks_that_wait_for_ever()
     idle = replace(whole[1], instructions=())
     with pytest.raises(ViolationError, match=r"rank 0 waits for ever in .*ARRIVE"):
         World([whole[0], idle], 4, Random(0), eager=True, pace="even").run()
-    for do in (Do.SEND, Do.POST):
-        number = next(n for n, i in enumerate(whole[0].instructions) if i.do == do)
+    for do in (Opcode.SEND, Opcode.POST_RECV):
+        number = next(n for n, i in enumerate(whole[0].instructions) if i.opcode == do)
         with pytest.raises(ViolationError, match=r"never begun"):
             check_exposure(without(whole[0], number), 4)

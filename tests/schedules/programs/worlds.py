@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from ringweave.schedules.programs import IN_PLACE, Do, Instruction, Program
-from ringweave.schedules.programs.staging import NO_STAGE
+from ringweave.schedules.program import IN_PLACE, NO_SLOT, Instruction, Opcode, RankProgram
 
 Action = Callable[[], None]
 
@@ -31,8 +30,8 @@ class Send:
     start: int
     stop: int
     next: int
-    stage: int = NO_STAGE
-    is_lent: bool = False
+    slot: int = NO_SLOT
+    is_cross_memory: bool = False
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Rank:
     """One interpreter."""
 
     number: int
-    program: Program
+    program: RankProgram
     memory: list[Any]
     buffers: list[list[Any]]
     at: int = 0
@@ -73,7 +72,7 @@ class Rank:
     is_shown: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stages = self.program.layout.stages
+        stages = self.program.layout.slots
         self.arena = [None] * self.program.layout.num_elements
         self.unread = [stage.num_readers for stage in stages]
         self.is_shown = [False] * len(stages)
@@ -89,7 +88,7 @@ class World:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[RankProgram],
         num_elements: int,
         random: Random,
         *,
@@ -139,36 +138,36 @@ class World:
         if step is None:
             return None
         channel = self._channel(step.peer, rank.number)
-        if step.do == Do.ARRIVE and channel.shown and channel.posts[0] is rank.posts[step.piece]:
-            return lambda: self._read(channel, rank, step)
-        if step.do == Do.ARRIVE and rank.posts[step.piece].next < rank.posts[step.piece].stop:
+        if step.opcode == Opcode.WAIT_RECV and channel.shown and channel.posts[0] is rank.posts[step.piece]:
+            return lambda: self._read_or_report(channel, rank, step)
+        if step.opcode == Opcode.WAIT_RECV and rank.posts[step.piece].next < rank.posts[step.piece].stop:
             return None
-        if step.do == Do.LEAVE and rank.sends[step.piece].next < rank.sends[step.piece].stop:
+        if step.opcode == Opcode.WAIT_SEND and rank.sends[step.piece].next < rank.sends[step.piece].stop:
             return None
         return lambda: self._do(rank, step)
 
     def _do(self, rank: Rank, step: Instruction) -> None:
         rank.at += 1
         size = step.stop - step.start
-        if step.do == Do.SEND:
+        if step.opcode == Opcode.SEND:
             send = Send(rank.memory, step.start, step.stop, step.start, step.buffer)
-            if step.buffer != NO_STAGE and self._random.random() < self._lent:
-                send.is_lent = True
+            if step.buffer != NO_SLOT and self._random.random() < self._lent:
+                send.is_cross_memory = True
                 rank.unread[step.buffer] -= 1
             rank.sends[step.piece] = send
             channel = self._channel(rank.number, step.peer)
             channel.sends.append(rank.sends[step.piece])
             channel.sizes.append(size)
-        elif step.do == Do.POST:
+        elif step.opcode == Opcode.POST_RECV:
             memory, start = (rank.memory, step.start) if step.buffer == IN_PLACE else (rank.buffers[step.buffer], 0)
             rank.posts[step.piece] = Post(rank.number, memory, start, start + size, size)
             self._channel(step.peer, rank.number).posts.append(rank.posts[step.piece])
-        elif step.do == Do.ARRIVE and step.buffer != IN_PLACE:
+        elif step.opcode == Opcode.WAIT_RECV and step.buffer != IN_PLACE:
             for offset in range(size):
                 mine = rank.memory[step.start + offset]
-                self._write(rank, step.start + offset, (mine, rank.buffers[step.buffer][offset]))
+                self._write_job(rank, step.start + offset, (mine, rank.buffers[step.buffer][offset]))
 
-    def _write(self, rank: Rank, at: int, value: Any) -> None:
+    def _write_job(self, rank: Rank, at: int, value: Any) -> None:
         if any(send.next <= at < send.stop for send in rank.sends.values()):
             raise ViolationError(f"rank {rank.number} overwrites element {at} before it has left")
         rank.memory[at] = value
@@ -176,45 +175,45 @@ class World:
     def _channel(self, src: int, dst: int) -> Channel:
         return self._channels.setdefault((src, dst), Channel())
 
-    def _read(self, channel: Channel, reader: Rank, step: Instruction) -> None:
+    def _read_or_report(self, channel: Channel, reader: Rank, step: Instruction) -> None:
         """Take a piece that is shown, as it is there by now."""
         reader.at += 1
         send, owner = channel.shown.popleft(), self._rank_of(channel)
         channel.posts.popleft()
         if channel.sizes.popleft() != step.stop - step.start:
             raise ViolationError(f"rank {reader.number} reads another piece than is shown")
-        offset = owner.program.layout.stages[send.stage].offset
+        offset = owner.program.layout.slots[send.slot].offset
         for place, at in enumerate(range(step.start, step.stop), start=offset):
-            shown_at, value = (at, send.memory[at]) if send.is_lent else owner.arena[place]
+            shown_at, value = (at, send.memory[at]) if send.is_cross_memory else owner.arena[place]
             if shown_at != at:
                 raise ViolationError(f"rank {reader.number} finds element {shown_at} where {at} was shown")
-            self._write(reader, at, value if step.buffer == IN_PLACE else (reader.memory[at], value))
-        if send.is_lent:
+            self._write_job(reader, at, value if step.buffer == IN_PLACE else (reader.memory[at], value))
+        if send.is_cross_memory:
             send.next = send.stop
         else:
-            owner.unread[send.stage] -= 1
+            owner.unread[send.slot] -= 1
 
     def _show(self, channel: Channel) -> None:
         """Copy what is next into the arena, unless another rank's reading has brought it there."""
         send, owner = channel.sends.popleft(), self._rank_of(channel)
-        if send.is_lent:
+        if send.is_cross_memory:
             channel.shown.append(send)
             return
-        offset = owner.program.layout.stages[send.stage].offset
-        if not owner.is_shown[send.stage]:
+        offset = owner.program.layout.slots[send.slot].offset
+        if not owner.is_shown[send.slot]:
             for place, at in enumerate(range(send.start, send.stop), start=offset):
                 owner.arena[place] = (at, send.memory[at])
-            owner.is_shown[send.stage] = True
+            owner.is_shown[send.slot] = True
         send.next = send.stop
         channel.shown.append(send)
 
     def _may_show(self, channel: Channel) -> bool:
         owner, send = self._rank_of(channel), channel.sends[0]
-        stages = owner.program.layout.stages
-        after = stages[send.stage].after
-        while after != NO_STAGE and not owner.unread[after] and not owner.is_shown[after]:
-            after = stages[after].after
-        return send.is_lent or owner.is_shown[send.stage] or after == NO_STAGE or owner.unread[after] == 0
+        stages = owner.program.layout.slots
+        after = stages[send.slot].previous_slot
+        while after != NO_SLOT and not owner.unread[after] and not owner.is_shown[after]:
+            after = stages[after].previous_slot
+        return send.is_cross_memory or owner.is_shown[send.slot] or after == NO_SLOT or owner.unread[after] == 0
 
     def _rank_of(self, channel: Channel) -> Rank:
         """Who sends in this channel."""
@@ -222,7 +221,7 @@ class World:
 
     def _move_of(self, channel: Channel) -> Action | None:
         """An element leaves, or arrives, or under rendezvous does both; or a piece is shown."""
-        if channel.sends and channel.sends[0].stage != NO_STAGE:
+        if channel.sends and channel.sends[0].slot != NO_SLOT:
             return (lambda: self._show(channel)) if self._may_show(channel) else None
         may_leave = bool(channel.sends) and (self._eager or bool(channel.posts and not channel.pipe))
         may_arrive = bool(channel.posts and channel.pipe)
@@ -246,7 +245,7 @@ class World:
             raise ViolationError(f"rank {post.owner} expects {post.size} elements, {channel.sizes[0]} come")
         value, owner = channel.pipe.popleft(), self.ranks[post.owner]
         if post.memory is owner.memory:
-            self._write(owner, post.next, value)
+            self._write_job(owner, post.next, value)
         else:
             post.memory[post.next] = value
         post.next += 1
@@ -255,7 +254,7 @@ class World:
             channel.sizes.popleft()
 
 
-def check_exposure(program: Program, window: int) -> None:
+def check_exposure(program: RankProgram, window: int) -> None:
     """Whether a program is safe by itself, whatever the wires do.
 
     A region that is being sent is not written, one that a receive lands in is neither read nor written, a buffer holds
@@ -265,10 +264,10 @@ def check_exposure(program: Program, window: int) -> None:
     landing: dict[int, Instruction] = {}
     for step in program.instructions:
         in_place = [other for other in landing.values() if other.buffer == IN_PLACE]
-        if step.do == Do.SEND:
+        if step.opcode == Opcode.SEND:
             _expect_apart(step, in_place)
             sending[step.piece] = step
-        elif step.do == Do.POST:
+        elif step.opcode == Opcode.POST_RECV:
             if step.buffer == IN_PLACE:
                 _expect_apart(step, [*in_place, *sending.values()])
             elif any(other.buffer == step.buffer for other in landing.values()):
@@ -276,7 +275,7 @@ def check_exposure(program: Program, window: int) -> None:
             landing[step.piece] = step
             if len(landing) > window:
                 raise ViolationError(f"{len(landing)} receives are posted, the window is {window}")
-        elif step.do == Do.ARRIVE:
+        elif step.opcode == Opcode.WAIT_RECV:
             if _begun(landing, step).buffer != IN_PLACE:
                 _expect_apart(step, [*in_place, *sending.values()])
         else:

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.schedules import How, Round
-from ringweave.schedules.proof.races import RaceDetector
+from ringweave.schedules import ReceiveOp, Round
+from ringweave.schedules.verification import RaceDetector
 
 OPS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=6
@@ -23,7 +23,7 @@ def test_one_detector_over_many_rounds_finds_what_pairs_show(
         read = {(s, c) for s, _, c in cells}
         twice = {place for place, times in written.items() if times > 1}
         src, dst, first, count = zip(*ops, strict=True)
-        race = detector.find(Round.of(src, dst, first, How.COPY, 1 if single else count))
+        race = detector.find_race(Round.of(src, dst, first, ReceiveOp.COPY, 1 if single else count))
         assert (race is not None) == bool(twice or read & set(written))
         if race is not None:
             expected = twice if race.what == "is written twice" else read & set(written)
@@ -33,9 +33,9 @@ def test_one_detector_over_many_rounds_finds_what_pairs_show(
 def test_columns_that_a_generator_changes_in_place_are_looked_at_again() -> None:
     detector = RaceDetector(3)
     src, dst, chunk = (np.array(column, np.int32) for column in ([0, 2], [1, 0], [0, 1]))
-    ops = Round.of(src, dst, chunk, How.COPY)
-    assert detector.find(ops) is None
+    ops = Round.of(src, dst, chunk, ReceiveOp.COPY)
+    assert detector.find_race(ops) is None
     src[1] = 1
     dst[1] = 2
     chunk[1] = 0
-    assert detector.find(ops) is not None
+    assert detector.find_race(ops) is not None

@@ -8,7 +8,7 @@ import pytest
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Collective, How, Round, Schedule
+from ringweave.schedules import Collective, ReceiveOp, Round, Schedule
 from ringweave.schedules.generators.ring import ring
 from tests.schedules import samples
 
@@ -190,7 +190,7 @@ def test_chance_is_handed_in() -> None:
 
 def one_op(src: int, dst: int, first: int, how: int, count: int = 1) -> Schedule:
     """Behind a correct operation one with any numbers."""
-    round_ = Round.of([1, src], [0, dst], [1, first], [How.REDUCE, how], [1, count])
+    round_ = Round.of([1, src], [0, dst], [1, first], [ReceiveOp.REDUCE, how], [1, count])
     return Schedule("bad", Collective("allreduce"), 3, (1, 1, 1), (round_,))
 
 
@@ -224,7 +224,7 @@ def test_numbers_that_do_not_exist(numbers: tuple[int, ...], expected: str, memo
 
 
 def test_a_bad_rank_is_shown_though_another_operation_is_worse() -> None:
-    round_ = Round.of([9, 0], [0, 1], 0, [How.REDUCE, 7])
+    round_ = Round.of([9, 0], [0, 1], 0, [ReceiveOp.REDUCE, 7])
     schedule = Schedule("bad", Collective("allreduce"), 2, (1,), (round_,))
     assert refuse(schedule) == "schedule: 9>0:+0, expected ranks 0..1. Mend the generator. [round 0, op 0]"
 

@@ -5,24 +5,24 @@ import math
 
 import pytest
 
-from ringweave.sim.events.clock import Clock
-from ringweave.sim.events.queues import BurstyStream, Queues, normal_scores
-from ringweave.sim.machine import Machine
+from ringweave.sim.queues import BurstyStream, QueuedNetwork, normal_scores
+from ringweave.sim.scenario import HostModel
+from ringweave.sim.streams import VirtualClock
 
 FAST, SLOW = 100.0, 50.0
 
 
-def queues(*rates: float, **settings: float) -> tuple[Clock, Queues]:
-    clock = Clock()
-    return clock, Queues(clock, rates, 0.5, Machine(**({"burst_bytes": 10.0} | settings)))
+def queues(*rates: float, **settings: float) -> tuple[VirtualClock, QueuedNetwork]:
+    clock = VirtualClock()
+    return clock, QueuedNetwork(clock, rates, 0.5, HostModel(**({"burst_bytes": 10.0} | settings)))
 
 
-def sent(net: Queues, route: tuple[int, ...], *sizes: float, posted: float | None = None) -> BurstyStream:
+def sent(net: QueuedNetwork, route: tuple[int, ...], *sizes: float, posted: float | None = None) -> BurstyStream:
     """A stream on which these messages are sent now; all of them are posted, or so many bytes."""
-    stream = net.stream(route, nobody)
-    net.post(stream, sum(sizes) if posted is None else posted)
+    stream = net.open_stream(route, nobody)
+    net.post_receive(stream, sum(sizes) if posted is None else posted)
     for size in sizes:
-        net.send(stream, size)
+        net.send_message(stream, size)
     return stream
 
 
@@ -33,10 +33,10 @@ def nobody() -> None:
 def test_who_receives_is_told_of_every_burst_but_those_that_it_waits_for() -> None:
     clock, net = queues(FAST, FAST)
     times, arrived = list[float](), list[float]()
-    stream = net.stream((0, 1), lambda: times.append(clock.now_s))
-    net.post(stream, 30)
-    net.send(stream, 30)
-    net.when_there(stream, 0, arrived.append)
+    stream = net.open_stream((0, 1), lambda: times.append(clock.now_s))
+    net.post_receive(stream, 30)
+    net.send_message(stream, 30)
+    net.when_arrived(stream, 0, arrived.append)
     clock.run(net.settle)
     assert times == pytest.approx([20 / FAST, 30 / FAST]), "the third burst ends the message, which is told otherwise"
     assert arrived == pytest.approx([40 / FAST + 0.5])
@@ -75,13 +75,13 @@ def test_streams_of_a_node_take_turns_and_those_that_meet_get_alike() -> None:
 def at_half_time(*, unevenness: float, num_senders: int) -> list[float]:
     """Delivered of each stream into one slow link, when half of all should be there."""
     clock, net = queues(*[FAST] * num_senders, SLOW, window_bytes=200.0, unevenness=unevenness)
-    streams = [net.stream((sender, num_senders), nobody) for sender in range(num_senders)]
+    streams = [net.open_stream((sender, num_senders), nobody) for sender in range(num_senders)]
     for stream in streams:
-        net.post(stream, 10_000)
+        net.post_receive(stream, 10_000)
     for stream in streams:
-        net.send(stream, 10_000)
+        net.send_message(stream, 10_000)
     found = list[float]()
-    clock.at(num_senders * 10_000 / SLOW / 2, lambda: found.extend(stream.delivered for stream in streams))
+    clock.call_at(num_senders * 10_000 / SLOW / 2, lambda: found.extend(stream.delivered for stream in streams))
     clock.run(net.settle)
     assert all(stream.arrivals for stream in streams)
     assert sum(found) == pytest.approx(num_senders * 5_000, abs=30)  # the link was never idle
@@ -101,11 +101,11 @@ def test_streams_that_meet_get_what_their_windows_are_of_all_windows() -> None:
 def test_streams_of_one_node_stay_even_whatever_their_windows_are() -> None:
     """Its own link, as fast as the one behind it, lets them take turns."""
     clock, net = queues(SLOW, FAST, window_bytes=200.0, unevenness=1.0)
-    streams = [net.stream((0, 1), nobody) for _ in range(4)]
+    streams = [net.open_stream((0, 1), nobody) for _ in range(4)]
     for stream in streams:
-        net.post(stream, 1_000)
+        net.post_receive(stream, 1_000)
     for stream in streams:
-        net.send(stream, 1_000)
+        net.send_message(stream, 1_000)
     clock.run(net.settle)
     ends_s = [stream.arrivals[0] for stream in streams]
     assert max(ends_s) - min(ends_s) <= len(streams) * 2 * 10 / SLOW
@@ -114,13 +114,13 @@ def test_streams_of_one_node_stay_even_whatever_their_windows_are() -> None:
 def left_at_half_time(*to: float, redeal_s: float = math.inf) -> list[float]:
     """Delivered of each stream from one slow node into links of these rates, when half of all should be there."""
     clock, net = queues(SLOW, *to, uneven_turns=0.65, redeal_s=redeal_s)
-    streams = [net.stream((0, 1 + receiver), nobody) for receiver in range(len(to))]
+    streams = [net.open_stream((0, 1 + receiver), nobody) for receiver in range(len(to))]
     for stream in streams:
-        net.post(stream, 10_000)
+        net.post_receive(stream, 10_000)
     for stream in streams:
-        net.send(stream, 10_000)
+        net.send_message(stream, 10_000)
     found = list[float]()
-    clock.at(len(to) * 10_000 / SLOW / 2, lambda: found.extend(stream.delivered for stream in streams))
+    clock.call_at(len(to) * 10_000 / SLOW / 2, lambda: found.extend(stream.delivered for stream in streams))
     clock.run(net.settle)
     assert sum(found) == pytest.approx(len(to) * 5_000, abs=100)  # the link was never idle
     return found
@@ -149,7 +149,7 @@ def test_who_is_not_received_is_stopped() -> None:
     stream = sent(net, (0,), 100, posted=30.0)
     clock.run(net.settle)
     assert (stream.arrivals, stream.delivered) == ([], 50)
-    net.post(stream, 70)
+    net.post_receive(stream, 70)
     clock.run(net.settle)
     assert stream.delivered == 100
     assert len(stream.arrivals) == 1
@@ -159,8 +159,8 @@ def test_a_message_has_left_when_the_kernel_has_the_rest_of_it() -> None:
     clock, net = queues(FAST, send_buffer_bytes=40.0)
     stream = sent(net, (0,), 100)
     left = list[float]()
-    net.when_left(stream, 100, left.append)
-    net.when_left(net.stream((0,), nobody), 0, left.append)
+    net.when_sent(stream, 100, left.append)
+    net.when_sent(net.open_stream((0,), nobody), 0, left.append)
     assert left == [0.0]
     clock.run(net.settle)
     assert left == [0.0, pytest.approx(60 / FAST)]
@@ -172,8 +172,8 @@ def test_a_pause_fills_the_bucket_and_what_it_holds_passes_at_once() -> None:
     clock.run(net.settle)
     assert stream.arrivals == [pytest.approx(70 / FAST + 0.5)]
     begin_s = clock.now_s = 10.0
-    net.post(stream, 20)
-    net.send(stream, 20)
+    net.post_receive(stream, 20)
+    net.send_message(stream, 20)
     clock.run(net.settle)
     assert stream.arrivals[1] == begin_s + 0.5
 
@@ -181,7 +181,7 @@ def test_a_pause_fills_the_bucket_and_what_it_holds_passes_at_once() -> None:
 def test_a_rate_that_changes_counts_from_then_on() -> None:
     clock, net = queues(FAST)
     stream = sent(net, (0,), 100)
-    clock.at(0.55, lambda: net.set_capacity(0, SLOW))
+    clock.call_at(0.55, lambda: net.set_capacity(0, SLOW))
     clock.run(net.settle)
     assert stream.arrivals == [pytest.approx(0.55 + 45 / SLOW + 0.5)]
 
@@ -189,7 +189,7 @@ def test_a_rate_that_changes_counts_from_then_on() -> None:
 def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
     clock, net = queues(FAST)
     stream = sent(net, (0,), 100)
-    clock.at(0.35, lambda: net.set_capacity(0, 0.0))
+    clock.call_at(0.35, lambda: net.set_capacity(0, 0.0))
     clock.run(net.settle)
     assert stream.arrivals == []
     clock.now_s = 7.0
@@ -201,9 +201,9 @@ def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
 def test_what_is_lost_with_a_stream_holds_up_nobody_for_ever() -> None:
     clock, net = queues(FAST)
     lost, other = sent(net, (0,), 100), sent(net, (0,), 100)
-    net.cut(lost)
+    net.close_stream(lost)
     told = list[float]()
-    net.when_there(other, 0, told.append)
+    net.when_arrived(other, 0, told.append)
     clock.run(net.settle)
     assert lost.arrivals == []
     assert told == [pytest.approx((100 + 20) / FAST + 0.5)]  # two bursts of the lost one were under way
@@ -221,17 +221,17 @@ def test_loads_are_told_when_a_link_gets_busy_and_idle() -> None:
 @pytest.mark.parametrize("wrong", [{"burst_bytes": 0.0}, {"window_bytes": -1.0}, {"burst_bytes": math.nan}])
 def test_bursts_and_windows_of_nothing(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected bursts and windows of more than 0 bytes"):
-        Machine(**wrong)
+        HostModel(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [-0.1, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["unevenness", "uneven_turns"])
 def test_an_unevenness_that_is_none(name: str, wrong: float) -> None:
     with pytest.raises(ValueError, match=f"{name} {wrong}, expected a finite number, not negative"):
-        Machine(**{name: wrong})
+        HostModel(**{name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [0.0, math.nan])
 def test_turns_that_are_never_dealt(wrong: float) -> None:
     with pytest.raises(ValueError, match=f"redeal_s {wrong}, expected more than 0 s"):
-        Machine(redeal_s=wrong)
+        HostModel(redeal_s=wrong)

@@ -1,8 +1,8 @@
 import pytest
 
 from ringweave.errors import ScheduleError
-from ringweave.sim import pipelines
-from ringweave.sim.pipelines import Course, StageTimes
+from ringweave.sim import pipeline_schedules, pipeline_simulation
+from ringweave.sim.pipeline_simulation import PipelineTimeline, StageTimes
 
 
 def unequal(factor: float) -> StageTimes:
@@ -17,19 +17,19 @@ def unequal(factor: float) -> StageTimes:
     )
 
 
-@pytest.mark.parametrize("name", pipelines.NAMES)
+@pytest.mark.parametrize("name", pipeline_schedules.PIPELINE_SCHEDULES)
 @pytest.mark.parametrize("transfers", ["blocking", "asynchronous"])
 def test_one_course_serves_all_times(name: str, transfers: str) -> None:
-    order = pipelines.generate(name, 3, 5)
-    course = Course(order, transfers)
+    order = pipeline_schedules.generate_pipeline_schedule(name, 3, 5)
+    course = PipelineTimeline(order, transfers)
     for factor in (1.0, 4.0, 1.0):
-        found = pipelines.simulate(order, unequal(factor), transfers)
+        found = pipeline_simulation.simulate_pipeline(order, unequal(factor), transfers)
         assert course.step_s(unequal(factor)) == found.step_s
         assert found.step_s >= max(span.end_s for span in found.spans) + 0.5
 
 
 def test_times_of_another_number_of_stages_are_refused() -> None:
-    course = Course(pipelines.generate("gpipe", 2, 1))
+    course = PipelineTimeline(pipeline_schedules.generate_pipeline_schedule("gpipe", 2, 1))
     with pytest.raises(ScheduleError) as error:
         course.step_s(unequal(1.0))
     assert str(error.value) == (

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ringweave.sim import pipelines
-from ringweave.sim.pipelines.programs import programs
+from ringweave.sim import pipeline_schedules
+from ringweave.sim.pipeline_schedules import stage_programs
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is not installed")
 CASES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 4), (4, 9), (3, 12)]
@@ -89,7 +89,7 @@ def in_words(program: list) -> list[tuple[str, tuple[str, ...]]]:
 @pytest.mark.parametrize("name", BLOCKING)
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), CASES)
 def test_blocking_programs_are_torchs(name: str, num_stages: int, num_microbatches: int, recorded) -> None:
-    ours = programs(pipelines.generate(name, num_stages, num_microbatches), "blocking")
+    ours = stage_programs(pipeline_schedules.generate_pipeline_schedule(name, num_stages, num_microbatches), "blocking")
     for stage_index, program in enumerate(ours):
         theirs = recorded(BLOCKING[name], stage_index, num_stages, num_microbatches)
         split = [(what, one) for what, ops in theirs for one in ([(op,) for op in ops] if what == "wait" else [ops])]
@@ -97,11 +97,11 @@ def test_blocking_programs_are_torchs(name: str, num_stages: int, num_microbatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", pipelines.NAMES)
+@pytest.mark.parametrize("name", pipeline_schedules.PIPELINE_SCHEDULES)
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), CASES)
 def test_torchs_runtime_takes_our_orders(name: str, num_stages: int, num_microbatches: int) -> None:
     """It parses them, puts its transfers in, and its own dry run does not hang."""
-    order = pipelines.generate(name, num_stages, num_microbatches)
+    order = pipeline_schedules.generate_pipeline_schedule(name, num_stages, num_microbatches)
     actions = {
         rank: [schedules._Action.from_str(part) for part in line.split(",")]
         for rank, line in enumerate(str(order).splitlines())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import cost
-from ringweave.planning import layouts
+from ringweave.planning import group_planner
 from ringweave.topology import discovery
 from tests.topology.discovery.leading import check_leader, check_planned_leader
 
@@ -69,7 +69,7 @@ def test_planning_takes_the_same_leader_from_the_written_file(name: str) -> None
 def test_order_is_written_only_where_numa_nodes_do_not_tell_it() -> None:
     def written(name: str) -> list[tuple[int, ...]]:
         machine = discovery.read_file(FILES / name)
-        return [nic.nearest for nic in discovery.to_node(machine, discovery.choose(machine)).nics]
+        return [nic.nearest for nic in discovery.machine_to_node(machine, discovery.choose_leader(machine)).nics]
 
     assert written("24em64t-2n6c2t-pci.xml") == [()]
     assert written("32em64t-2n8c2t-pci-normalio.xml") == [(2, 1, 0)]
@@ -78,15 +78,15 @@ def test_order_is_written_only_where_numa_nodes_do_not_tell_it() -> None:
 
 def test_a_leader_for_each_nic_has_the_gpus_of_its_switch() -> None:
     machine = discovery.read_file(FILES / "aws-p4d-24xl-topo.xml")
-    cluster = discovery.merge([discovery.to_node(machine, discovery.choose(machine))])
+    cluster = discovery.merge_nodes([discovery.machine_to_node(machine, discovery.choose_leader(machine))])
     ranks = [cluster.nodes[0].name] * 8
-    layout = layouts.lay_out(cluster, cost.network(cluster, ranks), ranks, leader_per_nic=True)
+    layout = group_planner.lay_out_ranks(cluster, cost.group_network(cluster, ranks), ranks, leader_per_nic=True)
     assert layout.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 def test_a_named_function_of_an_untold_kind_is_the_nic() -> None:
     machine = discovery.read_file(FILES / "aws-g5.48xl-topo.xml")
-    found = discovery.choose(machine, "0000:00:15.0")
+    found = discovery.choose_leader(machine, "0000:00:15.0")
     assert machine.workers[found.leader].name == "NUMA 1"
     assert "does not tell what 9 PCI functions" in machine.remarks[0]
 
@@ -101,6 +101,6 @@ def test_nvlinks_are_told() -> None:
 def test_the_sample_of_the_manual_is_what_is_printed() -> None:
     path = FILES / "32em64t-2n8c2t-pci-normalio.xml"
     machine = discovery.read_file(path)
-    _, *lines = discovery.describe(machine, discovery.choose(machine)).splitlines()
-    manual = (Path(__file__).parents[3] / "docs" / "discovery.md").read_text()
+    _, *lines = discovery.describe_machine(machine, discovery.choose_leader(machine)).splitlines()
+    manual = (Path(__file__).parents[3] / "docs" / "how-to" / "describe-or-discover-a-cluster.md").read_text()
     assert "\n".join(lines) in manual

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import cost
-from ringweave.planning import layouts
+from ringweave.planning import group_planner
 from ringweave.topology import discovery
 from tests.topology.discovery.leading import check_leader, check_planned_leader
 
@@ -43,7 +43,7 @@ def test_planning_takes_the_same_leader_from_the_written_file(name: str) -> None
 
 def test_a_leader_for_each_nic_has_the_gpus_of_its_switch() -> None:
     machine = discovery.read_file(FILES / "reduced-eight-gpus-four-nics.xml")
-    cluster = discovery.merge([discovery.to_node(machine, discovery.choose(machine))])
+    cluster = discovery.merge_nodes([discovery.machine_to_node(machine, discovery.choose_leader(machine))])
     ranks = [cluster.nodes[0].name] * 8
-    layout = layouts.lay_out(cluster, cost.network(cluster, ranks), ranks, leader_per_nic=True)
+    layout = group_planner.lay_out_ranks(cluster, cost.group_network(cluster, ranks), ranks, leader_per_nic=True)
     assert layout.groups == ((0, 1), (2, 3), (4, 5), (6, 7))

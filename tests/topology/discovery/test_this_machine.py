@@ -6,9 +6,8 @@ import pytest
 
 from ringweave.errors import UsageError
 from ringweave.topology import Device, Nic, Node, Switch, discovery
-from ringweave.topology.discovery import readers
-from ringweave.topology.discovery.readers import links, nvml, sysfs
-from ringweave.topology.discovery.readers.links import LinkFacts
+from ringweave.topology.discovery import hwloc, nccl_xml, observation, sysfs
+from ringweave.topology.discovery.sysfs import LinkFacts
 
 
 @pytest.fixture
@@ -52,24 +51,24 @@ def sys_root(tmp_path: Path) -> Path:
 
 
 def test_sysfs(sys_root: Path) -> None:
-    machine = sysfs.read(sys_root, name="host")
-    found = discovery.choose(machine)
+    machine = sysfs.read_sysfs(sys_root, name="host")
+    found = discovery.choose_leader(machine)
     nic = machine.interfaces[found.interface or 0]
     assert (nic.name, nic.has_rdma, nic.is_up, nic.rate_bytes_per_s) == ("mlx5_0", True, True, 25e9)
     assert [(worker.name, worker.bus) for worker in machine.workers] == [("gpu0", "0000:82:00.0")]
-    way = found.candidates[0].way
+    way = found.candidates[0].path
     assert way is not None
-    assert (way.num_hops, way.kind) == (2, "PIX")
+    assert (way.num_hops, way.path_class) == (2, "PIX")
     assert machine.numa_of(nic.part) == 1
 
 
 def test_what_the_kernel_says_of_links(sys_root: Path) -> None:
-    machine = sysfs.read(sys_root, name="host")
+    machine = sysfs.read_sysfs(sys_root, name="host")
     mac = "02:00:00:00:00:01"
     own = LinkFacts(
         is_up=True, rate_bytes_per_s=1.25e8, addresses=("10.0.0.1",), is_loopback=False, hardware_address=mac
     )
-    seen = links.add_links(
+    seen = sysfs.add_link_facts(
         machine, {"eth0": own, "lo": LinkFacts(is_up=True, rate_bytes_per_s=None, addresses=(), is_loopback=True)}
     )
     assert [nic.name for nic in seen.interfaces] == ["eth0", "mlx5_0"]
@@ -77,7 +76,7 @@ def test_what_the_kernel_says_of_links(sys_root: Path) -> None:
 
 
 def test_an_interface_of_another_namespace_is_not_taken_for_the_card_of_the_same_name(sys_root: Path) -> None:
-    machine = sysfs.read(sys_root, name="host")
+    machine = sysfs.read_sysfs(sys_root, name="host")
     veth = LinkFacts(
         is_up=True,
         rate_bytes_per_s=1.25e9,
@@ -85,10 +84,10 @@ def test_an_interface_of_another_namespace_is_not_taken_for_the_card_of_the_same
         is_loopback=False,
         hardware_address="0a:00:00:00:00:09",
     )
-    seen = links.add_links(machine, {"eth0": veth})
+    seen = sysfs.add_link_facts(machine, {"eth0": veth})
     last = seen.interfaces[-1]
     assert (last.name, last.is_virtual, last.part, last.rate_bytes_per_s) == ("eth0", True, None, None)
-    found = discovery.choose(seen, "eth0")
+    found = discovery.choose_leader(seen, "eth0")
     assert "where eth0 is attached is not known" in found.leader_reason
 
 
@@ -121,7 +120,7 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
         nvmlDeviceGetNvLinkState=state,
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId=f"00000000:C{link}:00.0"),
     )
-    worker = nvml.add_gpus(sysfs.read(sys_root, name="host"), fake).workers[0]
+    worker = nccl_xml.add_nvml_details(sysfs.read_sysfs(sys_root, name="host"), fake).workers[0]
     assert worker.model == "A100"
     assert worker.uuids == ("GPU-0000:82:00.0", "MIG-0", "MIG-2")
     assert worker.nvlinks is not None
@@ -131,9 +130,9 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
 
 def test_this_machine_has_a_leader_with_a_reason() -> None:
     """Beside /sys itself: a NIC is so many PCI functions below its host bridge, which hangs on a NUMA node or none."""
-    machine = sysfs.read(Path("/sys"), name="here")
-    found = discovery.choose(machine)
-    document = discovery.document(machine, found)
+    machine = sysfs.read_sysfs(Path("/sys"), name="here")
+    found = discovery.choose_leader(machine)
+    document = discovery.machine_document(machine, found)
     rows = [row for row in document["hops"] if row["hops"] is not None and row["device"].startswith("NUMA ")]
     for row in rows:
         device = Path("/sys/class/net", row["nic"], "device")
@@ -153,27 +152,27 @@ def test_an_unknown_nic_is_refused_with_those_there_are(sys_root: Path) -> None:
     with pytest.raises(
         UsageError, match=r'--nic: .eth1., expected a NIC of host \(eth0, mlx5_0\). Did you mean "eth0"'
     ):
-        discovery.choose(sysfs.read(sys_root, name="host"), "eth1")
+        discovery.choose_leader(sysfs.read_sysfs(sys_root, name="host"), "eth1")
 
 
 def test_workers_of_a_node() -> None:
     gpus = (Device(kind="cuda", numa=0), Device(kind="cuda", numa=1))
     node = Node(name="a", devices=gpus, nics=(Nic(name="ib0", rate_bytes_per_s=1e9, numa=0, nearest=(1, 0)),))
-    assert discovery.with_workers(node, 1).nics[0].nearest == (0,)
-    shared = discovery.with_workers(node, 4)
+    assert discovery.node_with_workers(node, 1).nics[0].nearest == (0,)
+    shared = discovery.node_with_workers(node, 4)
     assert [device.numa for device in shared.devices] == [0, 1, 0, 1]
     assert shared.nics[0].nearest == (1, 3, 0, 2)
     cpus = Node(name="b", devices=(Device(numa=0), Device(numa=1)), nics=(Nic(name="eth0", rate_bytes_per_s=1e9),))
-    assert discovery.with_workers(cpus, 3).devices == (Device(),) * 3
+    assert discovery.node_with_workers(cpus, 3).devices == (Device(),) * 3
     alone = Node(name="c", devices=(Device(numa=0),), nics=cpus.nics)
-    assert discovery.with_workers(alone, 2).devices == (Device(numa=0),) * 2
+    assert discovery.node_with_workers(alone, 2).devices == (Device(numa=0),) * 2
 
 
 def test_merge_takes_switches() -> None:
     nics = (Nic(name="eth0", rate_bytes_per_s=1e9), Nic(name="eth1", rate_bytes_per_s=3e9))
     nodes = [Node(name=name, devices=(Device(),), nics=nics) for name in ("a", "b")]
     switches = [Switch(name="r0", uplink_bytes_per_s=1e9)]
-    cluster = discovery.merge(nodes, switches=switches, hangs_on={"a": "r0"})
+    cluster = discovery.merge_nodes(nodes, switches=switches, switch_of_node={"a": "r0"})
     assert [node.switch for node in cluster.nodes] == ["r0", None]
     assert cluster.nodes[1].nics == nics
 
@@ -190,9 +189,12 @@ def test_gpudirect_goes_before_hops(tmp_path: Path) -> None:
     path = tmp_path / "dump.xml"
     path.write_text(text)
     machine = discovery.read_file(path)
-    found = discovery.choose(machine)
+    found = discovery.choose_leader(machine)
     assert machine.workers[found.leader].name == "cuda1"
-    assert [(each.way and (each.way.num_hops, each.way.kind)) for each in found.candidates] == [(3, "PXB"), (2, "PIX")]
+    assert [(each.path and (each.path.num_hops, each.path.path_class)) for each in found.candidates] == [
+        (3, "PXB"),
+        (2, "PIX"),
+    ]
     assert "reaches its memory directly (GPUDirect RDMA), which is preferred" in found.leader_reason
     assert machine.interfaces[0].rate_bytes_per_s == 25e9
     assert machine.workers[1].nvlinks is not None
@@ -204,7 +206,7 @@ def test_an_address_that_several_nodes_share_is_left_out() -> None:
     nodes = [
         Node(name=n, devices=(Device(),), nics=nic, address=f"10.0.0.{i}") for n, i in (("a", 1), ("b", 1), ("c", 2))
     ]
-    assert [node.address for node in discovery.merge(nodes).nodes] == [None, None, "10.0.0.2"]
+    assert [node.address for node in discovery.merge_nodes(nodes).nodes] == [None, None, "10.0.0.2"]
 
 
 def test_hwloc_says_no_less_than_sysfs(sys_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +218,14 @@ def test_hwloc_says_no_less_than_sysfs(sys_root: Path, monkeypatch: pytest.Monke
         <object type="OSDev" name="mlx5_0" osdev_type="3"/></object>
     </object></object></object></topology>"""
     (sys_root / "module" / "nvidia_peermem").mkdir(parents=True)
-    monkeypatch.setattr(readers, "_SYSFS", sys_root)
-    monkeypatch.setattr(readers.lstopo, "find", lambda: "/usr/bin/lstopo")
-    monkeypatch.setattr(readers.lstopo, "ask", lambda program: xml.encode())
+    monkeypatch.setattr(observation, "_SYSFS", sys_root)
+    monkeypatch.setattr(hwloc, "find_lstopo", lambda: "/usr/bin/lstopo")
+    monkeypatch.setattr(hwloc, "run_lstopo", lambda program: xml.encode())
     machine = discovery.observe()
     assert machine.source == "/usr/bin/lstopo (hwloc 2.0)"
     (port,) = (nic for nic in machine.interfaces if nic.name == "mlx5_0")
     assert (port.rate_bytes_per_s, port.is_up, port.has_rdma, port.is_infiniband) == (25e9, True, True, True)
     assert [worker.has_gpudirect for worker in machine.workers] == [True]
-    found = discovery.choose(machine)
+    found = discovery.choose_leader(machine)
     assert "RDMA over InfiniBand, link up, 200Gbit/s" in found.interface_reason
     assert "mlx5_0 reaches its memory directly (GPUDirect RDMA), which is preferred" in found.leader_reason

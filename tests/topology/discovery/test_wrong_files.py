@@ -4,7 +4,7 @@ import pytest
 
 from ringweave.errors import UsageError
 from ringweave.topology import discovery
-from ringweave.topology.discovery.readers import xml_text
+from ringweave.topology.discovery import safe_xml
 
 MACHINE = '<topology version="2.0"><object type="Machine" os_index="0">{}</object></topology>'
 LAUGHS = '<!DOCTYPE t [<!ENTITY a "ha"><!ENTITY b "&a;&a;">]><topology>&b;</topology>'
@@ -54,12 +54,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_file_that_is_too_large() -> None:
     with pytest.raises(UsageError, match="more than 32 MiB"):
-        xml_text.parse(b" " * (xml_text.MAX_BYTES + 1), "large.xml")
+        safe_xml.parse_xml(b" " * (safe_xml.MAX_XML_BYTES + 1), "large.xml")
 
 
 def test_every_cut_of_a_file_is_refused_in_one_line() -> None:
     content = (Path(__file__).parent / "files" / "hwloc-format-1.xml").read_bytes()
     for end in range(0, len(content) - 15, 97):
         with pytest.raises(UsageError, match="topology file") as caught:
-            xml_text.parse(content[:end], "cut.xml")
+            safe_xml.parse_xml(content[:end], "cut.xml")
         assert len(str(caught.value).splitlines()) == 1

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from ringweave.topology import Cluster
-from ringweave.topology.recovery import Batch, Effort, Evidence, Fit, survey
+from ringweave.topology.inference import FlowBatch, Observations, SurveyLimits, TreeFit, infer_topology
 
 
 class Network:
@@ -21,13 +21,13 @@ class Network:
         self._rates = {link.name: link.bandwidth_bytes_per_s for link in cluster.links()} | dict(rates or {})
         self._random = random.Random(seed)
         self._noise = noise
-        self.batches: list[Batch] = []
+        self.batches: list[FlowBatch] = []
 
-    def run(self, batch: Batch) -> list[float]:
+    def run(self, batch: FlowBatch) -> list[float]:
         self.batches.append(batch)
         return [rate * self._random.uniform(1 - self._noise, 1 + self._noise / 3) for rate in self._shares(batch)]
 
-    def _shares(self, batch: Batch) -> list[float]:
+    def _shares(self, batch: FlowBatch) -> list[float]:
         routes = [self._cluster.route(self._names[flow.src], self._names[flow.dst]) for flow in batch.flows]
         left = dict(self._rates)
         rates = [0.0] * len(routes)
@@ -47,12 +47,12 @@ class Network:
 def measure(
     network: Network,
     num_nodes: int,
-    effort: Effort | None = None,
+    effort: SurveyLimits | None = None,
     seed: int = 0,
     clock: Callable[[], float] = time.thread_time,
-) -> tuple[Evidence, Fit]:
+) -> tuple[Observations, TreeFit]:
     """The survey of this network, to its end."""
-    asking = survey(num_nodes, random.Random(seed), effort, clock)
+    asking = infer_topology(num_nodes, random.Random(seed), effort, clock)
     try:
         batch = next(asking)
         while True:

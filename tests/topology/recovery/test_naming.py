@@ -3,13 +3,13 @@
 import pytest
 
 from ringweave.topology import Cluster, loads
-from ringweave.topology.recovery import MeasuredLink
-from ringweave.topology.recovery.naming import slow_line
+from ringweave.topology.inference import MeasuredLink
+from ringweave.topology.inference.tree import slowest_part_text
 
 
 def lines(text: str, **rates: float) -> str | None:
     cluster = loads(f"name: x\nnodes:\n{text}")
-    return slow_line(cluster, links(cluster, rates))
+    return slowest_part_text(cluster, links(cluster, rates))
 
 
 def links(cluster: Cluster, rates: dict[str, float]) -> list[MeasuredLink]:

@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.topology import Cluster, Device, Nic, Node, Switch, loads
-from ringweave.topology.recovery import Effort, Host, cluster
-from ringweave.topology.recovery.batches import crowd, tournament
-from ringweave.topology.recovery.evidence import other_side
-from ringweave.topology.recovery.through import Sight, room, sight
+from ringweave.topology.inference import NodeSpec, SurveyLimits, cluster_from_fit
+from ringweave.topology.inference.observations import (
+    VisibleEdges,
+    all_nodes_batch,
+    opposite_cut,
+    pair_batches,
+    rates_across_cut,
+    visible_edges,
+)
 from tests import effort
 from tests.topology.recovery.simulated import Network, measure
 
@@ -66,8 +71,8 @@ switches:
 """The nodes of a have to send all they can, to all racks at once, to fill their uplink; no chance traffic does that."""
 
 
-def hosts(truth: Cluster) -> list[Host]:
-    return [Host(name=node.name, address=None, num_devices=node.num_devices) for node in truth.nodes]
+def hosts(truth: Cluster) -> list[NodeSpec]:
+    return [NodeSpec(name=node.name, address=None, num_devices=node.num_devices) for node in truth.nodes]
 
 
 def one_and(rate: str, others_rate: str, num_others: int) -> Cluster:
@@ -87,7 +92,7 @@ def groups(found: Cluster) -> dict[str | None, list[str]]:
 def test_two_racks(noise: float, seed: int) -> None:
     truth = loads(TWO_RACKS)
     evidence, fit = measure(Network(truth, seed, noise), 8, seed=seed)
-    found, links = cluster("found", hosts(truth), fit, 1e-5)
+    found, links = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     assert groups(found) == {"s0": ["a-0", "a-1", "a-2", "a-3"], "s1": ["b-0", "b-1", "b-2", "b-3"]}
     assert [switch.uplink_bytes_per_s for switch in found.switches] == pytest.approx([200 * MBIT] * 2, rel=0.05)
     assert [node.rate_bytes_per_s for node in found.nodes] == pytest.approx([400 * MBIT] * 8, rel=0.06)
@@ -99,7 +104,7 @@ def test_two_racks(noise: float, seed: int) -> None:
 def test_an_uplink_that_only_several_nodes_fill(seed: int) -> None:
     truth = loads(THREE_RACKS)
     _, fit = measure(Network(truth, seed, 0.05), 6, seed=seed)
-    found, _ = cluster("found", hosts(truth), fit, 1e-5)
+    found, _ = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     assert groups(found) == {"s0": ["a0", "a1", "a2"], "s1": ["b0", "b1"], None: ["c0"]}
     uplinks = [switch.uplink_bytes_per_s / MBIT for switch in found.switches]
     assert uplinks == pytest.approx([400, 100], rel=0.06)
@@ -108,14 +113,14 @@ def test_an_uplink_that_only_several_nodes_fill(seed: int) -> None:
 def test_equal_hardware_looks_equal_in_spite_of_noise() -> None:
     truth = loads(TWO_RACKS)
     _, fit = measure(Network(truth, 5, 0.05), 8)
-    _, links = cluster("found", hosts(truth), fit, 1e-5)
+    _, links = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     assert len({link.rate_bytes_per_s for link in links}) == 2, "NICs and uplinks"
 
 
 def test_switches_below_switches() -> None:
     truth = loads(PODS)
     _, fit = measure(Network(truth, 1, 0.04), 8, seed=1)
-    found, _ = cluster("found", hosts(truth), fit, 1e-5)
+    found, _ = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     assert [(s.name, s.parent) for s in found.switches] == [
         ("s0", None),
         ("s1", "s0"),
@@ -131,7 +136,7 @@ def test_directions_that_differ_are_both_stated_and_the_cluster_has_the_lower() 
     truth = loads(TWO_RACKS)
     rates = {"a-0->r0": 100 * MBIT, "core->r1": 120 * MBIT}
     _, fit = measure(Network(truth, rates=rates), 8)
-    found, links = cluster("found", hosts(truth), fit, 1e-5)
+    found, links = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     stated = {link.name: link.rate_bytes_per_s / MBIT for link in links}
     assert (stated["a-0->s0"], stated["s0->a-0"]) == pytest.approx((100, 400))
     assert found.node("a-0").rate_bytes_per_s == pytest.approx(100 * MBIT)
@@ -159,7 +164,7 @@ def test_two_nodes_are_one_link() -> None:
     truth = one_and("300Mbit/s", "100Mbit/s", 1)
     network = Network(truth)
     evidence, fit = measure(network, 2)
-    found, _ = cluster("found", hosts(truth), fit, 1e-5)
+    found, _ = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     assert evidence.num_batches == 2
     assert [node.rate_bytes_per_s for node in found.nodes] == pytest.approx([100 * MBIT] * 2)
 
@@ -167,7 +172,7 @@ def test_two_nodes_are_one_link() -> None:
 def test_little_effort_is_little() -> None:
     truth = loads(TWO_RACKS)
     network = Network(truth)
-    measure(network, 8, Effort(num_rounds=2, num_trials=3))
+    measure(network, 8, SurveyLimits(num_rounds=2, num_trials=3))
     assert len(network.batches) <= 2 * 2 + 2 + 3
 
 
@@ -198,9 +203,11 @@ def trees(draw: Callable[[Any], Any]) -> Cluster:
     return Cluster(name="random", nodes=nodes, switches=switches)
 
 
-def is_forked(visible: Sight, edge: int, count: int) -> bool:
+def is_forked(visible: VisibleEdges, edge: int, count: int) -> bool:
     """Whether the edge is not as good as in a row with one node's link: without that node others fill it too."""
-    sides = room(visible.rates, edge, count) + room(visible.rates, other_side(edge, count), count)
+    sides = rates_across_cut(visible.rates, edge, count) + rates_across_cut(
+        visible.rates, opposite_cut(edge, count), count
+    )
     return all(sum(side.values()) - max(side.values()) > 0.5 * visible.rates[edge] for side in sides)
 
 
@@ -210,14 +217,14 @@ def is_forked(visible: Sight, edge: int, count: int) -> bool:
 def test_any_tree_what_holds_much_back_is_found_and_any_traffic_is_foretold(truth: Cluster, seed: int) -> None:
     count = truth.num_nodes
     _, fit = measure(Network(truth, seed, 0.04), count, seed=seed)
-    visible = sight(truth)
+    visible = visible_edges(truth)
     assert {edge for edge in visible.edges(count, 2.0) if is_forked(visible, edge, count)} <= set(fit.edges[::2])
     if not visible.edges(count, 1.1) <= set(fit.edges[::2]):
-        return  # an uplink that is exceeded by little was missed, which docs/probing.md owns up to
-    found, links = cluster("found", hosts(truth), fit, 1e-5)
+        return  # an uplink that is exceeded by little was missed, see docs/explanation/network-inference.md
+    found, links = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     real, ours = Network(truth), Network(found, rates={link.name: link.rate_bytes_per_s for link in links})
     everybody = list(range(count))
-    for batch in [*tournament(count), *(crowd(everybody, shift) for shift in range(1, count))]:
+    for batch in [*pair_batches(count), *(all_nodes_batch(everybody, shift) for shift in range(1, count))]:
         assert sum(ours.run(batch)) == pytest.approx(sum(real.run(batch)), rel=0.15)
 
 
@@ -231,14 +238,14 @@ def test_more_nodes_than_can_be_tried_in_all_ways(seed: int) -> None:
         f"name: x\nnodes:\n{racks}switches:\n" + "".join(f"- {{name: r{i}, uplink: 250Mbit/s}}\n" for i in range(3))
     )
     _, fit = measure(Network(truth, seed, 0.05), 15, seed=seed)
-    assert set(fit.edges[::2]) == sight(truth).edges(15)
+    assert set(fit.edges[::2]) == visible_edges(truth).edges(15)
 
 
 @pytest.mark.slow
 def test_an_uplink_that_only_all_of_its_nodes_fill_together() -> None:
     truth = loads(FOUR_RACKS)
     _, fit = measure(Network(truth, 0, 0.05), 16, seed=1)
-    found, _ = cluster("found", hosts(truth), fit, 1e-5)
+    found, _ = cluster_from_fit("found", hosts(truth), fit, 1e-5)
     assert sorted(groups(found).values()) == [[f"{rack}-{number}" for number in range(4)] for rack in "abcd"]
     uplinks = sorted(switch.uplink_bytes_per_s / MBIT for switch in found.switches)
     assert uplinks == pytest.approx([150, 200, 300, 400], rel=0.06)
@@ -277,18 +284,22 @@ def test_many_nodes_whatever_holds_clearly_back_is_found_and_nothing_else(seed: 
     """Racks of both were missed when only unintended traffic filled uplinks."""
     truth = many_nodes(seed)
     _, fit = measure(Network(truth, seed, 0.05), truth.num_nodes, seed=1)
-    assert sight(truth).edges(truth.num_nodes, 1.15) <= set(fit.edges[::2]) <= sight(truth).edges(truth.num_nodes)
+    assert (
+        visible_edges(truth).edges(truth.num_nodes, 1.15)
+        <= set(fit.edges[::2])
+        <= visible_edges(truth).edges(truth.num_nodes)
+    )
 
 
 def test_what_can_be_seen_of_a_cluster() -> None:
-    view = sight(loads(THREE_RACKS))
+    view = visible_edges(loads(THREE_RACKS))
     rack_a, rack_b = 0b000111, 0b011000
-    assert view.edges(6) == {other_side(rack_a, 6), rack_b}
+    assert view.edges(6) == {opposite_cut(rack_a, 6), rack_b}
     assert view.pressures[rack_b] == pytest.approx(4.0)
     assert view.pressures[rack_a] == pytest.approx(1.25), "500 of 700 find room outside"
     assert view.rates[1 << 5] == 400 * MBIT, "c0 and the uplink of its rack are one link"
     everything_fits = loads(THREE_RACKS.replace("uplink: 400", "uplink: 800").replace("uplink: 100", "uplink: 400"))
-    assert sight(everything_fits).edges(6) == set()
+    assert visible_edges(everything_fits).edges(6) == set()
 
 
 def test_the_survey_is_the_same_for_the_same_rates() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ringweave
-from ringweave.training.checkpoints import disk
-from ringweave.training.checkpoints.disk import Saved
+from ringweave.training.checkpoints import store
+from ringweave.training.checkpoints.store import CheckpointFile
 
 
 def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -45,8 +45,8 @@ def save_some(folder: Path, steps: range, **options: Any) -> None:
         assert checkpoints.wait(60)
 
 
-def newest(folder: Path) -> Saved:
-    return disk.list_saved(folder)[0]
+def newest(folder: Path) -> CheckpointFile:
+    return store.list_checkpoints(folder)[0]
 
 
 def events(path: Path, kind: str) -> list[dict]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import ringweave
 from ringweave.planning import balancing
-from ringweave.training.loading import orders
+from ringweave.training.data import order as data_order
 
 NUM_SAMPLES, BATCH = 51, 8
 
@@ -73,7 +73,7 @@ def _computed(loader: Any, num_steps: int | None) -> Iterator[Any]:
 def weights_of_one_process() -> list[float]:
     """After an epoch without any rank, in the order of samples that ranks use."""
     model, optimizer, loader = make()
-    order = balancing.shuffled(NUM_SAMPLES, orders.seed_of(loader), 0)
+    order = balancing.shuffle_indices(NUM_SAMPLES, data_order.shuffle_seed(loader), 0)
     samples = default_collate([loader.dataset[int(index)] for index in order])
     whole = [[values[first : first + BATCH] for values in samples] for first in range(0, NUM_SAMPLES, BATCH)]
     train(model, optimizer, whole)

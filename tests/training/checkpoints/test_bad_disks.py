@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 from tests.training.checkpoints import examples
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system, which needs root")
@@ -105,7 +105,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     )
     assert done.stdout == "goes on after 1\n"
     assert "checkpoint of step 2: not written: [Errno 27] File too large. Training goes on." in done.stderr
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [3, 1]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [3, 1]
 
 
 def test_a_folder_that_is_removed_comes_back(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_folder_that_is_removed_comes_back(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     checkpoints.save(2)
     assert checkpoints.wait(60)
-    assert [saved.train_step for saved in disk.list_saved(folder)] == [2]
+    assert [saved.train_step for saved in store.list_checkpoints(folder)] == [2]
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,11 +136,11 @@ def test_an_old_one_that_cannot_be_removed_costs_nothing_else(
     def refuse(_files: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(disk, "remove", refuse)
+    monkeypatch.setattr(store, "remove_files", refuse)
     with caplog.at_level(logging.WARNING, "ringweave"):
         examples.save_some(tmp_path, range(1, 4), keep=1)
     assert "earlier checkpoints stay: [Errno 13] Permission denied" in caplog.text
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [3, 2, 1]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [3, 2, 1]
 
 
 def test_no_memory_for_a_copy(
@@ -152,7 +152,7 @@ def test_no_memory_for_a_copy(
         raise RuntimeError("can't allocate memory")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "ringweave"):
-        patched.setattr(checkpoints._stage, "copy", refuse)
+        patched.setattr(checkpoints._staging, "stage", refuse)
         checkpoints.save(1)
     assert "step 1: not written: no memory for a copy (can't allocate memory). Training goes on." in caplog.text
     checkpoints.save(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ringweave
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 from tests.training.checkpoints import examples
 
 SAVES = """
@@ -43,12 +43,12 @@ def test_killed_in_the_midst_of_a_save_it_goes_on_from_the_last_whole_one(tmp_pa
             assert "Error" not in process.stderr.read()
         steps = [int(line) for line in begun if line.strip()]
         assert steps[0] == last + 1, "it went on from the newest whole one"
-        found = [saved.train_step for saved in disk.list_saved(tmp_path)]
+        found = [saved.train_step for saved in store.list_checkpoints(tmp_path)]
         last = max(found, default=0)
         assert steps[-1] - 1 <= last <= steps[-1], "all but the one that was being written"
         assert len(found) <= 3
-        for saved in disk.list_saved(tmp_path):
-            disk.read(saved)
+        for saved in store.list_checkpoints(tmp_path):
+            store.read_checkpoint(saved)
 
 
 def test_what_a_killed_process_left_is_overwritten(tmp_path: Path) -> None:

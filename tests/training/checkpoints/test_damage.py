@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ringweave.errors import TrainingError
-from ringweave.files import checksums
-from ringweave.training.checkpoints import disk
+from ringweave.files import file_io
+from ringweave.training.checkpoints import store
 from tests.training.checkpoints import examples
 
 
@@ -28,9 +28,9 @@ def test_cut_anywhere_it_is_refused(folder: Path) -> None:
     for length in {*edges, *range(0, len(whole), 97)}:
         saved.path.write_bytes(whole[:length])
         with pytest.raises(TrainingError, match=r"^checkpoint: .*, expected a whole file of format 1 with check"):
-            disk.read(saved)
+            store.read_checkpoint(saved)
     saved.path.write_bytes(whole)
-    assert disk.read(saved).train_step == 2
+    assert store.read_checkpoint(saved).train_step == 2
 
 
 def test_every_flipped_bit_is_noticed(folder: Path) -> None:
@@ -42,7 +42,7 @@ def test_every_flipped_bit_is_noticed(folder: Path) -> None:
         damaged[place] ^= 1 << rng.randrange(8)
         saved.path.write_bytes(damaged)
         with pytest.raises(TrainingError, match=r"bytes of another check"):
-            disk.read(saved)
+            store.read_checkpoint(saved)
 
 
 def test_bytes_that_fit_their_check_and_mean_nothing_are_refused(tmp_path: Path) -> None:
@@ -57,7 +57,9 @@ def test_bytes_that_fit_their_check_and_mean_nothing_are_refused(tmp_path: Path)
         path = tmp_path / "made.safetensors"
         path.write_bytes(damaged)
         try:
-            disk.read(disk.Saved(path=path, train_step=1, rank=0, check=checksums.of_file(path)))
+            store.read_checkpoint(
+                store.CheckpointFile(path=path, train_step=1, rank=0, checksum=file_io.file_checksum(path))
+            )
         except TrainingError:
             num_refused += 1
     assert num_refused > 200
@@ -67,7 +69,7 @@ def test_bytes_that_fit_their_check_and_mean_nothing_are_refused(tmp_path: Path)
 def test_the_one_before_is_used_and_it_is_said(
     folder: Path, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    last, before = disk.list_saved(folder)
+    last, before = store.list_checkpoints(folder)
     whole = last.path.read_bytes()
     flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
     other = before.path.read_bytes()
@@ -89,19 +91,21 @@ def test_the_one_before_is_used_and_it_is_said(
 
 def test_damaged_ones_do_not_count_among_those_that_are_kept(folder: Path) -> None:
     examples.save_some(folder, range(3, 5), keep=4)
-    damaged = disk.list_saved(folder)[:2]
+    damaged = store.list_checkpoints(folder)[:2]
     for saved in damaged:
         saved.path.write_bytes(saved.path.read_bytes()[:-1])
     checkpoints = examples.keeper(folder, examples.make(), keep=2)
     assert checkpoints.load() == 2
     checkpoints.save(3)
     assert checkpoints.wait(60)
-    assert [saved.train_step for saved in disk.list_saved(folder)] == [4, 3, 2], "the later one is not in the way"
+    assert [saved.train_step for saved in store.list_checkpoints(folder)] == [4, 3, 2], (
+        "the later one is not in the way"
+    )
     for train_step in (5, 6):
         checkpoints.save(train_step)
         assert checkpoints.wait(60)
         assert examples.newest(folder).train_step == train_step
-    assert [saved.train_step for saved in disk.list_saved(folder)] == [6, 5]
+    assert [saved.train_step for saved in store.list_checkpoints(folder)] == [6, 5]
 
 
 def test_a_whole_one_before_a_damaged_one_is_kept(folder: Path) -> None:
@@ -112,7 +116,7 @@ def test_a_whole_one_before_a_damaged_one_is_kept(folder: Path) -> None:
     assert checkpoints.load() == 2
     checkpoints.save(4)
     assert checkpoints.wait(60)
-    assert [saved.train_step for saved in disk.list_saved(folder)] == [4, 3, 2], "two whole ones"
+    assert [saved.train_step for saved in store.list_checkpoints(folder)] == [4, 3, 2], "two whole ones"
 
 
 def test_a_damaged_one_that_is_written_again_counts(folder: Path) -> None:
@@ -127,11 +131,11 @@ def test_a_damaged_one_that_is_written_again_counts(folder: Path) -> None:
     checkpoints.save(2)
     assert checkpoints.wait(60)
     assert last.path.read_bytes() == whole
-    assert [saved.path for saved in disk.list_saved(folder)] == [last.path]
+    assert [saved.path for saved in store.list_checkpoints(folder)] == [last.path]
 
 
 def test_if_all_are_damaged_training_begins_anew(folder: Path) -> None:
-    for saved in disk.list_saved(folder):
+    for saved in store.list_checkpoints(folder):
         saved.path.write_bytes(saved.path.read_bytes()[:-1])
     assert examples.keeper(folder, examples.make()).load() == 0
 
@@ -145,6 +149,6 @@ def test_half_written_files_and_others_are_no_checkpoints(folder: Path) -> None:
 
 
 def test_a_format_of_the_future_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FORMAT", 2)
+    monkeypatch.setattr(store, "FORMAT", 2)
     with pytest.raises(TrainingError, match=r"checkpoint: .*format 1.*, expected a whole file of format 2"):
-        disk.read(examples.newest(folder))
+        store.read_checkpoint(examples.newest(folder))

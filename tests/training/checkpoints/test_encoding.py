@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
-from ringweave.training.checkpoints import encoding
-from ringweave.training.checkpoints.encoding import Encoder
+from ringweave.training.checkpoints import format
+from ringweave.training.checkpoints.format import StateEncoder
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 STATES = st.recursive(
@@ -28,9 +28,9 @@ STATES = st.recursive(
 
 
 def there_and_back(state: Any) -> Any:
-    encoder = Encoder()
+    encoder = StateEncoder()
     tree = encoder.encode(state, "x")
-    return encoding.decode(json.loads(json.dumps(tree)), encoder.tensors)
+    return format.decode_state(json.loads(json.dumps(tree)), encoder.tensors)
 
 
 @given(STATES)
@@ -40,7 +40,7 @@ def test_containers_and_scalars_come_back(state: Any) -> None:
     assert repr(found) == repr(state), "with the same types: True is not 1, a tuple no list"
 
 
-@pytest.mark.parametrize("dtype", list(encoding.DTYPES))
+@pytest.mark.parametrize("dtype", list(format.SAFETENSORS_DTYPES))
 def test_tensors_of_all_types_keep_their_places(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).to(dtype).reshape(2, 3)
     found = there_and_back({0: tensor, "0": [tensor[:, 1]], "empty": torch.empty(0, 3, dtype=dtype)})
@@ -67,14 +67,14 @@ def test_numpy_and_subclasses_of_dict() -> None:
 )
 def test_what_needs_pickle_is_refused_by_name(state: Any, text: str) -> None:
     with pytest.raises(TrainingError, match=text):
-        Encoder().encode(state, "x")
+        StateEncoder().encode(state, "x")
 
 
 def test_containers_without_end_are_refused() -> None:
     endless: list = []
     endless.append(endless)
     with pytest.raises(TrainingError, match=r"51 containers in each other', expected at most 50"):
-        Encoder().encode(endless, "x")
+        StateEncoder().encode(endless, "x")
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_containers_without_end_are_refused() -> None:
 )
 def test_what_was_never_encoded_is_no_state(tree: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        encoding.decode(tree, {})
+        format.decode_state(tree, {})

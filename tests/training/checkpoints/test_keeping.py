@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ringweave
-from ringweave.comm import regrouping
+from ringweave.comm import generation_group
 from ringweave.errors import TrainingError
-from ringweave.training.checkpoints import disk, encoding, keeping
-from ringweave.training.rings.elastic.optimizer import KeptOptimizer
+from ringweave.training.checkpoints import format, manager, store
+from ringweave.training.rings.elastic_worker import ElasticRingOptimizer
 from tests.training.checkpoints import examples
 
 
@@ -39,8 +39,8 @@ def test_a_restored_training_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_state_is_that_of_the_call_though_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), disk.write
-    monkeypatch.setattr(disk, "write", lambda *args, **more: (may_write.wait(60), write(*args, **more))[1])
+    may_write, write = threading.Event(), store.write_checkpoint
+    monkeypatch.setattr(store, "write_checkpoint", lambda *args, **more: (may_write.wait(60), write(*args, **more))[1])
     model = nn.Linear(2, 2)
     checkpoints = ringweave.Checkpoints(tmp_path, model=model)
     before = model.weight.detach().clone()
@@ -56,14 +56,14 @@ def test_the_state_is_that_of_the_call_though_training_goes_on(tmp_path: Path, m
 
 def test_a_slow_disk_gets_fewer_checkpoints_and_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGWEAVE_EVENTS", str(tmp_path / "events.jsonl"))
-    began, may_write, write = threading.Event(), threading.Event(), disk.write
+    began, may_write, write = threading.Event(), threading.Event(), store.write_checkpoint
 
     def slow_write(*args, **more):
         began.set()
         assert may_write.wait(60)
         return write(*args, **more)
 
-    monkeypatch.setattr(disk, "write", slow_write)
+    monkeypatch.setattr(store, "write_checkpoint", slow_write)
     checkpoints = examples.keeper(tmp_path / "checkpoints", examples.make())
     checkpoints.save(1)
     assert began.wait(60)
@@ -71,7 +71,7 @@ def test_a_slow_disk_gets_fewer_checkpoints_and_the_last_one(tmp_path: Path, mon
     checkpoints.save(3)
     may_write.set()
     assert checkpoints.wait(60)
-    assert [saved.train_step for saved in disk.list_saved(tmp_path / "checkpoints")] == [3, 1]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path / "checkpoints")] == [3, 1]
     (event,) = examples.events(tmp_path / "events.jsonl", "checkpoint_failed")
     assert event["train_step"] == 2
     assert event["text"] == "the disk was still busy with an earlier one when a later one came."
@@ -81,7 +81,7 @@ def test_a_slow_disk_gets_fewer_checkpoints_and_the_last_one(tmp_path: Path, mon
 def test_so_many_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     examples.save_some(tmp_path, range(1, 6), keep=2)
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [5, 4]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [5, 4]
     assert (tmp_path / "mine.txt").exists()
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -89,11 +89,11 @@ def test_so_many_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
 def test_what_was_just_written_stays_though_an_earlier_training_had_come_further(tmp_path: Path) -> None:
     examples.save_some(tmp_path, range(100, 103), keep=2)
     examples.save_some(tmp_path, range(1, 2), keep=2)
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [102, 101, 1]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [102, 101, 1]
     examples.save_some(tmp_path, range(2, 5), keep=2)
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [102, 101, 4, 3]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [102, 101, 4, 3]
     examples.save_some(tmp_path, range(103, 105), keep=2)
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [104, 103]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [104, 103]
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     checkpoints = examples.keeper(tmp_path, parts)
     checkpoints.save(2)
     assert checkpoints.wait(60)
-    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [2, 1]
+    assert [saved.train_step for saved in store.list_checkpoints(tmp_path)] == [2, 1]
     again = examples.make(seed=3)
     assert examples.keeper(tmp_path, again).load() == 2
     assert torch.equal(again[0][0].weight, parts[0][0].weight)
@@ -116,7 +116,7 @@ def test_without_a_checkpoint_or_a_folder_training_begins_at_step_0(tmp_path: Pa
 def test_the_loader_of_an_elastic_job_has_to_be_among_the_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
-    monkeypatch.setattr(regrouping, "is_of_an_epoch", lambda: True)
+    monkeypatch.setattr(generation_group, "is_generation_group", lambda: True)
     expected = (
         r"parts of checkpoints of an elastic job: .*, expected the loader that ringweave\.prepare returned among them\."
         r" Give Checkpoints loader=loader, by which a worker that joins knows where the others are\."
@@ -147,7 +147,7 @@ class Table:
 
 
 def test_tensors_of_all_types_shapes_and_places_come_back(tmp_path: Path) -> None:
-    state = {str(dtype): torch.arange(15).to(dtype).reshape(3, 5)[:, 1:4].T for dtype in encoding.DTYPES}
+    state = {str(dtype): torch.arange(15).to(dtype).reshape(3, 5)[:, 1:4].T for dtype in format.SAFETENSORS_DTYPES}
     state |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 2), "spread": torch.ones(1).expand(3)}
     checkpoints = ringweave.Checkpoints(tmp_path, table=Table(state))
     checkpoints.save(1)
@@ -192,7 +192,7 @@ def test_the_random_numbers_may_be_left_out(tmp_path: Path) -> None:
             r"part it of checkpoints: 'DataLoader', expected .*a loader has them when it comes from ring",
         ),
         (
-            KeptOptimizer(torch.optim.SGD([torch.zeros(1)]), cast("Any", None)),
+            ElasticRingOptimizer(torch.optim.SGD([torch.zeros(1)]), cast("Any", None)),
             r"part it of checkpoints: 'the optimizer of a ring, without its loader', expected both of them\. Give Ch",
         ),
     ],
@@ -248,16 +248,16 @@ def test_random_numbers_that_are_damaged_do_not_keep_training_from_going_on(
     checkpoints = examples.keeper(tmp_path, examples.make())
     checkpoints.save(1)
     assert checkpoints.wait(60)
-    (of_first,) = disk.list_saved(tmp_path)
-    monkeypatch.setattr(keeping, "_place", lambda: (1, 2))
+    (of_first,) = store.list_checkpoints(tmp_path)
+    monkeypatch.setattr(manager, "_rank_and_world_size", lambda: (1, 2))
     checkpoints.save(1)
     assert checkpoints.wait(60)
-    (of_second,) = disk.list_saved(tmp_path, rank=1)
+    (of_second,) = store.list_checkpoints(tmp_path, rank=1)
     assert of_first.path.exists()
     of_second.path.write_bytes(of_second.path.read_bytes()[:-1])
-    content = dataclasses.replace(disk.read(of_first), world_size=2)
+    content = dataclasses.replace(store.read_checkpoint(of_first), world_size=2)
     before = torch.get_rng_state()
     with caplog.at_level(logging.INFO, "ringweave"):
-        checkpoints._put(of_first, content)
+        checkpoints._restore(of_first, content)
     assert torch.equal(torch.get_rng_state(), before)
     assert "random numbers of rank 1 begin anew after step 1: their file is damaged or gone" in caplog.text

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import TrainingError
-from ringweave.training.checkpoints import disk, meeting
-from ringweave.training.checkpoints.disk import Content, Saved
+from ringweave.training.checkpoints import exchange, store
+from ringweave.training.checkpoints.store import CheckpointContent, CheckpointFile
 from tests.training.checkpoints import examples
 
 NUM_RANKS = 3
-Found = tuple[Saved, Content]
+Found = tuple[CheckpointFile, CheckpointContent]
 
 
 class Hall:
@@ -59,7 +59,7 @@ class Among:
 def save(folder: Path) -> Found:
     examples.save_some(folder, range(1, 2))
     saved = examples.newest(folder)
-    return saved, disk.read(saved)
+    return saved, store.read_checkpoint(saved)
 
 
 def agree(own: Mapping[int, Found], meanwhile: Mapping[int, Callable[[], object]]) -> list[Found | Exception | None]:
@@ -68,7 +68,7 @@ def agree(own: Mapping[int, Found], meanwhile: Mapping[int, Callable[[], object]
 
     def meet(rank: int) -> Found | Exception | None:
         try:
-            return meeting.agree(own.get(rank), Among(hall, rank))
+            return exchange.agree_on_checkpoint(own.get(rank), Among(hall, rank))
         except Exception as error:
             return error
 
@@ -102,7 +102,7 @@ def test_who_lacks_the_newest_gets_it_though_its_file_goes_once_it_is_open(
     for rank, result in enumerate(results):
         assert isinstance(result, tuple), result
         saved, content = result
-        assert (saved.check, content.train_step) == (found[0].check, 1)
+        assert (saved.checksum, content.train_step) == (found[0].checksum, 1)
         assert (result is found) == (rank in holders)
         for name, value in found[1].parts["model"].items():
             assert torch.equal(content.parts["model"][name], value)

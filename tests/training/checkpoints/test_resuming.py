@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringweave.testing.elastic import ElasticJob
 from ringweave.testing.ranks import run_ranks
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
+from tests.fakes.elastic_job import ElasticJob
 from tests.training.checkpoints import rank_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -55,7 +55,7 @@ def test_what_an_elastic_job_has_saved_another_number_of_workers_goes_on_with_el
 
 def test_ranks_that_cannot_reach_the_disk_get_the_state_from_one_that_can(tmp_path: Path) -> None:
     before = run_ranks(rank_functions.go_on_apart, 2, tmp_path, 3)
-    assert [saved.rank for saved in disk.list_saved(tmp_path / "disk-of-1")] == [1]
+    assert [saved.rank for saved in store.list_checkpoints(tmp_path / "disk-of-1")] == [1]
     after = run_ranks(rank_functions.go_on_apart, 3, tmp_path, None)
     assert {result["done"] for result in after} == {3}
     assert all(result["weights"] == after[0]["weights"] for result in after)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ringweave
-from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints import store
 
 PATIENCE_S = 100.0
 
@@ -21,10 +21,10 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stands, self.may_go = threading.Event(), threading.Event()
-        self._real: Callable[[], Any] = disk.xxhash.xxh3_64
+        self._real: Callable[[], Any] = store.xxhash.xxh3_64
         self._is_first = True
-        monkeypatch.setattr(disk, "_PIECE_BYTES", 1024)
-        monkeypatch.setattr(disk.xxhash, "xxh3_64", self._make)
+        monkeypatch.setattr(store, "_PIECE_BYTES", 1024)
+        monkeypatch.setattr(store.xxhash, "xxh3_64", self._make)
 
     def _make(self) -> Any:
         real, is_first, self._is_first = self._real(), self._is_first, False
@@ -68,10 +68,10 @@ def write_both(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, 
 
 def check_newest(folder: Path, train_step: int) -> None:
     """Every file is whole, the newest is that of this step, and nothing half-written is left."""
-    for saved in disk.list_saved(folder):
-        content = disk.read(saved)
+    for saved in store.list_checkpoints(folder):
+        content = store.read_checkpoint(saved)
         assert content.parts["model"]["weight"].unique().tolist() == [float(saved.train_step)]
-    assert disk.list_saved(folder)[0].train_step == train_step
+    assert store.list_checkpoints(folder)[0].train_step == train_step
     assert not list(folder.glob(".*"))
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringweave.training.choosing import rehearsing
-from ringweave.training.control import Control
-from ringweave.training.rings.rehearsing import Exchanged
+from ringweave.training.collectives import ControlGroup
+from ringweave.training.mode_choice import step_benchmark
+from ringweave.training.rings.exchange_benchmark import ExchangeTimes
 
 SLOWNESS = (1, 1, 2)
 BATCH = 25
@@ -37,12 +37,12 @@ def said() -> list[dict[str, Any]]:
     return [{"trial_s": [0.01 * slowness], **common} for slowness in SLOWNESS]
 
 
-def exchange() -> Exchanged:
+def exchange() -> ExchangeTimes:
     """As if there were a server."""
-    return Exchanged(serving_s=0.0, exchanging_s=0.0)
+    return ExchangeTimes(serving_s=0.0, exchanging_s=0.0)
 
 
-def server_of(calls: list[str]) -> rehearsing.Server:
+def server_of(calls: list[str]) -> step_benchmark.ServerBenchmark:
     """What ranks do with it is noted."""
 
     @contextmanager
@@ -51,13 +51,13 @@ def server_of(calls: list[str]) -> rehearsing.Server:
         yield lambda: calls.append("once")
         calls.append("closed")
 
-    return rehearsing.Server(exchange=exchange, rounds=rounds)
+    return step_benchmark.ServerBenchmark(exchange=exchange, rounds=rounds)
 
 
 def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int, list[str]]:
     """What follows from it, whether the model is as it was, the most samples that it had at once, and its calls."""
     torch.manual_seed(0)
-    rehearsing._HOPE = 1e9  # whatever steps as short as these seem to take
+    step_benchmark._MAX_ROUND_RATIO = 1e9  # whatever steps as short as these seem to take
     model, sizes, calls = Refusing(8, 2), [], []
     if dist.get_rank() == 1:
         model.most_samples = most_of_rank_1
@@ -65,7 +65,7 @@ def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int, list
     before = [each.clone() for each in model.parameters()]
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], momentum=0.9)
     loader = DataLoader(TensorDataset(torch.ones(30, 8)))
-    found = rehearsing.rehearse(said(), (model, optimizer, loader), Control(), server_of(calls))
+    found = step_benchmark.benchmark_steps(said(), (model, optimizer, loader), ControlGroup(), server_of(calls))
     is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     is_same = is_same and not optimizer.state and all(each.grad is None for each in model.parameters())
     return found, is_same, max(sizes, default=0), calls

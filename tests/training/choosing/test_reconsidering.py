@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ringweave.training.choosing.reconsidering import Reconsidering
+from ringweave.training.mode_choice.forecast import RingReconsideration
 
 EVERYONE = ((0, 1, 2, 3),)
 SAID = {"rate": None, "speed": 1.0, "trial_s": [1.0], "batch_samples": 64, "num_bytes": 1000, "server_rate": None}
@@ -23,13 +23,13 @@ class Talk:
 def looked(recent_s: list[list[float]]) -> tuple[Any, list[Any], Talk]:
     notes: list[Any] = []
     talk = Talk(recent_s)
-    looking = Reconsidering(
-        said=[SAID] * 4,
+    looking = RingReconsideration(
+        reports=[SAID] * 4,
         control=talk,  # pyrefly: ignore - all that is asked of it
         local_steps=0,
-        note=lambda rings, why: notes.append((rings, why)),
+        record_choice=lambda rings, why: notes.append((rings, why)),
     )
-    return looking.better_rings(EVERYONE, [0.5, 0.25]), notes, talk
+    return looking.find_better_rings(EVERYONE, [0.5, 0.25]), notes, talk
 
 
 def test_it_is_said_which_rings_are_formed_and_why() -> None:

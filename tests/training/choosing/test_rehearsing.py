@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.testing.ranks import run_ranks
-from ringweave.training.choosing import rehearsing
+from ringweave.training.mode_choice import step_benchmark
 from tests.training.choosing import rehearsal_functions
 from tests.training.choosing.test_forecasting import said
 
@@ -53,26 +53,26 @@ def test_what_was_not_tried_is_not_rehearsed() -> None:
     heard = [{"trial_s": [0.01], "cap": None}, {"trial_s": None, "cap": None}]
     model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.ones(2, 2)))
     triple, no_messages = (model, torch.optim.SGD(model.parameters()), loader), Any
-    found = rehearsing.rehearse(heard, triple, no_messages, rehearsal_functions.server_of([]))
+    found = step_benchmark.benchmark_steps(heard, triple, no_messages, rehearsal_functions.server_of([]))
     nothing = dict.fromkeys(("reducing_s", "balanced_s", "serving_s", "exchanging_s", "rehearsed_s", "rounds_s"))
     assert found == [{**each, **nothing} for each in heard]
 
 
 def test_a_start_does_not_pass_for_a_usual_step() -> None:
-    assert rehearsing._usual_s([[9.0, 5.0, 1.0, 1.2, 1.1], [9.0, 5.0, 1.0, 1.0, 1.1]]) == pytest.approx(1.1)
+    assert step_benchmark._median_step_s([[9.0, 5.0, 1.0, 1.2, 1.1], [9.0, 5.0, 1.0, 1.0, 1.1]]) == pytest.approx(1.1)
 
 
 def test_very_large_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
-    rehearsing._twin_of(optimizer)()
-    monkeypatch.setattr(rehearsing, "_MOST_BYTES", 8)
-    assert rehearsing._twin_of(optimizer)() is None
+    step_benchmark._copy_optimizer_step(optimizer)()
+    monkeypatch.setattr(step_benchmark, "_MAX_MESSAGE_BYTES", 8)
+    assert step_benchmark._copy_optimizer_step(optimizer)() is None
     assert not optimizer.state
 
 
 def test_the_last_to_come_says_what_a_sum_takes() -> None:
-    assert rehearsing._collective_s([[0.5, 0.1, 0.9], [0.1, 0.3, 0.2]]) == pytest.approx(0.1)
+    assert step_benchmark._median_collective_s([[0.5, 0.1, 0.9], [0.1, 0.3, 0.2]]) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_only_what_may_change_the_mode_or_the_rings_is_rehearsed(
     others: dict[str, bool], mode: str, num_rings: int | None, is_open: bool, expected: bool
 ) -> None:
     heard = said([[0.01]] * 2, **others)
-    assert rehearsing.is_wanted(heard, mode, num_rings, is_open=is_open) is expected
+    assert step_benchmark.is_useful(heard, mode, num_rings, is_open=is_open) is expected
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_rounds_are_rehearsed_where_they_may_be_the_fastest_and_are_short(
 ) -> None:
     """Of one rank alone, predicted: 0.102 s for a hundred samples."""
     heard = said([[0.001]] * 8, **{"num_bytes": 4000, "balanced_s": 0.1, **others})
-    assert rehearsing._num_rounds(heard) == expected
+    assert step_benchmark._count_rounds(heard) == expected

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.testing.elastic import say
+from tests.fakes.elastic_job import send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
 
@@ -57,7 +57,7 @@ def train(num_members: int, num_steps: int, pause_s: float = 0.0, mode: str = "s
             loss_of(model, inputs, targets).backward()
             optimizer.step()
             step += 1
-            say(("done", step))
+            send_message(("done", step))
             num_together += sum(share > 0 for share in loader.shares) == num_members
             if num_together == num_steps:
                 return {name: each.numpy().copy() for name, each in given.state_dict().items()}

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.comm.adapting.consulting import Council
-from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
-from ringweave.comm.regrouping import EpochGroups
-from ringweave.comm.running import engine
+from ringweave.comm.engine import executor
+from ringweave.comm.generation_group import GenerationGroups
+from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.errors import PeerError
 from ringweave.planning.balancing import Speed, SpeedEstimator
-from ringweave.testing.elastic import own_member, say
-from ringweave.training.elastic.standing.serving import Serving
+from ringweave.training.elastic.session import SessionThread
+from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
 HIDDEN, CAP_MB = 16, 0.001
@@ -70,15 +70,15 @@ def train(
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
     ddp = {"bucket_cap_mb": WIDE_CAP_MB if hidden == WIDE else CAP_MB}
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode, ddp=ddp)
-    say(("prepared",))
+    send_message(("prepared",))
     at, moment = (faults or {}).get(own_member(), (-1, ""))
     sums = Sums(halts_at=at if moment == "second sum" else -1)
     accounts, has_come = [], not awaited
     for epoch in loader.epochs(num_epochs):
         for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
             step = epoch * (NUM_SAMPLES // BATCH) + number
-            say(("drawn", step, indices.tolist() if loader.fraction else []))
-            say(("in", step, loader._parts.session.decree.ballot))
+            send_message(("drawn", step, indices.tolist() if loader.fraction else []))
+            send_message(("in", step, loader._parts.session.membership.ballot))
             sums.begin_step(step)
             if step == at:
                 arm(moment, model, optimizer)
@@ -86,7 +86,7 @@ def train(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            say(("done", step, loader.members))
+            send_message(("done", step, loader.members))
             has_come = has_come or awaited in loader.members
             time.sleep(pause_s if has_come else 5 * pause_s)
         accounts.append(loader.account)
@@ -125,7 +125,7 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
             step += 1
             total = torch.tensor(step)
             dist.all_reduce(total)
-            say(("done", step, total.item()))
+            send_message(("done", step, total.item()))
             num_together += sum(share > 0 for share in loader.shares) == num_members
             if num_together == num_steps:
                 return {"state": {name: each.numpy().copy() for name, each in model.module.state_dict().items()}}
@@ -151,17 +151,17 @@ def train_from_checkpoints(
     checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader)
     train_step = checkpoints.load()
     at, moment = (faults or {}).get(own_member(), (-1, ""))
-    say(("loaded", train_step))
+    send_message(("loaded", train_step))
     for _ in loader.epochs(1_000_000):
         for inputs, targets, indices in loader:
-            say(("drawn", train_step + 1, indices.tolist() if loader.fraction else []))
+            send_message(("drawn", train_step + 1, indices.tolist() if loader.fraction else []))
             if train_step + 1 == at:
                 arm(moment, model, optimizer)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             train_step += 1
-            say(("done", train_step, loader.members))
+            send_message(("done", train_step, loader.members))
             if train_step == 5:
                 checkpoints.save(train_step)
             if train_step == num_steps:
@@ -180,9 +180,9 @@ def arm(fault: str, model: Any, optimizer: Any) -> None:
     elif fault.startswith("bucket"):
         parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(kill_self)
     elif fault == "rows":
-        EpochGroups.exchange = kill_self  # what its gradients are of nobody ever hears
+        GenerationGroups.allgather_small = kill_self  # what its gradients are of nobody ever hears
     elif fault in ("commit", "heard", "committed"):
-        EpochGroups.vote = _voting(fault, EpochGroups.vote)
+        GenerationGroups.all_agree = _voting(fault, GenerationGroups.all_agree)
     elif fault == "optimizer":
         optimizer.register_step_pre_hook(kill_self)
     elif fault == "hang":
@@ -202,7 +202,7 @@ def _voting(fault: str, real: Any) -> Any:
 
     def vote(*args: Any, **more: Any) -> None:
         if fault == "heard":  # as the first member, which hears all the others before it lets them know
-            Council._send = kill_self
+            ControlTree._send = kill_self
         real(*args, **more)
         kill_self()
 
@@ -216,32 +216,32 @@ def hang() -> None:
     """
     woken = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: woken.set())
-    say(("hangs",))
+    send_message(("hangs",))
     woken.wait()
 
 
 def miss() -> None:
     """From now on its session does not see that there is something to be summed, until it is told to stand still."""
-    real, seen = Serving._is_ready, list[int]()
+    real, seen = SessionThread._is_ready, list[int]()
 
-    def is_ready(session: Serving) -> bool:
-        seen.append(session._footing.generation)
+    def is_ready(session: SessionThread) -> bool:
+        seen.append(session._state.abort_count)
         return seen[-1] != seen[0] and real(session)
 
-    Serving._is_ready = is_ready
+    SessionThread._is_ready = is_ready
 
 
 def meet_in_vain() -> None:
     """The next time that this member has met the others its group breaks, a moment later: they go on without it."""
-    real = EpochGroups.form
+    real = GenerationGroups.form_group
 
     def form(*args: Any, **more: Any) -> None:
         real(*args, **more)
-        EpochGroups.form = real
+        GenerationGroups.form_group = real
         time.sleep(1.0)
         raise PeerError("group: it broke as soon as it stood")
 
-    EpochGroups.form = form
+    GenerationGroups.form_group = form
 
 
 class Sums:
@@ -270,24 +270,24 @@ class Sums:
             self._works[0].wait()
             self._halt()
         work = self._real(tensor, **more)
-        work.get_future().then(lambda done: say(place) if _has_value(done) else None)
+        work.get_future().then(lambda done: send_message(place) if _has_value(done) else None)
         self._works.append(work)
         return work
 
     def _halt(self) -> None:
         """In the sum that begins now."""
         if os.environ.get("RINGWEAVE_SCHEDULE", "") == "":
-            say(("halts",))
+            send_message(("halts",))
             stand_still()  # in the host library all others are in it, and wait for this one
 
         def run(program: Any, message: Any, combine: Any, *args: Any, **more: Any) -> None:
             def halt(*_: Any) -> None:
-                say(("halts",))
+                send_message(("halts",))
                 stand_still()
 
             real(program, message, halt, *args, **more)
 
-        real, engine.run_program = engine.run_program, run
+        real, executor.run_program = executor.run_program, run
 
 
 def _has_value(done: torch.futures.Future[Any]) -> bool:

@@ -3,127 +3,137 @@ import pytest
 import torch
 
 from ringweave.errors import TrainingError
-from ringweave.planning.balancing import Account, Speed
-from ringweave.training.elastic.books import Books, part_of
-from ringweave.training.elastic.rosters import Roster, Rosters
-from ringweave.training.elastic.rows import WIDTH, Commit, Row, of_tensor, to_tensor
+from ringweave.planning.balancing import SampleAccount, Speed
+from ringweave.training.elastic.accounting import SampleAccounting, samples_of_member
+from ringweave.training.elastic.retained_reductions import (
+    NUM_ROW_WORDS,
+    Commit,
+    ReductionRow,
+    row_to_tensor,
+    rows_of_tensor,
+)
+from ringweave.training.elastic.share_table import BatchShares, ShareTable
 
-ROSTER = Roster(first_batch=0, members=("0.0", "1.0", "2.0"), shares=(5, 4, 3))
+ROSTER = BatchShares(first_batch=0, members=("0.0", "1.0", "2.0"), shares=(5, 4, 3))
 
 
-def rows(books: Books, members: tuple[str, ...]) -> tuple[Row, ...]:
-    return tuple(Row(account=books.own(member), num_planned=books.num_planned) for member in members)
+def rows(books: SampleAccounting, members: tuple[str, ...]) -> tuple[ReductionRow, ...]:
+    return tuple(ReductionRow(account=books.account_of(member), num_planned=books.num_planned) for member in members)
 
 
 def test_parts_are_disjoint_and_make_the_whole_batch_also_a_short_one() -> None:
     for length in (12, 5, 1):
         batch = np.arange(100, 100 + length)
-        parts = [part_of(batch, ROSTER, member) for member in ROSTER.members]
+        parts = [samples_of_member(batch, ROSTER, member) for member in ROSTER.members]
         assert sorted(np.concatenate(parts).tolist()) == batch.tolist()
-    assert len(part_of(np.arange(12), ROSTER, "9.0")) == 0
+    assert len(samples_of_member(np.arange(12), ROSTER, "9.0")) == 0
 
 
 def test_what_nobody_is_left_to_compute_is_lost_and_known() -> None:
-    books = Books()
-    books.draw(np.arange(12), ROSTER)
-    assert books.commit(Commit(number=1, members=ROSTER.members, rows=rows(books, ROSTER.members))) == 0
-    books.draw(np.arange(12, 24), ROSTER)
+    books = SampleAccounting()
+    books.record_batch(np.arange(12), ROSTER)
+    assert books.record_commit(Commit(number=1, members=ROSTER.members, rows=rows(books, ROSTER.members))) == 0
+    books.record_batch(np.arange(12, 24), ROSTER)
     commit = Commit(number=2, members=("0.0", "2.0"), rows=rows(books, ("0.0", "2.0")))
-    assert books.commit(commit) == 4
-    account = books.account()
+    assert books.record_commit(commit) == 4
+    account = books.epoch_account()
     assert account.is_accounted
     assert not account.is_exact
-    assert account.lost == Account.of([17, 18, 19, 20])
+    assert account.lost == SampleAccount.from_indices([17, 18, 19, 20])
     assert commit.scale == 12 / 8
-    again = Books()
-    again.load(0, books.to_words())
-    assert again.account() == account
+    again = SampleAccounting()
+    again.load_json(0, books.to_json())
+    assert again.epoch_account() == account
 
 
 def test_what_is_known_of_the_batches_follows_them() -> None:
-    books = Books()
-    books.draw(np.arange(12), ROSTER)
-    assert books.own("0.0") == Account.of(range(5))
-    books.draw(np.arange(12, 24), ROSTER)
-    assert books.own("0.0") == Account.of([*range(5), *range(12, 17)])
-    assert books.own("9.0") == Account()
-    books.drop()
-    assert books.own("0.0") == Account()
-    books.draw(np.arange(24, 36), ROSTER)
-    assert books.commit(Commit(number=1, members=ROSTER.members, rows=rows(books, ROSTER.members))) == 0
-    assert books.account().expected == Account.of(range(24, 36))
-    assert books.own("0.0") == Account()
+    books = SampleAccounting()
+    books.record_batch(np.arange(12), ROSTER)
+    assert books.account_of("0.0") == SampleAccount.from_indices(range(5))
+    books.record_batch(np.arange(12, 24), ROSTER)
+    assert books.account_of("0.0") == SampleAccount.from_indices([*range(5), *range(12, 17)])
+    assert books.account_of("9.0") == SampleAccount()
+    books.discard_open_batches()
+    assert books.account_of("0.0") == SampleAccount()
+    books.record_batch(np.arange(24, 36), ROSTER)
+    assert books.record_commit(Commit(number=1, members=ROSTER.members, rows=rows(books, ROSTER.members))) == 0
+    assert books.epoch_account().expected == SampleAccount.from_indices(range(24, 36))
+    assert books.account_of("0.0") == SampleAccount()
 
 
 def test_members_that_say_something_else_are_found_out() -> None:
-    books = Books()
-    books.draw(np.arange(12), ROSTER)
-    wrong = (Row(account=Account.of([1]), num_planned=12),) * 3
+    books = SampleAccounting()
+    books.record_batch(np.arange(12), ROSTER)
+    wrong = (ReductionRow(account=SampleAccount.from_indices([1]), num_planned=12),) * 3
     with pytest.raises(TrainingError, match=r"account of reduction 7: .*, expected .*this is a bug of ringweave"):
-        books.commit(Commit(number=7, members=ROSTER.members, rows=wrong))
+        books.record_commit(Commit(number=7, members=ROSTER.members, rows=wrong))
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        Row(),
-        Row(account=Account(num_samples=3, fingerprint=2**64 - 1), num_planned=9),
-        Row(is_following=True),
-        Row(is_level=True, is_following=True),
-        Row(speed=Speed(s_per_sample=0.001, overhead_samples=2.5, noise=0.1)),
+        ReductionRow(),
+        ReductionRow(account=SampleAccount(num_samples=3, fingerprint=2**64 - 1), num_planned=9),
+        ReductionRow(is_recovering=True),
+        ReductionRow(is_caught_up=True, is_recovering=True),
+        ReductionRow(speed=Speed(s_per_sample=0.001, overhead_samples=2.5, noise=0.1)),
     ],
 )
-def test_rows_survive_the_way(row: Row) -> None:
-    words = to_tensor(row, 0, 0)
-    assert words.shape == (WIDTH,)
-    assert of_tensor(words[None]) == ((row,), 0)
+def test_rows_survive_the_way(row: ReductionRow) -> None:
+    words = row_to_tensor(row, 0, 0)
+    assert words.shape == (NUM_ROW_WORDS,)
+    assert rows_of_tensor(words[None]) == ((row,), 0)
 
 
 @pytest.mark.parametrize(("num_parameters", "num_words"), [(0, 0), (1, 1), (64, 1), (65, 2), (200, 4)])
 def test_what_any_member_has_used_is_behind_the_rows(num_parameters: int, num_words: int) -> None:
     highest = 1 << num_parameters >> 1
-    said = torch.stack([to_tensor(Row(num_planned=9), used, num_parameters) for used in (highest, 0, highest & 1)])
-    assert said.shape == (3, WIDTH + num_words)
-    assert of_tensor(said) == ((Row(num_planned=9),) * 3, highest)
+    said = torch.stack(
+        [row_to_tensor(ReductionRow(num_planned=9), used, num_parameters) for used in (highest, 0, highest & 1)]
+    )
+    assert said.shape == (3, NUM_ROW_WORDS + num_words)
+    assert rows_of_tensor(said) == ((ReductionRow(num_planned=9),) * 3, highest)
 
 
 def test_gradients_of_no_batch_count_the_same_for_all() -> None:
-    assert Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row())).scale == 0.5
+    assert Commit(number=1, members=("0.0", "1.0"), rows=(ReductionRow(), ReductionRow())).scale == 0.5
 
 
 def test_who_follows_counts_for_nothing() -> None:
-    rows = (Row(), Row(), Row(is_following=True, is_level=True))
+    rows = (ReductionRow(), ReductionRow(), ReductionRow(is_recovering=True, is_caught_up=True))
     commit = Commit(number=1, members=("0.0", "1.0", "2.1"), rows=rows)
-    assert (commit.scale, commit.level) == (0.5, ("2.1",))
+    assert (commit.scale, commit.caught_up) == (0.5, ("2.1",))
 
 
 def test_who_follows_has_no_samples_until_it_is_admitted() -> None:
-    rosters, speed = Rosters(12, is_balanced=True), Speed(s_per_sample=0.01)
+    rosters, speed = ShareTable(12, is_balanced=True), Speed(s_per_sample=0.01)
     members = ("0.0", "1.0", "2.1", "3.1")
-    rosters.begin(3, members, [None] * 4, [speed, speed, None, None], [1.0] * 4, ["2.1", "3.1"])
-    assert rosters.of(3).shares == (6, 6, 0, 0)
-    assert rosters.following == {"2.1", "3.1"}
+    rosters.start_generation(3, members, [None] * 4, [speed, speed, None, None], [1.0] * 4, ["2.1", "3.1"])
+    assert rosters.shares_of_batch(3).shares == (6, 6, 0, 0)
+    assert rosters.recovering == {"2.1", "3.1"}
     assert rosters.rebalance(4, [speed] * 4) is None, "not while somebody has none"
     assert rosters.admit(7, ["3.1"], [speed, speed, None, None]).shares == (4, 4, 0, 4)
-    assert (rosters.of(6).shares, rosters.following) == ((6, 6, 0, 0), {"2.1"})
-    assert rosters.still_following(["2.1", "3.1", "4.0"]) == {"2.1", "4.0"}, "what was heard before is out of date"
-    rosters.begin(9, members[1:], [None] * 3, [speed, None, None], [1.0] * 3, rosters.still_following(["2.1", "3.1"]))
-    assert rosters.of(9).shares == (6, 0, 6)
+    assert (rosters.shares_of_batch(6).shares, rosters.recovering) == ((6, 6, 0, 0), {"2.1"})
+    assert rosters.still_recovering(["2.1", "3.1", "4.0"]) == {"2.1", "4.0"}, "what was heard before is out of date"
+    rosters.start_generation(
+        9, members[1:], [None] * 3, [speed, None, None], [1.0] * 3, rosters.still_recovering(["2.1", "3.1"])
+    )
+    assert rosters.shares_of_batch(9).shares == (6, 0, 6)
 
 
 def test_a_batch_keeps_the_roster_that_it_was_drawn_with() -> None:
-    rosters = Rosters(12, is_balanced=False)
-    rosters.begin(0, ("0.0", "1.0"), [None, None], [None, None], [1.0, 1.0])
-    rosters.begin(7, ("0.0",), [None], [None], [1.0])
-    assert rosters.of(6).members == ("0.0", "1.0")
-    assert rosters.of(6).shares == (6, 6)
-    assert rosters.of(7) == rosters.latest
-    rosters.forget(7)
-    assert rosters.of(7).shares == (12,)
+    rosters = ShareTable(12, is_balanced=False)
+    rosters.start_generation(0, ("0.0", "1.0"), [None, None], [None, None], [1.0, 1.0])
+    rosters.start_generation(7, ("0.0",), [None], [None], [1.0])
+    assert rosters.shares_of_batch(6).members == ("0.0", "1.0")
+    assert rosters.shares_of_batch(6).shares == (6, 6)
+    assert rosters.shares_of_batch(7) == rosters.latest
+    rosters.forget_before(7)
+    assert rosters.shares_of_batch(7).shares == (12,)
 
 
 def test_a_newcomer_is_expected_to_be_as_fast_as_the_file_says_it_is_beside_the_others() -> None:
-    rosters = Rosters(30, is_balanced=True)
+    rosters = ShareTable(30, is_balanced=True)
     speed = Speed(s_per_sample=0.01)
-    roster = rosters.begin(0, ("0.0", "1.0", "2.1"), [None] * 3, [speed, speed, None], [1.0, 1.0, 0.5])
+    roster = rosters.start_generation(0, ("0.0", "1.0", "2.1"), [None] * 3, [speed, speed, None], [1.0, 1.0, 0.5])
     assert roster.shares == (12, 12, 6)

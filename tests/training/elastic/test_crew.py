@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringweave.membership.rules.records import Decree, Standing, as_passed_on
-from ringweave.training.elastic.crew import Facts, JobCrew, Means
-from ringweave.training.elastic.rosters import Roster, Rosters
-from ringweave.training.elastic.state import JobState
+from ringweave.membership.records import Membership, MemberStatus, strip_duplicates
+from ringweave.rpc.state_transfer import StateServer
+from ringweave.training.elastic.share_table import BatchShares, ShareTable
+from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
+from ringweave.training.elastic.training_state import TrainingState
 from ringweave.training.timing import HostTimeline, StepTimer
-from ringweave.wire.states import Shelf
 
 BATCH = 12
 
@@ -26,55 +26,59 @@ class Of:
     def __init__(self, member: str) -> None:
         model = nn.Linear(3, 2)
         self.member = member
-        facts = Facts(
-            member=member, state_place="127.0.0.1 9", cap=None, assumed_speed=1.0, alike={"num_prefetched": 0}
+        facts = MemberDescription(
+            member=member,
+            state_address="127.0.0.1 9",
+            max_samples=None,
+            assumed_speed=1.0,
+            must_match={"num_prefetched": 0},
         )
-        means: Any = Means(shelf=Shelf(), trust=None)  # pyrefly: ignore - nothing is read
-        state = JobState(model, torch.optim.SGD(model.parameters(), 0.1), {})
-        rosters = Rosters(BATCH, is_balanced=False)
+        means: Any = StateTransport(state_server=StateServer(), authentication=None)  # pyrefly: ignore - nothing is read
+        state = TrainingState(model, torch.optim.SGD(model.parameters(), 0.1), {})
+        rosters = ShareTable(BATCH, is_balanced=False)
         tell: Any = Quiet()
-        self.crew = JobCrew(facts, rosters, StepTimer(HostTimeline()), state, means, tell)
+        self.trainer = ElasticTrainerState(facts, rosters, StepTimer(HostTimeline()), state, means, tell)
         self.follows = False
 
-    def draw(self) -> None:
+    def record_batch(self) -> None:
         """As the loader does."""
-        crew, place = self.crew, self.crew.place
-        crew.books.draw(np.arange(BATCH), crew.rosters.of(place.num_drawn))
+        crew, place = self.trainer, self.trainer.progress
+        crew.accounting.record_batch(np.arange(BATCH), crew.share_table.shares_of_batch(place.num_drawn))
         place.position += BATCH
         place.num_drawn += 1
         place.num_since_commit += 1
 
-    def standing(self) -> Standing:
-        num_drawn, sharing = self.crew.drawn()
-        own = Standing(member=self.member, has_state=not self.follows, is_following=self.follows)
-        return Standing(**{**_fields(own), "num_drawn": num_drawn, "sharing": sharing})
+    def current_status(self) -> MemberStatus:
+        num_drawn, sharing = self.trainer.drawn_batches()
+        own = MemberStatus(member=self.member, has_state=not self.follows, is_following=self.follows)
+        return MemberStatus(**{**_fields(own), "num_drawn": num_drawn, "sharing": sharing})
 
     @property
-    def open(self) -> Roster:
+    def open(self) -> BatchShares:
         """Who shares the batch that was drawn last."""
-        return self.crew.books._open[-1][1]
+        return self.trainer.accounting._open_batches[-1][1]
 
 
-def _fields(standing: Standing) -> dict[str, Any]:
-    return {name: getattr(standing, name) for name in Standing.__slots__}
+def _fields(standing: MemberStatus) -> dict[str, Any]:
+    return {name: getattr(standing, name) for name in MemberStatus.__slots__}
 
 
 def begin(number: int, members: list[Of], formed_by: list[Of]) -> None:
     """An epoch of these members, formed by some of them."""
-    decree = Decree(ballot=(1, number), standings=as_passed_on([each.standing() for each in members]))
-    notes = [each.crew.note() for each in members]
+    decree = Membership(ballot=(1, number), standings=strip_duplicates([each.current_status() for each in members]))
+    notes = [each.trainer.status_details() for each in members]
     followers = {each.member for each in members if each.follows}
     for each in formed_by:
-        each.crew.begin(decree, notes, is_newcomer=False, followers=followers)
+        each.trainer.begin_generation(decree, notes, is_joining=False, recovering=followers)
 
 
 def test_a_batch_that_a_holder_has_drawn_is_shared_by_all_as_that_one_shares_it() -> None:
     first, second, third = (Of(f"{slot}.0") for slot in range(3))
     begin(1, [first, second, third], [first, second, third])
     begin(2, [first, second], [second])
-    second.draw()
+    second.record_batch()
     begin(3, [first, second], [first, second])
-    first.draw()
+    first.record_batch()
     assert first.open == second.open
     assert (first.open.members, first.open.shares) == (("0.0", "1.0"), (6, 6))
 
@@ -86,10 +90,10 @@ def test_so_is_one_that_only_a_member_has_drawn_which_follows() -> None:
     every = [first, second, third, newcomer]
     begin(1, every, every)
     begin(2, [first, second, newcomer], [first, newcomer])
-    newcomer.draw()
+    newcomer.record_batch()
     begin(3, [first, second, newcomer], [first, second, newcomer])
     for each in (first, second):
-        each.draw()
+        each.record_batch()
     assert first.open == second.open == newcomer.open
     assert dict(zip(first.open.members, first.open.shares, strict=True)) == {"0.0": 6, "1.0": 6, "3.0": 0}
 
@@ -97,14 +101,17 @@ def test_so_is_one_that_only_a_member_has_drawn_which_follows() -> None:
 def test_of_several_batches_to_one_update_each_is_shared_as_whoever_drew_it_first_did() -> None:
     first, second, third = (Of(f"{slot}.0") for slot in range(3))
     begin(1, [first, second, third], [first, second, third])
-    first.draw()
-    second.draw()
+    first.record_batch()
+    second.record_batch()
     begin(2, [first, second], [second])
-    second.draw()
+    second.record_batch()
     begin(3, [first, second], [first, second])
-    first.draw()
+    first.record_batch()
     for each in (first, second):
-        assert [roster.members for _, roster in each.crew.books._open] == [("0.0", "1.0", "2.0"), ("0.0", "1.0")]
-        each.draw()
+        assert [roster.members for _, roster in each.trainer.accounting._open_batches] == [
+            ("0.0", "1.0", "2.0"),
+            ("0.0", "1.0"),
+        ]
+        each.record_batch()
     assert first.open == second.open
     assert first.open.first_batch == 2

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from ringweave.membership.rules.reasons import ALL_DONE
-from ringweave.membership.rules.rhythm import STANDSTILL
-from ringweave.testing.elastic import ElasticJob
-from ringweave.training.checkpoints import disk
+from ringweave.membership.failure_detector import PROGRESS_TIMEOUT
+from ringweave.membership.records import REASON_ALL_DONE
+from ringweave.training.checkpoints import store
+from tests.fakes.elastic_job import ElasticJob
 from tests.membership.waiting import wait_until
-from tests.training.elastic import elastic_functions as functions
+from tests.training.elastic import elastic_functions
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
-NUM_STEPS = functions.NUM_SAMPLES // functions.BATCH
+NUM_STEPS = elastic_functions.NUM_SAMPLES // elastic_functions.BATCH
 COUNTS_AFTER = ("heard", "committed", "optimizer")
 """Moments at which one who dies knows that all members have all sums of the step, and all rows: its samples count,
 whether anybody else has heard so or not."""
@@ -30,7 +30,7 @@ MAY_COUNT_AFTER = ("commit",)
 
 def replay(batches: Mapping[int, Sequence[int]], hidden: int) -> list[np.ndarray]:
     """Parameters after steps whose gradients are means over these samples, computed in one process."""
-    model, data = functions.make_model(hidden), functions.make_data()
+    model, data = elastic_functions.make_model(hidden), elastic_functions.make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in sorted(batches):
         inputs, targets, _ = data[torch.tensor(sorted(batches[step]))]
@@ -49,9 +49,9 @@ def samples_that_count(
     """
     found: dict[int, list[int]] = {}
     for member in job.members:
-        job.read(member)
+        job.read_messages(member)
         died_at, _ = faults.get(member, (10**9, ""))
-        for (word, step, what), _ in [each for each in job.said(member) if each[0][0] == "drawn"]:
+        for (word, step, what), _ in [each for each in job.messages(member) if each[0][0] == "drawn"]:
             assert word == "drawn"
             if step < died_at or (step == died_at and member in heard):
                 found.setdefault(step, []).extend(what)
@@ -64,7 +64,7 @@ def what_counted(job: ElasticJob, faults: Mapping[str, tuple[int, str]], num_los
     doubtful = [member for member, (_, moment) in faults.items() if moment in MAY_COUNT_AFTER]
     ways = itertools.chain.from_iterable(itertools.combinations(doubtful, num) for num in range(len(doubtful) + 1))
     found = [samples_that_count(job, faults, [*certain, *heard]) for heard in ways]
-    return [each for each in found if 2 * functions.NUM_SAMPLES - sum(map(len, each.values())) == num_lost]
+    return [each for each in found if 2 * elastic_functions.NUM_SAMPLES - sum(map(len, each.values())) == num_lost]
 
 
 def check_alike(values: Sequence[dict[str, Any]]) -> None:
@@ -74,30 +74,32 @@ def check_alike(values: Sequence[dict[str, Any]]) -> None:
 
 
 def is_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]]) -> bool:
-    pairs = zip(value["parameters"], replay(batches, functions.HIDDEN), strict=True)
+    pairs = zip(value["parameters"], replay(batches, elastic_functions.HIDDEN), strict=True)
     return all(np.allclose(own, wanted, rtol=0, atol=1e-12) for own, wanted in pairs)
 
 
-def check_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]], hidden: int = functions.HIDDEN) -> None:
+def check_exact(
+    value: dict[str, Any], batches: Mapping[int, Sequence[int]], hidden: int = elastic_functions.HIDDEN
+) -> None:
     for own, wanted in zip(value["parameters"], replay(batches, hidden), strict=True):
         np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
 
 
 def value_of(job: ElasticJob, member: str) -> dict[str, Any]:
     outcome = job.outcome(member)
-    lost = [each.those_lost for each in job.headquarters]
+    lost = [each.lost_members for each in job.coordinators]
     assert not outcome.error, f"{member}: {outcome.error}; lost {lost}"
     return outcome.value
 
 
 def drawn_in(job: ElasticJob, member: str, step: int) -> list[int]:
     """Samples that it was given in that step, each time that it was."""
-    job.read(member)
-    return [each for said, _ in job.said(member) if said[:2] == ("drawn", step) for each in said[2]]
+    job.read_messages(member)
+    return [each for said, _ in job.messages(member) if said[:2] == ("drawn", step) for each in said[2]]
 
 
 def done_steps(job: ElasticJob, member: str) -> list[int]:
-    return [said[1] for said, _ in job.said(member) if said[0] == "done"]
+    return [said[1] for said, _ in job.messages(member) if said[0] == "done"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def done_steps(job: ElasticJob, member: str) -> list[int]:
     ids=["forward-backward-bucket", "bucket-rows-commit", "heard-committed", "two-at-once", "balanced"],
 )
 def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faults: dict[str, tuple[int, str]]) -> None:
-    with ElasticJob(functions.train, 4, 2, faults, 0.0, "", mode) as job:
+    with ElasticJob(elastic_functions.train, 4, 2, faults, 0.0, "", mode) as job:
         left = [member for member in job.members if member not in faults]
         values = [value_of(job, member) for member in left]
         for member in faults:
@@ -138,16 +140,16 @@ def test_one_dies_in_the_midst_of_a_sum_when_all_have_the_one_before_it_and_both
 ) -> None:
     """The sum that is there has the gradients of the one who dies in it, as the mean may not."""
     faults, at = {victim: (3, "second sum")}, 3
-    arguments = (functions.train, 3, 2, faults, 0.0, "", "sync", functions.WIDE)
+    arguments = (elastic_functions.train, 3, 2, faults, 0.0, "", "sync", elastic_functions.WIDE)
     with ElasticJob(*arguments, environ={"RINGWEAVE_SCHEDULE": schedule}) as job:
         left = [member for member in job.members if member != victim]
-        job.wait_said(victim, lambda said: said == ("halts",))
+        job.wait_message(victim, lambda said: said == ("halts",))
         for member in left:
-            job.wait_said(member, lambda said: said == ("summed", at, 0))
-        job.signal(victim, signal.SIGKILL)
+            job.wait_message(member, lambda said: said == ("summed", at, 0))
+        job.send_signal(victim, signal.SIGKILL)
         values = [value_of(job, member) for member in left]
         for member in left:
-            summed = [said[2] for said, _ in job.said(member) if said[:2] == ("summed", at)]
+            summed = [said[2] for said, _ in job.messages(member) if said[:2] == ("summed", at)]
             assert summed[0] == 0, "there when the other one died"
             assert 1 not in summed, "that one was in its midst"
             assert len(summed) >= 3, "both were done again"
@@ -158,16 +160,16 @@ def test_one_dies_in_the_midst_of_a_sum_when_all_have_the_one_before_it_and_both
         for value in values:
             assert sum(account.lost.num_samples for account in value["accounts"]) == lost
             assert all(account.is_accounted for account in value["accounts"])
-        check_exact(values[0], samples_that_count(job, faults), functions.WIDE)
+        check_exact(values[0], samples_that_count(job, faults), elastic_functions.WIDE)
 
 
 def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_asked_to_leaves() -> None:
     faults = {"1.0": (2, "backward")}
-    with ElasticJob(functions.train, 3, 16, faults, 0.1, "1.1") as job:
+    with ElasticJob(elastic_functions.train, 3, 16, faults, 0.1, "1.1") as job:
         assert job.outcome("1.0").exit_code == -signal.SIGKILL
-        newcomer = job.start(1, 1)
-        job.wait_said(newcomer, lambda said: said[0] == "done")
-        job.signal("2.0", signal.SIGTERM)
+        newcomer = job.start_worker(1, 1)
+        job.wait_message(newcomer, lambda said: said[0] == "done")
+        job.send_signal("2.0", signal.SIGTERM)
         left = job.outcome("2.0")
         assert (left.exit_code, left.error) == (143, "")
         values = [value_of(job, "0.0"), value_of(job, newcomer)]
@@ -183,12 +185,12 @@ def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_aske
 
 
 def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> None:
-    with ElasticJob(functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
+    with ElasticJob(elastic_functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
         # Before so many heartbeats that silence counts as learnt, it would be given a minute.
-        job.wait_said("1.0", lambda said: said[:2] == ("done", 30))
-        job.signal("1.0", signal.SIGSTOP)
-        job.wait_said("0.0", lambda said: said[0] == "done" and len(said[2]) == 2)
-        job.signal("1.0", signal.SIGCONT)
+        job.wait_message("1.0", lambda said: said[:2] == ("done", 30))
+        job.send_signal("1.0", signal.SIGSTOP)
+        job.wait_message("0.0", lambda said: said[0] == "done" and len(said[2]) == 2)
+        job.send_signal("1.0", signal.SIGCONT)
         zombie = job.outcome("1.0")
         assert "MembershipError: this worker is no member any more" in zombie.error
         values = [value_of(job, member) for member in ("0.0", "2.0")]
@@ -199,17 +201,17 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
 
 def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() -> None:
     """The third may not go on alone: nothing has happened without them."""
-    with ElasticJob(functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
+    with ElasticJob(elastic_functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
         for member in ("1.0", "2.0"):
-            job.wait_said(member, lambda said: said[:2] == ("done", 30))
+            job.wait_message(member, lambda said: said[:2] == ("done", 30))
         for member in ("1.0", "2.0"):
-            job.signal(member, signal.SIGSTOP)
-        wait_until(lambda: {each for each, _ in job.headquarters[0].those_lost} == {"1.0", "2.0"})
+            job.send_signal(member, signal.SIGSTOP)
+        wait_until(lambda: {each for each, _ in job.coordinators[0].lost_members} == {"1.0", "2.0"})
         for member in ("1.0", "2.0"):
-            job.signal(member, signal.SIGCONT)
+            job.send_signal(member, signal.SIGCONT)
         values = [value_of(job, member) for member in job.members]
-        assert {decree.members for decree in job.headquarters[0].decrees} == {tuple(job.members)}
-        assert sorted(job.headquarters[0].those_back) == ["1.0", "2.0"]
+        assert {decree.members for decree in job.coordinators[0].memberships} == {tuple(job.members)}
+        assert sorted(job.coordinators[0].returned_members) == ["1.0", "2.0"]
         check_alike(values)
         for member in job.members:
             assert done_steps(job, member) == list(range(24 * NUM_STEPS)), "every step once"
@@ -221,13 +223,13 @@ def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_
     """The others' batch was shared with one that is gone, and that one's in an epoch without it."""
     at = 5
     faults = {"3.0": (at - 1, "committed"), "0.0": (at - 1, "met in vain"), "1.0": (at - 1, "met in vain")}
-    with ElasticJob(functions.train, 4, 2, faults, 0.5) as job:
+    with ElasticJob(elastic_functions.train, 4, 2, faults, 0.5) as job:
         left = ["0.0", "1.0", "2.0"]
         values = [value_of(job, member) for member in left]
-        epochs = [decree.members for decree in job.headquarters[0].decrees]
+        epochs = [decree.members for decree in job.coordinators[0].memberships]
         assert epochs[:3] == [("0.0", "1.0", "2.0", "3.0"), tuple(left), tuple(left)]
-        second, third = (decree.ballot for decree in job.headquarters[0].decrees[1:3])
-        drawn = {member: [said[2] for said, _ in job.said(member) if said[:2] == ("in", at)] for member in left}
+        second, third = (decree.ballot for decree in job.coordinators[0].memberships[1:3])
+        drawn = {member: [said[2] for said, _ in job.messages(member) if said[:2] == ("in", at)] for member in left}
         assert drawn == {"0.0": [third], "1.0": [third], "2.0": [second]}
         assert [len(drawn_in(job, member, at)) for member in left] == [4, 4, 4], "no sample is lost"
         check_alike(values)
@@ -237,10 +239,10 @@ def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_
 
 def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go_on() -> None:
     """A fault of this system, as there was one: each waits for the others, and says so."""
-    with ElasticJob(functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:
+    with ElasticJob(elastic_functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:
         values = [value_of(job, member) for member in job.members]
-        assert len(job.headquarters[0].all_woken) == 1, "once is enough"
-        assert {why for _, why in job.headquarters[0].those_lost} <= {"", ALL_DONE}, "nobody is put out"
+        assert len(job.coordinators[0].restarted_generations) == 1, "once is enough"
+        assert {why for _, why in job.coordinators[0].lost_members} <= {"", REASON_ALL_DONE}, "nobody is put out"
         check_alike(values)
         for member in job.members:
             assert done_steps(job, member) == list(range(3 * NUM_STEPS)), "every step once"
@@ -251,13 +253,13 @@ def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go
 def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_lost() -> None:
     at = 30  # of as many gaps between signs of progress as count as learnt: before, it would be given an hour
     faults = {"1.0": (at, "hang")}
-    with ElasticJob(functions.train, 3, 5, faults, 0.1) as job:
-        hangs_s = job.wait_said("1.0", lambda said: said == ("hangs",))
-        goes_on_s = job.wait_said("0.0", lambda said: said[:2] == ("done", at))
+    with ElasticJob(elastic_functions.train, 3, 5, faults, 0.1) as job:
+        hangs_s = job.wait_message("1.0", lambda said: said == ("hangs",))
+        goes_on_s = job.wait_message("0.0", lambda said: said[:2] == ("done", at))
         values = [value_of(job, member) for member in ("0.0", "2.0")]
-        assert job.headquarters[0].those_lost[0] == ("1.0", "it stood still while others waited for it")
-        assert goes_on_s - hangs_s > STANDSTILL.least_s - 1.0, "a step may take so long"
-        job.signal("1.0", signal.SIGUSR1)
+        assert job.coordinators[0].lost_members[0] == ("1.0", "it stood still while others waited for it")
+        assert goes_on_s - hangs_s > PROGRESS_TIMEOUT.min_s - 1.0, "a step may take so long"
+        job.send_signal("1.0", signal.SIGUSR1)
         assert "no member any more: it stood still while others waited for it" in job.outcome("1.0").error
         assert done_steps(job, "1.0") == list(range(at)), "what it computes when it wakes changes nothing"
         check_alike(values)
@@ -269,31 +271,31 @@ def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_los
 
 
 def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -> None:
-    with ElasticJob(functions.train, 3, 8, {"1.0": (40, "backward")}, 0.1, attended_by=("standby",)) as job:
-        job.wait_said("1.0", lambda said: said[:2] == ("done", 2))
-        job.headquarters[0].close()
-        job.wait_said("0.0", lambda said: said[:2] == ("done", 30))
-        assert job.headquarters[0].decrees[0].members == ("0.0", "1.0", "2.0")
+    with ElasticJob(elastic_functions.train, 3, 8, {"1.0": (40, "backward")}, 0.1, services=("standby",)) as job:
+        job.wait_message("1.0", lambda said: said[:2] == ("done", 2))
+        job.coordinators[0].close()
+        job.wait_message("0.0", lambda said: said[:2] == ("done", 30))
+        assert job.coordinators[0].memberships[0].members == ("0.0", "1.0", "2.0")
         values = [value_of(job, member) for member in ("0.0", "2.0")]
         check_alike(values)
-        assert job.headquarters[1].decrees[-1].members == ("0.0", "2.0")
-        assert job.headquarters[1].decrees[-1].ballot[0] % 2 == 0, "a term of the standby's"
+        assert job.coordinators[1].memberships[-1].members == ("0.0", "2.0")
+        assert job.coordinators[1].memberships[-1].ballot[0] % 2 == 0, "a term of the standby's"
         assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))
 
 
 def test_when_all_are_asked_to_leave_the_last_saves_the_state_and_another_run_goes_on_exactly(tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    with ElasticJob(functions.train_from_checkpoints, 2, first, 10_000, 0.02) as job:
-        job.wait_said("0.0", lambda said: said[:2] == ("done", 7))
+    with ElasticJob(elastic_functions.train_from_checkpoints, 2, first, 10_000, 0.02) as job:
+        job.wait_message("0.0", lambda said: said[:2] == ("done", 7))
         for member in job.members:
-            job.signal(member, signal.SIGTERM)
+            job.send_signal(member, signal.SIGTERM)
         left = [job.outcome(member) for member in job.members]
         assert [(each.exit_code, each.error) for each in left] == [(143, "")] * 2
         last = max(max(done_steps(job, member)) for member in job.members)
-    with ElasticJob(functions.train_from_checkpoints, 2, first, last + 5) as job:
-        job.wait_said("0.0", lambda said: said == ("loaded", last))
+    with ElasticJob(elastic_functions.train_from_checkpoints, 2, first, last + 5) as job:
+        job.wait_message("0.0", lambda said: said == ("loaded", last))
         again = [value_of(job, member)["parameters"] for member in job.members]
-    with ElasticJob(functions.train_from_checkpoints, 1, second, last + 5) as job:
+    with ElasticJob(elastic_functions.train_from_checkpoints, 1, second, last + 5) as job:
         whole = value_of(job, "0.0")["parameters"]
     for own, other, wanted in zip(*again, whole, strict=True):
         assert (own == other).all(), "bitwise"
@@ -304,36 +306,36 @@ def test_when_all_are_asked_to_leave_the_last_saves_the_state_and_another_run_go
 def test_where_too_few_are_left_one_saves_the_state_and_another_run_goes_on_exactly(tmp_path: Path, mode: str) -> None:
     """The step that one died in does not count: too few are left to do it again, and the next run does."""
     at, faults = 4, {"1.0": (4, "backward")}
-    arguments = (functions.train_from_checkpoints, 3, str(tmp_path), 10_000, 0.0, mode, faults)
-    with ElasticJob(*arguments, least=3, patience_s=15.0) as job:
+    arguments = (elastic_functions.train_from_checkpoints, 3, str(tmp_path), 10_000, 0.0, mode, faults)
+    with ElasticJob(*arguments, min_members=3, patience_s=15.0) as job:
         ends = {member: job.outcome(member) for member in ("0.0", "2.0")}
         before = samples_that_count(job, dict.fromkeys(job.members, (at, "")))
         assert [done_steps(job, member) for member in ends] == [list(range(1, at))] * 2
-    (saved,) = disk.list_saved(tmp_path)
+    (saved,) = store.list_checkpoints(tmp_path)
     assert saved.train_step == at - 1
     ended = "MembershipError: job is over: workers left: 2, expected at least 3, and no other came within 15 s. "
     where = f"The state after {at - 1} train steps is in {tmp_path}. Start the run again to go on from it."
     assert f"{ended}{where}" in ends["0.0"].error
     assert f"{ended}Start it again: worker 0.0 saves the state" in ends["2.0"].error
-    with ElasticJob(functions.train_from_checkpoints, 2, str(tmp_path), NUM_STEPS, 0.0, mode) as job:
-        job.wait_said("0.0", lambda said: said == ("loaded", at - 1))
+    with ElasticJob(elastic_functions.train_from_checkpoints, 2, str(tmp_path), NUM_STEPS, 0.0, mode) as job:
+        job.wait_message("0.0", lambda said: said == ("loaded", at - 1))
         values = [value_of(job, member) for member in job.members]
         after = samples_that_count(job, {})
     check_alike(values)
     assert sorted(before) + sorted(after) == list(range(1, NUM_STEPS + 1))
     drawn = [sample for step in (*before.values(), *after.values()) for sample in step]
-    assert sorted(drawn) == list(range(functions.NUM_SAMPLES)), "each sample of the epoch once, over both runs"
+    assert sorted(drawn) == list(range(elastic_functions.NUM_SAMPLES)), "each sample of the epoch once, over both runs"
     check_exact(values[0], before | after)
 
 
 def test_a_replacement_loads_no_checkpoint_and_counts_train_steps_as_the_others_do(tmp_path: Path) -> None:
-    with ElasticJob(functions.train_from_checkpoints, 2, str(tmp_path), 1_000_000, 0.05) as job:
-        job.wait_said("0.0", lambda said: said[:2] == ("done", 9))
-        job.signal("1.0", signal.SIGKILL)
-        newcomer = job.start(1, 1)
-        job.wait_said(newcomer, lambda said: said[0] == "loaded")
-        job.wait_said(newcomer, lambda said: said[0] == "done")
-        loaded = next(said[1] for said, _ in job.said(newcomer) if said[0] == "loaded")
+    with ElasticJob(elastic_functions.train_from_checkpoints, 2, str(tmp_path), 1_000_000, 0.05) as job:
+        job.wait_message("0.0", lambda said: said[:2] == ("done", 9))
+        job.send_signal("1.0", signal.SIGKILL)
+        newcomer = job.start_worker(1, 1)
+        job.wait_message(newcomer, lambda said: said[0] == "loaded")
+        job.wait_message(newcomer, lambda said: said[0] == "done")
+        loaded = next(said[1] for said, _ in job.messages(newcomer) if said[0] == "loaded")
         assert loaded >= 9, "no checkpoint is so new"
         assert min(done_steps(job, newcomer)) == loaded + 1
-        job.wait_said("0.0", lambda said: said == ("done", loaded + 1, ("0.0", newcomer)))
+        job.wait_message("0.0", lambda said: said == ("done", loaded + 1, ("0.0", newcomer)))

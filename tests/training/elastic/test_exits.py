@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.training.elastic import exits, preparing
+from ringweave.training.elastic import elastic_preparation, trainer_interface
 
 
 @pytest.fixture(autouse=True)
@@ -15,12 +15,12 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 class Ending:
     """Whatever ends with the process; notes who says that it is through."""
 
-    is_out = False
+    has_stopped = False
 
     def __init__(self) -> None:
         self.left: list[bool] = []
 
-    def leave(self, *, is_finished: bool = False) -> None:
+    def leave_nowait(self, *, is_finished: bool = False) -> None:
         self.left.append(is_finished)
 
     def close(self, **_: Any) -> None: ...
@@ -30,18 +30,18 @@ class Ending:
     ("status", "has_failed"), [((), False), ((None,), False), ((0,), False), ((1,), True), (("no data",), True)]
 )
 def test_a_script_that_exits_with_a_failure_is_not_through(status: tuple[Any, ...], has_failed: bool) -> None:
-    exits.watch()
+    trainer_interface.record_exit_failures()
     with pytest.raises(SystemExit) as raised:
         sys.exit(*status)
     assert raised.value.code == (status[0] if status else None)
-    assert exits.has_failed() is has_failed
+    assert trainer_interface.script_has_failed() is has_failed
     agent: Any = Ending()
     others: Any = Ending()
-    preparing.end_member(agent, others, others, others)
+    elastic_preparation.shut_down_member(agent, others, others, others)
     assert agent.left == ([] if has_failed else [True])
 
 
 def test_a_script_that_an_exception_ends_is_not_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not exits.has_failed()
+    assert not trainer_interface.script_has_failed()
     monkeypatch.setattr(sys, "last_value", KeyError("x"))
-    assert exits.has_failed()
+    assert trainer_interface.script_has_failed()

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
-from ringweave.training.elastic import kept
-from ringweave.training.elastic.kept import Reduction, Room
-from ringweave.training.elastic.rows import Commit, Row
+from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.training.elastic import retained_reductions
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
 
 SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
-COUNTS = Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row(is_following=True)), used=0b110)
+COUNTS = Commit(
+    number=1, members=("0.0", "1.0"), rows=(ReductionRow(), ReductionRow(is_recovering=True)), used_bits=0b110
+)
 
 
 class Group:
@@ -33,7 +34,7 @@ class Group:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     made = Group()
-    monkeypatch.setattr(kept, "dist", made)
+    monkeypatch.setattr(retained_reductions, "dist", made)
     return made
 
 
@@ -55,21 +56,21 @@ def buckets(sizes: Sequence[int]) -> list[Tensor]:
 def test_a_small_bucket_is_summed_with_the_next_one(
     group: Group, sizes: list[int], summed: list[int], is_begun_early: bool
 ) -> None:
-    room = Room()
+    room = SumBuffers()
     for _ in range(2):
-        reduction, group.summed = Reduction(number=1), []
+        reduction, group.summed = RetainedReduction(number=1), []
         futures = []
         for bucket in buckets(sizes):
-            futures.append(reduction.add(bucket, room))
+            futures.append(reduction.add_bucket(bucket, room))
             if is_begun_early:
                 reduction.start()
-        used = reduction.end(Row(), 0b10, room)
+        used = reduction.complete(ReductionRow(), 0b10, room)
         reduction.start()
-        reduction.wait()
+        reduction.wait_done()
         assert group.summed == summed
         assert reduction.layout == [[size, "float32", "cpu"] for size in summed]
-        assert (reduction.is_whole, reduction.used) == (True, 0b10)
-        reduction.resolve(COUNTS, is_mean=False)
+        assert (reduction.is_complete, reduction.used_bits) == (True, 0b10)
+        reduction.deliver(COUNTS, is_mean=False)
         assert used.value() == 0b110
         for number, (future, size) in enumerate(zip(futures, sizes, strict=True), start=2):
             assert future.value().tolist() == [number + 1.0] * size
@@ -77,12 +78,12 @@ def test_a_small_bucket_is_summed_with_the_next_one(
 
 
 def test_buckets_of_other_kinds_are_summed_apart(group: Group) -> None:
-    reduction, room = Reduction(number=1), Room()
-    futures = [reduction.add(torch.ones(2, 3, dtype=dtype), room) for dtype in (torch.float32, torch.float64)]
-    reduction.end(Row(), 0, room)
+    reduction, room = RetainedReduction(number=1), SumBuffers()
+    futures = [reduction.add_bucket(torch.ones(2, 3, dtype=dtype), room) for dtype in (torch.float32, torch.float64)]
+    reduction.complete(ReductionRow(), 0, room)
     reduction.start()
     assert group.summed == [6, 6]
-    reduction.resolve(COUNTS, is_mean=True)
+    reduction.deliver(COUNTS, is_mean=True)
     assert [(future.value().dtype, future.value().shape) for future in futures] == [
         (torch.float32, (2, 3)),
         (torch.float64, (2, 3)),
@@ -90,24 +91,24 @@ def test_buckets_of_other_kinds_are_summed_apart(group: Group) -> None:
 
 
 def test_what_was_begun_in_a_group_that_is_gone_is_begun_anew_from_what_was_kept(group: Group) -> None:
-    reduction, room = Reduction(number=1), Room()
-    futures = [reduction.add(bucket, room) for bucket in buckets([SMALL, LARGE])]
-    reduction.end(Row(), 0, room)
+    reduction, room = RetainedReduction(number=1), SumBuffers()
+    futures = [reduction.add_bucket(bucket, room) for bucket in buckets([SMALL, LARGE])]
+    reduction.complete(ReductionRow(), 0, room)
     for _ in range(2):
         reduction.start()
-        reduction.let_go()
+        reduction.detach_from_group()
     reduction.start()
-    reduction.resolve(COUNTS, is_mean=False)
+    reduction.deliver(COUNTS, is_mean=False)
     assert group.summed == [SMALL + LARGE] * 3
     assert [future.value()[0].item() for future in futures] == [3.0, 4.0], "the other's gradients once"
 
 
 def test_who_waits_for_any_bucket_hears_that_there_is_no_result(group: Group) -> None:
-    reduction, room = Reduction(number=1), Room()
-    futures: list[Any] = [reduction.add(bucket, room) for bucket in buckets([LARGE, SMALL])]
+    reduction, room = RetainedReduction(number=1), SumBuffers()
+    futures: list[Any] = [reduction.add_bucket(bucket, room) for bucket in buckets([LARGE, SMALL])]
     reduction.start()
     assert group.summed == [LARGE], "the small one waits for another"
     reduction.fail(RuntimeError("the job is over"))
-    for future in (*futures, reduction.end(Row(), 0, room)):
+    for future in (*futures, reduction.complete(ReductionRow(), 0, room)):
         with pytest.raises(RuntimeError, match="the job is over"):
             future.wait()

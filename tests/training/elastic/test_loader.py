@@ -12,52 +12,58 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import EpochOrder
-from ringweave.training.elastic.books import Books, ElasticAccount
-from ringweave.training.elastic.loader import ElasticLoader, ElasticParts, Place
-from ringweave.training.elastic.rosters import Rosters
-from ringweave.training.elastic.rows import Commit, Row
-from ringweave.training.loading import orders
-from ringweave.training.loading.prepared import PreparedLoader
-from ringweave.training.reducing import SampleWeights
+from ringweave.training.data import order
+from ringweave.training.data.shared_loader import PreparedLoader
+from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting
+from ringweave.training.elastic.elastic_loader import DataProgress, ElasticLoader, ElasticLoaderParts
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.share_table import ShareTable
+from ringweave.training.gradients import SampleWeights
 
 MEMBERS = ("0.0", "1.0")
 NUM_SAMPLES, BATCH = 96, 12
 
 
-def made(place: Place) -> ElasticLoader:
+def made(place: DataProgress) -> ElasticLoader:
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
     parts = SimpleNamespace(place=place, weights=SimpleNamespace(fraction=0.25))
-    return ElasticLoader(loader, orders.read(loader), 0, cast(ElasticParts, cast(Any, parts)))
+    return ElasticLoader(loader, order.read_loader(loader), 0, cast(ElasticLoaderParts, cast(Any, parts)))
 
 
 class Job:
     """The first of two members, whose steps count as soon as they are done."""
 
     def __init__(self) -> None:
-        self.books, self.place, self.rosters = Books(), Place(), Rosters(BATCH, is_balanced=False)
+        self.books, self.place, self.share_table = (
+            SampleAccounting(),
+            DataProgress(),
+            ShareTable(BATCH, is_balanced=False),
+        )
         self.accounts: list[ElasticAccount] = []
         self.change_members()
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
-        parts: Any = ElasticParts(
+        parts: Any = ElasticLoaderParts(
             member=MEMBERS[0],
             session=cast(Any, SimpleNamespace(border=lambda draw: draw(), sign=lambda: None)),
-            rosters=self.rosters,
-            books=self.books,
-            place=self.place,
+            share_table=self.share_table,
+            accounting=self.books,
+            progress=self.place,
             weights=SampleWeights(num_ranks=1, is_mean=True),
             timer=cast(Any, SimpleNamespace(begin=lambda: None, give=lambda _: None)),
-            end_step=lambda: None,
-            note=self.accounts.append,
+            measure_step=lambda: None,
+            record_account=self.accounts.append,
         )
-        self.loader = ElasticLoader(loader, orders.read(loader), 3, parts)
+        self.loader = ElasticLoader(loader, order.read_loader(loader), 3, parts)
 
     def change_members(self) -> None:
         """What was read ahead is of no use any more."""
-        self.rosters.begin(self.place.num_drawn, MEMBERS, [None] * 2, [None] * 2, [1.0] * 2)
+        self.share_table.start_generation(self.place.num_drawn, MEMBERS, [None] * 2, [None] * 2, [1.0] * 2)
 
     def step(self) -> None:
-        rows = tuple(Row(account=self.books.own(each), num_planned=self.books.num_planned) for each in MEMBERS)
-        self.books.commit(Commit(number=1, members=MEMBERS, rows=rows))
+        rows = tuple(
+            ReductionRow(account=self.books.account_of(each), num_planned=self.books.num_planned) for each in MEMBERS
+        )
+        self.books.record_commit(Commit(number=1, members=MEMBERS, rows=rows))
         self.place.num_since_commit = 0
 
     def train(self, at: int = -1, then: Callable[[], object] = lambda: None) -> int:
@@ -71,7 +77,7 @@ class Job:
 
 
 def test_the_next_epoch_is_that_of_the_members_where_they_are_further() -> None:
-    place = Place()
+    place = DataProgress()
     loader = made(place)
     assert loader.next_epoch == 0
     loader.set_epoch(2)
@@ -81,7 +87,7 @@ def test_the_next_epoch_is_that_of_the_members_where_they_are_further() -> None:
 
 
 def test_it_says_of_itself_what_every_prepared_loader_does() -> None:
-    loader = made(Place())
+    loader = made(DataProgress())
     assert isinstance(loader, PreparedLoader)
     assert (loader.batch_size, loader.fraction, len(loader.dataset)) == (4, 0.25, 10)
 
@@ -108,7 +114,7 @@ def test_a_place_that_is_not_where_the_members_are_is_found_out(shift: int) -> N
 @pytest.mark.parametrize("is_doubled", [True, False])
 def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.MonkeyPatch, is_doubled: bool) -> None:
     job = Job()
-    order_of = job.loader._order
+    order_of = job.loader._epoch_order
 
     def wrong(num_back: int = 0) -> EpochOrder:
         order = order_of(num_back)
@@ -116,7 +122,7 @@ def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.Mon
         changed = np.append(known, known[-BATCH:]) if is_doubled else known[:-BATCH]
         return dataclasses.replace(order, indices=changed) if num_back else order
 
-    monkeypatch.setattr(job.loader, "_order", wrong)
+    monkeypatch.setattr(job.loader, "_epoch_order", wrong)
     with pytest.raises(TrainingError, match=r"batches of epoch 0: Account\(.*, expected Account\(.*skipped or doubled"):
         job.train(3, job.change_members)
 

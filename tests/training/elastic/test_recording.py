@@ -7,10 +7,10 @@ import pytest
 
 from ringweave import telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.planning.balancing import Account
-from ringweave.training.elastic.books import ElasticAccount
-from ringweave.training.elastic.recording import ElasticRecorder
-from ringweave.training.elastic.rows import Commit, Row
+from ringweave.planning.balancing import SampleAccount
+from ringweave.training.elastic.accounting import ElasticAccount
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.recorder import ElasticRecorder
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Job:
 
     def said(self) -> list[tuple[str, int]]:
         """Kind of event, and which reduction or epoch it is about."""
-        events = telemetry.read(self.path) if self.path.exists() else []
+        events = telemetry.read_events(self.path) if self.path.exists() else []
         return [(event["kind"], event.get("reduction", event.get("epoch"))) for event in events]
 
 
@@ -36,36 +36,36 @@ def job(tmp_path: Path) -> Job:
 
 def commit(number: int) -> Commit:
     """A reduction without the samples of somebody who was gone, after which another one is level."""
-    rows = (Row(account=Account(num_samples=2), num_planned=3), Row(is_level=True))
+    rows = (ReductionRow(account=SampleAccount(num_samples=2), num_planned=3), ReductionRow(is_caught_up=True))
     return Commit(number=number, members=("0.0", "1.0"), rows=rows)
 
 
 def complete(epoch: int) -> ElasticAccount:
-    expected, total, lost = (Account(num_samples=number) for number in (3, 2, 1))
+    expected, total, lost = (SampleAccount(num_samples=number) for number in (3, 2, 1))
     return ElasticAccount(epoch=epoch, expected=expected, total=total, lost=lost)
 
 
 def reduce(recorder: ElasticRecorder, number: int) -> None:
-    recorder.committed()
+    recorder.reduction_committed()
     recorder.samples_lost(commit(number), 1)
-    recorder.became_level(commit(number), number)
+    recorder.members_caught_up(commit(number), number)
 
 
 def test_the_first_member_writes_for_all(job: Job) -> None:
     for recorder in (job.recorder("0.0"), job.recorder("1.0")):
         reduce(recorder, 1)
-        recorder.begun()
-        recorder.accounted(complete(0))
+        recorder.generation_begun()
+        recorder.epoch_accounted(complete(0))
     assert job.said() == [("samples_lost", 1), ("members_level", 1), ("samples_accounted", 0)]
 
 
 def test_what_it_died_over_is_written_by_the_next_one_in_order(job: Job) -> None:
     next_one = job.recorder("1.0")
     reduce(next_one, 1)
-    next_one.accounted(complete(0))
+    next_one.epoch_accounted(complete(0))
     job.living.pop(0)
-    next_one.begun()
-    next_one.begun()
+    next_one.generation_begun()
+    next_one.generation_begun()
     reduce(next_one, 2)
     lost = [("samples_lost", 1), ("members_level", 1), ("samples_accounted", 0)]
     assert job.said() == [*lost, ("samples_lost", 2), ("members_level", 2)]
@@ -74,9 +74,9 @@ def test_what_it_died_over_is_written_by_the_next_one_in_order(job: Job) -> None
 def test_what_was_before_the_last_reduction_it_had_written_itself(job: Job) -> None:
     next_one = job.recorder("1.0")
     reduce(next_one, 1)
-    next_one.committed()
+    next_one.reduction_committed()
     job.living.pop(0)
-    next_one.begun()
+    next_one.generation_begun()
     assert job.said() == []
 
 
@@ -84,8 +84,8 @@ def test_who_is_not_the_first_after_it_either_still_knows(job: Job) -> None:
     last = job.recorder("2.0")
     reduce(last, 1)
     job.living = ["1.0", "2.0"]
-    last.begun()
+    last.generation_begun()
     assert job.said() == []
     job.living.pop(0)
-    last.begun()
+    last.generation_begun()
     assert job.said() == [("samples_lost", 1), ("members_level", 1)]

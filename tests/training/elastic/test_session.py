@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
-from ringweave.membership.rules.follower import Out
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.elastic import seams
-from ringweave.training.elastic.crew import Facts, JobCrew
-from ringweave.training.elastic.joining import layouts
-from ringweave.training.elastic.session import Session
+from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.training.elastic import recovery, trainer_interface
+from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription
 
 
 class Groups:
     """Of processes that are not there."""
 
-    store_place, num_aborts, reducing = "127.0.0.1 9", 0, None
+    store_address, num_aborts, reduce_group = "127.0.0.1 9", 0, None
 
     def abort(self) -> None: ...
 
@@ -35,12 +34,12 @@ class Crew:
 class Agent:
     """The first order comes at once."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ElasticSession) -> None:
         self._session = session
 
     def start(self) -> None:
-        standing = Standing(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
-        self._session.form(Decree(ballot=(1, 1), standings=(standing,)))
+        standing = MemberStatus(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
+        self._session.begin_generation(Membership(ballot=(1, 1), standings=(standing,)))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ class Agent:
 def test_the_script_hears_why_its_member_cannot_go_on(failure: Exception, text: str) -> None:
     groups: Any = Groups()
     crew: Any = Crew(failure)
-    session = Session("0.0", groups, crew, buffers=list, is_mean=True)
+    session = ElasticSession("0.0", groups, crew, buffers=list, is_mean=True)
     agent: Any = Agent(session)
     with pytest.raises(RingweaveError, match=text) as raised:
         session.start(agent)
@@ -64,12 +63,12 @@ def test_the_script_hears_why_its_member_cannot_go_on(failure: Exception, text: 
 class SlowGroups:
     """Whose members take their time to meet."""
 
-    store_place, num_aborts, reducing = "127.0.0.1 9", 0, None
+    store_address, num_aborts, reduce_group = "127.0.0.1 9", 0, None
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
 
-    def form(self, *_: Any, **__: Any) -> None:
+    def form_group(self, *_: Any, **__: Any) -> None:
         self.has_begun.set()
         assert self.may_end.wait(60)
 
@@ -80,46 +79,46 @@ class SlowGroups:
 class EasyCrew:
     """That has nothing to do."""
 
-    state_place = "127.0.0.1 9"
+    state_address = "127.0.0.1 9"
 
     def __init__(self, *, is_between_steps: bool = True, can_be_followed: bool = True) -> None:
-        self.is_between_steps, self.can_be_followed = is_between_steps, can_be_followed
+        self.is_between_steps, self.supports_replay = is_between_steps, can_be_followed
 
-    def note(self) -> dict[str, Any]:
+    def status_details(self) -> dict[str, Any]:
         return {}
 
-    def drawn(self) -> tuple[int, str]:
+    def drawn_batches(self) -> tuple[int, str]:
         return 0, ""
 
-    def check(self, *_: Any) -> None: ...
+    def check_membership(self, *_: Any) -> None: ...
 
-    def begin(self, *_: Any, **__: Any) -> None: ...
+    def begin_generation(self, *_: Any, **__: Any) -> None: ...
 
-    def capture(self) -> None: ...
+    def capture_state(self) -> None: ...
 
-    def offer(self, *_: Any, **__: Any) -> None: ...
+    def publish_state(self, *_: Any, **__: Any) -> None: ...
 
 
 @pytest.mark.parametrize("is_urgent", [False, True])
 def test_an_epoch_that_is_ordered_is_formed_before_its_members_stop_at_a_border(is_urgent: bool) -> None:
     groups: Any = SlowGroups()
     crew: Any = EasyCrew()
-    stood: list[Standing | None] = []
+    stood: list[MemberStatus | None] = []
 
     class Superseding:
         """Orders the first epoch, and proposes the next one before its members have met."""
 
         def start(self) -> None:
-            standing = Standing(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
-            session.form(Decree(ballot=(1, 1), standings=(standing,)))
+            standing = MemberStatus(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
+            session.begin_generation(Membership(ballot=(1, 1), standings=(standing,)))
             assert groups.has_begun.wait(60)
-            stood.append(session.freeze(is_urgent=is_urgent))
+            stood.append(session.pause_training(is_urgent=is_urgent))
             groups.may_end.set()
             if is_urgent:  # what it gave up has no effect, so only another epoch lets it go on
-                session.form(Decree(ballot=(1, 2), standings=(standing,)))
+                session.begin_generation(Membership(ballot=(1, 2), standings=(standing,)))
 
     agent: Any = Superseding()
-    session = Session("0.0", groups, crew, buffers=list, is_mean=True)
+    session = ElasticSession("0.0", groups, crew, buffers=list, is_mean=True)
     assert session.start(agent).ballot == ((1, 2) if is_urgent else (1, 1))
     assert (stood[0] is not None, groups.num_aborts) == (is_urgent, int(is_urgent))
     session.close()
@@ -130,30 +129,30 @@ class Notary:
 
     def __init__(self) -> None:
         self.session: Any = None
-        self.stood: list[Standing] = []
+        self.stood: list[MemberStatus] = []
 
     def start(self) -> None:
-        self.session.form(Decree(ballot=(1, 1), standings=(Standing(member="0.0", note=NOTE),)))
+        self.session.form(Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0", note=NOTE),)))
 
-    def leave(self, *, is_finished: bool) -> None: ...
+    def leave_nowait(self, *, is_finished: bool) -> None: ...
 
 
 NOTE = '{"store": "127.0.0.1 9"}'
 
 
-def started(crew: Any) -> tuple[Session, Notary]:
+def started(crew: Any) -> tuple[ElasticSession, Notary]:
     groups: Any = SlowGroups()
     groups.may_end.set()
     agent: Any = Notary()
-    agent.session = session = Session("0.0", groups, crew, buffers=list, is_mean=True)
+    agent.session = session = ElasticSession("0.0", groups, crew, buffers=list, is_mean=True)
     session.start(agent)
     return session, agent
 
 
 def test_nobody_joins_while_the_script_prepares_its_training() -> None:
     session, _ = started(EasyCrew())
-    assert not session.standing().at_border
-    frozen = session.freeze(is_urgent=True)
+    assert not session.current_status().at_border
+    frozen = session.pause_training(is_urgent=True)
     assert frozen is not None
     assert not frozen.at_border, "a member has died, and the one that waits to join cannot come in its place"
     session.close()
@@ -163,16 +162,18 @@ def test_nobody_joins_while_the_script_prepares_its_training() -> None:
 def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> None:
     session, _ = started(EasyCrew(is_between_steps=is_between_steps))
     stood: list[bool] = []
-    session.border(lambda: stood.append(session.standing().at_border))
-    thread = threading.Thread(target=lambda: session.border(lambda: None))
-    frozen = session.freeze(is_urgent=True)
+    session.pass_step_boundary(lambda: stood.append(session.current_status().at_border))
+    thread = threading.Thread(target=lambda: session.pass_step_boundary(lambda: None))
+    frozen = session.pause_training(is_urgent=True)
     assert frozen is not None
     thread.start()
     deadline_s = time.monotonic() + 60
-    while session.standing().at_border != is_between_steps and time.monotonic() < deadline_s:
+    while session.current_status().at_border != is_between_steps and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert session.standing().at_border is is_between_steps
-    session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+    assert session.current_status().at_border is is_between_steps
+    session.begin_generation(
+        Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+    )
     thread.join(60)
     assert not thread.is_alive()
     session.close()
@@ -181,19 +182,21 @@ def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> N
 def test_members_stop_for_newcomers_only_where_these_can_come() -> None:
     crew = EasyCrew(is_between_steps=False)
     session, notary = started(crew)
-    session._footing.stops = True
+    session._state.pauses_at_boundary = True
     drawn: list[int] = []
-    session.border(lambda: drawn.append(1))
+    session.pass_step_boundary(lambda: drawn.append(1))
     assert drawn == [1], "it goes on, with no epoch formed anew in vain"
     crew.is_between_steps = True
     has_stood = threading.Event()
-    notary.stand = lambda standing: (notary.stood.append(standing), has_stood.set())  # type: ignore[attr-defined]
-    thread = threading.Thread(target=lambda: session.border(lambda: drawn.append(2)))
+    notary.report_status = lambda standing: (notary.stood.append(standing), has_stood.set())  # type: ignore[attr-defined]
+    thread = threading.Thread(target=lambda: session.pass_step_boundary(lambda: drawn.append(2)))
     thread.start()
     assert has_stood.wait(60)
     assert notary.stood[-1].at_border
     assert drawn == [1]
-    session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+    session.begin_generation(
+        Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+    )
     thread.join(60)
     assert drawn == [1, 2]
     session.close()
@@ -201,9 +204,9 @@ def test_members_stop_for_newcomers_only_where_these_can_come() -> None:
 
 def test_a_signal_handler_can_have_it_leave_whatever_its_thread_was_about() -> None:
     session, _ = started(EasyCrew())
-    with session._footing.lock:
-        session.leave()
-    while not session._footing.where.is_leaving:
+    with session._state.lock:
+        session.leave_nowait()
+    while not session._state.status.is_leaving:
         time.sleep(0.01)
     session.close()
 
@@ -211,10 +214,10 @@ def test_a_signal_handler_can_have_it_leave_whatever_its_thread_was_about() -> N
 @pytest.mark.parametrize("is_end", [True, False])
 def test_who_was_asked_to_leave_ends_quietly_alone_or_with_all_others(is_end: bool) -> None:
     session, _ = started(EasyCrew())
-    session.ask_to_leave()
-    session.end(Out(reason="all workers have left" if is_end else "it has left", is_end=is_end))
+    session.leave_at_next_boundary()
+    session.stop_training(StopTraining(reason="all workers have left" if is_end else "it has left", is_end=is_end))
     with pytest.raises(SystemExit) as raised:
-        session.border(lambda: None)
+        session.pass_step_boundary(lambda: None)
     assert raised.value.code == 143
     session.close()
 
@@ -232,31 +235,33 @@ def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_i
     saved: list[bool] = []
 
     def save() -> str:
-        saved.append(session.is_out)
-        assert session.standing().member == "0.0", "the lock is free"
+        saved.append(session.has_stopped)
+        assert session.current_status().member == "0.0", "the lock is free"
         return "It is in D."
 
-    session.save_last = save
-    session.end(Out(reason="1 worker is left", is_end=True, heir=heir))
+    session.save_final_checkpoint = save
+    session.stop_training(StopTraining(reason="1 worker is left", is_end=True, heir=heir))
     with pytest.raises(MembershipError, match=text):
-        session.border(lambda: None)
+        session.pass_step_boundary(lambda: None)
     assert saved == ([True] if heir == "0.0" else [])
     session.close()
 
 
 @pytest.mark.parametrize("can_be_followed", [True, False])
 def test_newcomers_hear_what_the_buckets_are_where_they_can_follow(can_be_followed: bool) -> None:
-    session, _ = started(EasyCrew(can_be_followed=can_be_followed))
-    session._footing.layout = [[3, "float32", "cpu"]]
-    assert layouts.of_text(session.standing().layout) == (session._footing.layout if can_be_followed else [])
+    session, _ = started(EasyCrew(supports_replay=can_be_followed))
+    session._state.layout = [[3, "float32", "cpu"]]
+    assert recovery.layout_of_text(session.current_status().layout) == (
+        session._state.layout if can_be_followed else []
+    )
     session.close()
 
 
 def test_without_checkpoints_the_heir_has_nothing_to_save() -> None:
     session, _ = started(EasyCrew())
-    session.end(Out(reason="1 worker is left", is_end=True, heir="0.0"))
+    session.stop_training(StopTraining(reason="1 worker is left", is_end=True, heir="0.0"))
     with pytest.raises(MembershipError, match=r"worker 0\.0 saves the state, if the script gave ringweave\."):
-        session.border(lambda: None)
+        session.pass_step_boundary(lambda: None)
     session.close()
 
 
@@ -271,18 +276,22 @@ CREW_NOTE = {
 
 
 def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() -> None:
-    crew: Any = JobCrew.__new__(JobCrew)
+    crew: Any = ElasticTrainerState.__new__(ElasticTrainerState)
     notes: list[dict[str, Any]] = [CREW_NOTE | {"alike": {"seed": seed}} for seed in (5, 5, 6)]
     standings = (
-        Standing(member="0.1", place=PLACE),
-        Standing(member="1.0", has_state=True, place=PLACE),
-        Standing(member="2.1", place=PLACE),
+        MemberStatus(member="0.1", place=PLACE),
+        MemberStatus(member="1.0", has_state=True, place=PLACE),
+        MemberStatus(member="2.1", place=PLACE),
     )
-    decree = Decree(ballot=(1, 7), standings=standings)
+    decree = Membership(ballot=(1, 7), standings=standings)
     for member in ("0.1", "1.0"):
-        crew._facts = Facts(member=member, state_place="", cap=None, assumed_speed=1.0, alike={"seed": 5})
+        crew._facts = MemberDescription(
+            member=member, state_address="", max_samples=None, assumed_speed=1.0, must_match={"seed": 5}
+        )
         crew.check(decree, notes)
-    crew._facts = Facts(member="2.1", state_place="", cap=None, assumed_speed=1.0, alike={"seed": 6})
+    crew._facts = MemberDescription(
+        member="2.1", state_address="", max_samples=None, assumed_speed=1.0, must_match={"seed": 6}
+    )
     with pytest.raises(DisagreementError, match=r"seed of worker 2\.1: 6, expected 5 as on worker 1\.0\."):
         crew.check(decree, notes)
 
@@ -290,32 +299,32 @@ def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() ->
 def test_who_waits_for_the_processor_is_at_work(tmp_path: Path) -> None:
     counted, none = tmp_path / "schedstat", tmp_path / "none"
     counted.write_text("5000000000 3600000000000 12\n")
-    assert seams.at_work_s(counted) >= 3600
-    assert seams.at_work_s(none) < 3600
+    assert trainer_interface.busy_s(counted) >= 3600
+    assert trainer_interface.busy_s(none) < 3600
     counted.write_text("0\n")
-    assert seams.at_work_s(counted) < 3600
+    assert trainer_interface.busy_s(counted) < 3600
 
 
 def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over() -> None:
     groups: Any = SlowGroups()
     crew: Any = EasyCrew()
-    session = Session("0.0", groups, crew, buffers=list, is_mean=True)
+    session = ElasticSession("0.0", groups, crew, buffers=list, is_mean=True)
     heard: list[BaseException] = []
 
     def spread() -> None:
         try:
-            session.spread(dict)
+            session.broadcast_from_first(dict)
         except MembershipError as error:
             heard.append(error)
 
-    assert session.standing().at_border
+    assert session.current_status().at_border
     thread = threading.Thread(target=spread)
     thread.start()
     deadline_s = time.monotonic() + 60
-    while session.standing().at_border and time.monotonic() < deadline_s:
+    while session.current_status().at_border and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert not session.standing().at_border
-    session.end(Out(reason="enough", is_end=True))
+    assert not session.current_status().at_border
+    session.stop_training(StopTraining(reason="enough", is_end=True))
     thread.join(60)
     assert "job is over: enough" in str(heard[0])
     session.close()
@@ -325,19 +334,22 @@ def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over(
     ("standings", "teller"),
     [
         (
-            [Standing(member="0.1", is_following=True), *(Standing(member=f"{n}.0", has_state=True) for n in (1, 2))],
+            [
+                MemberStatus(member="0.1", is_following=True),
+                *(MemberStatus(member=f"{n}.0", has_state=True) for n in (1, 2)),
+            ],
             "1.0",
         ),
-        ([Standing(member="0.1"), Standing(member="1.0", has_state=True)], "1.0"),
-        ([Standing(member="0.0"), Standing(member="1.0")], "0.0"),
+        ([MemberStatus(member="0.1"), MemberStatus(member="1.0", has_state=True)], "1.0"),
+        ([MemberStatus(member="0.0"), MemberStatus(member="1.0")], "0.0"),
     ],
     ids=["who follows comes to it later", "who reads the state too", "nobody has it at first"],
 )
-def test_one_member_tells_what_counts_as_soon_as_it_does(standings: list[Standing], teller: str) -> None:
-    decree = Decree(ballot=(1, 2), standings=tuple(standings))
+def test_one_member_tells_what_counts_as_soon_as_it_does(standings: list[MemberStatus], teller: str) -> None:
+    decree = Membership(ballot=(1, 2), standings=tuple(standings))
     groups: Any = Groups()
     crew: Any = Crew(KeyError())
-    sessions = [Session(member, groups, crew, buffers=list, is_mean=True) for member in decree.members]
+    sessions = [ElasticSession(member, groups, crew, buffers=list, is_mean=True) for member in decree.members]
     for session in sessions:
-        session.form(decree)
-    assert [session.is_teller for session in sessions] == [member == teller for member in decree.members]
+        session.begin_generation(decree)
+    assert [session.is_primary for session in sessions] == [member == teller for member in decree.members]

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import DisagreementError, TrainingError
-from ringweave.training.elastic import kept
-from ringweave.training.elastic.kept import Said, Spread
-from ringweave.training.elastic.rows import Commit
+from ringweave.training.elastic import retained_reductions
+from ringweave.training.elastic.retained_reductions import Commit, FetchedJson, FetchOnceBroadcast
 
 COUNTS = Commit(number=1, members=("0.0",), rows=())
 
@@ -36,7 +35,7 @@ class Group:
 @pytest.fixture
 def first(monkeypatch: pytest.MonkeyPatch) -> Group:
     group = Group(0)
-    monkeypatch.setattr(kept, "dist", group)
+    monkeypatch.setattr(retained_reductions, "dist", group)
     return group
 
 
@@ -45,83 +44,83 @@ def test_the_first_member_fetches_and_the_others_have_the_same_once_it_counts(
 ) -> None:
     landed = torch.zeros(3)
 
-    def fetch() -> Said:
+    def fetch() -> FetchedJson:
         landed.fill_(7.0)
         return {"version": 4}
 
-    own = Spread(1, fetch, [landed], lambda: 0)
+    own = FetchOnceBroadcast(1, fetch, [landed], lambda: 0)
     own.start()
-    own.wait()
-    assert own.said == {}, "it may not count"
-    own.resolve(COUNTS, is_mean=True)
-    assert own.said == {"version": 4}
+    own.wait_done()
+    assert own.fetched == {}, "it may not count"
+    own.deliver(COUNTS, is_mean=True)
+    assert own.fetched == {"version": 4}
     other = Group(1, first.told)
-    monkeypatch.setattr(kept, "dist", other)
+    monkeypatch.setattr(retained_reductions, "dist", other)
     arrived = torch.zeros(3)
-    theirs = Spread(1, pytest.fail, [arrived], lambda: 0)
+    theirs = FetchOnceBroadcast(1, pytest.fail, [arrived], lambda: 0)
     theirs.start()
-    theirs.wait()
-    theirs.resolve(COUNTS, is_mean=True)
-    assert (theirs.said, arrived.tolist()) == ({"version": 4}, [7.0] * 3)
+    theirs.wait_done()
+    theirs.deliver(COUNTS, is_mean=True)
+    assert (theirs.fetched, arrived.tolist()) == ({"version": 4}, [7.0] * 3)
 
 
 def test_what_is_under_way_when_an_epoch_ends_is_used_in_the_next_one(first: Group) -> None:
     may_end, generation, num_fetched = threading.Event(), [0], []
 
-    def fetch() -> Said:
+    def fetch() -> FetchedJson:
         num_fetched.append(1)
         assert may_end.wait(60)
         return {"version": 9}
 
-    spread = Spread(1, fetch, [], lambda: generation[0])
+    spread = FetchOnceBroadcast(1, fetch, [], lambda: generation[0])
     spread.start()
     generation[0] = 1
     with pytest.raises(RuntimeError, match="the epoch is over"):
-        spread.wait()
+        spread.wait_done()
     assert first.told == [], "nobody has heard anything"
     may_end.set()
     spread.start()
-    spread.wait()
-    spread.resolve(COUNTS, is_mean=True)
-    assert (spread.said, len(num_fetched)) == ({"version": 9}, 1)
+    spread.wait_done()
+    spread.deliver(COUNTS, is_mean=True)
+    assert (spread.fetched, len(num_fetched)) == ({"version": 9}, 1)
 
 
 def test_a_member_that_becomes_the_first_fetches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "dist", Group(1))
-    spread = Spread(1, lambda: {"version": 5}, [], lambda: 0)
+    monkeypatch.setattr(retained_reductions, "dist", Group(1))
+    spread = FetchOnceBroadcast(1, lambda: {"version": 5}, [], lambda: 0)
     spread.start()
-    monkeypatch.setattr(kept, "dist", Group(0))
+    monkeypatch.setattr(retained_reductions, "dist", Group(0))
     spread.start()
-    spread.wait()
-    spread.resolve(COUNTS, is_mean=True)
-    assert spread.said == {"version": 5}
+    spread.wait_done()
+    spread.deliver(COUNTS, is_mean=True)
+    assert spread.fetched == {"version": 5}
 
 
 def test_what_cannot_be_fetched_is_told_where_it_is_waited_for(first: Group) -> None:
-    def fetch() -> Said:
+    def fetch() -> FetchedJson:
         raise TrainingError("push 3 of ring 0: out of its order")
 
-    spread = Spread(1, fetch, [], lambda: 0)
+    spread = FetchOnceBroadcast(1, fetch, [], lambda: 0)
     spread.start()
     with pytest.raises(TrainingError, match="push 3 of ring 0"):
-        spread.wait()
+        spread.wait_done()
     assert first.told == []
 
 
 @pytest.mark.parametrize("said", [b"null", b"[]", b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
 def test_what_is_none_is_a_disagreement(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     told = [torch.tensor([len(said)]), torch.frombuffer(bytearray(said), dtype=torch.uint8)]
-    monkeypatch.setattr(kept, "dist", Group(1, told))
-    spread = Spread(1, pytest.fail, [], lambda: 0)
+    monkeypatch.setattr(retained_reductions, "dist", Group(1, told))
+    spread = FetchOnceBroadcast(1, pytest.fail, [], lambda: 0)
     spread.start()
     with pytest.raises(DisagreementError, match=r"what the first member has fetched: .*, expected a JSON object"):
-        spread.wait()
+        spread.wait_done()
 
 
 @pytest.mark.parametrize("length", [-1, 0, 2**40])
 def test_a_length_that_is_none_takes_no_memory(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "dist", Group(1, [torch.tensor([length])]))
-    spread = Spread(1, pytest.fail, [], lambda: 0)
+    monkeypatch.setattr(retained_reductions, "dist", Group(1, [torch.tensor([length])]))
+    spread = FetchOnceBroadcast(1, pytest.fail, [], lambda: 0)
     spread.start()
     with pytest.raises(DisagreementError, match=rf"'{length} bytes', expected 1 to 16777216 bytes"):
-        spread.wait()
+        spread.wait_done()

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from ringweave.errors import TrainingError, WireError
-from ringweave.training.elastic.joining import given
-from ringweave.training.elastic.state import JobState
+from ringweave.errors import RpcError, TrainingError
+from ringweave.training.elastic import training_state
+from ringweave.training.elastic.training_state import TrainingState
 
 
 def trained(
@@ -33,8 +33,10 @@ OPTIMIZERS = {
 def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
     model, optimizer, scheduler = trained(OPTIMIZERS[name])
     other, other_optimizer, other_scheduler = trained(OPTIMIZERS[name], 0)
-    buffers = JobState(model, optimizer, {"rate": scheduler}).to_buffers()
-    JobState(other, other_optimizer, {"rate": other_scheduler}).load({k: memoryview(v) for k, v in buffers.items()})
+    buffers = TrainingState(model, optimizer, {"rate": scheduler}).to_buffers()
+    TrainingState(other, other_optimizer, {"rate": other_scheduler}).load(
+        {k: memoryview(v) for k, v in buffers.items()}
+    )
     inputs = torch.randn(5, 3)
     for each, its_optimizer, its_scheduler in (
         (model, optimizer, scheduler),
@@ -53,9 +55,9 @@ def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
 
 def test_what_does_not_go_along_is_said() -> None:
     model, optimizer, scheduler = trained(OPTIMIZERS["plain"])
-    buffers = JobState(model, optimizer, {}).to_buffers()
+    buffers = TrainingState(model, optimizer, {}).to_buffers()
     with pytest.raises(TrainingError, match=r"what goes along with the state: .*, expected rate as well"):
-        JobState(model, optimizer, {"rate": scheduler}).load({k: memoryview(v) for k, v in buffers.items()})
+        TrainingState(model, optimizer, {"rate": scheduler}).load({k: memoryview(v) for k, v in buffers.items()})
 
 
 def test_state_that_is_no_plain_value_is_refused() -> None:
@@ -65,7 +67,7 @@ def test_state_that_is_no_plain_value_is_refused() -> None:
 
     model, optimizer, _ = trained(OPTIMIZERS["plain"])
     with pytest.raises(TrainingError, match="state that goes along: 'object', expected numbers, texts, lists"):
-        JobState(model, optimizer, {"odd": Odd()}).to_buffers()
+        TrainingState(model, optimizer, {"odd": Odd()}).to_buffers()
 
 
 OWN = {"model/0.weight": torch.zeros(3, 4)}
@@ -84,27 +86,27 @@ OWN = {"model/0.weight": torch.zeros(3, 4)}
     ],
 )
 def test_another_model_is_refused_before_there_is_memory_for_it(sizes: list[tuple[str, int]]) -> None:
-    given.check_sizes([("model/0.weight", 48), ("rest", 2)], OWN)
-    with pytest.raises(WireError, match=r"state of a peer: .*, expected tensors of the same names and sizes as here"):
-        given.check_sizes(sizes, OWN)
+    training_state.check_state_sizes([("model/0.weight", 48), ("rest", 2)], OWN)
+    with pytest.raises(RpcError, match=r"state of a peer: .*, expected tensors of the same names and sizes as here"):
+        training_state.check_state_sizes(sizes, OWN)
 
 
 def test_what_goes_along_may_not_be_without_end() -> None:
     expected = r"state of a peer: '16777217 bytes beside tensors', expected at most 16777216\. Let what goes"
-    with pytest.raises(WireError, match=expected):
-        given.check_sizes([("model/0.weight", 48), ("rest", given.MAX_REST_BYTES + 1)], OWN)
+    with pytest.raises(RpcError, match=expected):
+        training_state.check_state_sizes([("model/0.weight", 48), ("rest", training_state.MAX_REST_BYTES + 1)], OWN)
 
 
 def test_what_is_beside_the_model_goes_along_and_has_to_be_there() -> None:
     model, optimizer, _ = trained(OPTIMIZERS["sgd"])
     other, other_optimizer, _ = trained(OPTIMIZERS["sgd"], 0)
     pushed, landed = [torch.arange(5.0), torch.arange(3)], [torch.zeros(5), torch.zeros(3, dtype=torch.int64)]
-    giving = JobState(model, optimizer, {}, beside=pushed)
-    taking = JobState(other, other_optimizer, {}, beside=landed)
+    giving = TrainingState(model, optimizer, {}, extra_tensors=pushed)
+    taking = TrainingState(other, other_optimizer, {}, extra_tensors=landed)
     buffers = {name: memoryview(each).cast("B") for name, each in giving.to_buffers().items()}
     sizes = [(name, each.nbytes) for name, each in buffers.items()]
-    given.check_sizes(sizes, taking._tensors())
+    training_state.check_state_sizes(sizes, taking._tensors())
     taking.load(buffers)
     assert all(map(torch.equal, landed, pushed))
-    with pytest.raises(WireError, match=r"state of a peer: .*beside/0.*, expected tensors of the same names and sizes"):
-        given.check_sizes(sizes, JobState(other, other_optimizer, {})._tensors())
+    with pytest.raises(RpcError, match=r"state of a peer: .*beside/0.*, expected tensors of the same names and sizes"):
+        training_state.check_state_sizes(sizes, TrainingState(other, other_optimizer, {})._tensors())

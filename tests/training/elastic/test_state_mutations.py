@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave import wire
-from ringweave.errors import MessageError, TrainingError, WireError
-from ringweave.training.elastic.joining import given
-from ringweave.training.elastic.state import JobState
-from ringweave.wire.framing import messages
-from ringweave.wire.states import Describe, Description, Shelf
+from ringweave import rpc
+from ringweave.errors import MessageError, RpcError, TrainingError
+from ringweave.rpc import framing
+from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateServer
+from ringweave.training.elastic import training_state
+from ringweave.training.elastic.training_state import TrainingState
 from tests.training.elastic.test_state import OPTIMIZERS, trained
-from tests.wire.test_bad_bytes import mutated
+from tests.wire.mutations import mutated
 
 Buffers = dict[str, bytes]
 
@@ -29,7 +29,7 @@ class Worker:
     def __init__(self, num_steps: int) -> None:
         self.model, self.optimizer, self.scheduler = trained(OPTIMIZERS["adam"], num_steps)
         self.beside = [torch.arange(5.0) * num_steps, torch.arange(3) * num_steps]
-        self.state = JobState(self.model, self.optimizer, {"rate": self.scheduler}, beside=self.beside)
+        self.state = TrainingState(self.model, self.optimizer, {"rate": self.scheduler}, extra_tensors=self.beside)
 
     def all(self) -> dict[str, Any]:
         """Everything that may change."""
@@ -68,7 +68,7 @@ def loaded(newcomer: Worker, buffers: Buffers) -> None:
 
 def damaged(rng: random.Random, good: Buffers) -> Buffers:
     """With a buffer missing, doubled, under another's name, or with other bytes; most often the one with JSON."""
-    found, name = dict(good), rng.choice([given.REST] * 9 + sorted(good))
+    found, name = dict(good), rng.choice([training_state.REST_BUFFER] * 9 + sorted(good))
     match rng.randrange(12):
         case 0:
             del found[name]
@@ -97,20 +97,20 @@ def test_a_damaged_state_is_taken_over_whole_or_not_at_all() -> None:
             assert is_same(newcomer.all(), before), "it begins anew with what it has"
         else:
             num_taken += 1
-            now, rest = given_by(newcomer), json.loads(buffers[given.REST])
+            now, rest = given_by(newcomer), json.loads(buffers[training_state.REST_BUFFER])
             assert {name: now[name] for name in newcomer.state._tensors()} == {
                 name: buffers[name] for name in newcomer.state._tensors()
             }
-            assert repr(json.loads(now[given.REST])["groups"]) == repr(rest["groups"])
+            assert repr(json.loads(now[training_state.REST_BUFFER])["groups"]) == repr(rest["groups"])
             assert now.keys() == buffers.keys()
     assert num_refused > 300
     assert num_taken > 20
 
 
 def changed(good: Buffers, change: Callable[[dict[str, Any]], object]) -> Buffers:
-    rest = json.loads(good[given.REST])
+    rest = json.loads(good[training_state.REST_BUFFER])
     change(rest)
-    return good | {given.REST: json.dumps(rest).encode()}
+    return good | {training_state.REST_BUFFER: json.dumps(rest).encode()}
 
 
 EXP_AVG = {"dtype": "float32", "shape": [4, 3]}
@@ -154,7 +154,7 @@ def test_rubbish_is_refused_and_changes_nothing(rest: bytes) -> None:
     newcomer = Worker(0)
     before = newcomer.all()
     with pytest.raises(MessageError, match=r"state of a peer: .*, expected one of the same model, optimizer and"):
-        loaded(newcomer, given_by(Worker(3)) | {given.REST: rest})
+        loaded(newcomer, given_by(Worker(3)) | {training_state.REST_BUFFER: rest})
     assert is_same(newcomer.all(), before)
 
 
@@ -178,9 +178,9 @@ def test_what_goes_along_and_fails_takes_nothing_with_it(error: Exception) -> No
     giver, newcomer, theirs, own = Worker(3), Worker(2), Grudging(), Grudging()
     theirs.value, own.error = 7, error
     carried = {"rate": giver.scheduler, "grudging": theirs}
-    buffers = JobState(giver.model, giver.optimizer, carried, beside=giver.beside).to_buffers()
-    taker = JobState(
-        newcomer.model, newcomer.optimizer, {"rate": newcomer.scheduler, "grudging": own}, beside=newcomer.beside
+    buffers = TrainingState(giver.model, giver.optimizer, carried, extra_tensors=giver.beside).to_buffers()
+    taker = TrainingState(
+        newcomer.model, newcomer.optimizer, {"rate": newcomer.scheduler, "grudging": own}, extra_tensors=newcomer.beside
     )
     before = newcomer.all()
     with pytest.raises((MessageError, TrainingError), match="no") as caught:
@@ -194,19 +194,19 @@ def test_what_goes_along_and_fails_takes_nothing_with_it(error: Exception) -> No
 class Peer:
     """A connection to a peer: what it sends passes through `spoil`, and then through what a client checks of it."""
 
-    def __init__(self, shelf: Shelf, spoil: Callable[[bytes], bytes]) -> None:
+    def __init__(self, shelf: StateServer, spoil: Callable[[bytes], bytes]) -> None:
         self._handlers = {handler.message: handler.handle for handler in shelf.handlers()}
         self._spoil = spoil
 
-    def call(self, message: wire.Message, *, timeout_s: float) -> wire.Answer:
-        assert isinstance(message, Describe)
-        found = self._handlers[Describe](wire.Call(peer=PEER, message=message, buffers=(), deadline_s=timeout_s))
-        assert isinstance(found, Description)
-        return wire.Answer(messages.decode(Description, self._spoil(messages.encode(found))))
+    def call(self, message: rpc.RpcMessage, *, timeout_s: float) -> rpc.RpcReply:
+        assert isinstance(message, DescribeState)
+        found = self._handlers[DescribeState](rpc.RpcCall(peer=PEER, message=message, buffers=(), deadline_s=timeout_s))
+        assert isinstance(found, StateDescription)
+        return rpc.RpcReply(framing.decode_message(StateDescription, self._spoil(framing.encode_message(found))))
 
-    def start(self, message: wire.Message, *, timeout_s: float, into: list[memoryview]) -> "Peer":
-        found = self._handlers[type(message)](wire.Call(peer=PEER, message=message, buffers=(), deadline_s=timeout_s))
-        assert isinstance(found, wire.Answer)
+    def start(self, message: rpc.RpcMessage, *, timeout_s: float, into: list[memoryview]) -> "Peer":
+        found = self._handlers[type(message)](rpc.RpcCall(peer=PEER, message=message, buffers=(), deadline_s=timeout_s))
+        assert isinstance(found, rpc.RpcReply)
         data = self._spoil(bytes(memoryview(found.buffers[0])))
         if len(data) != into[0].nbytes:
             raise MessageError("chunk: of another length")
@@ -231,22 +231,22 @@ class Spoiling:
         return mutated(self._rng, data.ljust(32))[: len(data)] if self._left == -1 else data
 
 
-PEER = wire.Identity(job="job1", role="worker", name="0.0")
-TRUST = wire.Plain(PEER, "token")
+PEER = rpc.Identity(job="job1", role="worker", name="0.0")
+TRUST = rpc.PlaintextAuthentication(PEER, "token")
 
 
 def test_what_is_damaged_under_way_is_taken_over_as_it_was_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    giver, shelf, rng = Worker(3), Shelf(), random.Random(15)
-    shelf.offer("state", giver.state.to_buffers())
+    giver, shelf, rng = Worker(3), StateServer(), random.Random(15)
+    shelf.publish("state", giver.state.to_buffers())
     num_messages, num_refused, num_taken = len(given_by(giver)), 0, 0
     for _ in range(250):
         peer = Peer(shelf, Spoiling(rng, rng.randrange(2 * num_messages)))
-        monkeypatch.setattr(wire.Client, "connect", lambda *_, peer=peer, **__: nullcontext(peer))
+        monkeypatch.setattr(rpc.RpcClient, "connect", lambda *_, peer=peer, **__: nullcontext(peer))
         newcomer = Worker(0)
         before = newcomer.all()
         try:
-            newcomer.state.pull("host", 1, TRUST, "state", timeout_s=60.0)
-        except WireError:
+            newcomer.state.fetch_from_peer("host", 1, TRUST, "state", timeout_s=60.0)
+        except RpcError:
             num_refused += 1
             assert is_same(newcomer.all(), before)
         else:

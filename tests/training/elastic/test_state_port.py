@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import RemoteError, WireError
-from ringweave.membership.messages import JOB, ring_part
-from ringweave.testing.elastic import ElasticJob
-from ringweave.training.elastic import preparing
-from ringweave.wire.states import Describe, Description, Shelf
+from ringweave.errors import RemoteError, RpcError
+from ringweave.membership.messages import WHOLE_JOB, part_of_ring
+from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateServer
+from ringweave.training.elastic import elastic_preparation
+from tests.fakes.elastic_job import ElasticJob
 from tests.training.elastic import elastic_functions
 from tests.training.rings.elastic import ring_functions
 from tests.wire.parts import wait_until
@@ -22,38 +22,38 @@ from tests.wire.strangers import authority_and_expired, check_turned_away, refus
 
 def test_strangers_are_refused_and_logged_and_members_read_on(tmp_path: Path) -> None:
     authority, expired = authority_and_expired("worker", "1.0")
-    environment, shelf = WorkerEnvironment(run_dir=tmp_path), Shelf()
-    shelf.offer("1.0", {"weight": bytes(8)})
-    trust = wire.Tls(authority.issue("worker", "0.0"))
-    newcomer = wire.Tls(authority.issue("worker", "1.0"))
-    with preparing.serve_state(environment, trust, shelf, "127.0.0.1") as server:
+    environment, shelf = WorkerEnvironment(run_dir=tmp_path), StateServer()
+    shelf.publish("1.0", {"weight": bytes(8)})
+    trust = rpc.TlsAuthentication(authority.issue("worker", "0.0"))
+    newcomer = rpc.TlsAuthentication(authority.issue("worker", "1.0"))
+    with elastic_preparation.start_state_server(environment, trust, shelf, "127.0.0.1") as server:
         check_turned_away(server.port, strangers(authority, expired, server_role="worker"), tmp_path / "events.jsonl")
-        with wire.Client.connect("127.0.0.1", server.port, newcomer, role="worker") as client:
-            found = client.call(Describe(name="1.0"), timeout_s=60).message
-    assert isinstance(found, Description)
+        with rpc.RpcClient.connect("127.0.0.1", server.port, newcomer, role="worker") as client:
+            found = client.call(DescribeState(name="1.0"), timeout_s=60).message
+    assert isinstance(found, StateDescription)
     assert [piece.num_bytes for piece in found.pieces] == [8]
 
 
-class Broken(Shelf):
+class Broken(StateServer):
     """One that has a bug."""
 
-    def handlers(self) -> list[wire.Handler]:
-        def fail(call: wire.Call) -> NoReturn:
+    def handlers(self) -> list[rpc.RpcHandler]:
+        def fail(call: rpc.RpcCall) -> NoReturn:
             raise KeyError("no such thing")
 
-        return [wire.Handler(message=Describe, handle=fail)]
+        return [rpc.RpcHandler(message=DescribeState, handle=fail)]
 
 
 def test_a_bug_in_a_handler_is_in_the_members_log(caplog: pytest.LogCaptureFixture) -> None:
-    authority = wire.Authority("test")
-    trust, newcomer = (wire.Tls(authority.issue("worker", name)) for name in ("0.0", "1.0"))
+    authority = rpc.CertificateAuthority("test")
+    trust, newcomer = (rpc.TlsAuthentication(authority.issue("worker", name)) for name in ("0.0", "1.0"))
     with (
-        preparing.serve_state(WorkerEnvironment(), trust, Broken(), "127.0.0.1") as server,
-        wire.Client.connect("127.0.0.1", server.port, newcomer, role="worker") as client,
+        elastic_preparation.start_state_server(WorkerEnvironment(), trust, Broken(), "127.0.0.1") as server,
+        rpc.RpcClient.connect("127.0.0.1", server.port, newcomer, role="worker") as client,
         caplog.at_level(logging.WARNING, "ringweave"),
         pytest.raises(RemoteError, match="KeyError in the handler; see its log"),
     ):
-        client.call(Describe(name="1.0"), timeout_s=60)
+        client.call(DescribeState(name="1.0"), timeout_s=60)
     assert caplog.messages == ["state of this member: state.describe of 1.0: KeyError: 'no such thing'"]
 
 
@@ -63,8 +63,8 @@ def test_a_bug_in_a_handler_is_in_the_members_log(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("function", "args", "attended_by", "part"),
     [
-        (elastic_functions.train, (1000,), (), JOB),
-        (ring_functions.train, (1000, 1, {}), ("server",), ring_part(0)),
+        (elastic_functions.train, (1000,), (), WHOLE_JOB),
+        (ring_functions.train, (1000, 1, {}), ("server",), part_of_ring(0)),
     ],
     ids=["one group", "rings"],
 )
@@ -72,12 +72,12 @@ def test_members_of_each_kind_write_strangers_down(
     tmp_path: Path, function: Callable[..., Any], args: tuple[Any, ...], attended_by: tuple[str, ...], part: str
 ) -> None:
     log = tmp_path / "events.jsonl"
-    with ElasticJob(function, 1, *args, environ={"RINGWEAVE_EVENTS": str(log)}, attended_by=attended_by) as job:
-        job.wait_said("0.0", lambda word: word[0] == "done")
-        host, port = job.headquarters[0].by_part[part][-1].standings[0].place.split()
-        stranger = wire.Tls(wire.Authority("test").issue("worker", "1.0"))
-        with pytest.raises(WireError):
-            wire.Client.connect(host, int(port), stranger, role="worker").close()
+    with ElasticJob(function, 1, *args, environ={"RINGWEAVE_EVENTS": str(log)}, services=attended_by) as job:
+        job.wait_message("0.0", lambda word: word[0] == "done")
+        host, port = job.coordinators[0].memberships_by_part[part][-1].standings[0].place.split()
+        stranger = rpc.TlsAuthentication(rpc.CertificateAuthority("test").issue("worker", "1.0"))
+        with pytest.raises(RpcError):
+            rpc.RpcClient.connect(host, int(port), stranger, role="worker").close()
         wait_until(lambda: bool(refused(log)))
     (event,) = refused(log).values()
     assert (event["service"], event["reason"]) == ("ringweave://test/worker/0.0", "certificate")

@@ -16,8 +16,8 @@ from ringweave.environment import CREDENTIALS, MODE, SERVER
 from ringweave.errors import DisagreementError, TrainingError
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.training import Asynchronous
-from ringweave.training.choosing import forecasting, trials
-from ringweave.training.rings.sharing import RingShares
+from ringweave.training.mode_choice import forecast, trial
+from ringweave.training.rings.ring_formation import RingShares
 from tests.training import training_functions
 from tests.training.training_functions import Case, assert_same_everywhere, forever, make, weights_of
 
@@ -38,7 +38,7 @@ def distance_in_one_ring(port: int, keys: str, case: Case) -> float:
     training_functions.train(*found, case)
     together = weights_of(found[0].module)
     assert_same_everywhere(together)
-    found[2]._parts.places.leave()
+    found[2]._parts.assignment.leave_server()
     return ((together - alone).abs().max() / alone.abs().max()).item()
 
 
@@ -52,7 +52,7 @@ def distance_with_scaler(port: int, keys: str, num_steps: int) -> float:
     at = 3 if dist.get_rank() == 0 else None
     together = scaled(model, optimizer, forever(shared, num_steps), infinite_at=at)
     assert_same_everywhere(together)
-    shared._parts.places.leave()
+    shared._parts.assignment.leave_server()
     return ((together - alone).abs().max() / alone.abs().max()).item()
 
 
@@ -89,7 +89,7 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
     model, optimizer, shared = ringweave.prepare(
         model, optimizer, loader, mode="ps-hra", asynchronous=Asynchronous(rings=2)
     )
-    ring = shared._parts.places.seat.index
+    ring = shared._parts.assignment.current.index
     accounts = []
     for epoch in range(num_epochs):
         at = 3 if (ring, epoch) == (1, 0) else None  # one ring leaves a step out, the other one does not
@@ -97,7 +97,7 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
         accounts.append(shared.account is not None and shared.account.is_exact)
     assert_same_everywhere(weights_of(model))
     moved = (weights_of(model) - before).norm().item()
-    shared._parts.places.leave()
+    shared._parts.assignment.leave_server()
     return moved, len(shared), all(accounts)
 
 
@@ -118,13 +118,13 @@ def sum_in_two_rings(port: int, keys: str) -> tuple[float, int]:
     model, optimizer, shared = ringweave.prepare(
         model, optimizer, loader, mode="ps-hra", reduction="sum", asynchronous=settings
     )
-    num_rings = len(shared._parts.places.seat.rings)
+    num_rings = len(shared._parts.assignment.current.rings)
     for _ in range(2):
         for (inputs,) in shared:
             optimizer.zero_grad()
             model(inputs).sum().backward()
             optimizer.step()
-    shared._parts.places.leave()
+    shared._parts.assignment.leave_server()
     moved = before - model.module.weight.detach()
     return ((moved * whole).sum() / whole.square().sum()).item(), num_rings
 
@@ -154,7 +154,7 @@ def refusals(port: int, keys: str) -> list[str]:
     _, prepared, shared = ringweave.prepare(model, fresh, loader, mode="ps-hra")
     prepared.load_state_dict(fresh.state_dict())
     note(lambda: prepared.load_state_dict(stateful.state_dict()))
-    shared._parts.places.leave()
+    shared._parts.assignment.leave_server()
     return found
 
 
@@ -174,7 +174,7 @@ def wrapped_before(port: int, keys: str) -> tuple[int, bool]:
             take_step(parallel, optimizer, x, y)
     assert shared.account is not None
     is_exact = shared.account.is_exact
-    shared._parts.places.leave()
+    shared._parts.assignment.leave_server()
     return dist.get_world_size(parallel.process_group), is_exact
 
 
@@ -215,7 +215,7 @@ def break_off(port: int, keys: str) -> list[float]:
                 break
             take_step(model, optimizer, x, y)
         dist.barrier()
-    loader._parts.places.leave()
+    loader._parts.assignment.leave_server()
     return weights_of(model).tolist()
 
 
@@ -234,7 +234,7 @@ def look_first(port: int, keys: str) -> list[tuple[int, int, bool]]:
             take_step(model, optimizer, x, y)
         account = loader.account
         seen.append((account.epoch, account.expected.num_samples, account.is_exact) if account else (-1, 0, False))
-    loader._parts.places.leave()
+    loader._parts.assignment.leave_server()
     return seen
 
 
@@ -245,20 +245,20 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
     theirs. Returns the weights.
     """
     meet_server(port, keys)
-    trials.measure = lambda *_, **__: trials.Trial()  # pyrefly: ignore
+    trial.run_model_trial = lambda *_, **__: trial.ModelTrial()  # pyrefly: ignore
     SpeedEstimator.speed = property(lambda _: None)  # pyrefly: ignore
     triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
     shares = loader._parts.shares
-    assert shares._timer.open in model._forward_pre_hooks.values(), "the wait for buffers is told apart"
-    measure, num_groups = shares.meet, len(distributed_c10d._world.pg_map)
+    assert shares._timer.open_span in model._forward_pre_hooks.values(), "the wait for buffers is told apart"
+    measure, num_groups = shares.rebalance_at_barrier, len(distributed_c10d._world.pg_map)
     for seconds in epochs:
         told = [Speed(s_per_sample=each_s) for each_s in seconds]
-        shares.meet = lambda told=told: (measure(), told)[1]
+        shares.rebalance_at_barrier = lambda told=told: (measure(), told)[1]
         for x, y in loader:
             take_step(model, optimizer, x, y)
     assert len(distributed_c10d._world.pg_map) == num_groups, "rings that are left leave no groups behind"
-    loader._parts.places.leave()
+    loader._parts.assignment.leave_server()
     return weights_of(model).tolist()
 
 
@@ -267,21 +267,21 @@ def stall_in_one_ring(port: int, keys: str, num_epochs: int) -> tuple[list, bool
     meet_server(port, keys)
     os.environ[MODE] = "auto"
     everyone = (tuple(range(dist.get_world_size())),)
-    forecasting.decide = lambda *_, **__: ("ps-hra", "a trial without stalls", everyone)  # pyrefly: ignore
+    forecast.choose_mode = lambda *_, **__: ("ps-hra", "a trial without stalls", everyone)  # pyrefly: ignore
     RingShares.recent_s = property(lambda _: (0.01,) * 7 + (0.04,))  # pyrefly: ignore - noise of this machine is none
     model, optimizer, loader = make(Case(num_samples=480, batch=24))
     model, optimizer, shared = ringweave.prepare(model, optimizer, loader)
     seen, are_exact = [], True
     for _ in range(num_epochs):
-        seen.append(shared._parts.places.seat.rings)
+        seen.append(shared._parts.assignment.current.rings)
         for x, y in shared:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         are_exact &= shared.account is not None and shared.account.is_exact
         assert_same_everywhere(weights_of(model))
-    shared._parts.places.leave()
-    return [*seen, shared._parts.places.seat.rings], are_exact
+    shared._parts.assignment.leave_server()
+    return [*seen, shared._parts.assignment.current.rings], are_exact
 
 
 def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, list]:
@@ -290,26 +290,28 @@ def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, l
     Returns, for each epoch: rings, steps, pushes, and the sum of all weights after each step.
     """
     meet_server(port, keys)
-    trials.measure = lambda *_, **__: trials.Trial(sample_s=[(0.001, 0.001, 0.004, 0.004)[dist.get_rank()]] * 4)
+    trial.run_model_trial = lambda *_, **__: trial.ModelTrial(
+        sample_s=[(0.001, 0.001, 0.004, 0.004)[dist.get_rank()]] * 4
+    )
     SpeedEstimator.speed = property(lambda _: None)  # pyrefly: ignore
     model, _, loader = make_regression(480, 40, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = Asynchronous(rings=2, local_steps=local_steps)
     model, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="ps-hra", asynchronous=settings)
     parts, seen = shared._parts, {"rings": [], "pushes": [], "steps": []}
-    measure = parts.shares.meet
+    measure = parts.shares.rebalance_at_barrier
     told = [Speed(s_per_sample=each_s) for each_s in (0.001, 0.004, 0.001, 0.004)]
-    parts.shares.meet = lambda: (measure(), told)[1]
+    parts.shares.rebalance_at_barrier = lambda: (measure(), told)[1]
     for _ in range(2):
-        seat, sums = parts.places.seat, []
+        seat, sums = parts.assignment.current, []
         for x, y in shared:
             take_step(model, optimizer, x, y)
             sums.append(weights_of(model.module).sum().item())
             time.sleep(0.02)  # else one ring may be through with the epoch before the other one gets the processor
         seen["rings"].append(seat.rings)
-        seen["pushes"].append(seat.member._sequence)
+        seen["pushes"].append(seat.worker._sequence)
         seen["steps"].append(sums)
         assert shared.account is not None
         assert shared.account.is_exact
-    parts.places.leave()
+    parts.assignment.leave_server()
     return seen

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ringweave.environment import EVENTS
-from ringweave.params.messages import Status
-from ringweave.telemetry.events import read
+from ringweave.param_server.messages import ServerStatus
+from ringweave.telemetry.events import read_events
 from ringweave.testing.ranks import Ranks
 from tests.params.ring.test_rings import TIMEOUT_S, serving
 from tests.training.rings import ring_training
@@ -14,7 +14,7 @@ from tests.training.rings import ring_training
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
-def run(folder: Path, function: object, num_ranks: int, *settings: object) -> tuple[list[dict], Status]:
+def run(folder: Path, function: object, num_ranks: int, *settings: object) -> tuple[list[dict], ServerStatus]:
     """What was noted, and what the server says of itself; all ranks have the same parameters at the end."""
     environ = {EVENTS: str(folder / "events.jsonl")}
     with (
@@ -25,7 +25,7 @@ def run(folder: Path, function: object, num_ranks: int, *settings: object) -> tu
     ):
         weights = ranks.values(timeout_s=TIMEOUT_S)
         assert all(each == weights[0] for each in weights)
-        return list(read(folder / "events.jsonl")), service.status()
+        return list(read_events(folder / "events.jsonl")), service.status()
 
 
 def test_a_ring_that_breaks_off_its_epochs_holds_nobody_up(tmp_path: Path) -> None:

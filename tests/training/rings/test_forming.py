@@ -2,8 +2,8 @@ import pytest
 
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import Speed
-from ringweave.training.rings.forming import better_rings, rings_of, speeds_of
-from ringweave.training.rings.settings import Asynchronous
+from ringweave.training.rings.ring_formation import find_better_rings, form_rings, relative_speeds
+from ringweave.training.rings.ring_settings import Asynchronous
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from ringweave.training.rings.settings import Asynchronous
     ],
 )
 def test_rings_are_of_equal_speed(speeds, mode, num_rings, expected):
-    assert rings_of(speeds, mode, num_rings) == expected
+    assert form_rings(speeds, mode, num_rings) == expected
 
 
 def test_local_steps_are_not_negative():
@@ -37,9 +37,9 @@ def said(*pairs: tuple[float, list[float] | None]) -> list[dict]:
 
 
 def test_speeds_are_those_of_the_file_unless_trials_contradict_it():
-    assert speeds_of(said((1.0, [0.010]), (1.0, [0.015]), (0.5, [0.021]))) == [1.0, 1.0, 0.5]
-    assert speeds_of(said((1.0, [0.01]), (1.0, [0.01]), (1.0, [0.05]))) == [100, 100, 20]
-    assert speeds_of(said((1.0, [0.01]), (0.3, None))) == [1.0, 0.3]
+    assert relative_speeds(said((1.0, [0.010]), (1.0, [0.015]), (0.5, [0.021]))) == [1.0, 1.0, 0.5]
+    assert relative_speeds(said((1.0, [0.01]), (1.0, [0.01]), (1.0, [0.05]))) == [100, 100, 20]
+    assert relative_speeds(said((1.0, [0.01]), (0.3, None))) == [1.0, 0.3]
 
 
 def measured(*s_per_sample: float, noise: float = 0.02) -> list[Speed]:
@@ -48,16 +48,16 @@ def measured(*s_per_sample: float, noise: float = 0.02) -> list[Speed]:
 
 def test_rings_are_formed_anew_when_workers_are_no_longer_in_those_of_their_speed():
     rings = ((0, 1), (2, 3))
-    assert better_rings(rings, measured(1.0, 1.0, 4.0, 4.0), None) is None
-    assert better_rings(rings, measured(1.0, 4.0, 1.0, 4.0), None) == ((0, 2), (1, 3))
-    assert better_rings(rings, measured(1.0, 1.05, 1.1, 1.0), None) is None, "all are of one kind"
+    assert find_better_rings(rings, measured(1.0, 1.0, 4.0, 4.0), None) is None
+    assert find_better_rings(rings, measured(1.0, 4.0, 1.0, 4.0), None) == ((0, 2), (1, 3))
+    assert find_better_rings(rings, measured(1.0, 1.05, 1.1, 1.0), None) is None, "all are of one kind"
 
 
 def test_rings_stay_where_speeds_are_not_certain():
     rings = ((0, 1), (2, 3))
-    assert better_rings(rings, measured(1.0, 1.4, 1.0, 1.4), None) is not None
-    assert better_rings(rings, measured(1.0, 1.4, 1.0, 1.4, noise=0.5), None) is None
+    assert find_better_rings(rings, measured(1.0, 1.4, 1.0, 1.4), None) is not None
+    assert find_better_rings(rings, measured(1.0, 1.4, 1.0, 1.4, noise=0.5), None) is None
 
 
 def test_as_many_rings_as_are_asked_for():
-    assert better_rings(((0, 1, 2), (3,)), measured(1.0, 1.0, 4.0, 16.0), 2) == ((0, 1), (2, 3))
+    assert find_better_rings(((0, 1, 2), (3,)), measured(1.0, 1.0, 4.0, 16.0), 2) == ((0, 1), (2, 3))

@@ -3,16 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import MessageError, UsageError
-from ringweave.wire.framing import frames, messages
+from ringweave.rpc import framing
 from tests.wire.parts import Add
 
-LIMITS = wire.Limits(max_body_bytes=1000, max_buffers=8, max_message_bytes=10_000, max_bytes_in_flight=10_000)
+LIMITS = rpc.RpcLimits(max_body_bytes=1000, max_buffers=8, max_message_bytes=10_000, max_bytes_in_flight=10_000)
 
 
 @given(
-    kind=st.sampled_from(frames.FrameKind),
+    kind=st.sampled_from(framing.FrameKind),
     call=st.integers(0, 2**64 - 1),
     name=st.text("abc.", max_size=64),
     body=st.binary(max_size=1000),
@@ -20,21 +20,21 @@ LIMITS = wire.Limits(max_body_bytes=1000, max_buffers=8, max_message_bytes=10_00
     timeout_ms=st.integers(0, 2**32 - 1),
 )
 def test_a_frame_reads_back_as_it_was_packed(kind, call, name, body, sizes, timeout_ms):
-    data = frames.pack(kind, call=call, name=name, body=body, sizes=sizes, timeout_s=timeout_ms / 1000)
-    prefix = frames.read_prefix(data, LIMITS)
-    head = frames.read_head(prefix, data[frames.PREFIX_BYTES :])
+    data = framing.pack_frame(kind, call=call, name=name, body=body, sizes=sizes, timeout_s=timeout_ms / 1000)
+    prefix = framing.parse_prefix(data, LIMITS)
+    head = framing.parse_head(prefix, data[framing.PREFIX_BYTES :])
     assert (prefix.kind, prefix.call, head.name, head.body, head.sizes) == (kind, call, name, body, tuple(sizes))
     assert abs(prefix.timeout_ms - timeout_ms) <= 1
-    assert prefix.total_bytes == len(data) + (sum(sizes) + frames.CHECK_BYTES if sizes else 0)
+    assert prefix.total_bytes == len(data) + (sum(sizes) + framing.CHECKSUM_BYTES if sizes else 0)
 
 
 def test_every_changed_bit_of_prefix_and_head_is_found():
-    data = frames.pack(frames.FrameKind.CALL, call=7, name="a.b", body=b"{}", sizes=[3, 4], timeout_s=1)
+    data = framing.pack_frame(framing.FrameKind.CALL, call=7, name="a.b", body=b"{}", sizes=[3, 4], timeout_s=1)
     for position in range(8 * len(data)):
         changed = bytearray(data)
         changed[position // 8] ^= 1 << position % 8
         with pytest.raises(MessageError):
-            frames.read_head(frames.read_prefix(changed, LIMITS), changed[frames.PREFIX_BYTES :])
+            framing.parse_head(framing.parse_prefix(changed, LIMITS), changed[framing.PREFIX_BYTES :])
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_every_changed_bit_of_prefix_and_head_is_found():
     ],
 )
 def test_more_than_the_limits_is_refused_from_the_prefix_alone(options, text):
-    data = frames.pack(frames.FrameKind.CALL, **options)
+    data = framing.pack_frame(framing.FrameKind.CALL, **options)
     with pytest.raises(MessageError, match=text):
-        frames.read_prefix(data[: frames.PREFIX_BYTES], LIMITS)
+        framing.parse_prefix(data[: framing.PREFIX_BYTES], LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -66,36 +66,36 @@ def test_more_than_the_limits_is_refused_from_the_prefix_alone(options, text):
 )
 def test_what_is_no_frame_is_refused(data, text):
     with pytest.raises(MessageError, match=text):
-        frames.read_prefix(data[: frames.PREFIX_BYTES], LIMITS)
+        framing.parse_prefix(data[: framing.PREFIX_BYTES], LIMITS)
 
 
 def test_buffers_are_not_copied():
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    view = frames.flat(array)
+    view = framing.as_bytes_view(array)
     assert view.nbytes == 48
     array[0, 0] = 5
     assert np.frombuffer(view, np.float32)[0] == 5
-    assert frames.flat(np.zeros((0, 3), np.float32)).nbytes == 0
+    assert framing.as_bytes_view(np.zeros((0, 3), np.float32)).nbytes == 0
 
 
 def test_buffers_that_are_not_contiguous_are_refused():
     with pytest.raises(MessageError, match=r"buffer: \(8,\), expected contiguous memory\. Copy it first"):
-        frames.flat(np.arange(10, dtype=np.float32)[::2])
+        framing.as_bytes_view(np.arange(10, dtype=np.float32)[::2])
 
 
 def test_changed_content_is_found():
     content = bytearray(b"abcdef")
-    stated = frames.pack_check(frames.check(content[:3], content[3:]))
-    frames.check_content([memoryview(content)], stated)
+    stated = framing.pack_checksum(framing.checksum(content[:3], content[3:]))
+    framing.verify_content([memoryview(content)], stated)
     content[4] ^= 1
     with pytest.raises(MessageError, match="buffers of a message: 'another check'"):
-        frames.check_content([memoryview(content)], stated)
+        framing.verify_content([memoryview(content)], stated)
 
 
 @given(number=st.integers(-(2**63), 2**63), words=st.lists(st.text(max_size=20), max_size=5).map(tuple))
 def test_messages_survive_the_wire(number, words):
     message = Add(number=number, words=words)
-    assert messages.decode(Add, messages.encode(message)) == message
+    assert framing.decode_message(Add, framing.encode_message(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -114,24 +114,24 @@ def test_messages_survive_the_wire(number, words):
 )
 def test_messages_of_another_schema_are_refused(body, text):
     with pytest.raises(MessageError, match=text):
-        messages.decode(Add, body)
+        framing.decode_message(Add, body)
 
 
 def test_not_a_number_and_infinity_survive():
-    class Loss(wire.Message):
+    class Loss(rpc.RpcMessage):
         kind = "test.loss"
         value: float
 
-    assert messages.decode(Loss, messages.encode(Loss(value=float("inf")))).value == float("inf")
+    assert framing.decode_message(Loss, framing.encode_message(Loss(value=float("inf")))).value == float("inf")
 
 
 def test_limits_that_no_message_could_meet_are_refused():
     with pytest.raises(UsageError, match=r"max_message_bytes: 11, expected at most max_bytes_in_flight, 10\."):
-        wire.Limits(max_message_bytes=11, max_bytes_in_flight=10)
+        rpc.RpcLimits(max_message_bytes=11, max_bytes_in_flight=10)
     with pytest.raises(UsageError, match=r"max_calls: 0, expected more than 0\. Raise the limit\."):
-        wire.Limits(max_calls=0)
+        rpc.RpcLimits(max_calls=0)
 
 
 def test_a_slow_link_has_time_in_proportion():
-    limits = wire.Limits(patience_s=2, slowest_bytes_per_s=1000)
-    assert limits.frame_s(5000) == 7
+    limits = rpc.RpcLimits(patience_s=2, slowest_bytes_per_s=1000)
+    assert limits.frame_timeout_s(5000) == 7

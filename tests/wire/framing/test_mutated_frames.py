@@ -11,16 +11,16 @@ import tracemalloc
 
 import pytest
 
-from ringweave import wire
-from ringweave.errors import WireError
-from ringweave.wire.framing import frames, messages
-from ringweave.wire.framing.channels import Channel
-from ringweave.wire.framing.frames import FrameKind
+from ringweave import rpc
+from ringweave.errors import RpcError
+from ringweave.rpc import framing
+from ringweave.rpc.channel import RpcChannel
+from ringweave.rpc.framing import FrameKind
 from tests.wire.mutations import damaged
 from tests.wire.parts import Add
 
 NUM_MESSAGES = 100_000
-LIMITS = wire.Limits(max_message_bytes=1 << 16, max_body_bytes=4096, max_bytes_in_flight=1 << 20, patience_s=60.0)
+LIMITS = rpc.RpcLimits(max_message_bytes=1 << 16, max_body_bytes=4096, max_bytes_in_flight=1 << 20, patience_s=60.0)
 VALUES = (0, 1, -1, 2**63, 1e308, "x", "\0", None, True, [], {}, [[]] * 50, "9" * 400, {"number": 1})
 GOOD_NUMBER = 77_777_777
 BUFFERS = (b"parameters" * 20, b"", b"\x01")
@@ -32,10 +32,10 @@ def packed(
     body: bytes, *, name: str = "test.add", sizes: list[int] | None = None, kind: FrameKind = FrameKind.CALL
 ) -> bytes:
     """A whole frame with right checks, whatever is in it."""
-    head = frames.pack(
+    head = framing.pack_frame(
         kind, call=1, name=name, body=body, sizes=[len(each) for each in BUFFERS] if sizes is None else sizes
     )
-    return head + b"".join(BUFFERS) + frames.pack_check(frames.check(*map(memoryview, BUFFERS)))
+    return head + b"".join(BUFFERS) + framing.pack_checksum(framing.checksum(*map(memoryview, BUFFERS)))
 
 
 def cunning(rng: random.Random) -> bytes:
@@ -63,15 +63,15 @@ def received(data: bytes) -> tuple[Add, bytes] | None:
     with ours, theirs:
         theirs.sendall(data)
         theirs.close()
-        channel = Channel(ours, LIMITS, "test")
+        channel = RpcChannel(ours, LIMITS, "test")
         try:
             head = channel.receive_head()
             if head.prefix.kind != FrameKind.CALL or head.name != Add.kind:
                 return None
-            message = messages.decode(Add, head.body)
+            message = framing.decode_message(Add, head.body)
             rooms = [memoryview(bytearray(size)) for size in head.sizes]
             channel.receive_content(head.prefix, rooms)
-        except WireError:
+        except RpcError:
             return None
         return message, b"".join(rooms)
 
@@ -80,7 +80,7 @@ def attack(num_messages: int, seed: int) -> int:
     """Read so many wrong messages; how many were refused. Damage by chance is never taken for a message, and nothing at
     all for the one that was sent."""
     rng, num_refused = random.Random(seed), 0
-    good = packed(messages.encode(GOOD))
+    good = packed(framing.encode_message(GOOD))
     assert received(good) == SENT
     for number in range(num_messages):
         is_chance = number % 2 == 0
@@ -98,7 +98,7 @@ def test_100_000_mutated_messages_are_refused() -> None:
 
 
 def test_no_bit_of_a_frame_can_be_another_one_and_no_byte_be_left_out() -> None:
-    good = packed(messages.encode(GOOD))
+    good = packed(framing.encode_message(GOOD))
     assert received(good) == SENT
     for position in range(8 * len(good)):
         changed = bytearray(good)

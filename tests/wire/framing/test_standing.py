@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from ringweave.errors import DeadlineError
-from ringweave.wire.framing.channels import Channel
-from ringweave.wire.framing.frames import FrameKind
-from ringweave.wire.framing.limits import Limits
+from ringweave.rpc.channel import RpcChannel
+from ringweave.rpc.framing import FrameKind, RpcLimits
 
 CONTENT = bytes(32 << 20)
 """More than the kernel holds."""
@@ -21,7 +20,7 @@ class Sending:
     def __init__(self, stands_s: float) -> None:
         here, self.there = socket.socketpair()
         self.now_s = 0.0
-        self.channel = Channel(here, Limits(), "there", lambda: self.now_s)
+        self.channel = RpcChannel(here, RpcLimits(), "there", lambda: self.now_s)
         self._poll, self._stands_s = self.channel._poll, stands_s
         self.channel._poll = self.wait
         self.num_waits = 0
@@ -50,13 +49,13 @@ class Sending:
 
 @pytest.fixture
 def long_wait() -> Iterator[Sending]:
-    sending = Sending(10 * Limits().frame_s(len(CONTENT)))
+    sending = Sending(10 * RpcLimits().frame_timeout_s(len(CONTENT)))
     yield sending
     sending.close()
 
 
 def test_a_frame_that_waits_for_room_has_the_time_of_its_call(long_wait: Sending) -> None:
-    long_wait.send(timeout_s=20 * Limits().frame_s(len(CONTENT)))
+    long_wait.send(timeout_s=20 * RpcLimits().frame_timeout_s(len(CONTENT)))
     assert long_wait.num_waits >= 2
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ringweave import wire
-from ringweave.errors import DeadlineError, RefusedError, UsageError, WireError
-from ringweave.telemetry import EventLog, read
-from ringweave.wire.security.authority import LIFETIME, utc_now
+from ringweave import rpc
+from ringweave.errors import DeadlineError, RefusedError, RpcError, UsageError
+from ringweave.rpc.tls import CERTIFICATE_LIFETIME, utc_now
+from ringweave.telemetry import EventLog, read_events
 from tests.wire.parts import Add, Events, connect, serving, trust, wait_until
 
 
-def test_members_of_a_job_talk_and_know_each_other(authority: wire.Authority, events: Events) -> None:
+def test_members_of_a_job_talk_and_know_each_other(authority: rpc.CertificateAuthority, events: Events) -> None:
     with (
         serving(trust(authority, "server", "0"), record=events) as server,
         connect(server, trust(authority, "worker", "3")) as client,
@@ -24,15 +24,15 @@ def test_members_of_a_job_talk_and_know_each_other(authority: wire.Authority, ev
     assert events.seen == []
 
 
-def refused(server: wire.Server, trusted: wire.Trust, match: str) -> None:
+def refused(server: rpc.RpcServer, trusted: rpc.PeerAuthentication, match: str) -> None:
     with pytest.raises(RefusedError, match=match):
         connect(server, trusted)
     assert server.held_bytes == 0
     wait_until(lambda: not server.peers())
 
 
-def test_a_foreign_authority_is_refused_by_both_ends(authority: wire.Authority, events: Events) -> None:
-    foreign = wire.Authority("job1")
+def test_a_foreign_authority_is_refused_by_both_ends(authority: rpc.CertificateAuthority, events: Events) -> None:
+    foreign = rpc.CertificateAuthority("job1")
     with serving(trust(authority, "server", "0"), record=events) as server:
         refused(server, trust(foreign, "worker", "0"), r"certificate of the other end: .*expected a valid certificate")
         event = events.wait_reason("certificate")
@@ -42,11 +42,11 @@ def test_a_foreign_authority_is_refused_by_both_ends(authority: wire.Authority, 
 
 
 def test_a_server_refuses_a_foreign_certificate_that_a_client_does_not_mind(
-    authority: wire.Authority, events: Events
+    authority: rpc.CertificateAuthority, events: Events
 ) -> None:
     """A client that trusts this job's authority but holds a certificate of another."""
-    ours, foreign = authority.issue("worker", "0"), wire.Authority("job1").issue("worker", "0")
-    mixed = wire.Credentials(
+    ours, foreign = authority.issue("worker", "0"), rpc.CertificateAuthority("job1").issue("worker", "0")
+    mixed = rpc.Credentials(
         identity=ours.identity,
         authority_pem=ours.authority_pem,
         certificate_pem=foreign.certificate_pem,
@@ -54,14 +54,18 @@ def test_a_server_refuses_a_foreign_certificate_that_a_client_does_not_mind(
         token=ours.token,
     )
     with serving(trust(authority, "server", "0"), record=events) as server:
-        refused(server, wire.Tls(mixed), r"TLS handshake: 'TLSV1_ALERT_UNKNOWN_CA', .*credentials of the same job")
+        refused(
+            server,
+            rpc.TlsAuthentication(mixed),
+            r"TLS handshake: 'TLSV1_ALERT_UNKNOWN_CA', .*credentials of the same job",
+        )
         assert "CERTIFICATE_VERIFY_FAILED" in events.wait_reason("certificate")["text"]
 
 
-def test_an_expired_certificate_is_refused(authority: wire.Authority, events: Events) -> None:
+def test_an_expired_certificate_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     now = [utc_now() - timedelta(days=2)]
-    aging = wire.Authority("job1", timedelta(days=1), clock=lambda: now[0])
-    expired = wire.Tls(aging.issue("worker", "0"))
+    aging = rpc.CertificateAuthority("job1", timedelta(days=1), clock=lambda: now[0])
+    expired = rpc.TlsAuthentication(aging.issue("worker", "0"))
     now[0] = utc_now()
     with serving(trust(aging, "server", "0"), record=events) as server:
         refused(server, expired, r"'SSLV3_ALERT_CERTIFICATE_EXPIRED', .*Issue new credentials, and look at the clocks")
@@ -72,7 +76,7 @@ def test_an_expired_certificate_is_refused(authority: wire.Authority, events: Ev
 @pytest.mark.parametrize("days", [30, 300])
 def test_in_a_job_that_has_run_for_long_old_and_new_certificates_are_let_in(days: int) -> None:
     now = [utc_now() - timedelta(days=days)]
-    authority = wire.Authority("job1", clock=lambda: now[0])
+    authority = rpc.CertificateAuthority("job1", clock=lambda: now[0])
     of_the_begin, spare = trust(authority, "server", "0"), trust(authority, "worker", "0")
     now[0] = utc_now()
     with serving(of_the_begin) as server:
@@ -82,8 +86,8 @@ def test_in_a_job_that_has_run_for_long_old_and_new_certificates_are_let_in(days
 
 
 def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
-    now = [utc_now() - LIFETIME - timedelta(days=1)]
-    authority = wire.Authority("job1", clock=lambda: now[0])
+    now = [utc_now() - CERTIFICATE_LIFETIME - timedelta(days=1)]
+    authority = rpc.CertificateAuthority("job1", clock=lambda: now[0])
     expired = trust(authority, "worker", "0")
     now[0] = utc_now()
     with serving(trust(authority, "server", "0"), record=events) as server:
@@ -91,7 +95,7 @@ def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
         assert "certificate has expired" in events.wait_reason("certificate")["text"]
 
 
-def test_no_certificate_is_refused(authority: wire.Authority, events: Events) -> None:
+def test_no_certificate_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with serving(trust(authority, "server", "0"), record=events) as server:
@@ -106,8 +110,8 @@ def test_no_certificate_is_refused(authority: wire.Authority, events: Events) ->
         assert "Give the process the credentials that the job's authority issued" in text
 
 
-def test_tls_1_2_is_refused(authority: wire.Authority, events: Events) -> None:
-    context = authority.issue("worker", "0").context(serves=False)
+def test_tls_1_2_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
+    context = authority.issue("worker", "0").tls_context(is_server=False)
     context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
     with serving(trust(authority, "server", "0"), record=events) as server:
         with (
@@ -118,8 +122,8 @@ def test_tls_1_2_is_refused(authority: wire.Authority, events: Events) -> None:
         assert "UNSUPPORTED_PROTOCOL" in events.wait_reason("certificate")["text"]
 
 
-def test_a_wrong_token_is_refused(authority: wire.Authority, events: Events) -> None:
-    stolen = wire.Tls(authority.issue("worker", "0"))
+def test_a_wrong_token_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
+    stolen = rpc.TlsAuthentication(authority.issue("worker", "0"))
     stolen.token = "not the token"
     with serving(trust(authority, "server", "0"), record=events) as server:
         refused(
@@ -128,21 +132,23 @@ def test_a_wrong_token_is_refused(authority: wire.Authority, events: Events) -> 
         assert "not the token" not in str(events.wait_reason("token"))
 
 
-def test_an_identity_that_is_not_the_certificates_is_refused(authority: wire.Authority, events: Events) -> None:
-    liar = wire.Tls(authority.issue("worker", "0"))
-    liar.identity = wire.Identity(job="job1", role="server", name="1")
+def test_an_identity_that_is_not_the_certificates_is_refused(
+    authority: rpc.CertificateAuthority, events: Events
+) -> None:
+    liar = rpc.TlsAuthentication(authority.issue("worker", "0"))
+    liar.identity = rpc.Identity(job="job1", role="server", name="1")
     with serving(trust(authority, "server", "0"), record=events) as server:
         refused(server, liar, r"identity: 'ringweave://job1/server/1', expected that of the certificate, .*worker/0")
         events.wait_reason("identity")
 
 
-def test_a_role_that_has_no_business_here_is_refused(authority: wire.Authority, events: Events) -> None:
+def test_a_role_that_has_no_business_here_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     with serving(trust(authority, "server", "0"), record=events, roles=["worker"]) as server:
         refused(server, trust(authority, "monitor", "0"), r"role of the other end: 'monitor', expected worker\.")
         events.wait_reason("role")
 
 
-def test_a_worker_that_listens_where_the_server_should_gets_no_token(authority: wire.Authority) -> None:
+def test_a_worker_that_listens_where_the_server_should_gets_no_token(authority: rpc.CertificateAuthority) -> None:
     with (
         serving(trust(authority, "worker", "0")) as server,
         pytest.raises(RefusedError, match=r"role of the other end: 'worker', expected server\. Look at the address"),
@@ -151,8 +157,8 @@ def test_a_worker_that_listens_where_the_server_should_gets_no_token(authority: 
 
 
 def test_another_job_on_one_machine_is_refused_without_encryption(events: Events) -> None:
-    here = wire.Plain(wire.Identity(job="job1", role="server", name="0"), "token")
-    other = wire.Plain(wire.Identity(job="job2", role="worker", name="0"), "token")
+    here = rpc.PlaintextAuthentication(rpc.Identity(job="job1", role="server", name="0"), "token")
+    other = rpc.PlaintextAuthentication(rpc.Identity(job="job2", role="worker", name="0"), "token")
     with serving(here, record=events) as server:
         refused(server, other, r"job of the other end: 'job2', expected job1")
         events.wait_reason("job")
@@ -160,24 +166,28 @@ def test_another_job_on_one_machine_is_refused_without_encryption(events: Events
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "192.168.1.2", "node7"])
 def test_unencrypted_connections_stay_on_the_machine(host: str) -> None:
-    plain = wire.Plain(wire.Identity(job="job1", role="worker", name="0"), "token")
+    plain = rpc.PlaintextAuthentication(rpc.Identity(job="job1", role="worker", name="0"), "token")
     expected = r"address of an insecure connection: .*, expected one of this machine's loopback\. Leave insecure out"
     with pytest.raises(UsageError, match=expected):
-        wire.Server(plain, []).start(host)
+        rpc.RpcServer(plain, []).start(host)
     with pytest.raises(UsageError, match=expected):
-        wire.Client.connect(host, 1, plain, role="server")
+        rpc.RpcClient.connect(host, 1, plain, role="server")
 
 
-def test_a_plain_peer_at_a_door_with_tls_is_refused(authority: wire.Authority, events: Events) -> None:
-    plain = wire.Plain(wire.Identity(job="job1", role="worker", name="0"), authority.issue("worker", "0").token)
+def test_a_plain_peer_at_a_door_with_tls_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
+    plain = rpc.PlaintextAuthentication(
+        rpc.Identity(job="job1", role="worker", name="0"), authority.issue("worker", "0").token
+    )
     with serving(trust(authority, "server", "0"), record=events) as server:
-        with pytest.raises(WireError):
+        with pytest.raises(RpcError):
             connect(server, plain)
         events.wait_reason("certificate")
 
 
-def test_silent_strangers_are_cut_in_time_and_bounded_in_number(authority: wire.Authority, events: Events) -> None:
-    limits = wire.Limits(handshake_s=5.0, max_strangers=3)
+def test_silent_strangers_are_cut_in_time_and_bounded_in_number(
+    authority: rpc.CertificateAuthority, events: Events
+) -> None:
+    limits = rpc.RpcLimits(handshake_s=5.0, max_strangers=3)
     with serving(trust(authority, "server", "0"), record=events, limits=limits) as server:
         strangers = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(4)]
         events.wait_reason("full")
@@ -185,42 +195,42 @@ def test_silent_strangers_are_cut_in_time_and_bounded_in_number(authority: wire.
         for stranger in strangers:
             assert stranger.recv(1) == b""
             stranger.close()
-        wait_until(lambda: not server._strangers)
-        server.limits = wire.Limits()  # five seconds may be little for a handshake on a busy machine
+        wait_until(lambda: not server._unauthenticated)
+        server.limits = rpc.RpcLimits()  # five seconds may be little for a handshake on a busy machine
         connect(server, trust(authority, "worker", "0")).close()
 
 
-def test_no_more_connections_than_allowed(authority: wire.Authority, events: Events) -> None:
+def test_no_more_connections_than_allowed(authority: rpc.CertificateAuthority, events: Events) -> None:
     with (
-        serving(trust(authority, "server", "0"), record=events, limits=wire.Limits(max_connections=1)) as server,
+        serving(trust(authority, "server", "0"), record=events, limits=rpc.RpcLimits(max_connections=1)) as server,
         connect(server, trust(authority, "worker", "0")),
     ):
         wait_until(lambda: len(server.peers()) == 1)
-        with pytest.raises(WireError):
+        with pytest.raises(RpcError):
             connect(server, trust(authority, "worker", "1"))
         assert "expected at most max_connections. Raise max_connections" in events.wait_reason("full")["text"]
 
 
-def test_a_server_that_never_answers_is_given_up(authority: wire.Authority) -> None:
+def test_a_server_that_never_answers_is_given_up(authority: rpc.CertificateAuthority) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as deaf,
         pytest.raises(DeadlineError, match=r"connection: 'no answer in .*, expected a server that listens"),
     ):
-        wire.Client.connect(
+        rpc.RpcClient.connect(
             "127.0.0.1",
             deaf.getsockname()[1],
             trust(authority, "worker", "0"),
             role="server",
-            limits=wire.Limits(handshake_s=0.3),
+            limits=rpc.RpcLimits(handshake_s=0.3),
         )
 
 
-def test_refusals_reach_the_event_log(authority: wire.Authority, tmp_path: Path) -> None:
+def test_refusals_reach_the_event_log(authority: rpc.CertificateAuthority, tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.0)
     with serving(trust(authority, "server", "0"), record=log.write) as server:
         with pytest.raises(RefusedError):
-            connect(server, trust(wire.Authority("job1"), "worker", "0"))
-        wait_until(lambda: bool(list(read(log.path))))
-    (event,) = read(log.path)
+            connect(server, trust(rpc.CertificateAuthority("job1"), "worker", "0"))
+        wait_until(lambda: bool(list(read_events(log.path))))
+    (event,) = read_events(log.path)
     assert (event["kind"], event["reason"], event["refusals"]) == ("wire_refused", "certificate", 1)
     assert "PRIVATE" not in log.path.read_text()

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import UsageError
-from ringweave.wire.security.authority import utc_now
+from ringweave.rpc.tls import utc_now
 
 
 def test_an_identity_prints_and_parses_back() -> None:
-    identity = wire.Identity(job="job-1", role="worker", name="a0.3")
+    identity = rpc.Identity(job="job-1", role="worker", name="a0.3")
     assert str(identity) == "ringweave://job-1/worker/a0.3"
-    assert wire.Identity.parse(str(identity)) == identity
+    assert rpc.Identity.parse(str(identity)) == identity
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "-a", "x" * 64, "a\n", "ä"])
-def test_names_that_cannot_stand_in_a_certificate_are_refused(authority: wire.Authority, name: str) -> None:
+def test_names_that_cannot_stand_in_a_certificate_are_refused(authority: rpc.CertificateAuthority, name: str) -> None:
     with pytest.raises(UsageError, match=r"name of an identity: .*, expected 1 to 63 letters.* Rename it\."):
         authority.issue("worker", name)
 
@@ -27,10 +27,10 @@ def test_names_that_cannot_stand_in_a_certificate_are_refused(authority: wire.Au
 @pytest.mark.parametrize("text", ["", "ringweave://a/b", "http://a/b/c", "ringweave://a/b/c/d", "ringweave://a/b/"])
 def test_what_is_no_identity_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="identity"):
-        wire.Identity.parse(text)
+        rpc.Identity.parse(text)
 
 
-def test_a_certificate_names_job_role_and_name_and_ends_soon(authority: wire.Authority) -> None:
+def test_a_certificate_names_job_role_and_name_and_ends_soon(authority: rpc.CertificateAuthority) -> None:
     credentials = authority.issue("worker", "3")
     certificate = x509.load_pem_x509_certificate(credentials.certificate_pem.encode())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -42,7 +42,7 @@ def test_a_certificate_names_job_role_and_name_and_ends_soon(authority: wire.Aut
 
 def test_no_certificate_outlives_its_authority() -> None:
     now = [utc_now()]
-    authority = wire.Authority("job1", timedelta(days=1), clock=lambda: now[0])
+    authority = rpc.CertificateAuthority("job1", timedelta(days=1), clock=lambda: now[0])
     now[0] += timedelta(days=3, hours=12)
     credentials = authority.issue("worker", "0")
     own = x509.load_pem_x509_certificate(credentials.authority_pem.encode())
@@ -50,36 +50,36 @@ def test_no_certificate_outlives_its_authority() -> None:
     assert issued.not_valid_after_utc == own.not_valid_after_utc
 
 
-def test_secrets_are_not_printed(authority: wire.Authority) -> None:
+def test_secrets_are_not_printed(authority: rpc.CertificateAuthority) -> None:
     credentials = authority.issue("worker", "0")
     shown = repr(credentials)
     assert "PRIVATE" not in shown
     assert credentials.token not in shown
 
 
-def test_credentials_survive_text_and_file(authority: wire.Authority, tmp_path: Path) -> None:
+def test_credentials_survive_text_and_file(authority: rpc.CertificateAuthority, tmp_path: Path) -> None:
     credentials = authority.issue("worker", "0")
-    assert wire.Credentials.from_text(credentials.to_text()) == credentials
+    assert rpc.Credentials.from_text(credentials.to_text()) == credentials
     path = tmp_path / "keys" / "worker-0"
     credentials.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert wire.Credentials.load(path) == credentials
+    assert rpc.Credentials.load(path) == credentials
     with pytest.raises(FileExistsError):
         credentials.save(path)
 
 
-def test_a_file_that_others_may_read_is_refused(authority: wire.Authority, tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_is_refused(authority: rpc.CertificateAuthority, tmp_path: Path) -> None:
     path = tmp_path / "worker-0"
     authority.issue("worker", "0").save(path)
     path.chmod(0o640)
     with pytest.raises(
         UsageError, match=r"permissions of credentials: '0640', expected 0600: its owner alone\..*worker-0"
     ):
-        wire.Credentials.load(path)
+        rpc.Credentials.load(path)
 
 
-def test_a_child_gets_them_by_a_descriptor(authority: wire.Authority) -> None:
+def test_a_child_gets_them_by_a_descriptor(authority: rpc.CertificateAuthority) -> None:
     credentials = authority.issue("worker", "7")
     descriptor = credentials.to_descriptor()
     code = "import sys; from ringweave import wire; c = wire.Credentials.from_descriptor(int(sys.argv[1])); "
@@ -97,12 +97,12 @@ def test_a_child_gets_them_by_a_descriptor(authority: wire.Authority) -> None:
 
 
 def test_a_descriptor_that_is_kept_can_be_read_again_and_is_closed_by_who_reads_it_last(
-    authority: wire.Authority,
+    authority: rpc.CertificateAuthority,
 ) -> None:
     credentials = authority.issue("worker", "7")
     where = f"fd:{(descriptor := credentials.to_descriptor())}"
-    assert wire.Credentials.load_from(where, keeps=True) == credentials
-    assert wire.Credentials.load_from(where) == credentials
+    assert rpc.Credentials.load_from(where, keep_open=True) == credentials
+    assert rpc.Credentials.load_from(where) == credentials
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -110,4 +110,4 @@ def test_a_descriptor_that_is_kept_can_be_read_again_and_is_closed_by_who_reads_
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"identity": 3}', "\x00"])
 def test_damaged_credentials_are_refused_without_showing_them(text: str) -> None:
     with pytest.raises(UsageError, match=r"credentials: '\d+ characters', expected what Credentials.to_text wrote"):
-        wire.Credentials.from_text(text)
+        rpc.Credentials.from_text(text)

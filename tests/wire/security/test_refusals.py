@@ -1,10 +1,10 @@
-from ringweave.wire.security.refusals import Refusals
+from ringweave.rpc.handshake import RefusalLog
 from tests.wire.parts import Events
 
 
 def test_a_flood_is_written_once_in_ten_seconds_and_counted(events: Events) -> None:
     now = [0.0]
-    refusals = Refusals("ringweave://j/server/0", events, clock=lambda: now[0])
+    refusals = RefusalLog("ringweave://j/server/0", events, clock=lambda: now[0])
     for _ in range(1000):
         refusals.add("token", "10.0.0.1", 5, "text")
     refusals.add("token", "10.0.0.2", 5, "text")
@@ -19,16 +19,16 @@ def test_a_flood_is_written_once_in_ten_seconds_and_counted(events: Events) -> N
 
 
 def test_many_hosts_do_not_fill_the_memory(events: Events) -> None:
-    refusals = Refusals("s", events, clock=lambda: 0.0)
+    refusals = RefusalLog("s", events, clock=lambda: 0.0)
     for index in range(5000):
         refusals.add("token", f"10.0.{index // 256}.{index % 256}", 1, "text")
-    assert len(refusals._seen) <= 256
+    assert len(refusals._recent) <= 256
 
 
 def test_a_full_disk_does_not_matter() -> None:
     def record(kind: str, **fields: object) -> None:
         raise OSError(28, "No space left on device")
 
-    refusals = Refusals("s", record)
+    refusals = RefusalLog("s", record)
     refusals.add("token", "10.0.0.1", 1, "text")
     assert refusals.total == 1

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import MessageError
+from ringweave.rpc import framing
+from ringweave.rpc.framing import FrameKind
 from ringweave.telemetry import EventLog
-from ringweave.wire.framing import frames, messages
-from ringweave.wire.framing.frames import FrameKind
 from tests.wire.mutations import host
 from tests.wire.parts import connect, read_frame, serving, trust, wait_until
 from tests.wire.strangers import refused
@@ -22,11 +22,11 @@ def hellos(token: str) -> dict[str, bytes]:
     """First frames in which the token is, and something is wrong."""
 
     def hello(body: object) -> bytes:
-        return frames.pack(FrameKind.HELLO, body=json.dumps(body).encode())
+        return framing.pack_frame(FrameKind.HELLO, body=json.dumps(body).encode())
 
     right = {"token": token, "identity": WHO}
     cut = json.dumps({"identity": WHO, "token": token})[:-2].encode()
-    failure = messages.encode(messages.Failure(error="RefusedError", text=token))
+    failure = framing.encode_message(framing.RpcFailure(error="RefusedError", text=token))
     return {
         "no identity": hello({"token": token}),
         "no token where it should be": hello({"tokens": token, "identity": WHO}),
@@ -39,10 +39,10 @@ def hellos(token: str) -> dict[str, bytes]:
         "a token that is a name": hello({"token": token, "identity": f"ringweave://job1/worker/{token}"}),
         "a token alone": hello(token),
         "tokens alone": hello([token, token]),
-        "cut off": frames.pack(FrameKind.HELLO, body=cut),
-        "no JSON": frames.pack(FrameKind.HELLO, body=token.encode()),
-        "a refusal": frames.pack(FrameKind.REFUSED, body=failure),
-        "a call": frames.pack(FrameKind.CALL, call=1, name="test.add", body=json.dumps(right).encode()),
+        "cut off": framing.pack_frame(FrameKind.HELLO, body=cut),
+        "no JSON": framing.pack_frame(FrameKind.HELLO, body=token.encode()),
+        "a refusal": framing.pack_frame(FrameKind.REFUSED, body=failure),
+        "a call": framing.pack_frame(FrameKind.CALL, call=1, name="test.add", body=json.dumps(right).encode()),
     }
 
 
@@ -51,18 +51,20 @@ def call(port: int, source: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("secure", [True, False], ids=["tls", "plain"])
-def test_no_hello_brings_the_token_into_the_event_log(authority: wire.Authority, tmp_path: Path, secure: bool) -> None:
+def test_no_hello_brings_the_token_into_the_event_log(
+    authority: rpc.CertificateAuthority, tmp_path: Path, secure: bool
+) -> None:
     credentials = authority.issue("worker", "0")
     token, log = credentials.token, EventLog(tmp_path / "events.jsonl")
-    server_trust: wire.Trust = trust(authority, "server", "0")
-    peer_trust: wire.Trust = wire.Tls(credentials)
+    server_trust: rpc.PeerAuthentication = trust(authority, "server", "0")
+    peer_trust: rpc.PeerAuthentication = rpc.TlsAuthentication(credentials)
     if not secure:
-        server_trust = wire.Plain(server_trust.identity, token)
-        peer_trust = wire.Plain(peer_trust.identity, token)
+        server_trust = rpc.PlaintextAuthentication(server_trust.identity, token)
+        peer_trust = rpc.PlaintextAuthentication(peer_trust.identity, token)
     told: dict[str, str] = {}
     with serving(server_trust, record=log.write) as server:
         for index, (what, data) in enumerate(hellos(token).items()):
-            with peer_trust.wrap(call(server.port, host(index)), serves=False) as sock:
+            with peer_trust.secure_socket(call(server.port, host(index)), is_server=False) as sock:
                 sock.sendall(data)
                 prefix, body = read_frame(sock)
                 assert prefix.kind == FrameKind.REFUSED, what
@@ -77,13 +79,13 @@ def test_no_hello_brings_the_token_into_the_event_log(authority: wire.Authority,
 
 
 def test_a_hello_prints_without_its_token() -> None:
-    assert repr(messages.Hello(token="secret", identity=WHO)) == f"Hello(identity='{WHO}')"
+    assert repr(framing.HandshakeHello(token="secret", identity=WHO)) == f"Hello(identity='{WHO}')"
 
 
 def test_what_is_wrong_with_a_hello_is_said_all_the_same() -> None:
     with pytest.raises(MessageError, match=r"message hello, identity: 'missing', expected a valid one \(Field requ"):
-        messages.decode(messages.Hello, b'{"token": "x"}')
+        framing.decode_message(framing.HandshakeHello, b'{"token": "x"}')
     with pytest.raises(MessageError, match=r"message hello, token: 'string_type', expected a valid one \(Input shou"):
-        messages.decode(messages.Hello, b'{"token": 1, "identity": "x"}')
+        framing.decode_message(framing.HandshakeHello, b'{"token": 1, "identity": "x"}')
     with pytest.raises(MessageError, match=r"message hello: 'extra_forbidden', expected a valid one \(Extra inputs"):
-        messages.decode(messages.Hello, b'{"token": "x", "identity": "y", "more": 1}')
+        framing.decode_message(framing.HandshakeHello, b'{"token": "x", "identity": "y", "more": 1}')

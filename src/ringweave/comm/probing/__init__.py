@@ -1,1 +1,1 @@
-"""What the network between a job's nodes really carries, measured among its ranks: `-m ringweave.comm.probing`."""
+"""Probing: measures the network between the nodes of a job."""

@@ -1,8 +1,8 @@
-"""The network between the nodes of a job, measured: `ringweave lab run -m ringweave.comm.probing`, or under torchrun.
+"""Measures the network between the nodes of a job: `ringweave lab run -m ringweave.comm.probing`, or under torchrun.
 
     torchrun --nnodes 4 ... -m ringweave.comm.probing --write cluster.yaml
 
-Every rank runs it; the first one prints what was found.
+Every rank runs it; rank 0 prints the measurement.
 """
 
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import click
 
-from ringweave.comm import meetings
-from ringweave.comm.probing import knowing
-from ringweave.comm.probing.findings import Findings
+from ringweave.comm import peer_data
+from ringweave.comm.probing import lookup
+from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.errors import RingweaveError
-from ringweave.files import writing
-from ringweave.topology.recovery import Effort
+from ringweave.files import file_io
+from ringweave.topology.inference import SurveyLimits
 
 
 @click.command
@@ -35,28 +35,30 @@ def command(path: Path | None, as_json: bool, rounds: int | None, max_age_s: flo
 
 def _measure(path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None) -> None:
     if os.environ.get("RANK") == "0":
-        writing.check("--write", path)
-    found = _find(rounds, max_age_s)
-    if found is None:
+        file_io.check_writable("--write", path)
+    measurement = _find_measurement(rounds, max_age_s)
+    if measurement is None:
         return
-    click.echo(found.to_json() if as_json else found.to_text())
+    click.echo(measurement.to_json() if as_json else measurement.to_text())
     if path is not None:
-        text = f"# Measured by ringweave: rates are what TCP streams deliver.\n{found.cluster_text}"
-        writing.write("--write", path, text)
+        text = f"# Measured by ringweave: rates are what TCP streams deliver.\n{measurement.cluster_text}"
+        file_io.write_output("--write", path, text)
 
 
-def _find(rounds: int | None, max_age_s: float | None) -> Findings | None:
-    """What was found, on the first rank."""
-    store, rank, world_size = meetings.meet(os.environ)
-    effort = Effort(num_rounds=rounds)
-    found = knowing.find_for_job(store, rank, world_size, effort=effort, max_age_s=max_age_s, tell=_tell)
-    meetings.exchange(store, "done", rank, world_size, knowing.JOB_PATIENCE)
-    return found
+def _find_measurement(rounds: int | None, max_age_s: float | None) -> NetworkMeasurement | None:
+    """Return the measurement, on rank 0."""
+    store, rank, world_size = peer_data.connect_store(os.environ)
+    effort = SurveyLimits(num_rounds=rounds)
+    measurement = lookup.measure_job_network(
+        store, rank, world_size, effort=effort, max_age_s=max_age_s, on_progress=_show_progress
+    )
+    peer_data.exchange_texts(store, "done", rank, world_size, lookup.JOB_TIMEOUT)
+    return measurement
 
 
-def _tell(what: str) -> None:
+def _show_progress(activity: str) -> None:
     if sys.stderr.isatty():
-        click.echo(f"\rringweave: measuring {what:<40}", err=True, nl=False)
+        click.echo(f"\rringweave: measuring {activity:<40}", err=True, nl=False)
 
 
 if __name__ == "__main__":

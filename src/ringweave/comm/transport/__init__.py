@@ -1,1 +1,1 @@
-"""Moving pieces of messages between two ranks."""
+"""Transport: messages between two ranks over TCP, shared memory and cross-memory reads."""

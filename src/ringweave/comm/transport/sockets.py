@@ -1,14 +1,12 @@
-"""The connections of a rank to the others of its group: TCP between nodes, shared memory inside one.
+"""Socket transport: a rank's connections to the others of its group, TCP between nodes and shared memory inside one.
 
-One thread drives one transport: it queues messages and, while it waits for one of them, moves the bytes of all. No
-other thread, no copy that is not needed, no rendezvous: between nodes a message goes from the sender's tensor into the
-kernel and from there into the receiver's tensor. What is not received yet waits in the kernel, and TCP slows the sender
-down.
+One thread drives one transport: it queues messages and, while it waits for one of them, moves the bytes of all. Between
+nodes a message goes from the sender's tensor into the kernel and from there into the receiver's tensor. Data that is
+not received yet waits in the kernel, and TCP slows the sender down.
 
-Messages between two ranks arrive in the order in which they were sent and carry a header, so that a peer that runs
-something else is found out at once. A closed connection is an error at once; a silent one when time is up; and `abort`
-from any thread ends every wait. (Gloo's own peer-to-peer messages lose the failure of a send now and then, and cannot
-be interrupted: docs/decisions/0002-sockets.md.)
+Messages between two ranks arrive in the order of sending and carry a header, so a peer that runs something else is
+found out at once. A closed connection is an error at once; a silent one when time is up. `abort` interrupts every wait
+(docs/decisions/0002-own-tcp-transport.md).
 """
 
 import contextlib
@@ -22,21 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringweave.comm.members import Members
-from ringweave.comm.transport.arenas import Showing, ShowRoom
-from ringweave.comm.transport.connecting import LOOK_UP_S, Door, Switchboard
-from ringweave.comm.transport.rails import Bundle, RailedConnection
-from ringweave.comm.transport.seam import Content, TransferFailedError
-from ringweave.comm.transport.shared import Seen, SharedConnection, Shown, Telling
-from ringweave.comm.transport.streams import Message, StreamConnection
-from ringweave.schedules.programs.staging import NO_STAGE, Layout
+from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.transport.connect import POLL_S, ChannelListener, ConnectionManager
+from ringweave.comm.transport.interface import ReceivedContent, TransferFailedError
+from ringweave.comm.transport.shared_memory import ArenaPool, ArenaSlot, ShmAck, ShmConnection, ShmRecv, ShmSend
+from ringweave.comm.transport.tcp import RailedConnection, RailedMessage, TcpConnection, TcpMessage
+from ringweave.schedules.program import NO_SLOT, StagingLayout
 
-LOOK_S = 100e-6
-"""About what falling asleep and waking up take on a virtual processor: who looks so long loses no more than that."""
-Handle = Message | Bundle | Shown | Seen | Telling
-Connection = StreamConnection | RailedConnection | SharedConnection
-End = StreamConnection | SharedConnection
-"""What has a socket: a connection, or one of its rails."""
+SPIN_S = 100e-6
+"""About the time to sleep and wake up on a virtual processor: spinning so long loses no more than that."""
+Handle = TcpMessage | RailedMessage | ShmSend | ShmRecv | ShmAck
+Connection = TcpConnection | RailedConnection | ShmConnection
+SocketEnd = TcpConnection | ShmConnection
+"""An object with a socket: a connection, or one of its rails."""
 
 
 class SocketTransport:
@@ -44,106 +40,106 @@ class SocketTransport:
 
     def __init__(
         self,
-        door: Door,
-        lane: int,
-        members: Members,
+        listener: ChannelListener,
+        channel: int,
+        group: GroupInfo,
         timeout: timedelta,
         *,
-        look_s: float = 0.0,
-        lends: bool = False,
+        spin_s: float = 0.0,
+        allows_cross_memory: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody is connected yet: connections are made when first needed.
+        """Connections are made when first needed.
 
         Args:
-            door: Where the members expect this rank's lane.
-            lane: Its number.
-            members: Who is in the group.
-            timeout: How long a peer may take to answer a call, and to call us where no other limit is given.
-            look_s: Seconds for which a rank of this node is looked for before this thread sleeps; see LOOK_S.
-            lends: Whether ranks of this node read large pieces in this one's memory, where the kernel lets them.
-            clock: Seconds that only grow.
+            listener: Accepts this rank's connections of the channel.
+            channel: Index of the channel.
+            group: The ranks of the group.
+            timeout: Limit on waiting for a peer to answer, and to connect where no other limit is given.
+            spin_s: Seconds of spinning for a rank of this node before this thread sleeps; see SPIN_S.
+            allows_cross_memory: Whether ranks of this node read large pieces in our memory, where the kernel permits.
+            clock: Monotonic seconds.
         """
-        self._look_s = look_s
-        self._lends = lends
-        self._members = members
+        self._spin_s = spin_s
+        self._allows_cross_memory = allows_cross_memory
+        self._group = group
         self._clock = clock
-        self._switchboard = Switchboard(door, lane, members, timeout.total_seconds(), clock)
+        self._connection_manager = ConnectionManager(listener, channel, group, timeout.total_seconds(), clock)
         self._connections: dict[int, Connection] = {}
-        self._arriving: dict[int, dict[int, socket.socket]] = {}
-        self._shared: list[SharedConnection] = []
-        self._by_descriptor: dict[int, End] = {}
+        self._incomplete_rails: dict[int, dict[int, socket.socket]] = {}
+        self._shm_connections: list[ShmConnection] = []
+        self._by_descriptor: dict[int, SocketEnd] = {}
         self._poller = select.epoll()
-        self._show_room = ShowRoom()
-        self._showing: Showing | None = None
+        self._arena_pool = ArenaPool()
+        self._slot: ArenaSlot | None = None
         self._closed = False
 
     @staticmethod
     def expose(tensor: Tensor) -> Any:
-        """The memory of a contiguous one-dimensional CPU tensor, to be sliced by elements."""
+        """Return the memory of a contiguous 1-D CPU tensor, to be sliced by elements."""
         return tensor.view(torch.uint8).numpy().reshape(tensor.numel(), tensor.element_size())
 
     def connect(self, peers: Iterable[int], timeout_s: float | None = None) -> None:
         """Make sure that there is a connection to each of `peers`; both sides have to want it.
 
-        The lower rank calls, the higher one answers: a call succeeds as soon as the other listens, so nobody waits in
-        a circle.
+        The lower rank connects, the higher one accepts: connecting succeeds as soon as the other side listens, so there
+        is no circular wait.
 
         Args:
             peers: Group ranks.
-            timeout_s: How long those that have to call us may take to come to it: as long as the collective may that
-                they are connected for. None is the limit of the transport.
+            timeout_s: Limit on waiting for peers that connect to us: that of their collective. None is the limit of the
+                transport.
 
         Raises:
-            TransferFailedError: A peer is gone, or did not come in time.
+            TransferFailedError: A peer is dead, or did not connect in time.
         """
         missing = [peer for peer in peers if peer not in self._connections]
         if not missing:
             return
-        deadline = self._switchboard.deadline(timeout_s)
+        deadline = self._connection_manager.deadline(timeout_s)
         for peer in missing:
-            if peer > self._members.group_rank:
-                self._adopt(peer, self._switchboard.call(peer))
+            if peer > self._group.group_rank:
+                self._add_peer(peer, self._connection_manager.connect_peer(peer))
         while absent := [peer for peer in missing if peer not in self._connections]:
-            answered = self._switchboard.answer(absent[0], deadline)
-            if answered is not None and answered[0] not in self._connections:
-                self._admit(*answered)
+            accepted = self._connection_manager.accept_peer(absent[0], deadline)
+            if accepted is not None and accepted[0] not in self._connections:
+                self._add_rail(*accepted)
 
-    def begin(self, layout: Layout, element_bytes: int) -> None:
-        """Find a place in shared memory for what the next collective shows to this node's ranks."""
-        self._showing = self._show_room.begin(layout, element_bytes)
-        for connection in self._shared:
-            connection.tell()
+    def begin_collective(self, layout: StagingLayout, element_bytes: int) -> None:
+        """Reserve shared memory for the next collective's content."""
+        self._slot = self._arena_pool.begin_collective(layout, element_bytes)
+        for connection in self._shm_connections:
+            connection.request_ack()
 
-    def send(self, piece: Any, peer: int, tag: int, stage: int = NO_STAGE) -> Handle:
-        """Queue a piece, and start sending it; it must not change until it has left."""
+    def send(self, piece: Any, peer: int, tag: int, stage: int = NO_SLOT) -> Handle:
+        """Queue a piece, and start sending it; it must not change until it is sent."""
         connection = self._connection(peer)
-        if not isinstance(connection, SharedConnection):
-            if stage != NO_STAGE and self._showing is not None and self._showing.note_read(stage):
-                self._show_more()
-            handle = self._attempt(connection, lambda: connection.send(piece, tag))
+        if not isinstance(connection, ShmConnection):
+            if stage != NO_SLOT and self._slot is not None and self._slot.record_read(stage):
+                self._flush_sends()
+            handle = self._convert_errors(connection, lambda: connection.send(piece, tag))
         else:
-            showing, payload = self._showing, piece.reshape(-1)
-            assert showing is not None, "a program has a stage for what goes to a rank of its node"
-            handle = self._attempt(connection, lambda: connection.send(payload, tag, showing, stage))
+            slot, payload = self._slot, piece.reshape(-1)
+            assert slot is not None, "a program has a stage for what goes to a rank of its node"
+            handle = self._convert_errors(connection, lambda: connection.send(payload, tag, slot, stage))
         self._watch(connection)
         return handle
 
     def receive(self, piece: Any, peer: int, tag: int) -> Handle:
         """Expect the next message from `peer` in this piece, or of its size in shared memory."""
         connection = self._connection(peer)
-        if not isinstance(connection, SharedConnection):
+        if not isinstance(connection, ShmConnection):
             handle: Handle = connection.receive(piece, tag)
         else:
-            handle = self._attempt(connection, lambda: connection.receive(piece.nbytes, tag))
+            handle = self._convert_errors(connection, lambda: connection.receive(piece.nbytes, tag))
         self._watch(connection)
         return handle
 
-    def wait(self, handle: Handle, timeout_s: float) -> Content | None:
+    def wait(self, handle: Handle, timeout_s: float) -> ReceivedContent | None:
         """Move bytes, of this and of all other messages, until this one is through.
 
         Raises:
-            TransferFailedError: Some connection that is waited for broke, or `timeout_s` passed.
+            TransferFailedError: A connection broke, or `timeout_s` passed.
             MismatchError: A peer sent something else than was expected.
         """
         if handle.done:
@@ -155,60 +151,60 @@ class SocketTransport:
                 raise TransferFailedError(handle.peer, "the connections of this group were cut", hung=False)
             if left_s <= 0:
                 raise TransferFailedError(handle.peer, f"nothing for {timeout_s:.3g} s", hung=True)
-            for connection in self._shared:
-                self._attempt(connection, connection.write)
+            for connection in self._shm_connections:
+                self._convert_errors(connection, connection.write)
                 self._watch(connection)
-            for descriptor, events in self._events(handle, min(left_s, LOOK_UP_S)):
+            for descriptor, events in self._wait_events(handle, min(left_s, POLL_S)):
                 connection = self._by_descriptor[descriptor]
                 if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                    self._attempt(connection, connection.read)
+                    self._convert_errors(connection, connection.read)
                 if events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
-                    self._attempt(connection, connection.write)
+                    self._convert_errors(connection, connection.write)
                 self._watch(connection)
         return handle.content
 
     def release(self, handle: Handle) -> None:
-        """What `wait` returned has been read."""
+        """Release the content that `wait` returned."""
         connection = self._connection(handle.peer)
-        assert isinstance(connection, SharedConnection), "nothing else is shared"
-        assert isinstance(handle, Seen), "only what is received is released"
-        self._attempt(connection, lambda: connection.release(handle))
+        assert isinstance(connection, ShmConnection), "nothing else is shared"
+        assert isinstance(handle, ShmRecv), "only what is received is released"
+        self._convert_errors(connection, lambda: connection.release(handle))
         self._watch(connection)
 
-    def end(self, timeout_s: float) -> None:
-        """Block until the ranks of this node have been told all that was read, or they would wait for us.
+    def end_collective(self, timeout_s: float) -> None:
+        """Block until the ranks of this node have received all acknowledgements; otherwise they would wait for us.
 
         Raises:
-            TransferFailedError: One does not take it in, or is gone.
+            TransferFailedError: A rank does not take them, or is dead.
         """
-        for connection in self._shared:
-            self._attempt(connection, connection.write)
+        for connection in self._shm_connections:
+            self._convert_errors(connection, connection.write)
             self._watch(connection)
-            self.wait(connection.telling, timeout_s)
+            self.wait(connection.pending_ack, timeout_s)
 
     def close(self) -> None:
-        """Let go of all connections and of the shared memory; what was sent still arrives."""
+        """Close all connections and the shared memory; sent data still arrives."""
         self._closed = True
-        arriving = (sock for rails in self._arriving.values() for sock in rails.values())
+        arriving = (sock for rails in self._incomplete_rails.values() for sock in rails.values())
         for sock in (*(end.sock for end in self._by_descriptor.values()), *arriving):
             sock.close()
-        self._switchboard.close()
-        for known in (self._connections, self._arriving, self._by_descriptor, self._shared):
-            known.clear()  # they refer to this object: the memory would stay until the collector comes by
-        self._show_room, self._showing = ShowRoom(), None
+        self._connection_manager.close()
+        for known in (self._connections, self._incomplete_rails, self._by_descriptor, self._shm_connections):
+            known.clear()  # they refer to this object: the memory would stay until garbage collection
+        self._arena_pool, self._slot = ArenaPool(), None
 
     def abort(self) -> None:
-        """Cut all connections, from any thread: every wait ends at once, here and at the peers."""
+        """Abort all connections, from any thread: every wait ends at once, here and at the peers."""
         self._closed = True
         for end in list(self._by_descriptor.values()):
             with contextlib.suppress(OSError):
                 end.sock.shutdown(socket.SHUT_RDWR)
-        self._switchboard.abort()
+        self._connection_manager.abort()
 
-    def _events(self, handle: Handle, timeout_s: float) -> list[tuple[int, int]]:
-        """What can move; sleeps until something can, after a short look for a rank of this node."""
-        if self._look_s and isinstance(handle, Seen | Shown):
-            until_s = self._clock() + self._look_s
+    def _wait_events(self, handle: Handle, timeout_s: float) -> list[tuple[int, int]]:
+        """Return ready descriptors; sleep until there is one, after spinning for a rank of this node."""
+        if self._spin_s and isinstance(handle, ShmRecv | ShmSend):
+            until_s = self._clock() + self._spin_s
             while self._clock() < until_s:
                 if found := self._poller.poll(0):
                     return found
@@ -219,14 +215,14 @@ class SocketTransport:
             raise TransferFailedError(peer, "the connections of this group are closed", hung=False)
         return self._connections[peer]
 
-    def _attempt(self, connection: Connection, move: Callable[[], Any]) -> Any:
+    def _convert_errors(self, connection: Connection, move: Callable[[], Any]) -> Any:
         try:
             return move()
         except OSError as cause:
             raise TransferFailedError(connection.peer, str(cause), hung=False) from cause
 
     def _watch(self, connection: Connection) -> None:
-        """Ask the poller for exactly what this connection can do next."""
+        """Register exactly the events that this connection can handle next."""
         if isinstance(connection, RailedConnection):
             for rail in connection.rails:
                 self._watch(rail)
@@ -243,30 +239,34 @@ class SocketTransport:
             self._poller.unregister(descriptor)
         connection.watched = wanted
 
-    def _admit(self, peer: int, rail: int, sock: socket.socket) -> None:
-        """Keep a caller's connection until it has called by all its rails."""
-        arrived = self._arriving.setdefault(peer, {})
+    def _add_rail(self, peer: int, rail: int, sock: socket.socket) -> None:
+        """Keep a peer's connections until all its rails are connected."""
+        arrived = self._incomplete_rails.setdefault(peer, {})
         arrived[rail] = sock
-        if sock.family == socket.AF_UNIX or len(arrived) == len(self._switchboard.rail_rates(peer)):
-            self._adopt(peer, [sock for _, sock in sorted(self._arriving.pop(peer).items())])
+        if sock.family == socket.AF_UNIX or len(arrived) == len(self._connection_manager.rail_rates(peer)):
+            self._add_peer(peer, [sock for _, sock in sorted(self._incomplete_rails.pop(peer).items())])
 
-    def _adopt(self, peer: int, socks: Sequence[socket.socket]) -> None:
+    def _add_peer(self, peer: int, socks: Sequence[socket.socket]) -> None:
         if socks[0].family == socket.AF_UNIX:
-            shared = SharedConnection(peer, socks[0], on_read=self._show_more, lends=self._lends)
-            self._shared.append(shared)
-            self._know(shared, [shared])
+            shared = ShmConnection(
+                peer, socks[0], on_space_freed=self._flush_sends, allows_cross_memory=self._allows_cross_memory
+            )
+            self._shm_connections.append(shared)
+            self._add_connection(shared, [shared])
             return
-        rails = [StreamConnection(peer, sock) for sock in socks]
+        rails = [TcpConnection(peer, sock) for sock in socks]
         several = len(rails) > 1
-        self._know(RailedConnection(peer, rails, self._switchboard.rail_rates(peer)) if several else rails[0], rails)
+        self._add_connection(
+            RailedConnection(peer, rails, self._connection_manager.rail_rates(peer)) if several else rails[0], rails
+        )
 
-    def _know(self, connection: Connection, ends: Sequence[End]) -> None:
+    def _add_connection(self, connection: Connection, ends: Sequence[SocketEnd]) -> None:
         self._connections[connection.peer] = connection
         self._by_descriptor.update({end.sock.fileno(): end for end in ends})
         self._watch(connection)
 
-    def _show_more(self) -> None:
-        """Places have become free: whoever waits for one goes on."""
-        for connection in self._shared:
-            self._attempt(connection, connection.show)
+    def _flush_sends(self) -> None:
+        """Continue all sends that wait for a place, as places are free again."""
+        for connection in self._shm_connections:
+            self._convert_errors(connection, connection.flush_sends)
             self._watch(connection)

@@ -1,28 +1,39 @@
-"""Which rank computes which samples of a batch: speeds, shares in whole samples, orders of an epoch, accounts."""
+"""Balancing: shares of a batch in whole samples, from measured speeds; epoch orders and sample accounts."""
 
-from ringweave.planning.balancing.accounts import Account, fingerprint
-from ringweave.planning.balancing.epochs import EpochOrder, batch_part, cut, shuffled
-from ringweave.planning.balancing.estimating import SpeedEstimator
-from ringweave.planning.balancing.hesitating import Rebalancer
-from ringweave.planning.balancing.pauses import steady_s
-from ringweave.planning.balancing.shares import Change, apportion, limits, rebalance, scale, step_s
-from ringweave.planning.balancing.speeds import Speed
+from ringweave.planning.balancing.epochs import (
+    EpochOrder,
+    SampleAccount,
+    batch_fraction,
+    fingerprint,
+    rank_slice,
+    shuffle_indices,
+)
+from ringweave.planning.balancing.shares import (
+    Rebalancer,
+    ShareChange,
+    apportion,
+    rebalance,
+    scale_shares,
+    share_limits,
+    slowest_compute_s,
+)
+from ringweave.planning.balancing.speed import Speed, SpeedEstimator, steady_state_s
 
 __all__ = [
-    "Account",
-    "Change",
     "EpochOrder",
     "Rebalancer",
+    "SampleAccount",
+    "ShareChange",
     "Speed",
     "SpeedEstimator",
     "apportion",
-    "batch_part",
-    "cut",
+    "batch_fraction",
     "fingerprint",
-    "limits",
+    "rank_slice",
     "rebalance",
-    "scale",
-    "shuffled",
-    "steady_s",
-    "step_s",
+    "scale_shares",
+    "share_limits",
+    "shuffle_indices",
+    "slowest_compute_s",
+    "steady_state_s",
 ]

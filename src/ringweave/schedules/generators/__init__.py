@@ -1,1 +1,1 @@
-"""One file per way to run a collective; each makes a schedule, lazily."""
+"""Generators of schedules: one module per algorithm; rounds are computed on demand."""

@@ -1,8 +1,8 @@
-"""Direct reduce-scatter and allgather with unequal shares: each chunk goes straight to the rank that owns it.
+"""Direct reduce-scatter and allgather with unequal shares: each chunk goes straight to its owner.
 
 Unequal shares reach the bound of a group with unequal NICs, max(1/B_min, 2(N-1)/sum B) seconds per byte: a slow rank
-owns little or nothing, so that it sends the message once and receives it once. Its sending is all in the first phase
-and its receiving in the second, so the phases must overlap: run it in several segments.
+owns little or nothing, so it sends the message once and receives it once. It sends only in the first phase and receives
+only in the second, so the phases must overlap: run the schedule in several segments.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.joining import then
-from ringweave.schedules.schedule import Collective, How, Round, Rounds, Schedule
+from ringweave.schedules.compose import compose_allreduce
+from ringweave.schedules.schedule import Collective, LazyRounds, ReceiveOp, Round, Schedule
 
 
 def direct(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
@@ -20,8 +20,8 @@ def direct(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
 
     Args:
         num_ranks: Size of the group, N; one rank needs no round.
-        shares: What each rank owns, relative to the others, as whole numbers; None is the same for all. A rank with
-            share 0 owns no chunk: the chunks are those of the owners, in the order of their ranks.
+        shares: Relative share of each rank, as whole numbers; None is the same for all. A rank with share 0 owns no
+            chunk: the chunks are those of the owners, in the order of their ranks.
 
     Returns:
         A schedule of one chunk per owner and 2(N-1) rounds. In round t = 1..N-1 rank i sends the chunk of rank
@@ -33,39 +33,41 @@ def direct(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
     Cost:
         Rank i with the fraction x_i of the shares sends and receives 1 + (N-2) x_i of the message.
     """
-    return then("direct", direct_reduce_scatter(num_ranks, shares), direct_allgather(num_ranks, shares))
+    return compose_allreduce("direct", direct_reduce_scatter(num_ranks, shares), direct_allgather(num_ranks, shares))
 
 
 def direct_reduce_scatter(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
     """The first half of `direct`: rank i sends 1 - x_i of the message and receives (N-1) x_i, in N-1 rounds."""
-    owners, kept = _owners(num_ranks, shares)
-    chunks, ones, how = _constants(owners, How.REDUCE)
+    owners, kept = _owners_and_shares(num_ranks, shares)
+    chunks, ones, how = _constant_columns(owners, ReceiveOp.REDUCE)
 
     def make(index: int) -> Round:
         return Round((owners - np.int32(index + 1)) % num_ranks, owners, chunks, ones, how)
 
     collective = Collective("reduce-scatter", tuple(owners.tolist()))
-    return Schedule("direct reduce-scatter", collective, num_ranks, kept, Rounds(num_ranks - 1, make))
+    return Schedule("direct reduce-scatter", collective, num_ranks, kept, LazyRounds(num_ranks - 1, make))
 
 
 def direct_allgather(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
     """The second half of `direct`: rank i sends (N-1) x_i of the message and receives 1 - x_i, in N-1 rounds."""
-    owners, kept = _owners(num_ranks, shares)
-    chunks, ones, how = _constants(owners, How.COPY)
+    owners, kept = _owners_and_shares(num_ranks, shares)
+    chunks, ones, how = _constant_columns(owners, ReceiveOp.COPY)
 
     def make(index: int) -> Round:
         return Round(owners, (owners + np.int32(index + 1)) % num_ranks, chunks, ones, how)
 
     collective = Collective("allgather", tuple(owners.tolist()))
-    return Schedule("direct allgather", collective, num_ranks, kept, Rounds(num_ranks - 1, make))
+    return Schedule("direct allgather", collective, num_ranks, kept, LazyRounds(num_ranks - 1, make))
 
 
-def _constants(owners: NDArray[np.int32], how: How) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+def _constant_columns(
+    owners: NDArray[np.int32], how: ReceiveOp
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
     return np.arange(len(owners), dtype=np.int32), np.ones_like(owners), np.full_like(owners, how, np.uint8)
 
 
-def _owners(num_ranks: int, shares: Sequence[int] | None) -> tuple[NDArray[np.int32], tuple[int, ...]]:
-    """The ranks that own a chunk, and the chunks' shares."""
+def _owners_and_shares(num_ranks: int, shares: Sequence[int] | None) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """Return the ranks that own a chunk, and the chunks' shares."""
     shares = (1,) * num_ranks if shares is None else tuple(shares)
     if len(shares) != max(0, num_ranks):
         raise ScheduleError(

@@ -1,27 +1,162 @@
-"""Hierarchical allreduce: rings inside groups, a ring of one representative per group, a broadcast inside groups.
+"""Hierarchical allreduce, and broadcast and reduce along a chain or a binomial tree.
 
-Source: what Huang and Yang, "A highly scalable distributed machine learning architecture based on Ring All-Reduce"
-(2022), compare their architecture with.
+The hierarchical allreduce runs rings inside groups, a ring of one representative per group, and a broadcast inside
+groups.
+
+Source: the baseline of Huang and Yang, "A highly scalable distributed machine learning architecture based on Ring
+All-Reduce" (2022).
 """
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from ringweave.schedules.generators import grouping, rings
-from ringweave.schedules.joining import one_after_the_other
-from ringweave.schedules.schedule import Collective, Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from ringweave.errors import ScheduleError, explain
+from ringweave.schedules.compose import concatenate_rounds
+from ringweave.schedules.generators import ring
+from ringweave.schedules.generators.ring import checked_rank_order
+from ringweave.schedules.schedule import Collective, LazyRounds, ReceiveOp, Round, Schedule
+
+
+def chain_broadcast(num_ranks: int, root: int = 0, order: Sequence[int] | None = None) -> Schedule:
+    """Broadcast along a chain that starts at the root: each rank forwards the whole message.
+
+    Args:
+        num_ranks: Size of the group, N.
+        root: The rank that has the message.
+        order: The chain as a ring of ranks, started at the root; None is the order of the ranks.
+
+    Returns:
+        A schedule of one chunk and N-1 rounds of one operation; segments follow each other along the chain.
+
+    Raises:
+        ScheduleError: `order` does not name every rank once, or the root is no rank of the group.
+
+    Cost:
+        Every rank but the last sends the message once.
+    """
+    chain = _ranks_from_root("chain order", num_ranks, root, order)
+    rounds = LazyRounds(
+        num_ranks - 1, lambda index: Round.of(chain[index : index + 1], chain[index + 1], 0, ReceiveOp.COPY)
+    )
+    return Schedule("chain broadcast", Collective("broadcast", root=root), num_ranks, (1,), rounds)
+
+
+def chain_reduce(num_ranks: int, root: int = 0, order: Sequence[int] | None = None) -> Schedule:
+    """Reduce along the chain of `chain_broadcast`, reversed: each rank forwards its partial sum towards the root."""
+    chain = _ranks_from_root("chain order", num_ranks, root, order)[::-1]
+    rounds = LazyRounds(
+        num_ranks - 1, lambda index: Round.of(chain[index : index + 1], chain[index + 1], 0, ReceiveOp.REDUCE)
+    )
+    return Schedule("chain reduce", Collective("reduce", root=root), num_ranks, (1,), rounds)
+
+
+def binomial_broadcast(num_ranks: int, root: int = 0) -> Schedule:
+    """Broadcast in ceil(log2 N) rounds: in each, every rank that has the message sends it to one that does not.
+
+    In round t the ranks fewer than 2^t places after the root send to those 2^t further.
+
+    Raises:
+        ScheduleError: The root is no rank of the group.
+
+    Cost:
+        The root sends the message in every round.
+    """
+    ranks = _ranks_from_root("tree order", num_ranks, root, None)
+    rounds = LazyRounds(_num_doublings(num_ranks), lambda index: _doubling_round(ranks, 1 << index, ReceiveOp.COPY))
+    return Schedule("binomial broadcast", Collective("broadcast", root=root), num_ranks, (1,), rounds)
+
+
+def binomial_reduce(num_ranks: int, root: int = 0) -> Schedule:
+    """Reduce in ceil(log2 N) rounds: the tree of `binomial_broadcast`, reversed."""
+    ranks, last = _ranks_from_root("tree order", num_ranks, root, None), _num_doublings(num_ranks) - 1
+    rounds = LazyRounds(last + 1, lambda index: _doubling_round(ranks, 1 << (last - index), ReceiveOp.REDUCE))
+    return Schedule("binomial reduce", Collective("reduce", root=root), num_ranks, (1,), rounds)
+
+
+def _doubling_round(ranks: NDArray[np.int32], distance: int, how: ReceiveOp) -> Round:
+    far = ranks[distance : 2 * distance]
+    near = ranks[: len(far)]
+    return Round.of(near, far, 0, how) if how == ReceiveOp.COPY else Round.of(far, near, 0, how)
+
+
+def _num_doublings(num_ranks: int) -> int:
+    return (num_ranks - 1).bit_length()
+
+
+def _ranks_from_root(what: str, num_ranks: int, root: int, order: Sequence[int] | None) -> NDArray[np.int32]:
+    """Return the ranks in order, starting at the root."""
+    ranks = checked_rank_order(what, num_ranks, order)
+    if num_ranks >= 1 and not 0 <= root < num_ranks:
+        expected = f"ranks 0..{num_ranks - 1}"
+        raise ScheduleError(explain("root", got=root, expected=expected, do="Name a rank of the group"))
+    return np.roll(ranks, -int(np.argmax(ranks == root))) if len(ranks) else ranks
+
+
+_GRID_UNITS = 2**16
+
+
+def check_groups(what: str, groups: Sequence[Sequence[int]]) -> int:
+    """Return the number of ranks in all groups together.
+
+    Raises:
+        ScheduleError: There is no group, one is empty, or the groups do not name every rank once.
+    """
+    empty = [index for index, group in enumerate(groups) if not len(group)]
+    if empty or not groups:
+        got = f"group {empty[0]} of {len(groups)} is empty" if empty else "no group"
+        raise ScheduleError(f"{what}: {got}, expected at least one rank in each. Leave empty groups out.")
+    ranks = [rank for group in groups for rank in group]
+    if sorted(ranks) != list(range(len(ranks))):
+        expected = f"every rank from 0 to {len(ranks) - 1} in one group"
+        raise ScheduleError(explain(what, got=list(map(list, groups)), expected=expected, do="List each rank once"))
+    return len(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGrid:
+    """Chunks of a message that is cut into equal pieces in several ways at once."""
+
+    shares: tuple[int, ...]
+    """Relative size of each chunk."""
+    borders: dict[int, NDArray[np.int32]]
+    """For each number of pieces n: the first chunk of each piece, and the number of chunks; n + 1 numbers."""
+
+
+def chunk_grid(counts: Collection[int]) -> ChunkGrid:
+    """Return the coarsest grid in which the message falls into n equal pieces for each n of `counts`.
+
+    The borders of the pieces are points of a grid: of the least common multiple of the counts, where that is at most
+    2^16; else of the first multiple of the largest count from 2^16 up, to whose points the borders of the others are
+    rounded down, so that pieces differ by less than their 65536th of the message. There is one chunk between any two
+    neighbouring borders, so there are at most as many chunks as the different counts together.
+    """
+    units = math.lcm(*counts)
+    if units > _GRID_UNITS:
+        largest = max(counts)
+        units = -(-_GRID_UNITS // largest) * largest
+    points = {count: [units * piece // count for piece in range(count + 1)] for count in sorted(set(counts))}
+    places = sorted({point for column in points.values() for point in column})
+    shares = tuple(end - begin for begin, end in itertools.pairwise(places))
+    borders = {count: np.searchsorted(places, column).astype(np.int32) for count, column in points.items()}
+    return ChunkGrid(shares, borders)
 
 
 def hierarchical(groups: Sequence[Sequence[int]]) -> Schedule:
     """Allreduce inside each group, among the groups' first ranks, then from these to their groups.
 
-    The text says broadcast and not how: here it is a chain in the order of the group, each rank passing on the whole
-    message, because the segments of a message follow each other along a chain and every link carries it once.
+    The paper does not say how the broadcast works. Here it is a chain in the order of the group, in which each rank
+    forwards the whole message, because segments follow each other along a chain and every link carries it once.
 
     Args:
         groups: The ranks of each group in the order of its ring, the representative first; sizes may differ.
 
     Returns:
-        A schedule whose chunks lie between the borders of all cuts at once (`grouping.cut`): in n pieces for each size
+        A schedule whose chunks lie between the borders of all cuts at once (`chunk_grid`): in n pieces for each size
         n of a group and in k pieces for k groups. With n the size of the largest group, it has 2(n-1) + 2(k-1) + (n-1)
         rounds; a single group needs no broadcast.
 
@@ -32,12 +167,12 @@ def hierarchical(groups: Sequence[Sequence[int]]) -> Schedule:
         In a group of n each rank sends 2(n-1)/n of the message, the representative 2(k-1)/k more, and all but the last
         of the chain once more the whole.
     """
-    num_ranks = grouping.check_groups("hierarchical groups", groups)
+    num_ranks = check_groups("hierarchical groups", groups)
     representatives = [group[0] for group in groups]
-    cut = grouping.cut([len(groups), *map(len, groups)])
-    rounds, phases = one_after_the_other(
-        ("allreduce inside groups", rings.turning(groups, [cut.borders[len(group)] for group in groups])),
-        ("allreduce among representatives", rings.turning([representatives], [cut.borders[len(groups)]])),
-        ("broadcast inside groups", rings.passing_on(groups, len(cut.shares)) if len(groups) > 1 else ()),
+    grid = chunk_grid([len(groups), *map(len, groups)])
+    rounds, phases = concatenate_rounds(
+        ("allreduce inside groups", ring.ring_rounds(groups, [grid.borders[len(group)] for group in groups])),
+        ("allreduce among representatives", ring.ring_rounds([representatives], [grid.borders[len(groups)]])),
+        ("broadcast inside groups", ring.chain_rounds(groups, len(grid.shares)) if len(groups) > 1 else ()),
     )
-    return Schedule("hierarchical", Collective("allreduce"), num_ranks, cut.shares, rounds, phases)
+    return Schedule("hierarchical", Collective("allreduce"), num_ranks, grid.shares, rounds, phases)

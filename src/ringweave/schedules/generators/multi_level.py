@@ -1,27 +1,213 @@
-"""Allreduce over domains inside domains: up to one leader per chunk, level by level, and back.
+"""Multi-level allreduce over nested domains: each chunk has a leader in every domain and moves up and down by levels.
 
-With the ranks of a node, the nodes of a rack and the racks of a cluster as domains, and the leaders of the chunks
-spread over ranks and racks by what their links carry, both the links of the hosts and the uplinks carry what the lower
-bound says. The levels use different links: they overlap when the schedule runs in several segments.
+Domains are, for instance, the ranks of a node, the nodes of a rack and the racks of a cluster. If the leaders of the
+chunks are spread over ranks and racks by the rates of their links, both host links and uplinks carry what the lower
+bound says. The levels use different links, so they overlap when the schedule runs in several segments.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.generators.domains import Domain, Level, Stripe, Tree
-from ringweave.schedules.joining import beside, one_after_the_other, then
-from ringweave.schedules.schedule import Collective, How, Kind, Round, Rounds, Schedule
+from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, concatenate_rounds
+from ringweave.schedules.schedule import Collective, CollectiveKind, LazyRounds, ReceiveOp, Round, Schedule
+
+_Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Ranks, or domains of ranks, that are close to each other. A bare rank is its own leader for every chunk."""
+
+    members: tuple["Domain | int", ...]
+    """Its ranks or domains."""
+    leaders: tuple[int, ...]
+    """For each chunk, the rank that leads this domain: the leader of one of its members."""
+
+    def walk(self) -> Iterator["Domain"]:
+        """Yield this domain and all domains below it, in preorder."""
+        yield self
+        for member in self.members:
+            if isinstance(member, Domain):
+                yield from member.walk()
+
+
+class Stripe(NamedTuple):
+    """A part of a message with a domain tree of its own."""
+
+    domain: Domain
+    shares: tuple[int, ...]
+    """Relative size of each chunk, in the same unit for all parts of the message."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainLevel:
+    """All domains of one depth. A run is a range of chunks in which no leader changes in its domain."""
+
+    first_chunk: _Ints
+    """For each run, like the next five."""
+    num_chunks: _Ints
+    num_members: _Ints
+    """Number of members of its domain."""
+    members_at: _Ints
+    """Index of its domain's first member in `rank_of` and `domain_of`."""
+    leader: _Ints
+    """The domain's leader."""
+    place: _Ints
+    """Index of the member that leads the domain."""
+    rank_of: _Ints
+    """For each member: the rank, or -1 for a domain."""
+    domain_of: _Ints
+    """For each member: index of its domain at the level below; 0 for a rank."""
+    heads: _Ints
+    """Leaders of the domains at the level below, (domains, chunks)."""
+
+    def leader_at_distance(self, distance: int) -> _Ints:
+        """Return, for each run, the leader of the member `distance` places after the leading member."""
+        member = self.members_at + (self.place + np.int32(distance)) % self.num_members
+        ranks = self.rank_of[member]
+        if self.heads.size:
+            ranks = np.where(ranks >= 0, ranks, self.heads[self.domain_of[member], self.first_chunk])
+        return ranks
+
+
+class DomainTree:
+    """A tree of domains, checked and indexed.
+
+    Raises:
+        ScheduleError: A domain has no member, or leaders for another number of chunks, or the tree does not name every
+            rank from 0 once.
+    """
+
+    def __init__(self, top: Domain, num_chunks: int) -> None:
+        self._domains: list[list[Domain]] = []
+        self._parents: list[list[tuple[int, int]]] = []  # for each domain its parent and its index in it
+        below, parents = [top], [(0, 0)]
+        while below:
+            self._domains.append(below)
+            self._parents.append(parents)
+            places = [(i, p) for i, domain in enumerate(below) for p in range(len(domain.members))]
+            parents = [(i, p) for i, p in places if isinstance(below[i].members[p], Domain)]
+            below = [member for domain in below for member in domain.members if isinstance(member, Domain)]
+        self._parents.append([])  # below the deepest
+        self._check_domains(num_chunks)
+        self.num_ranks = self._count_ranks()
+        self._within = self._domain_of_ranks()
+
+    def levels(self, chunks: Sequence[int], root: int | None = None) -> list[DomainLevel]:
+        """Return the levels from the top down, for the named chunks, which are renumbered from 0.
+
+        Args:
+            chunks: Indices into `Domain.leaders`.
+            root: A rank that overrides the leaders of every domain it is in; None keeps the leaders.
+
+        Raises:
+            ScheduleError: A domain's leader leads none of its members.
+
+        Cost:
+            Four bytes for each domain and chunk.
+        """
+        kept, heads, built = np.asarray(chunks, np.intp), np.zeros((0, 0), np.int32), []
+        for depth in reversed(range(len(self._domains))):
+            leaders = np.stack([self._checked_leaders(depth, at)[kept] for at in range(len(self._domains[depth]))])
+            if root is not None and self._within[depth][0, root] >= 0:
+                leaders[self._within[depth][0, root]] = root
+            level, of_run = self._level(depth, leaders, heads)
+            self._check_leaders(depth, level, of_run, kept)
+            built.append(level)
+            heads = leaders
+        return built[::-1]
+
+    def _level(self, depth: int, leaders: _Ints, heads: _Ints) -> tuple[DomainLevel, _Ints]:
+        """Return the level, and the domain of each of its runs."""
+        domains = self._domains[depth]
+        begins = np.ones(leaders.shape, np.bool_)
+        begins[:, 1:] = leaders[:, 1:] != leaders[:, :-1]
+        for (parent, _), head in zip(self._parents[depth + 1], heads, strict=True):
+            begins[parent, 1:] |= head[1:] != head[:-1]
+        of_run, first = (column.astype(np.int32) for column in np.nonzero(begins))
+        end = np.where(np.append(of_run[1:] == of_run[:-1], False), np.roll(first, -1), leaders.shape[1])
+        members = [member for domain in domains for member in domain.members]
+        ranks = np.array([-1 if isinstance(member, Domain) else member for member in members], np.int32)
+        sizes = np.array([len(domain.members) for domain in domains], np.int32)
+        leader = leaders[of_run, first]
+        level = DomainLevel(
+            first_chunk=first,
+            num_chunks=(end - first).astype(np.int32),
+            num_members=sizes[of_run],
+            members_at=(np.cumsum(sizes, dtype=np.int32) - sizes)[of_run],
+            leader=leader,
+            place=self._within[depth][1, leader],
+            rank_of=ranks,
+            domain_of=np.where(ranks < 0, np.cumsum(ranks < 0) - 1, 0).astype(np.int32),
+            heads=heads,
+        )
+        return level, of_run
+
+    def _checked_leaders(self, depth: int, at: int) -> _Ints:
+        given = np.asarray(self._domains[depth][at].leaders)
+        outside = given if given.dtype.kind not in "iu" else given[(given < 0) | (given >= self.num_ranks)]
+        if len(outside):
+            raise _wrong_leader_error(outside.tolist()[0], f"a rank from 0 to {self.num_ranks - 1}", depth, at)
+        return given.astype(np.int32)
+
+    def _check_leaders(self, depth: int, level: DomainLevel, of_run: _Ints, kept: NDArray[np.intp]) -> None:
+        wrong = (self._within[depth][0, level.leader] != of_run) | (level.leader_at_distance(0) != level.leader)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            expected = f"the leader of one of its members for chunk {kept[level.first_chunk[at]]}"
+            raise _wrong_leader_error(int(level.leader[at]), expected, depth, int(of_run[at]))
+
+    def _check_domains(self, num_chunks: int) -> None:
+        for domains in self._domains:
+            for domain in domains:
+                if not domain.members:
+                    raise ScheduleError("domain: no members, expected at least one. Leave empty domains out.")
+                if len(domain.leaders) != num_chunks:
+                    got, expected = len(domain.leaders), f"{num_chunks}, one per share"
+                    raise ScheduleError(explain("leaders of a domain", got=got, expected=expected, do="Name one each"))
+
+    def _count_ranks(self) -> int:
+        members = (m for domains in self._domains for domain in domains for m in domain.members)
+        ranks = sorted(member for member in members if not isinstance(member, Domain))
+        if ranks != list(range(len(ranks))):
+            expected = f"every rank from 0 to {len(ranks) - 1} once"
+            raise ScheduleError(explain("ranks of the domains", got=ranks, expected=expected, do="List each once"))
+        return len(ranks)
+
+    def _domain_of_ranks(self) -> list[_Ints]:
+        """Return, at each depth and for each rank, its domain (or -1) and the index of its member in it."""
+        # The domain of a rank that is not at that depth is -1, its place any.
+        within = [np.full((2, self.num_ranks), -1, np.int32) for _ in self._domains]
+        for depth, domains in enumerate(self._domains):
+            for at, domain in enumerate(domains):
+                ranks = [(p, member) for p, member in enumerate(domain.members) if not isinstance(member, Domain)]
+                for place, rank in ranks:
+                    index = at, place
+                    for above in range(depth, -1, -1):
+                        within[above][:, rank] = index
+                        index = self._parents[above][index[0]]
+        return within
+
+
+def _wrong_leader_error(got: object, expected: str, depth: int, at: int) -> ScheduleError:
+    where = f"depth {depth}, domain {at}"
+    return ScheduleError(
+        explain("leader of a domain", got=got, expected=expected, do="Choose one of these", where=where)
+    )
 
 
 def multi_level(domain: Domain, shares: Sequence[int]) -> Schedule:
-    """Allreduce over a tree of domains, each chunk on a way of its own.
+    """Allreduce over a tree of domains, with its own path for each chunk.
 
     From the deepest level up, the leaders of a domain's members send a chunk to the domain's leader of that chunk: in
-    round t the leader of the member t places after the leader's own, round and round. Then the complete chunks come
-    back the same way down. All domains of a level and all chunks work at the same time; neighbouring chunks that go
-    from the same to the same rank are one operation; who leads on several levels sends itself nothing.
+    round t it is the leader of the member t places (cyclically) after the leader's own. Then the complete chunks come
+    down on the same path. All domains of a level and all chunks work at the same time; neighbouring chunks
+    between the same two ranks are one operation; a rank that leads on several levels sends itself nothing.
 
     Args:
         domain: The tree; its depth may vary. A domain with a single member passes through.
@@ -42,10 +228,10 @@ def multi_level(domain: Domain, shares: Sequence[int]) -> Schedule:
 
 
 def multi_level_striped(stripes: Sequence[Stripe]) -> Schedule:
-    """`multi_level` with a tree of its own for each of several parts of the message, all at the same time.
+    """Run `multi_level` with a separate tree for each of several parts of the message, all at the same time.
 
-    So a byte can pass a domain as one partial sum, and another one as several: where a rack is a domain of one tree and
-    its nodes are members of the domain above in another, its uplink and its nodes can both be busy as is best.
+    So a domain can send one partial sum for some bytes and several for others. Where a rack is a domain of one tree and
+    its nodes are members of the domain above in another, both its uplink and its nodes can have the best load.
 
     Args:
         stripes: The parts, in the order of the message, over the same ranks.
@@ -55,25 +241,25 @@ def multi_level_striped(stripes: Sequence[Stripe]) -> Schedule:
     """
     up = [multi_level_reduce_scatter(domain, shares) for domain, shares in stripes]
     down = [multi_level_allgather(domain, shares) for domain, shares in stripes]
-    return then("multi-level", beside(*up), beside(*down))
+    return compose_allreduce("multi-level", compose_side_by_side(*up), compose_side_by_side(*down))
 
 
 def multi_level_reduce_scatter(domain: Domain, shares: Sequence[int]) -> Schedule:
-    """The way up of `multi_level`: the leaders of the whole tree own the chunks."""
+    """The upward half of `multi_level`: the leaders of the whole tree own the chunks."""
 
-    def up(level: Level, distance: int) -> Round:
-        return _round(level, distance, level.leader_after(distance), level.leader, How.REDUCE)
+    def up(level: DomainLevel, distance: int) -> Round:
+        return _level_round(level, distance, level.leader_at_distance(distance), level.leader, ReceiveOp.REDUCE)
 
-    return _half("reduce-scatter", domain, shares, up)
+    return _multi_level_half("reduce-scatter", domain, shares, up)
 
 
 def multi_level_allgather(domain: Domain, shares: Sequence[int]) -> Schedule:
-    """The way down of `multi_level`: the leaders of the whole tree own the chunks."""
+    """The downward half of `multi_level`: the leaders of the whole tree own the chunks."""
 
-    def down(level: Level, distance: int) -> Round:
-        return _round(level, distance, level.leader, level.leader_after(distance), How.COPY)
+    def down(level: DomainLevel, distance: int) -> Round:
+        return _level_round(level, distance, level.leader, level.leader_at_distance(distance), ReceiveOp.COPY)
 
-    return _half("allgather", domain, shares, down)
+    return _multi_level_half("allgather", domain, shares, down)
 
 
 def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> Schedule:
@@ -93,52 +279,57 @@ def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> S
     Raises:
         ScheduleError: As `multi_level`; or the root is no rank of the tree.
     """
-    tree = Tree(domain, len(shares))
+    tree = DomainTree(domain, len(shares))
     if not 0 <= root < tree.num_ranks:
         raise ScheduleError(
             explain("root", got=root, expected=f"ranks 0..{tree.num_ranks - 1}", do="Name a rank of the tree")
         )
-    kept = _with_a_share(shares)
+    kept = _chunks_with_share(shares)
 
-    def along(level: Level, distance: int) -> Round:
-        return _round(level, distance, level.leader_after(distance - 1), level.leader_after(distance), How.COPY)
+    def along(level: DomainLevel, distance: int) -> Round:
+        return _level_round(
+            level, distance, level.leader_at_distance(distance - 1), level.leader_at_distance(distance), ReceiveOp.COPY
+        )
 
     parts = [
-        (f"broadcast at depth {depth}", _rounds(level, along)) for depth, level in enumerate(tree.levels(kept, root))
+        (f"broadcast at depth {depth}", _level_rounds(level, along))
+        for depth, level in enumerate(tree.levels(kept, root))
     ]
-    rounds, phases = one_after_the_other(*parts)
+    rounds, phases = concatenate_rounds(*parts)
     collective = Collective("broadcast", root=root)
     kept_shares = tuple(shares[chunk] for chunk in kept)
     return Schedule("multi-level broadcast", collective, tree.num_ranks, kept_shares, rounds, phases)
 
 
-def _half(kind: Kind, domain: Domain, shares: Sequence[int], move: Callable[[Level, int], Round]) -> Schedule:
-    kept = _with_a_share(shares)
-    tree = Tree(domain, len(shares))
-    parts = [(f"{kind} at depth {d}", _rounds(level, move)) for d, level in enumerate(tree.levels(kept))]
-    rounds, phases = one_after_the_other(*(parts if kind == "allgather" else parts[::-1]))
+def _multi_level_half(
+    kind: CollectiveKind, domain: Domain, shares: Sequence[int], move: Callable[[DomainLevel, int], Round]
+) -> Schedule:
+    kept = _chunks_with_share(shares)
+    tree = DomainTree(domain, len(shares))
+    parts = [(f"{kind} at depth {d}", _level_rounds(level, move)) for d, level in enumerate(tree.levels(kept))]
+    rounds, phases = concatenate_rounds(*(parts if kind == "allgather" else parts[::-1]))
     collective = Collective(kind, tuple(domain.leaders[chunk] for chunk in kept))
     kept_shares = tuple(shares[chunk] for chunk in kept)
     return Schedule(f"multi-level {kind}", collective, tree.num_ranks, kept_shares, rounds, phases)
 
 
-def _with_a_share(shares: Sequence[int]) -> list[int]:
-    """The chunks that have one; all, for Schedule to refuse, where none has."""
+def _chunks_with_share(shares: Sequence[int]) -> list[int]:
+    """Return the chunks with a share above 0; all, for Schedule to refuse, where there are none."""
     return [chunk for chunk, share in enumerate(shares) if share] or list(range(len(shares)))
 
 
-def _rounds(level: Level, move: Callable[[Level, int], Round]) -> Rounds:
-    return Rounds(int(level.num_members.max(initial=1)) - 1, lambda index: move(level, index + 1))
+def _level_rounds(level: DomainLevel, move: Callable[[DomainLevel, int], Round]) -> LazyRounds:
+    return LazyRounds(int(level.num_members.max(initial=1)) - 1, lambda index: move(level, index + 1))
 
 
-def _round(level: Level, distance: int, src: np.ndarray, dst: np.ndarray, how: How) -> Round:
-    """One operation per run of the domains that have so many members, joined with its neighbour where it can be."""
+def _level_round(level: DomainLevel, distance: int, src: np.ndarray, dst: np.ndarray, how: ReceiveOp) -> Round:
+    """Return one operation per run of each domain with enough members, merged with its neighbour where possible."""
     ops = Round(src, dst, level.first_chunk, level.num_chunks, np.full(len(src), how, np.uint8))
-    turns = level.num_members > distance
-    return _joined(ops if turns.all() else ops.where(turns))
+    takes_part = level.num_members > distance
+    return _join_neighbours(ops if takes_part.all() else ops.select(takes_part))
 
 
-def _joined(ops: Round) -> Round:
+def _join_neighbours(ops: Round) -> Round:
     first, end = ops.first_chunk, ops.first_chunk + ops.num_chunks
     goes_on = np.zeros(len(ops), np.bool_)
     goes_on[1:] = (ops.src[1:] == ops.src[:-1]) & (ops.dst[1:] == ops.dst[:-1]) & (first[1:] == end[:-1])

@@ -1,20 +1,22 @@
-"""Ring allreduce: scatter-reduce, then allgather, each rank sending only to its right neighbour.
+"""Ring allreduce: reduce-scatter, then allgather; each rank sends only to its right neighbour.
 
 Source: Baidu Research's ring allreduce for deep learning (2017), after Patarasuk and Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations" (2009).
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.joining import then
-from ringweave.schedules.schedule import Collective, How, Kind, Round, Rounds, Schedule
+from ringweave.schedules.compose import compose_allreduce
+from ringweave.schedules.schedule import Collective, CollectiveKind, LazyRounds, ReceiveOp, Round, Schedule
 
 
 def ring(num_ranks: int, order: Sequence[int] | None = None) -> Schedule:
-    """Allreduce round a ring: the rank at place n of the ring first sends chunk n to the right.
+    """Allreduce along a ring: the rank at place n of the ring first sends chunk n to the right.
 
     Args:
         num_ranks: Size of the group, N; one rank needs no round.
@@ -30,11 +32,11 @@ def ring(num_ranks: int, order: Sequence[int] | None = None) -> Schedule:
     Cost:
         Every rank sends 2(N-1)/N of the message in 2(N-1) rounds.
     """
-    return then("ring", ring_reduce_scatter(num_ranks, order), ring_allgather(num_ranks, order))
+    return compose_allreduce("ring", ring_reduce_scatter(num_ranks, order), ring_allgather(num_ranks, order))
 
 
 def ring_reduce_scatter(num_ranks: int, order: Sequence[int] | None = None, first: int = 0) -> Schedule:
-    """The first half of a ring: place n of the ring first sends chunk n + `first`, then what it merged last.
+    """The first half of a ring: place n of the ring first sends chunk n + `first`, then its last partial sum.
 
     Args:
         num_ranks: Size of the group, N.
@@ -47,11 +49,11 @@ def ring_reduce_scatter(num_ranks: int, order: Sequence[int] | None = None, firs
     Raises:
         ScheduleError: `order` does not name every rank once.
     """
-    return _half("reduce-scatter", num_ranks, order, first, owned=first + 1)
+    return _ring_half("reduce-scatter", num_ranks, order, first, owned=first + 1)
 
 
 def ring_allgather(num_ranks: int, order: Sequence[int] | None = None, first: int = 1) -> Schedule:
-    """The second half: place n of the ring first sends chunk n + `first`, its own, then what arrived last.
+    """The second half of a ring: place n first sends its own chunk n + `first`, then the last one received.
 
     Args:
         num_ranks: Size of the group, N.
@@ -64,14 +66,19 @@ def ring_allgather(num_ranks: int, order: Sequence[int] | None = None, first: in
     Raises:
         ScheduleError: `order` does not name every rank once.
     """
-    return _half("allgather", num_ranks, order, first, owned=first)
+    return _ring_half("allgather", num_ranks, order, first, owned=first)
 
 
-def _half(kind: Kind, num_ranks: int, order: Sequence[int] | None, first: int, *, owned: int) -> Schedule:
-    """In round i place n sends chunk n + `first` - i; place n owns chunk n + `owned`, before or after."""
-    at_place = ranks_in_order("ring order", num_ranks, order)
+def _ring_half(
+    kind: CollectiveKind, num_ranks: int, order: Sequence[int] | None, first: int, *, owned: int
+) -> Schedule:
+    """Return half of a ring: in round i place n sends chunk n + `first` - i.
+
+    Place n owns chunk n + `owned`, before an allgather or after a reduce-scatter.
+    """
+    at_place = checked_rank_order("ring order", num_ranks, order)
     right, one_chunk = np.roll(at_place, -1), np.ones_like(at_place)
-    how = np.full_like(at_place, How.REDUCE if kind == "reduce-scatter" else How.COPY, np.uint8)
+    how = np.full_like(at_place, ReceiveOp.REDUCE if kind == "reduce-scatter" else ReceiveOp.COPY, np.uint8)
     twice_round = np.tile(np.arange(num_ranks, dtype=np.int32), 2)  # a slice of it is the chunks of all places
 
     def make(index: int) -> Round:
@@ -79,16 +86,18 @@ def _half(kind: Kind, num_ranks: int, order: Sequence[int] | None, first: int, *
         return Round(at_place, right, twice_round[chunk_of_place_0 : chunk_of_place_0 + num_ranks], one_chunk, how)
 
     owners = tuple(np.roll(at_place, owned).tolist())
-    return Schedule(f"ring {kind}", Collective(kind, owners), num_ranks, (1,) * num_ranks, Rounds(num_ranks - 1, make))
+    return Schedule(
+        f"ring {kind}", Collective(kind, owners), num_ranks, (1,) * num_ranks, LazyRounds(num_ranks - 1, make)
+    )
 
 
-def ranks_in_order(what: str, num_ranks: int, order: Sequence[int] | None) -> np.ndarray:
-    """`order` as a column, or the order of the ranks.
+def checked_rank_order(what: str, num_ranks: int, order: Sequence[int] | None) -> np.ndarray:
+    """Return `order` as a column, or by default the order of the ranks.
 
     Raises:
         ScheduleError: It does not name every rank once.
     """
-    ranks = Round.of(range(num_ranks) if order is None else order, 0, 0, How.COPY).src
+    ranks = Round.of(range(num_ranks) if order is None else order, 0, 0, ReceiveOp.COPY).src
     if not np.array_equal(np.sort(ranks), np.arange(num_ranks)):
         raise ScheduleError(
             explain(
@@ -99,3 +108,53 @@ def ranks_in_order(what: str, num_ranks: int, order: Sequence[int] | None) -> np
             )
         )
     return ranks
+
+
+RingHalf = Literal["reduce-scatter", "allgather"]
+
+
+def ring_rounds(
+    rings: Sequence[Sequence[int]], borders: Sequence[NDArray[np.int32]], half: RingHalf | None = None
+) -> Sequence[Round]:
+    """Return the rounds of parallel ring allreduces, each over a part of the message with its own borders.
+
+    The rank at place p of a ring of n first sends piece p to the right, then its last partial sum; after n-1 rounds it
+    holds piece (p+1) mod n complete, and the pieces travel on in the same direction and overwrite. A smaller ring ends
+    earlier. Several rings may share a rank or a piece, but not both.
+
+    Args:
+        rings: The ranks of each ring in order; a ring of one does nothing.
+        borders: For each ring of n ranks n + 1 chunks: the first chunk of each piece, and the end of the last one.
+        half: The first or the second half alone; None is both.
+    """
+    sizes = np.array([len(ring) for ring in rings], np.int32)
+    first_turns = sizes - 1 if half == "allgather" else 0 * sizes
+    num_turns = sizes - 1 if half else 2 * (sizes - 1)
+    size, base = np.repeat(sizes, sizes), np.repeat(np.cumsum(sizes, dtype=np.int32) - sizes, sizes)
+    at = np.arange(len(size), dtype=np.int32)
+    src = np.concatenate([np.asarray(ring, np.int32) for ring in rings])
+    right = src[base + (at - base + 1) % size]
+    begins = np.concatenate([border[:-1] for border in borders])
+    widths = np.concatenate([np.diff(border) for border in borders])
+
+    def make(index: int) -> Round:
+        turns = first_turns + np.int32(index)  # of each ring, as all that is divided or compared below
+        piece = at - np.repeat(turns % sizes, sizes)
+        piece += np.where(piece < base, size, 0)
+        how = np.where(turns < sizes - 1, np.uint8(ReceiveOp.REDUCE), np.uint8(ReceiveOp.COPY))
+        ops = Round(src, right, begins[piece], widths[piece], np.repeat(how, sizes))
+        is_turning = index < num_turns
+        return ops if is_turning.all() else ops.select(np.repeat(is_turning, sizes))
+
+    return LazyRounds(int(num_turns.max()), make)
+
+
+def chain_rounds(chains: Sequence[Sequence[int]], num_chunks: int) -> Sequence[Round]:
+    """Return the rounds of broadcasts along chains: in round t the rank at place t sends all chunks to place t+1."""
+
+    def make(index: int) -> Round:
+        links = [chain[index : index + 2] for chain in chains if len(chain) > index + 1]
+        src, dst = np.array(links, np.int32).T
+        return Round.of(src, dst, 0, ReceiveOp.COPY, num_chunks)
+
+    return LazyRounds(max(map(len, chains)) - 1, make)

@@ -1,39 +1,51 @@
-"""What is in a machine, how far its devices are from its NICs, and which device leads.
+"""Hardware discovery: devices and NICs of a machine, their distances, and the device that leads.
 
-`observe` looks at this machine, `read_file` reads a topology file of hwloc or NCCL; `choose` decides the NIC and the
-leader and says why; `to_node` and `merge` make a cluster of it.
+`observe` reads this machine and `read_file` reads a topology file of hwloc or NCCL. `choose_leader` decides the NIC and
+the leader and gives reasons. `machine_to_node` and `merge_nodes` make a cluster of machines.
 """
 
-from ringweave.topology.discovery.choosing import Candidate, Leadership, choose, equals
-from ringweave.topology.discovery.describing import describe, document
-from ringweave.topology.discovery.distances import Way, way
-from ringweave.topology.discovery.machine import Interface, Machine, Part, Worker
-from ringweave.topology.discovery.nodes import assumptions, merge, to_node, with_workers
-from ringweave.topology.discovery.rating import Rated, measured
-from ringweave.topology.discovery.readers import observe, observe_links, read_file
-from ringweave.topology.discovery.visible import limit
+from ringweave.topology.discovery.leader_choice import (
+    DevicePath,
+    LeaderCandidate,
+    LeaderChoice,
+    NodesWithRates,
+    choose_leader,
+    device_path,
+    equivalent_interfaces,
+    with_measured_rates,
+)
+from ringweave.topology.discovery.machine import ComputeDevice, Machine, MachinePart, NetworkInterface
+from ringweave.topology.discovery.observation import observe, observe_links, read_file
+from ringweave.topology.discovery.report import describe_machine, machine_document
+from ringweave.topology.discovery.to_cluster import (
+    assumed_rate_remarks,
+    limit_to_visible_gpus,
+    machine_to_node,
+    merge_nodes,
+    node_with_workers,
+)
 
 __all__ = [
-    "Candidate",
-    "Interface",
-    "Leadership",
+    "ComputeDevice",
+    "DevicePath",
+    "LeaderCandidate",
+    "LeaderChoice",
     "Machine",
-    "Part",
-    "Rated",
-    "Way",
-    "Worker",
-    "assumptions",
-    "choose",
-    "describe",
-    "document",
-    "equals",
-    "limit",
-    "measured",
-    "merge",
+    "MachinePart",
+    "NetworkInterface",
+    "NodesWithRates",
+    "assumed_rate_remarks",
+    "choose_leader",
+    "describe_machine",
+    "device_path",
+    "equivalent_interfaces",
+    "limit_to_visible_gpus",
+    "machine_document",
+    "machine_to_node",
+    "merge_nodes",
+    "node_with_workers",
     "observe",
     "observe_links",
     "read_file",
-    "to_node",
-    "way",
-    "with_workers",
+    "with_measured_rates",
 ]

@@ -1,5 +1,5 @@
-"""Checkpoints: copied in memory while training waits, written while it goes on, whole or not there at all."""
+"""Checkpoints: copied in memory while training waits, written while it goes on, and visible only when complete."""
 
-from ringweave.training.checkpoints.keeping import Checkpoints
+from ringweave.training.checkpoints.manager import Checkpoints
 
 __all__ = ["Checkpoints"]

@@ -1,1 +1,1 @@
-"""Training whose workers come and go: no train step is lost when one dies in its midst."""
+"""Elastic training: workers join and leave while the job runs, and no train step is lost when a worker dies."""

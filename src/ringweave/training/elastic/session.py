@@ -1,8 +1,8 @@
-"""One member's part in an elastic job: reductions that are kept until they count, through one epoch after another.
+"""Elastic session of one member: its reductions are retained until they are committed, through all generations.
 
-Three threads meet here. The one that trains hands in buckets and stops at borders; the agent's brings orders; the
-session's own sums, forms groups and decides nothing. The lock is held for moments only, never while something waits.
-Here is what the first two call; what it comes to is in `standing`.
+Three threads meet here. The training thread hands in buckets and pauses at step boundaries. The membership client's
+thread brings orders. The session's own thread sums, forms groups and decides nothing. The lock is held for moments
+only, never while a thread waits for the network.
 """
 
 import threading
@@ -12,275 +12,536 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringweave.comm.regrouping import EpochGroups
-from ringweave.membership.agent import Agent
-from ringweave.membership.rules import reasons
-from ringweave.membership.rules.follower import Out
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.membership.rules.signs import Beat
-from ringweave.training.elastic import seams
-from ringweave.training.elastic.kept import Said
-from ringweave.training.elastic.seams import Crew
-from ringweave.training.elastic.standing.counting import Counting
-from ringweave.training.elastic.standing.following import Following
-from ringweave.training.elastic.standing.footing import Footing
-from ringweave.training.elastic.standing.serving import Serving
+from ringweave.comm.generation_group import GenerationGroups
+from ringweave.errors import MembershipError, RingweaveError, RpcError, TrainingError
+from ringweave.membership import records
+from ringweave.membership.client import MembershipClient
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.training.elastic import recovery, trainer_interface
+from ringweave.training.elastic.commit import CommitProtocol
+from ringweave.training.elastic.recovery import CatchUp, GenerationStart, RecoveryPlan, ReplayLog
+from ringweave.training.elastic.retained_reductions import FetchedJson
+from ringweave.training.elastic.session_state import SessionState
+from ringweave.training.elastic.trainer_interface import TrainerState
+from ringweave.training.elastic.training_state import StateRead
 
-_CLOSE_S = 5.0
-_NUM_FIRST = 4
-"""Reductions after which a member has imported, planned and allocated what its training needs."""
+_MAX_READ_FAILURES = 5
+"""Limit of failed state reads of a joining member; each time it starts again, perhaps from another member."""
 
 
-class Session:
-    """Where this member stands. It is the agent's participant."""
+class MemberRecovery:
+    """Recovery of one member; does nothing on a member that is not recovering."""
+
+    def __init__(self, state: SessionState, *, is_mean: bool) -> None:
+        self._state, self._is_mean = state, is_mean
+        self._num_failures = 0
+        self._source_member = ""
+        """Member that the state is, or was, read from."""
+        self._state_read: StateRead | None = None
+
+    # The training thread.
+
+    def replay_next(self, catch_up: CatchUp) -> None:
+        """Replay the next logged reduction in the script; wait for one if the log is empty.
+
+        Raises:
+            MembershipError: There will be none: this member was evicted, or the job is over.
+        """
+        state = self._state
+        with state.saves_final_checkpoint(), state.lock:
+            state.lock.wait_for(lambda: catch_up.is_behind() or state.has_ended)
+            if not catch_up.is_behind() or state.status.is_leaving:
+                state.raise_if_stopped()
+            backward, logged, is_last = catch_up.take_reduction()
+            if is_last:
+                state.catch_up = None
+            state.is_waiting = False
+            state.lock.notify_all()
+        recovery.replay_reduction(backward, logged, is_mean=self._is_mean)
+        with state.lock:
+            catch_up.recycle_sums(logged)
+
+    def pass_step_boundary(self, catch_up: CatchUp, draw: Callable[[], None]) -> None:
+        """Pass a step boundary of a recovering member: its own script's, unless it has replayed everything.
+
+        Raises:
+            MembershipError: This member was evicted, or the job is over.
+            SystemExit: It has left, as requested.
+        """
+        state = self._state
+        with state.saves_final_checkpoint(), state.lock:
+            state.num_progress += 1
+            state.is_waiting = True
+            state.lock.wait_for(lambda: catch_up.is_behind() or not state.is_paused or state.has_ended)
+            if not catch_up.is_behind() or state.status.is_leaving:
+                state.raise_if_stopped()
+            state.is_waiting = False
+            draw()
+
+    # The session's own thread; with the lock held, except for the last.
+
+    def is_zero_reduction_due(self) -> bool:
+        """The next reduction is due, with zeros from this member."""
+        state = self._state
+        is_due = state.is_group_up and state.status.is_following and state.reduction is None
+        return is_due and state.catch_up is not None and state.catch_up.has_room()
+
+    def start_zero_reduction(self) -> RuntimeError | None:
+        """Start the zero reduction; return the error if the group is broken."""
+        state = self._state
+        assert state.catch_up is not None, "it is due"
+        state.reduction = state.catch_up.zero_reduction(state.status.committed + 1)
+        return state.start_reduction()
+
+    def begin_generation(self, start: GenerationStart, plan: RecoveryPlan) -> None:
+        """Begin a generation: now, or in the replay log."""
+        state = self._state
+        if self._state_read is not None:
+            if self._source_member in start.membership.members:
+                self._state_read.limit_wait()
+            else:
+                self._state_read.cancel()
+        committed = max(start.membership.last_committed, state.status.committed)
+        if start.is_joining and plan.layout:
+            state.catch_up = CatchUp(state.member, state.trainer, ReplayLog(plan.layout, committed))
+            state.status = replace(state.status, is_following=True)
+        has_state = not state.status.is_following
+        state.status = replace(state.status, has_state=has_state, committed=committed)
+        if state.catch_up is not None:
+            state.catch_up.begin_generation(start)
+        else:
+            recovery.enter_generation(state.trainer, start)
+
+    def start_read(self, start: GenerationStart, source_rank: int, name: str) -> None:
+        """Start to read the state of that rank as it was when this generation was formed."""
+        source, trainer, state_read = start.membership.standings[source_rank], self._state.trainer, StateRead()
+        with self._state.lock:
+            catch_up = self._state.catch_up
+            self._source_member, self._state_read = source.member, state_read
+        if catch_up is not None:
+            catch_up.start_read(
+                lambda throttle: state_read.run(lambda: trainer.fetch_state(source.place, name, state_read, throttle)),
+                lambda error: (
+                    self._begin_replay(catch_up) if error is None else self._restart_recovery(catch_up, error)
+                ),
+            )
+
+    # The reading thread.
+
+    def _begin_replay(self, catch_up: CatchUp) -> None:
+        state = self._state
+        with state.lock:
+            catch_up.is_loaded = True
+            state.num_progress += 1
+            state.lock.notify_all()
+
+    def _restart_recovery(self, catch_up: CatchUp, error: Exception) -> None:
+        """Drop the log after a failed state read: this member is a joining member again."""
+        state = self._state
+        with state.lock:
+            if state.catch_up is not catch_up or state.stop is not None:
+                return
+            self._num_failures += 1
+            is_temporary = isinstance(error, RpcError | OSError) and self._num_failures <= _MAX_READ_FAILURES
+            membership = state.newest_membership
+            if is_temporary:
+                state.pause()
+                state.catch_up = None
+                state.status = MemberStatus(member=state.member, is_leaving=state.status.is_leaving)
+        if not is_temporary:
+            state.fail_script(error)
+        elif state.client is not None and membership is not None:
+            state.client.report_failure(membership.ballot, [])
+
+    # The thread that ends the session; with the lock held.
+
+    def stop_read(self) -> None:
+        if self._state.catch_up is not None:
+            self._state.catch_up.stop_read()
+
+
+class SessionThread:
+    """Session's own thread: forms ordered generations and sums complete reductions, until this member stops."""
+
+    def __init__(self, state: SessionState, commits: CommitProtocol, recovery: MemberRecovery) -> None:
+        self._state, self._commits, self._recovery = state, commits, recovery
+        self._thread = threading.Thread(target=self._run, name="ringweave elastic", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_stopped(self, timeout_s: float) -> None:
+        """Wait until the thread has ended, if it ever started."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._run_once():
+                pass
+        except Exception as error:  # any error: only the script can report it
+            self._state.fail_script(error)
+
+    def _run_once(self) -> bool:
+        """Wait for an order or a complete reduction, and process it; return False at the end."""
+        state, recovery = self._state, self._recovery
+        with state.lock:
+            state.lock.wait_for(
+                lambda: state.stop or state.next_membership or self._is_ready() or recovery.is_zero_reduction_due()
+            )
+            if state.stop is not None:
+                return False
+            error = (
+                recovery.start_zero_reduction()
+                if state.next_membership is None and recovery.is_zero_reduction_due()
+                else None
+            )
+            membership, state.next_membership = state.next_membership, None
+            reduction, abort_count, num_aborts = state.reduction, state.abort_count, state.groups.num_aborts
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if error is not None:
+                state.report_broken_group(error, abort_count)
+            elif membership is not None:
+                self._form_generation(membership, abort_count, num_aborts)
+            elif reduction is not None:
+                self._commits.commit_reduction(reduction, abort_count)
+        return True
+
+    def _is_ready(self) -> bool:
+        state = self._state
+        return state.is_group_up and state.reduction is not None and state.reduction.is_complete
+
+    def _form_generation(self, membership: Membership, abort_count: int, num_aborts: int) -> None:
+        """Form the next generation, and settle the unfinished reduction of the one before.
+
+        The order matters: when one member commits the reduction, all have heard of this generation. So a coordinator
+        that some of them ask next cannot let others of the generation before repeat it.
+        """
+        state = self._state
+        details = [trainer_interface.parse_details(each.member, each.note) for each in membership.standings]
+        rank = membership.members.index(state.member)
+        state.trainer.check_membership(membership, details)
+        if membership.standings[rank].is_following and not state.status.is_following:
+            error = MembershipError("it begins anew: the state could not be read")
+            state.report_broken_group(error, abort_count, membership)
+            return
+        plan = RecoveryPlan.of_membership(membership)
+        start = GenerationStart(membership=membership, details=details, is_joining=rank in plan.joining_ranks)
+        try:
+            self._form_groups(start, plan, num_aborts)
+        except TrainingError:
+            raise  # this member's own: another generation would not fix it
+        except (RuntimeError, RingweaveError, OSError) as error:
+            state.report_broken_group(error, abort_count, membership)
+            return
+        if self._commits.settle_unfinished(membership, abort_count) and self._begin_generation(
+            start, plan, abort_count
+        ):
+            self._transfer_state(start, plan)
+
+    def _form_groups(self, start: GenerationStart, plan: RecoveryPlan, num_aborts: int) -> None:
+        """Form the groups, and read the state if the others wait for that."""
+        trainer, membership, details = self._state.trainer, start.membership, start.details
+        name, rank = _generation_name(membership), membership.members.index(self._state.member)
+        if plan.is_recovery_source(rank):
+            trainer.capture_state()
+        place, is_apart = details[0]["store"], bool(plan.recovering)
+        self._state.groups.form_group(place, name, rank, len(membership.members), num_aborts, has_reduce_group=is_apart)
+        if start.is_joining and not plan.layout:
+            source_address = membership.standings[plan.recovery_source(rank)].place
+            state_read = StateRead(lambda: num_aborts != self._state.groups.num_aborts)
+            state_read.run(lambda: trainer.fetch_state(source_address, name, state_read))
+
+    def _begin_generation(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> bool:
+        """Begin the generation, unless another order came first; return whether it began."""
+        state = self._state
+        with state.lock:
+            if abort_count != state.abort_count:
+                return False
+            state.membership, self._commits.buffer_source = start.membership, plan.owner_ranks[0]
+            self._recovery.begin_generation(start, plan)
+            state.is_paused, state.is_generation_pending, state.is_group_up, state.pauses_at_boundary = (
+                False,
+                False,
+                True,
+                False,
+            )
+            state.num_generations += 1
+            error = state.start_reduction()
+            state.lock.notify_all()
+        state.report_broken_group(error, abort_count)
+        return True
+
+    def _transfer_state(self, start: GenerationStart, plan: RecoveryPlan) -> None:
+        """Publish the state for joining members, or start to read it, while the others continue."""
+        name, rank = _generation_name(start.membership), start.membership.members.index(self._state.member)
+        if plan.is_recovery_source(rank):
+            self._state.trainer.publish_state(name, is_lasting=bool(plan.layout))
+        if start.is_joining and plan.layout:
+            self._recovery.start_read(start, plan.recovery_source(rank), name)
+
+
+def _generation_name(membership: Membership) -> str:
+    return "{}.{}".format(*membership.ballot)
+
+
+_CLOSE_TIMEOUT_S = 5.0
+_NUM_WARMUP_REDUCTIONS = 4
+"""Reductions after which a member has imported, planned and allocated everything its training needs."""
+
+
+class ElasticSession:
+    """Session of one member of an elastic job; the listener of its membership client."""
 
     def __init__(
         self,
         member: str,
-        groups: EpochGroups,
-        crew: Crew,
+        groups: GenerationGroups,
+        trainer: TrainerState,
         *,
         buffers: Callable[[], list[Tensor]],
         is_mean: bool,
         num_parameters: int = 0,
     ) -> None:
-        """`buffers` are tensors of the model that become those of the first member with every reduction."""
-        self._footing = Footing(member, groups, crew)
-        self._counting = Counting(self._footing, buffers, is_mean=is_mean, num_parameters=num_parameters)
-        self._following = Following(self._footing, is_mean=is_mean)
-        self._serving = Serving(self._footing, self._counting, self._following)
+        """Create a session; every reduction sets the tensors `buffers` to the first member's values."""
+        self._state = SessionState(member, groups, trainer)
+        self._commits = CommitProtocol(self._state, buffers, is_mean=is_mean, num_parameters=num_parameters)
+        self._recovery = MemberRecovery(self._state, is_mean=is_mean)
+        self._thread = SessionThread(self._state, self._commits, self._recovery)
 
-    # The thread that trains.
+    # The training thread.
 
-    def start(self, agent: Agent) -> Decree:
-        """Become a member; returns with the first epoch, once this member has the job's state.
+    def start(self, membership_client: MembershipClient) -> Membership:
+        """Join the job; return the first membership once this member has the job's state.
 
-        From here to its first border the script prepares its training. Nobody joins then: who came would have no part
-        in what the others do together meanwhile, and read a state that changes.
+        From here to its first step boundary the script prepares its training. No member joins then: it would miss what
+        the others do together meanwhile, and read a state that changes.
 
         Raises:
-            MembershipError: It was not let in, or the job is over.
+            MembershipError: This member was not admitted, or the job is over.
         """
-        footing = self._footing
-        footing.agent = agent
-        self._serving.start()
-        agent.start()
-        with footing.lock:
-            footing.lock.wait_for(self._may_start)
-            footing.raise_reason()
-            if footing.catching is not None:
-                footing.catching.is_behind()
-            assert footing.decree is not None
-            footing.where = replace(footing.where, at_border=False)
-            return footing.decree
+        state = self._state
+        state.client = membership_client
+        self._thread.start()
+        membership_client.start()
+        with state.lock:
+            state.lock.wait_for(self._can_start)
+            state.raise_if_stopped()
+            if state.catch_up is not None:
+                state.catch_up.is_behind()
+            assert state.membership is not None
+            state.status = replace(state.status, at_border=False)
+            return state.membership
 
-    def _may_start(self) -> bool:
-        footing = self._footing
-        if footing.has_ended:
+    def _can_start(self) -> bool:
+        state = self._state
+        if state.has_ended:
             return True
-        return footing.catching.is_loaded if footing.catching else not footing.is_frozen
+        return state.catch_up.is_loaded if state.catch_up else not state.is_paused
 
     @property
-    def decree(self) -> Decree:
-        """The epoch that holds."""
-        assert self._footing.decree is not None, "after start"
-        return self._footing.decree
+    def membership(self) -> Membership:
+        assert self._state.membership is not None, "after start"
+        return self._state.membership
 
     @property
-    def is_teller(self) -> bool:
-        """This member tells for all what counts: it is the first with the state of the newest epoch that was ordered.
+    def is_primary(self) -> bool:
+        """This member writes events for all: it is the first member with the state in the newest ordered generation.
 
-        What an epoch left unfinished is ended before the next one is formed, and its own first member may be gone.
+        The unfinished reduction of a generation is settled before the next one is formed, and the old primary may be
+        gone.
         """
-        ordered = self._footing.ordered
-        return ordered is not None and ordered.teller == self._footing.member
+        newest = self._state.newest_membership
+        return newest is not None and newest.primary == self._state.member
 
     @property
-    def save_last(self) -> Callable[[], str] | None:
-        """Saves the state when the job ends and this member is to do so; says what came of it."""
-        return self._footing.save_last
+    def save_final_checkpoint(self) -> Callable[[], str] | None:
+        """Saves the state at the job's end if this member owns the final checkpoint; returns the outcome as text."""
+        return self._state.save_final_checkpoint
 
-    @save_last.setter
-    def save_last(self, save: Callable[[], str] | None) -> None:
-        self._footing.save_last = save
+    @save_final_checkpoint.setter
+    def save_final_checkpoint(self, save: Callable[[], str] | None) -> None:
+        self._state.save_final_checkpoint = save
 
     def reduce(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
-        """One more bucket of this backward pass; the future has the mean once all of them count."""
-        return self._counting.add(bucket)
+        """Add a bucket of this backward pass; the future has the mean once all buckets are committed."""
+        return self._commits.add_bucket(bucket)
 
-    def end_pass(self, used: int) -> torch.futures.Future[int]:
-        """That was all of this backward pass.
+    def end_backward(self, used_bits: int) -> torch.futures.Future[int]:
+        """Complete the buckets of this backward pass.
 
         Args:
-            used: Bit i: this member has used parameter i.
+            used_bits: Bit i: this member has used parameter i.
 
         Returns:
-            The parameters that any member has used, once the reduction counts.
+            Future of the parameters that any member has used, once the reduction is committed.
         """
-        return self._counting.end_pass(used)
+        return self._commits.end_backward(used_bits)
 
-    def spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor] = ()) -> Said:
-        """What the first member fetches, on all members; `tensors` are filled as `fetch` fills the first member's.
+    def broadcast_from_first(self, fetch: Callable[[], FetchedJson], tensors: Sequence[Tensor] = ()) -> FetchedJson:
+        """Fetch on the first member, for all members; `tensors` are filled as `fetch` fills the first member's.
 
-        All members call it at the same place of their script. It counts like a reduction, and has a number as one has.
+        All members call it at the same place of their script. It is committed and numbered like a reduction.
 
         Raises:
-            MembershipError: This member was put out, or the job is over.
-            RingweaveError: It could not be fetched.
+            MembershipError: This member was evicted, or the job is over.
+            RingweaveError: The fetch has failed.
         """
-        spread = self._counting.begin_spread(fetch, tensors)
-        self.wait_counted()
-        return spread.said
+        spread = self._commits.begin_broadcast(fetch, tensors)
+        self.wait_committed()
+        return spread.fetched
 
-    def change(self, change: Callable[[], None]) -> None:
-        """Do something that what this member says of itself depends on, while it is asked nothing.
+    def change_atomically(self, change: Callable[[], None]) -> None:
+        """Change something that this member's status depends on, while no status is requested.
 
         Raises:
-            MembershipError: This member was put out, or the job is over.
+            MembershipError: This member was evicted, or the job is over.
         """
-        footing = self._footing
-        with footing.bequeathing(), footing.lock:
-            footing.wait_thawed()
+        state = self._state
+        with state.saves_final_checkpoint(), state.lock:
+            state.wait_resumed()
             change()
 
     @property
     def num_committed(self) -> int:
-        """Reductions that count, from the begin of the job on, and that the script has done."""
-        footing = self._footing
-        return footing.catching.number if footing.catching else footing.where.committed
+        """Committed reductions since the start of the job that the script has applied."""
+        state = self._state
+        return state.catch_up.last_replayed if state.catch_up else state.status.committed
 
-    def wait_counted(self) -> None:
-        """Until what was reduced counts; called at the end of a backward pass, before DDP reads the sums.
-
-        Raises:
-            MembershipError: It never will: this member was put out, or the job is over.
-        """
-        if self._footing.catching is not None:
-            self._following.redo(self._footing.catching)
-            return
-        self._counting.wait_counted()
-
-    def border(self, draw: Callable[[], None]) -> None:
-        """Between two train steps: where members come and go. `draw` notes that the next batch is taken.
+    def wait_committed(self) -> None:
+        """Wait until the reduction is committed; called at the end of a backward pass, before DDP reads the sums.
 
         Raises:
-            MembershipError: This member was put out, or the job is over.
-            SystemExit: It has left, as it wanted to.
+            MembershipError: It never will be: this member was evicted, or the job is over.
         """
-        footing, standing = self._footing, None
-        agent = footing.agent
-        if footing.catching is not None:
-            self._following.pass_border(footing.catching, draw)
+        if self._state.catch_up is not None:
+            self._recovery.replay_next(self._state.catch_up)
             return
-        with footing.lock:
-            footing.num_signs += 1
-            is_border = footing.reduction is None and footing.crew.is_between_steps
-            footing.where = replace(footing.where, at_border=is_border)
-            if footing.stops and is_border and not footing.is_frozen:  # else nobody could come or go yet
-                footing.freeze()
-                standing = footing.standing()
-        if agent is not None and standing is not None:
-            agent.stand(standing)
-        with footing.bequeathing(), footing.lock:
-            footing.wait_thawed()
-            footing.where = replace(footing.where, at_border=False)
+        self._commits.wait_committed()
+
+    def pass_step_boundary(self, draw: Callable[[], None]) -> None:
+        """Pass a step boundary, where members join and leave. `draw` records that the next batch is taken.
+
+        Raises:
+            MembershipError: This member was evicted, or the job is over.
+            SystemExit: It has left, as requested.
+        """
+        state, status = self._state, None
+        membership_client = state.client
+        if state.catch_up is not None:
+            self._recovery.pass_step_boundary(state.catch_up, draw)
+            return
+        with state.lock:
+            state.num_progress += 1
+            is_step_boundary = state.reduction is None and state.trainer.is_between_steps
+            state.status = replace(state.status, at_border=is_step_boundary)
+            if (
+                state.pauses_at_boundary and is_step_boundary and not state.is_paused
+            ):  # else no member could join or leave yet
+                state.pause()
+                status = state.current_status()
+        if membership_client is not None and status is not None:
+            membership_client.report_status(status)
+        with state.saves_final_checkpoint(), state.lock:
+            state.wait_resumed()
+            state.status = replace(state.status, at_border=False)
             draw()
 
-    def sign(self) -> None:
-        """The thread that trains gets on."""
-        self._footing.num_signs += 1
+    def record_progress(self) -> None:
+        """Record progress of the training thread."""
+        self._state.num_progress += 1
 
-    def ask_to_leave(self) -> None:
-        """This member goes at the next border; at once where it follows, while the others have nothing of it."""
-        footing = self._footing
-        with footing.lock:
-            footing.where = replace(footing.where, is_leaving=True)
-            catching = footing.catching
-            is_following = catching is not None and footing.where.is_following and not catching.is_counted_on
-        if footing.agent is not None:
-            footing.agent.leave(is_finished=False)
-        if is_following:
-            self.end(Out(reason=reasons.LEFT, is_end=False))
+    def leave_at_next_boundary(self) -> None:
+        """Leave at the next step boundary; at once if this member is recovering and the others do not rely on it."""
+        state = self._state
+        with state.lock:
+            state.status = replace(state.status, is_leaving=True)
+            catching = state.catch_up
+            is_recovering = catching is not None and state.status.is_following and not catching.has_announced
+        if state.client is not None:
+            state.client.leave_membership(is_finished=False)
+        if is_recovering:
+            self.stop_training(StopTraining(reason=records.REASON_LEFT, is_end=False))
 
-    def leave(self) -> None:
-        """As `ask_to_leave`, but returns at once, also in a signal handler: the thread beneath it may hold the lock."""
-        threading.Thread(target=self.ask_to_leave, name="ringweave leaving", daemon=True).start()
-
-    @property
-    def is_frozen(self) -> bool:
-        """This member stands still until the next epoch begins."""
-        return self._footing.is_frozen and self._footing.decree is not None
+    def leave_nowait(self) -> None:
+        """Like `leave_at_next_boundary`, but return at once, also in a signal handler of a thread with the lock."""
+        threading.Thread(target=self.leave_at_next_boundary, name="ringweave leaving", daemon=True).start()
 
     @property
-    def is_out(self) -> bool:
-        """This member changes nothing any more: it was put out, or the job is over."""
-        return self._footing.out is not None
+    def is_paused(self) -> bool:
+        """This member is paused until the next generation begins."""
+        return self._state.is_paused and self._state.membership is not None
 
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """End the session's thread, so that none is in native code when the interpreter ends."""
-        footing = self._footing
-        with footing.lock:
-            footing.out = footing.out or Out(reason="it has ended", is_end=True)
-            self._following.stop_reading()
-            footing.lock.notify_all()
-        footing.groups.abort()
-        self._serving.wait_stopped(timeout_s)
-        if footing.catching is not None:
-            footing.catching.wait_stopped(timeout_s)
+    @property
+    def has_stopped(self) -> bool:
+        """This member changes nothing any more: it was evicted, or the job is over."""
+        return self._state.stop is not None
 
-    def beat(self, cpu_s: float) -> Beat:
-        """A sign of life. Who reads the state waits for its donor, and is not stuck."""
-        footing = self._footing
-        is_reading = footing.catching is not None and not footing.catching.is_loaded
-        return Beat(
-            progress=footing.num_signs,
-            is_waiting=footing.is_waiting or is_reading,
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """End the session's thread, so that it is not in native code when the interpreter ends."""
+        state = self._state
+        with state.lock:
+            state.stop = state.stop or StopTraining(reason="it has ended", is_end=True)
+            self._recovery.stop_read()
+            state.lock.notify_all()
+        state.groups.abort()
+        self._thread.wait_stopped(timeout_s)
+        if state.catch_up is not None:
+            state.catch_up.wait_stopped(timeout_s)
+
+    def heartbeat(self, cpu_s: float) -> Heartbeat:
+        """Return a heartbeat. A member that reads the state waits for its source, and is not stuck."""
+        state = self._state
+        is_loading_state = state.catch_up is not None and not state.catch_up.is_loaded
+        return Heartbeat(
+            progress=state.num_progress,
+            is_waiting=state.is_waiting or is_loading_state,
             cpu_s=cpu_s,
-            is_starting=footing.catching is not None or footing.num_counted < _NUM_FIRST,
-            is_reading=is_reading,
-            num_counted=footing.num_counted,
-            num_epochs=footing.num_epochs,
+            is_starting=state.catch_up is not None or state.num_delivered < _NUM_WARMUP_REDUCTIONS,
+            is_reading=is_loading_state,
+            num_counted=state.num_delivered,
+            num_epochs=state.num_generations,
         )
 
-    # The agent's thread.
+    # The membership client's thread.
 
-    def freeze(self, *, is_urgent: bool) -> Standing | None:
-        """Stand still; see `agent.Participant`.
+    def pause_training(self, *, is_urgent: bool) -> MemberStatus | None:
+        """Pause; see `MembershipListener`.
 
-        An epoch that was ordered and is not formed yet is formed first, and its step ended: members that gave it up
-        for the next one, in which they are to stop at a border, would do so for ever and get nowhere.
+        A generation that was ordered and not formed yet is formed first, and its step completed. If members gave it up
+        for the next one, in which they pause at a step boundary, they would repeat that forever.
         """
-        footing = self._footing
-        with footing.lock:
-            if not is_urgent and (footing.is_ordered or not footing.is_frozen):
-                footing.wants_stop = True
+        state = self._state
+        with state.lock:
+            if not is_urgent and (state.is_generation_pending or not state.is_paused):
+                state.wants_pause = True
                 return None
-            footing.freeze()
-        footing.groups.abort()
-        with footing.lock:
-            return footing.standing()  # after the abort: a store that a group was being formed in is not told again
+            state.pause()
+        state.groups.abort()
+        with state.lock:
+            return state.current_status()  # after the abort: the store of an aborted group is not reported
 
-    def standing(self) -> Standing:
-        """Where this member stands just now."""
-        with self._footing.lock:
-            return self._footing.standing()
+    def current_status(self) -> MemberStatus:
+        with self._state.lock:
+            return self._state.current_status()
 
-    def form(self, decree: Decree) -> None:
-        """Go on in this epoch."""
-        footing = self._footing
-        with footing.lock:
-            footing.next = footing.ordered = decree
-            footing.is_ordered, footing.wants_stop = True, False
-            footing.lock.notify_all()
+    def begin_generation(self, membership: Membership) -> None:
+        state = self._state
+        with state.lock:
+            state.next_membership = state.newest_membership = membership
+            state.is_generation_pending, state.wants_pause = True, False
+            state.lock.notify_all()
 
-    def end(self, out: Out) -> None:
-        """Change nothing any more."""
-        footing = self._footing
-        with footing.lock:
-            footing.out = out
-            footing.freeze()
-            self._following.stop_reading()
-            if footing.reduction is not None:
-                footing.reduction.fail(seams.error_of(out))
-            footing.lock.notify_all()
-        footing.groups.abort()
+    def stop_training(self, stop: StopTraining) -> None:
+        """Stop: change nothing any more."""
+        state = self._state
+        with state.lock:
+            state.stop = stop
+            state.pause()
+            self._recovery.stop_read()
+            if state.reduction is not None:
+                state.reduction.fail(trainer_interface.stop_error(stop))
+            state.lock.notify_all()
+        state.groups.abort()

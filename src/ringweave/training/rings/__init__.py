@@ -1,1 +1,1 @@
-"""Training in rings that a parameter server ties together: modes `ps-hra` and `ps`."""
+"""Rings of equally fast workers, tied together by a parameter server: modes `ps-hra` and `ps`."""

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from ringweave_bench.chaos import clock_shift, fault_script
 
-from ringweave.benchmarks.chaos import faults
-from ringweave.benchmarks.chaos.doing import clocks
 from ringweave.errors import LabError
 
 LOOK = """
@@ -46,22 +45,22 @@ else:
 
 def loaded(folder: Path, file: Path) -> dict[str, str]:
     """What a process is started with whose clock goes by that file; the library is compiled into the folder."""
-    return {**os.environ, "LD_PRELOAD": str(clocks.compile_in(folder)), "RINGWEAVE_CLOCK": str(file)}
+    return {**os.environ, "LD_PRELOAD": str(clock_shift.compile_library(folder)), "RINGWEAVE_CLOCK": str(file)}
 
 
 def test_without_jumps_nothing_is_told(tmp_path: Path) -> None:
     lab = None  # nobody asks it
-    assert clocks.environ(faults.parse("at 3s kill worker 0"), lab, tmp_path) == {}  # pyrefly: ignore
+    assert clock_shift.clock_environ(fault_script.parse_faults("at 3s kill worker 0"), lab, tmp_path) == {}  # pyrefly: ignore
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("shift_s", [7200.0, -86400.5])
 def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path, shift_s: float) -> None:
     file = tmp_path / "clock"
-    file.write_bytes(clocks.to_bytes(0.0))
+    file.write_bytes(clock_shift.shift_to_bytes(0.0))
     environ = loaded(tmp_path, file)
     said = subprocess.run(
-        [sys.executable, "-c", LOOK, str(file), clocks.to_bytes(shift_s).hex()],
+        [sys.executable, "-c", LOOK, str(file), clock_shift.shift_to_bytes(shift_s).hex()],
         env=environ,
         check=True,
         capture_output=True,
@@ -75,9 +74,16 @@ def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path,
 @pytest.mark.parametrize("shift_s", [3600.0, -3600.5])
 def test_who_waits_until_a_moment_of_the_jumped_clock_waits_as_long_as_wanted(tmp_path: Path, shift_s: float) -> None:
     file = tmp_path / "clock"
-    file.write_bytes(clocks.to_bytes(0.0))
+    file.write_bytes(clock_shift.shift_to_bytes(0.0))
     environ = loaded(tmp_path, file)
-    command = [sys.executable, "-c", WAIT, str(file), clocks.to_bytes(shift_s).hex(), str(tmp_path / "store")]
+    command = [
+        sys.executable,
+        "-c",
+        WAIT,
+        str(file),
+        clock_shift.shift_to_bytes(shift_s).hex(),
+        str(tmp_path / "store"),
+    ]
     with subprocess.Popen([*command, "1"], env=environ, stdin=subprocess.PIPE) as silent:
         try:
             said = subprocess.run([*command, "0"], env=environ, check=True, capture_output=True, text=True, timeout=60)
@@ -101,4 +107,4 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path: Path, mo
         r"clocks that jump: 'no cc', expected a C compiler called cc\. Install a C compiler, or leave clock out\."
     )
     with pytest.raises(LabError, match=expected):
-        clocks.compile_in(tmp_path)
+        clock_shift.compile_library(tmp_path)

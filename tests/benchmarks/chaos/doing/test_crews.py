@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
+from ringweave_bench.chaos import fault_injector, fault_script
+from ringweave_bench.chaos.fault_injector import LabProcessTable
 
-from ringweave.benchmarks.chaos import faults
-from ringweave.benchmarks.chaos.doing import crews
-from ringweave.benchmarks.chaos.doing.crews import LabCrew
+from ringweave.lab import lab_processes
 from ringweave.telemetry import EventLog
 
-COORDINATOR = "python -m ringweave.membership.serving.main --host 10.99.0.1"
-SERVER = "python -m ringweave.params.serving.main --host 10.99.0.1"
+COORDINATOR = "python -m ringweave.membership.main --host 10.99.0.1"
+SERVER = "python -m ringweave.param_server.main --host 10.99.0.1"
 
 
 class FakeLab:
@@ -28,9 +28,9 @@ def log(tmp_path: Path) -> EventLog:
     return EventLog(tmp_path / "events.jsonl")
 
 
-def crew(log: EventLog, monkeypatch: pytest.MonkeyPatch, lines: dict[int, str]) -> LabCrew:
-    monkeypatch.setattr(crews.processes, "command_line", lambda pid: lines[pid])
-    return LabCrew(FakeLab({"a": list(lines)}), log.path)  # pyrefly: ignore - it asks for processes only
+def crew(log: EventLog, monkeypatch: pytest.MonkeyPatch, lines: dict[int, str]) -> LabProcessTable:
+    monkeypatch.setattr(lab_processes, "command_line", lambda pid: lines[pid])
+    return LabProcessTable(FakeLab({"a": list(lines)}), log.path)  # pyrefly: ignore - it asks for processes only
 
 
 def lead(log: EventLog, server: int, claim: int) -> None:
@@ -61,12 +61,15 @@ def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of
     lines = {7: f"{COORDINATOR} --index 0", 8: "python -m x", 9: "sh -c x", 10: f"{COORDINATOR} --index 1 --standby"}
     found = crew(log, monkeypatch, lines)
     attempt(log, 1)
-    assert found.service_pid(faults.COORDINATOR) is None, "nobody decides before the first epoch"
+    assert found.service_pid(fault_script.COORDINATOR) is None, "nobody decides before the first epoch"
     for term, deciding, other in ((1, 7, 10), (2, 10, 7)):
         say(log, term)
-        assert (found.service_pid(faults.COORDINATOR), found.service_pid(faults.STANDBY)) == (deciding, other)
+        assert (found.service_pid(fault_script.COORDINATOR), found.service_pid(fault_script.STANDBY)) == (
+            deciding,
+            other,
+        )
     attempt(log, 2)
-    assert found.service_pid(faults.COORDINATOR) is None, "terms of another attempt say nothing"
+    assert found.service_pid(fault_script.COORDINATOR) is None, "terms of another attempt say nothing"
 
 
 def test_a_coordinator_that_has_taken_over_decides_though_no_epoch_followed(
@@ -75,51 +78,51 @@ def test_a_coordinator_that_has_taken_over_decides_though_no_epoch_followed(
     """0 is killed and started again as a standby; nobody comes or goes, so 1 only says the epoch that there is."""
     lines = {7: f"{COORDINATOR} --index 0", 10: f"{COORDINATOR} --index 1 --standby"}
     processes: dict[str, list[int]] = {"a": [7, 10]}
-    monkeypatch.setattr(crews.processes, "command_line", lambda pid: lines[pid])
-    found = LabCrew(FakeLab(processes), log.path)  # pyrefly: ignore - it asks for processes only
+    monkeypatch.setattr(lab_processes, "command_line", lambda pid: lines[pid])
+    found = LabProcessTable(FakeLab(processes), log.path)  # pyrefly: ignore - it asks for processes only
     attempt(log, 1)
     say(log, 1)
-    assert found.service_pid(faults.COORDINATOR) == 7
+    assert found.service_pid(fault_script.COORDINATOR) == 7
     processes["a"] = [10]
-    assert [found.service_pid(name) for name in (faults.COORDINATOR, faults.STANDBY)] == [None, None]
+    assert [found.service_pid(name) for name in (fault_script.COORDINATOR, fault_script.STANDBY)] == [None, None]
     lines[11] = f"{COORDINATOR} --index 0 --standby"
     processes["a"] = [10, 11]
-    assert found.service_pid(faults.COORDINATOR) is None, "what was started in its place decides nothing"
-    assert found.service_pid(faults.STANDBY) is None, "and the other one is about to decide"
+    assert found.service_pid(fault_script.COORDINATOR) is None, "what was started in its place decides nothing"
+    assert found.service_pid(fault_script.STANDBY) is None, "and the other one is about to decide"
     say(log, 1)
-    assert (found.service_pid(faults.COORDINATOR), found.service_pid(faults.STANDBY)) == (10, 11)
+    assert (found.service_pid(fault_script.COORDINATOR), found.service_pid(fault_script.STANDBY)) == (10, 11)
 
 
 def test_the_server_that_leads_is_the_one_that_said_so_last(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
     found = crew(log, monkeypatch, {7: f"{SERVER} --index 0", 8: f"{SERVER} --index 1 --other 10.99.0.1:3"})
-    assert found.service_pid(faults.SERVER) is None, "the job has none"
+    assert found.service_pid(fault_script.SERVER) is None, "the job has none"
     log.write("server_started", node="a", pid=7, address="10.99.0.1:3")
-    assert (found.service_pid(faults.SERVER), found.service_pid(faults.SERVER_STANDBY)) == (7, 8)
+    assert (found.service_pid(fault_script.SERVER), found.service_pid(fault_script.SERVER_STANDBY)) == (7, 8)
     lead(log, 1, 3)
     log.write("server_started", node="a", pid=9, address="10.99.0.1:3")
-    assert (found.service_pid(faults.SERVER), found.service_pid(faults.SERVER_STANDBY)) == (8, 7)
-    assert found.service_pid(faults.COORDINATOR) is None
+    assert (found.service_pid(fault_script.SERVER), found.service_pid(fault_script.SERVER_STANDBY)) == (8, 7)
+    assert found.service_pid(fault_script.COORDINATOR) is None
 
 
 def test_a_service_without_another_one_has_no_standby(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
     found = crew(log, monkeypatch, {7: f"{SERVER} --index 0"})
     log.write("server_started", node="a", pid=7, address="10.99.0.1:3")
-    assert (found.service_pid(faults.SERVER), found.service_pid(faults.SERVER_STANDBY)) == (7, None)
+    assert (found.service_pid(fault_script.SERVER), found.service_pid(fault_script.SERVER_STANDBY)) == (7, None)
 
 
-@pytest.mark.parametrize("module", ["ringweave.membership.serving.main", "ringweave.params.serving.main"])
+@pytest.mark.parametrize("module", ["ringweave.membership.main", "ringweave.param_server.main"])
 def test_a_service_is_known_by_its_command_line(module: str) -> None:
     line = f"python -m {module} --host 10.99.0.1 --index 1 --standby"
-    assert crews.is_service(line, module, 1)
-    assert not crews.is_service(line, module, 0)
-    assert not crews.is_service(line, "ringweave.x", 1)
-    assert not crews.is_service(f"python -m {module}", module, 0)
-    assert not crews.is_service(f"python -m {module} --index", module, 0)
-    assert not crews.is_service(f"vim {module}.py --index 0", module, 0)
-    assert crews.is_of_job(line)
+    assert fault_injector.is_service_process(line, module, 1)
+    assert not fault_injector.is_service_process(line, module, 0)
+    assert not fault_injector.is_service_process(line, "ringweave.x", 1)
+    assert not fault_injector.is_service_process(f"python -m {module}", module, 0)
+    assert not fault_injector.is_service_process(f"python -m {module} --index", module, 0)
+    assert not fault_injector.is_service_process(f"vim {module}.py --index 0", module, 0)
+    assert fault_injector.is_job_process(line)
 
 
 def test_nothing_but_workers_and_services_is_the_jobs() -> None:
-    assert crews.is_of_job("python /x/programs/watched.py train.py")
-    assert not crews.is_of_job("vim ringweave.params.serving.main.py")
-    assert not crews.is_of_job("")
+    assert fault_injector.is_job_process("python /x/programs/watched.py train.py")
+    assert not fault_injector.is_job_process("vim ringweave.param_server.main.py")
+    assert not fault_injector.is_job_process("")

@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from ringweave.benchmarks.chaos import faults
-from ringweave.benchmarks.chaos.doing import clocks, notes
-from ringweave.benchmarks.chaos.doing import hands as hands_module
-from ringweave.benchmarks.chaos.doing.crews import Crew
-from ringweave.benchmarks.chaos.doing.hands import LabHands
+from ringweave_bench.chaos import clock_shift, fault_injector, fault_script, kill_requests
+from ringweave_bench.chaos.fault_injector import LabFaultInjector, ProcessTable
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print(flush=True); time.sleep(1000)"]
 
 
-class FakeCrew(Crew):
+class FakeCrew(ProcessTable):
     """Has one process, which is the server that leads."""
 
     def __init__(self, pid: int) -> None:
@@ -27,7 +23,7 @@ class FakeCrew(Crew):
         return None
 
     def service_pid(self, name: str) -> int | None:
-        return self._pid if name == faults.SERVER else None
+        return self._pid if name == fault_script.SERVER else None
 
 
 def running(argv: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
@@ -40,7 +36,7 @@ def running(argv: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.fixture
 def server() -> Iterator["subprocess.Popen[bytes]"]:
-    yield from running([*SLEEP, "ringweave.params.serving.main", "--index", "0"])
+    yield from running([*SLEEP, "ringweave.param_server.main", "--index", "0"])
 
 
 @pytest.fixture
@@ -48,9 +44,9 @@ def stranger() -> Iterator["subprocess.Popen[bytes]"]:
     yield from running(SLEEP)
 
 
-def hands(pid: int, folder: Path) -> LabHands:
+def hands(pid: int, folder: Path) -> LabFaultInjector:
     lab = None  # nobody asks it
-    return LabHands(lab, folder, folder / "events.jsonl", FakeCrew(pid))  # pyrefly: ignore
+    return LabFaultInjector(lab, folder, folder / "events.jsonl", FakeCrew(pid))  # pyrefly: ignore
 
 
 def state(pid: int) -> str:
@@ -58,8 +54,8 @@ def state(pid: int) -> str:
 
 
 def test_a_server_is_killed(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
-    (fault,) = faults.parse("at 3s kill server")
-    begun = hands(server.pid, tmp_path).begin(fault)
+    (fault,) = fault_script.parse_faults("at 3s kill server")
+    begun = hands(server.pid, tmp_path).inject(fault)
     assert begun is not None
     target, lift = begun
     assert target == f"process {server.pid}"
@@ -68,8 +64,8 @@ def test_a_server_is_killed(server: "subprocess.Popen[bytes]", tmp_path: Path) -
 
 
 def test_a_server_stands_still_until_it_is_taken_back(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
-    (fault,) = faults.parse("at 3s pause server for 3s")
-    begun = hands(server.pid, tmp_path).begin(fault)
+    (fault,) = fault_script.parse_faults("at 3s pause server for 3s")
+    begun = hands(server.pid, tmp_path).inject(fault)
     assert begun is not None
     while state(server.pid) != "T":
         assert server.poll() is None
@@ -82,8 +78,8 @@ def test_what_is_not_there_is_not_hit_and_neither_is_a_stranger_with_its_id(
     stranger: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     for line in ("at 3s kill server", "at 3s kill coordinator", "at 3s kill worker 0"):
-        (fault,) = faults.parse(line)
-        assert hands(stranger.pid, tmp_path).begin(fault) is None
+        (fault,) = fault_script.parse_faults(line)
+        assert hands(stranger.pid, tmp_path).inject(fault) is None
     assert stranger.poll() is None
 
 
@@ -102,26 +98,29 @@ class FakeLab:
     def cut(self, _: str, way: str) -> None:
         self.way = way
 
-    def mend(self, _: str) -> None:
+    def reconnect(self, _: str) -> None:
         self.way = ""
 
 
-def doing_in(lab: FakeLab, folder: Path) -> LabHands:
-    return LabHands(lab, folder, folder / "events.jsonl", FakeCrew(0))  # pyrefly: ignore - all that is asked of it
+def doing_in(lab: FakeLab, folder: Path) -> LabFaultInjector:
+    return LabFaultInjector(lab, folder, folder / "events.jsonl", FakeCrew(0))  # pyrefly: ignore - all that is asked of it
 
 
-def begun(doing: LabHands, text: str) -> list[Callable[[], None]]:
+def begun(doing: LabFaultInjector, text: str) -> list[Callable[[], None]]:
     """What takes each fault of a script back."""
-    found = [doing.begin(each) for each in faults.parse(text)]
+    found = [doing.inject(each) for each in fault_script.parse_faults(text)]
     return [each[1] for each in found if each is not None]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_link_that_two_faults_slow_has_its_rate_again_after_both(order: tuple[int, int], tmp_path: Path) -> None:
-    lab, found = FakeLab(), faults.parse("at 3s slow a0->r0 to 400bit/s for 4s\nat 5s slow a0->r0 to 240bit/s for 4s")
-    doing = LabHands(lab, tmp_path, tmp_path / "events.jsonl", FakeCrew(0))  # pyrefly: ignore - all that is asked of it
+    lab, found = (
+        FakeLab(),
+        fault_script.parse_faults("at 3s slow a0->r0 to 400bit/s for 4s\nat 5s slow a0->r0 to 240bit/s for 4s"),
+    )
+    doing = LabFaultInjector(lab, tmp_path, tmp_path / "events.jsonl", FakeCrew(0))  # pyrefly: ignore - all that is asked of it
     for _ in range(2):
-        lifts = [begun[1] for each in found if (begun := doing.begin(each))]
+        lifts = [begun[1] for each in found if (begun := doing.inject(each))]
         assert lab.now == 30.0
         lifts[order[0]]()
         assert lab.now == (30.0 if order[0] == 0 else 50.0), "the other one's"
@@ -130,8 +129,8 @@ def test_a_link_that_two_faults_slow_has_its_rate_again_after_both(order: tuple[
 
 
 def test_a_fault_that_slows_nothing_is_taken_back_as_well(tmp_path: Path) -> None:
-    lab, (fault,) = FakeLab(), faults.parse("at 3s slow a0->r0 to 800bit/s for 4s")
-    begun = LabHands(lab, tmp_path, tmp_path / "events.jsonl", FakeCrew(0)).begin(fault)  # pyrefly: ignore - likewise
+    lab, (fault,) = FakeLab(), fault_script.parse_faults("at 3s slow a0->r0 to 800bit/s for 4s")
+    begun = LabFaultInjector(lab, tmp_path, tmp_path / "events.jsonl", FakeCrew(0)).inject(fault)  # pyrefly: ignore - likewise
     assert begun is not None
     begun[1]()
     assert lab.now == 100.0
@@ -164,7 +163,7 @@ def test_a_clock_that_two_faults_move_is_right_again_after_both(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[float] = []
-    monkeypatch.setattr(clocks, "shift", lambda _lab, _node, shift_s: said.append(shift_s))
+    monkeypatch.setattr(clock_shift, "shift_clock", lambda _lab, _node, shift_s: said.append(shift_s))
     first, second = begun(doing_in(FakeLab(), tmp_path), "at 3s clock a by -3600s for 4s\nat 4s clock a by 60s for 4s")
     first()
     second()
@@ -174,8 +173,8 @@ def test_a_clock_that_two_faults_move_is_right_again_after_both(
 def test_a_disk_that_two_faults_fill_is_full_until_both_are_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ballast = tmp_path / hands_module._BALLAST
-    monkeypatch.setattr(hands_module, "fill", lambda _: ballast.touch())
+    ballast = tmp_path / fault_injector._BALLAST
+    monkeypatch.setattr(fault_injector, "fill_disk", lambda _: ballast.touch())
     first, second = begun(doing_in(FakeLab(), tmp_path), "at 3s fill disk for 4s\nat 4s fill disk for 4s")
     first()
     assert ballast.exists()
@@ -187,7 +186,7 @@ def test_faults_of_different_targets_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[tuple[str, float]] = []
-    monkeypatch.setattr(clocks, "shift", lambda _lab, node, shift_s: said.append((node, shift_s)))
+    monkeypatch.setattr(clock_shift, "shift_clock", lambda _lab, node, shift_s: said.append((node, shift_s)))
     first, _ = begun(doing_in(FakeLab(), tmp_path), "at 3s clock a by 60s for 4s\nat 4s clock b by 60s for 4s")
     first()
     assert said[-1] == ("a", 0.0)
@@ -204,13 +203,13 @@ def test_a_process_that_two_faults_stop_goes_on_after_both(server: "subprocess.P
         assert server.poll() is None
 
 
-class Workers(Crew):
+class Workers(ProcessTable):
     """Each rank has the process that the test says; which of them live is the test's too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pids: dict[int, int] = {}
         self.alive: set[int] = set()
-        monkeypatch.setattr(hands_module, "_is_ours", self.alive.__contains__)
+        monkeypatch.setattr(fault_injector, "_is_job_pid", self.alive.__contains__)
 
     def start(self, rank: int, pid: int) -> None:
         self.pids[rank] = pid
@@ -228,17 +227,17 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     return Workers(monkeypatch)
 
 
-def hurting(workers: Workers, folder: Path) -> LabHands:
+def hurting(workers: Workers, folder: Path) -> LabFaultInjector:
     lab = None  # nobody asks it
-    return LabHands(lab, folder, folder / "events.jsonl", workers)  # pyrefly: ignore
+    return LabFaultInjector(lab, folder, folder / "events.jsonl", workers)  # pyrefly: ignore
 
 
 def die(workers: Workers, folder: Path, rank: int, reached: str) -> None:
     """The worker finds its note and does as it says, or ends without a word."""
-    pid, note = workers.pids[rank], notes.path(folder / "events.jsonl", rank)
+    pid, note = workers.pids[rank], kill_requests.kill_request_path(folder / "events.jsonl", rank)
     if reached:
-        notes.take(note, pid)
-        notes.answer(note, pid, reached)
+        kill_requests.take_kill_request(note, pid)
+        kill_requests.confirm_kill(note, pid, reached)
     workers.alive.remove(pid)
 
 
@@ -246,43 +245,45 @@ def die(workers: Workers, folder: Path, rank: int, reached: str) -> None:
 def test_a_kill_at_a_moment_has_happened_when_its_victim_has_said_at_which(
     reached: str, workers: Workers, tmp_path: Path
 ) -> None:
-    (fault,) = faults.parse("at 3s kill worker 1 during bucket 2")
+    (fault,) = fault_script.parse_faults("at 3s kill worker 1 during bucket 2")
     doing = hurting(workers, tmp_path)
-    assert doing.begin(fault) is None, "there is no such worker yet"
+    assert doing.inject(fault) is None, "there is no such worker yet"
     workers.start(1, 70)
-    assert [doing.begin(fault) for _ in range(2)] == [None, None], "it lives"
-    assert notes.path(tmp_path / "events.jsonl", 1).read_text() == "70 bucket 2"
+    assert [doing.inject(fault) for _ in range(2)] == [None, None], "it lives"
+    assert kill_requests.kill_request_path(tmp_path / "events.jsonl", 1).read_text() == "70 bucket 2"
     die(workers, tmp_path, 1, reached)
-    found = doing.begin(fault)
+    found = doing.inject(fault)
     assert found is not None
     assert found[0] == f"process 70 during {reached}"
 
 
 def test_a_process_that_is_gone_for_another_reason_was_not_killed_at_a_moment(workers: Workers, tmp_path: Path) -> None:
-    (fault,) = faults.parse("at 3s kill worker 1 during commit")
+    (fault,) = fault_script.parse_faults("at 3s kill worker 1 during commit")
     doing = hurting(workers, tmp_path)
     workers.start(1, 70)
-    doing.begin(fault)
+    doing.inject(fault)
     die(workers, tmp_path, 1, "")
-    assert doing.begin(fault) is None
+    assert doing.inject(fault) is None
     workers.start(1, 71)
-    assert doing.begin(fault) is None
+    assert doing.inject(fault) is None
     die(workers, tmp_path, 1, "commit")
-    found = doing.begin(fault)
+    found = doing.inject(fault)
     assert found is not None
     assert found[0] == "process 71 during commit", "the one that came after it"
 
 
 def test_one_death_is_not_the_doing_of_two_faults(workers: Workers, tmp_path: Path) -> None:
-    first, second = faults.parse("at 3s kill worker 1 during commit\nat 4s kill worker 1 during forward")
+    first, second = fault_script.parse_faults("at 3s kill worker 1 during commit\nat 4s kill worker 1 during forward")
     doing = hurting(workers, tmp_path)
     workers.start(1, 70)
-    assert [doing.begin(each) for each in (first, second)] == [None, None]
-    assert notes.path(tmp_path / "events.jsonl", 1).read_text() == "70 commit", "the second one waits"
+    assert [doing.inject(each) for each in (first, second)] == [None, None]
+    assert kill_requests.kill_request_path(tmp_path / "events.jsonl", 1).read_text() == "70 commit", (
+        "the second one waits"
+    )
     die(workers, tmp_path, 1, "commit")
-    assert doing.begin(first) is not None
-    assert doing.begin(second) is None
+    assert doing.inject(first) is not None
+    assert doing.inject(second) is None
     workers.start(1, 71)
-    assert doing.begin(second) is None
+    assert doing.inject(second) is None
     die(workers, tmp_path, 1, "forward")
-    assert doing.begin(second) is not None
+    assert doing.inject(second) is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import LaunchError, UsageError
-from ringweave.launch.kubernetes.api.connecting import connection
+from ringweave.platforms.kubernetes.api_client import connection_info
 
 CONFIG = """
 current-context: one
@@ -36,31 +36,31 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_the_current_context_counts(config: Path, tmp_path: Path) -> None:
-    found = connection({"KUBECONFIG": str(config)})
+    found = connection_info({"KUBECONFIG": str(config)})
     assert (found.server, found.token, found.default_namespace) == ("https://api.example:6443", "secret", "team")
     assert found.ca_path == str(tmp_path / "ca.crt")
 
 
 def test_another_context_can_be_named(config: Path, tmp_path: Path) -> None:
-    found = connection({"KUBECONFIG": str(config)}, context="three")
+    found = connection_info({"KUBECONFIG": str(config)}, context="three")
     assert (found.certificate_path, found.private_key_path) == (str(tmp_path / "me.crt"), str(tmp_path / "me.key"))
     assert found.token == "from-a-file"
 
 
 def test_a_plugin_gives_credentials(config: Path) -> None:
-    assert connection({"KUBECONFIG": str(config)}, context="two").token == "from-the-plugin"
+    assert connection_info({"KUBECONFIG": str(config)}, context="two").token == "from-the-plugin"
 
 
 def test_files_are_taken_together_and_the_first_wins(config: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.write_text("users: [{name: token, user: {token: mine}}]")
-    assert connection({"KUBECONFIG": f"{first}:{config}"}).token == "mine"
+    assert connection_info({"KUBECONFIG": f"{first}:{config}"}).token == "mine"
 
 
 def test_the_usual_place_is_in_the_home_folder(config: Path, tmp_path: Path) -> None:
     (tmp_path / ".kube").mkdir()
     config.rename(tmp_path / ".kube" / "config")
-    assert connection({}, home=tmp_path).token == "secret"
+    assert connection_info({}, home=tmp_path).token == "secret"
 
 
 @pytest.mark.parametrize(
@@ -76,24 +76,24 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, error: str) -> None:
     path = tmp_path / "wrong"
     path.write_text(text)
     with pytest.raises(UsageError, match=error):
-        connection({"KUBECONFIG": str(path)})
+        connection_info({"KUBECONFIG": str(path)})
 
 
 def test_a_plugin_that_fails_is_named(config: Path) -> None:
     config.write_text(config.read_text().replace(sys.executable, "/nowhere/plugin"))
     with pytest.raises(LaunchError, match=r"credentials by /nowhere/plugin: .*, expected an ExecCredential"):
-        connection({"KUBECONFIG": str(config)}, context="two")
+        connection_info({"KUBECONFIG": str(config)}, context="two")
 
 
 @pytest.mark.parametrize("said", ["{", "null", "[]", "{}", "[" * 10_000, '{"status": 3}'])
 def test_a_plugin_that_says_something_else_is_named(config: Path, tmp_path: Path, said: str) -> None:
     (tmp_path / "plugin.py").write_text(f"print({said!r})")
     with pytest.raises(LaunchError, match=r"credentials by .*, expected an ExecCredential"):
-        connection({"KUBECONFIG": str(config)}, context="two")
+        connection_info({"KUBECONFIG": str(config)}, context="two")
 
 
 def test_without_any_the_mend_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         LaunchError, match=r"Kubernetes: 'no kubeconfig', expected one, or a service account. Set KUBECONFIG"
     ):
-        connection({}, home=tmp_path)
+        connection_info({}, home=tmp_path)

@@ -6,37 +6,36 @@ from typing import Any
 import pytest
 
 from ringweave.errors import UsageError
-from ringweave.jobs.life import records
-from ringweave.jobs.life.actions import CreateGroup
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.objects.pods import PodSettings, Quantity, Toleration, pod
-from ringweave.launch.kubernetes.operating import running
-from ringweave.testing.kubernetes.checks import pod_security
-from ringweave.testing.kubernetes.server.refusing import Refused
+from ringweave.jobs import records
+from ringweave.jobs.records import CreateGroup
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms.kubernetes import operator
+from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings, Quantity, Toleration, worker_pod
+from tests.fakes.kubernetes import validation
+from tests.fakes.kubernetes.api_failures import ApiFailure
 
-OWNER = Owner(name="text", namespace="team", uid="44444444-4444-4444-4444-444444444444")
-RESTRICTED = {"metadata": {"labels": {pod_security.LABEL: "restricted"}}}
+OWNER = JobOwner(name="text", namespace="team", uid="44444444-4444-4444-4444-444444444444")
+RESTRICTED = {"metadata": {"labels": {validation.ENFORCE_LABEL: "restricted"}}}
 PLAIN = PodSettings(image="example/train:1")
 
 
 def spec_of(settings: PodSettings = PLAIN, device: str = "cuda", claim: str | None = None) -> dict[str, Any]:
     nodes = (NodeRequest(name="n0", capacity=3),)
-    request = Request(name="text", num_workers=3, script="a.py", nodes=nodes, device=device, claim=claim)
+    request = JobRequest(name="text", num_workers=3, script="a.py", nodes=nodes, device=device, claim=claim)
     job = records.new_job(request, requester="ann", counts=(3,), now=0.0)
     action = CreateGroup(node=0, attempt=1, workers=3, round=1)
-    return pod(job, OWNER, action, host=None, settings=settings)["spec"]
+    return worker_pod(job, OWNER, action, host=None, settings=settings)["spec"]
 
 
 def test_with_a_user_that_is_not_root_it_may_be_in_a_restricted_namespace() -> None:
     spec = spec_of(replace(PLAIN, user=1000))
-    pod_security.check(RESTRICTED, {"metadata": {"name": "text-0-1"}, "spec": spec})
+    validation.check_pod_security(RESTRICTED, {"metadata": {"name": "text-0-1"}, "spec": spec})
     assert spec["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
 
 
 def test_without_one_the_user_is_all_that_it_lacks() -> None:
-    with pytest.raises(Refused) as caught:
-        pod_security.check(RESTRICTED, {"metadata": {"name": "text-0-1"}, "spec": spec_of()})
+    with pytest.raises(ApiFailure) as caught:
+        validation.check_pod_security(RESTRICTED, {"metadata": {"name": "text-0-1"}, "spec": spec_of()})
     assert caught.value.message == (
         'pods "text-0-1" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true (pod or '
         'container "workers" must set securityContext.runAsNonRoot=true)'
@@ -109,7 +108,7 @@ GIVEN: dict[str, Any] = {
 
 
 def test_the_operator_is_told_them_on_its_command_line() -> None:
-    pods = running.settings_of(GIVEN, identity="me").pods
+    pods = operator.operator_settings(GIVEN, identity="me").pods
     assert (pods.user, pods.tolerations) == (1000, (Toleration(key="nvidia.com/gpu"),))
     assert (pods.worker_cpu, pods.worker_memory) == (Quantity(number=2, suffix=""), None)
 
@@ -124,4 +123,4 @@ def test_the_operator_is_told_them_on_its_command_line() -> None:
 )
 def test_what_is_no_amount_and_no_taint_is_refused(option: str, value: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        running.settings_of({**GIVEN, option: value}, identity="me")
+        operator.operator_settings({**GIVEN, option: value}, identity="me")

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from ringweave.jobs.life.observing import Cause, Lack, Phase
-from ringweave.launch.groups.posts import Report, dump_report
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.objects import seeing
-from ringweave.launch.kubernetes.objects.pods import CONTAINER
+from ringweave.jobs.records import EndCause, GroupPhase, PendingCause
+from ringweave.platforms.agent.channel import AgentStatus, dump_status
+from ringweave.platforms.kubernetes import names, pod_status
+from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 
 NOW = 1_800_000_000.0
 
@@ -17,22 +16,22 @@ NOW = 1_800_000_000.0
 def a_pod(
     phase: str = "Running",
     *,
-    report: Report | None = None,
+    report: AgentStatus | None = None,
     ended: dict[str, Any] | None = None,
     round_: int = 1,
     status: dict[str, Any] | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    conditions = [{"type": names.AT_GATE, "status": "True", "message": dump_report(report)}] if report else []
+    conditions = [{"type": names.BARRIER_CONDITION, "status": "True", "message": dump_status(report)}] if report else []
     state = {"terminated": ended} if ended is not None else {"running": {}}
-    annotations = {names.ROUND: str(round_), **metadata.pop("annotations", {})}
+    annotations = {names.ROUND_ANNOTATION: str(round_), **metadata.pop("annotations", {})}
     labels = {names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "2"}
     return {
         "metadata": {"name": "text-1-2", "labels": labels, "annotations": annotations, **metadata},
         "status": {
             "phase": phase,
             "conditions": conditions,
-            "containerStatuses": [{"name": CONTAINER, "state": state}],
+            "containerStatuses": [{"name": WORKER_CONTAINER, "state": state}],
             **(status or {}),
         },
     }
@@ -40,29 +39,31 @@ def a_pod(
 
 def workers(state: dict[str, Any]) -> list[dict[str, Any]]:
     """The state of the workers' container, which is alone in its Pod."""
-    return [{"name": CONTAINER, "state": state}]
+    return [{"name": WORKER_CONTAINER, "state": state}]
 
 
-def said(phase: Phase, round_: int = 1, **more: Any) -> Report:
-    return Report(round=round_, phase=phase, pid=1, **more)
+def said(phase: GroupPhase, round_: int = 1, **more: Any) -> AgentStatus:
+    return AgentStatus(round=round_, phase=phase, pid=1, **more)
 
 
-@pytest.mark.parametrize("phase", [Phase.READY, Phase.RUNNING, Phase.INTERRUPTED])
-def test_what_the_agent_says_of_its_round_counts(phase: Phase) -> None:
-    group = seeing.group_of(a_pod(report=said(phase, 2), round_=2), NOW)
+@pytest.mark.parametrize("phase", [GroupPhase.READY, GroupPhase.RUNNING, GroupPhase.INTERRUPTED])
+def test_what_the_agent_says_of_its_round_counts(phase: GroupPhase) -> None:
+    group = pod_status.observed_group(a_pod(report=said(phase, 2), round_=2), NOW)
     assert (group.node, group.attempt, group.round, group.phase) == (1, 2, 2, phase)
 
 
 def test_what_it_said_of_an_earlier_round_is_all_that_is_known_until_it_has_heard_that_it_is_called_back() -> None:
-    group = seeing.group_of(a_pod(report=said(Phase.RUNNING, 1), round_=2), NOW)
-    assert (group.round, group.called, group.phase) == (1, 2, Phase.RUNNING)
-    assert seeing.group_of(a_pod(report=said(Phase.READY, 1), round_=2), NOW).round == 1, "it is not at the new gate"
+    group = pod_status.observed_group(a_pod(report=said(GroupPhase.RUNNING, 1), round_=2), NOW)
+    assert (group.round, group.requested_round, group.phase) == (1, 2, GroupPhase.RUNNING)
+    assert pod_status.observed_group(a_pod(report=said(GroupPhase.READY, 1), round_=2), NOW).round == 1, (
+        "it is not at the new gate"
+    )
 
 
 def test_one_that_finished_an_earlier_round_finished_that() -> None:
-    ended = {"exitCode": 0, "message": dump_report(said(Phase.SUCCEEDED, 1, ended_s=NOW - 3.25))}
-    group = seeing.group_of(a_pod("Succeeded", ended=ended, round_=2), NOW)
-    assert (group.round, group.phase, group.ended_s) == (1, Phase.SUCCEEDED, NOW - 3.25)
+    ended = {"exitCode": 0, "message": dump_status(said(GroupPhase.SUCCEEDED, 1, ended_s=NOW - 3.25))}
+    group = pod_status.observed_group(a_pod("Succeeded", ended=ended, round_=2), NOW)
+    assert (group.round, group.phase, group.ended_s) == (1, GroupPhase.SUCCEEDED, NOW - 3.25)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,10 @@ def test_one_that_finished_an_earlier_round_finished_that() -> None:
         (
             {
                 "containerStatuses": [
-                    {"name": CONTAINER, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}
+                    {
+                        "name": WORKER_CONTAINER,
+                        "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}},
+                    }
                 ]
             },
             "ImagePullBackOff: no such",
@@ -89,53 +93,57 @@ def test_one_that_finished_an_earlier_round_finished_that() -> None:
     ],
 )
 def test_why_it_is_pending(status: dict[str, Any], text: str) -> None:
-    group = seeing.group_of(a_pod(status=status), NOW)
-    assert (group.phase, group.text) == (Phase.PENDING, text)
+    group = pod_status.observed_group(a_pod(status=status), NOW)
+    assert (group.phase, group.text) == (GroupPhase.PENDING, text)
 
 
 @pytest.mark.parametrize(
     ("waiting", "lack"),
     [
-        ("ImagePullBackOff", Lack.MEANS),
-        ("CreateContainerConfigError", Lack.MEANS),
+        ("ImagePullBackOff", PendingCause.PREREQUISITE),
+        ("CreateContainerConfigError", PendingCause.PREREQUISITE),
         ("ContainerCreating", None),
     ],
 )
-def test_what_does_not_come_by_itself_is_told_apart_from_a_place(waiting: str, lack: Lack | None) -> None:
+def test_what_does_not_come_by_itself_is_told_apart_from_a_place(waiting: str, lack: PendingCause | None) -> None:
     status = {"containerStatuses": workers({"waiting": {"reason": waiting}})}
-    assert seeing.group_of(a_pod(status=status), NOW).lacks is lack
+    assert pod_status.observed_group(a_pod(status=status), NOW).pending_cause is lack
     unplaced = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
-    assert seeing.group_of(a_pod(status=status | unplaced), NOW).lacks is (lack or Lack.ROOM)
+    assert pod_status.observed_group(a_pod(status=status | unplaced), NOW).pending_cause is (
+        lack or PendingCause.CAPACITY
+    )
 
 
 @pytest.mark.parametrize(
     ("ended", "status", "cause"),
     [
-        ({"exitCode": 1, "reason": "Error"}, {}, Cause.PROGRAM),
-        ({"exitCode": 137, "reason": "Error"}, {}, Cause.PLACE),
-        ({"exitCode": 1, "reason": "OOMKilled"}, {}, Cause.PLACE),
-        ({"exitCode": 1, "reason": "Error"}, {"reason": "Evicted"}, Cause.PLACE),
+        ({"exitCode": 1, "reason": "Error"}, {}, EndCause.PROGRAM),
+        ({"exitCode": 137, "reason": "Error"}, {}, EndCause.PLATFORM),
+        ({"exitCode": 1, "reason": "OOMKilled"}, {}, EndCause.PLATFORM),
+        ({"exitCode": 1, "reason": "Error"}, {"reason": "Evicted"}, EndCause.PLATFORM),
     ],
 )
-def test_a_pod_that_failed_without_a_word(ended: dict[str, Any], status: dict[str, Any], cause: Cause) -> None:
-    group = seeing.group_of(a_pod("Failed", ended=ended, status=status), NOW)
-    assert (group.phase, group.cause) == (Phase.FAILED, cause)
+def test_a_pod_that_failed_without_a_word(ended: dict[str, Any], status: dict[str, Any], cause: EndCause) -> None:
+    group = pod_status.observed_group(a_pod("Failed", ended=ended, status=status), NOW)
+    assert (group.phase, group.cause) == (GroupPhase.FAILED, cause)
     assert f"exit code {ended['exitCode']}" in group.text
 
 
 def test_a_pod_that_is_lost_with_its_node() -> None:
     status = {"containerStatuses": [], "reason": "NodeLost", "message": "gone"}
-    group = seeing.group_of(a_pod("Failed", status=status), NOW)
-    assert (group.phase, group.cause, group.text) == (Phase.FAILED, Cause.PLACE, "NodeLost, gone")
+    group = pod_status.observed_group(a_pod("Failed", status=status), NOW)
+    assert (group.phase, group.cause, group.text) == (GroupPhase.FAILED, EndCause.PLATFORM, "NodeLost, gone")
 
 
 def test_one_that_was_told_to_stop_is_leaving_until_it_has_ended() -> None:
-    stopped = {names.STOPPED: "true"}
-    assert seeing.group_of(a_pod(report=said(Phase.RUNNING), annotations=stopped), NOW).leaving
+    stopped = {names.STOPPED_ANNOTATION: "true"}
+    assert pod_status.observed_group(a_pod(report=said(GroupPhase.RUNNING), annotations=stopped), NOW).is_terminating
     ended = {"exitCode": 143, "reason": "Error"}
-    group = seeing.group_of(a_pod("Failed", ended=ended, annotations=stopped), NOW)
-    assert (group.phase, group.leaving) == (Phase.STOPPED, False)
-    assert seeing.group_of(a_pod("Failed", ended=ended, deletionTimestamp="2026-11-21T13:00:00Z"), NOW).leaving
+    group = pod_status.observed_group(a_pod("Failed", ended=ended, annotations=stopped), NOW)
+    assert (group.phase, group.is_terminating) == (GroupPhase.STOPPED, False)
+    assert pod_status.observed_group(
+        a_pod("Failed", ended=ended, deletionTimestamp="2026-11-21T13:00:00Z"), NOW
+    ).is_terminating
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,7 @@ def test_one_that_was_told_to_stop_is_leaving_until_it_has_ended() -> None:
 )
 def test_an_end_is_told_in_whole_seconds(finished: str, expected: float) -> None:
     pod = a_pod("Failed", ended={"exitCode": 1, "finishedAt": finished})
-    assert seeing.group_of(pod, NOW + 0.4).ended_s == expected
+    assert pod_status.observed_group(pod, NOW + 0.4).ended_s == expected
 
 
 CONTAINER_STATUS_UNKNOWN = """
@@ -171,8 +179,8 @@ containerStatuses:
 
 def test_a_container_of_which_the_kubelet_knows_nothing_any_more_was_lost_by_its_place() -> None:
     status = YAML(typ="safe", pure=True).load(CONTAINER_STATUS_UNKNOWN)
-    group = seeing.group_of(a_pod(status=status), NOW)
-    assert (group.phase, group.cause, group.ended_s) == (Phase.FAILED, Cause.PLACE, None)
+    group = pod_status.observed_group(a_pod(status=status), NOW)
+    assert (group.phase, group.cause, group.ended_s) == (GroupPhase.FAILED, EndCause.PLATFORM, None)
     assert group.text == "ContainerStatusUnknown, exit code 137"
 
 
@@ -187,14 +195,14 @@ def test_a_container_of_which_the_kubelet_knows_nothing_any_more_was_lost_by_its
     ],
 )
 def test_a_pod_that_nobody_understands_is_the_places_failure_and_no_error(odd: dict[str, Any], text: str) -> None:
-    group = seeing.group_of(a_pod(status=odd, deletionTimestamp="2027-01-15T07:59:58Z"), NOW)
-    assert (group.node, group.attempt, group.phase, group.cause) == (1, 2, Phase.FAILED, Cause.PLACE)
+    group = pod_status.observed_group(a_pod(status=odd, deletionTimestamp="2027-01-15T07:59:58Z"), NOW)
+    assert (group.node, group.attempt, group.phase, group.cause) == (1, 2, GroupPhase.FAILED, EndCause.PLATFORM)
     assert text in group.text
-    assert group.leaving
+    assert group.is_terminating
 
 
 def test_a_round_that_is_no_number_is_the_first_so_that_it_is_written_anew() -> None:
-    assert seeing.round_of(a_pod(annotations={names.ROUND: "three"})) == 1
+    assert pod_status.requested_round(a_pod(annotations={names.ROUND_ANNOTATION: "three"})) == 1
 
 
 PROXY = {"name": "istio-proxy", "state": {"running": {"startedAt": "2027-01-15T07:00:00Z"}}}
@@ -203,37 +211,37 @@ PROXY = {"name": "istio-proxy", "state": {"running": {"startedAt": "2027-01-15T0
 @pytest.mark.parametrize(
     ("state", "phase"),
     [
-        ({"terminated": {"exitCode": 0, "reason": "Completed"}}, Phase.SUCCEEDED),
-        ({"terminated": {"exitCode": 3, "reason": "Error"}}, Phase.FAILED),
-        ({"waiting": {"reason": "ImagePullBackOff"}}, Phase.PENDING),
+        ({"terminated": {"exitCode": 0, "reason": "Completed"}}, GroupPhase.SUCCEEDED),
+        ({"terminated": {"exitCode": 3, "reason": "Error"}}, GroupPhase.FAILED),
+        ({"waiting": {"reason": "ImagePullBackOff"}}, GroupPhase.PENDING),
     ],
 )
-def test_what_others_put_beside_the_workers_does_not_count(state: dict[str, Any], phase: Phase) -> None:
-    pod = a_pod(status={"containerStatuses": [PROXY, {"name": CONTAINER, "state": state}]})
-    group = seeing.group_of(pod, NOW)
+def test_what_others_put_beside_the_workers_does_not_count(state: dict[str, Any], phase: GroupPhase) -> None:
+    pod = a_pod(status={"containerStatuses": [PROXY, {"name": WORKER_CONTAINER, "state": state}]})
+    group = pod_status.observed_group(pod, NOW)
     assert group.phase is phase
     assert group.exit_code == state.get("terminated", {}).get("exitCode")
     waiting = {"name": "istio-proxy", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
-    running = a_pod(report=said(Phase.RUNNING), status={"containerStatuses": [waiting]})
-    assert seeing.group_of(running, NOW).phase is Phase.RUNNING
+    running = a_pod(report=said(GroupPhase.RUNNING), status={"containerStatuses": [waiting]})
+    assert pod_status.observed_group(running, NOW).phase is GroupPhase.RUNNING
 
 
 def test_what_has_to_run_before_the_workers_may_lack_something() -> None:
     before = [{"name": "istio-init", "state": {"waiting": {"reason": "ErrImagePull", "message": "no such"}}}]
     status = {"containerStatuses": [], "initContainerStatuses": before}
-    group = seeing.group_of(a_pod("Pending", status=status), NOW)
-    assert (group.lacks, group.text) == (Lack.MEANS, "ErrImagePull: no such")
+    group = pod_status.observed_group(a_pod("Pending", status=status), NOW)
+    assert (group.pending_cause, group.text) == (PendingCause.PREREQUISITE, "ErrImagePull: no such")
 
 
 def test_pods_without_our_labels_are_not_ours() -> None:
     pod = a_pod()
     del pod["metadata"]["labels"][names.NODE_LABEL]
-    assert seeing.by_key([pod, a_pod()]).keys() == {(1, 2)}
+    assert pod_status.pods_by_attempt([pod, a_pod()]).keys() == {(1, 2)}
 
 
 def test_an_end_that_the_desk_heard_of_counts_from_then_whatever_the_clock_of_its_node_says() -> None:
-    ended = {"exitCode": 0, "message": dump_report(said(Phase.SUCCEEDED, ended_s=NOW - 3600.0))}
-    heard = said(Phase.SUCCEEDED, ended_s=NOW - 2.0)
-    assert seeing.group_of(a_pod("Succeeded", report=heard, ended=ended), NOW).ended_s == NOW - 2.0
-    unheard = said(Phase.RUNNING)
-    assert seeing.group_of(a_pod("Succeeded", report=unheard, ended=ended), NOW).ended_s == NOW - 3600.0
+    ended = {"exitCode": 0, "message": dump_status(said(GroupPhase.SUCCEEDED, ended_s=NOW - 3600.0))}
+    heard = said(GroupPhase.SUCCEEDED, ended_s=NOW - 2.0)
+    assert pod_status.observed_group(a_pod("Succeeded", report=heard, ended=ended), NOW).ended_s == NOW - 2.0
+    unheard = said(GroupPhase.RUNNING)
+    assert pod_status.observed_group(a_pod("Succeeded", report=unheard, ended=ended), NOW).ended_s == NOW - 3600.0

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.objects import silence
-from ringweave.launch.kubernetes.resource import times
+from ringweave.platforms.kubernetes import names, pod_status
 
 NOW = 1_800_000_000.0
-LONG_AGO, JUST_NOW = times.show(NOW - 31), times.show(NOW - 29)
+LONG_AGO, JUST_NOW = names.format_time(NOW - 31), names.format_time(NOW - 29)
 
 
 def a_pod(*conditions: dict[str, Any], machine: str | None = "gpu-7", metadata: Any = None, **status: Any) -> dict:
@@ -20,11 +18,11 @@ def a_pod(*conditions: dict[str, Any], machine: str | None = "gpu-7", metadata: 
     }
 
 
-def condition(kind: str, status: str, since: str = times.show(NOW - 600)) -> dict[str, Any]:
+def condition(kind: str, status: str, since: str = names.format_time(NOW - 600)) -> dict[str, Any]:
     return {"type": kind, "status": status, "lastTransitionTime": since}
 
 
-WELL = (condition("ContainersReady", "True"), condition(names.AT_GATE, "True"))
+WELL = (condition("ContainersReady", "True"), condition(names.BARRIER_CONDITION, "True"))
 
 
 @pytest.mark.parametrize(
@@ -38,11 +36,11 @@ WELL = (condition("ContainersReady", "True"), condition(names.AT_GATE, "True"))
     ],
 )
 def test_what_shows_that_a_machine_does_not_answer(pod: dict[str, Any], text: str) -> None:
-    found = silence.silence_of(pod, NOW)
+    found = pod_status.unresponsive_machine(pod, NOW)
     assert found is not None
     assert found.text.startswith(text)
-    assert found.mend == "kubectl -n team delete pod text-1-1 --force, or kubectl delete node gpu-7"
-    assert silence.silence_of(pod, NOW + 600.0) == found, "the same as long as it lasts"
+    assert found.fix == "kubectl -n team delete pod text-1-1 --force, or kubectl delete node gpu-7"
+    assert pod_status.unresponsive_machine(pod, NOW + 600.0) == found, "the same as long as it lasts"
 
 
 @pytest.mark.parametrize(
@@ -53,11 +51,11 @@ def test_what_shows_that_a_machine_does_not_answer(pod: dict[str, Any], text: st
         a_pod(metadata={"deletionTimestamp": LONG_AGO, "finalizers": ["example.org/keeps-it"]}),
         a_pod(metadata={"deletionTimestamp": LONG_AGO}, machine=None),
         a_pod(condition("Ready", "False", JUST_NOW), *WELL),
-        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(names.AT_GATE, "False")),
+        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(names.BARRIER_CONDITION, "False")),
         a_pod(condition("Ready", "False", LONG_AGO), condition("ContainersReady", "False"), WELL[1]),
-        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(names.AT_GATE, "True", JUST_NOW)),
+        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(names.BARRIER_CONDITION, "True", JUST_NOW)),
         a_pod({"type": "Ready", "status": "False", "lastTransitionTime": None}, *WELL),
     ],
 )
 def test_what_does_not(pod: dict[str, Any]) -> None:
-    assert silence.silence_of(pod, NOW) is None
+    assert pod_status.unresponsive_machine(pod, NOW) is None

@@ -8,28 +8,23 @@ from typing import Any
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.life import records
-from ringweave.jobs.life.observing import Phase
-from ringweave.launch.groups import config
-from ringweave.launch.groups.posts import Report
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects import configs, lodging
-from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.objects.pods import PodSettings
-from ringweave.launch.kubernetes.objects.seeing import Seen
-from ringweave.launch.kubernetes.operating import acting
-from ringweave.launch.kubernetes.operating.acting import Actor
-from ringweave.launch.kubernetes.operating.desk import condition_of
-from ringweave.launch.kubernetes.operating.looking import Look
-from ringweave.launch.kubernetes.resource import reading
-from ringweave.launch.workers import Meeting
+from ringweave.jobs import records
+from ringweave.jobs.records import GroupPhase
+from ringweave.launcher.workers import HostPort
+from ringweave.platforms.agent import job_config
+from ringweave.platforms.agent.channel import AgentStatus
+from ringweave.platforms.kubernetes import action_executor, api_client, credential_secrets, job_resource, names, objects
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor
+from ringweave.platforms.kubernetes.agent_gateway import barrier_condition
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.job_objects import ObservedJob
+from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings
+from ringweave.platforms.kubernetes.pod_status import JobObjects
 from tests.launch.kubernetes.operating.worlds import World, play, run_all
 
 NODE = {"name": "n0", "capacity": 3}
-OF_JOB = (kinds.SECRETS, kinds.SERVICES)
+OF_JOB = (api_client.SECRETS, api_client.SERVICES)
 SPEC: dict[str, Any] = {
     "cpuWorkers": 3,
     "script": "a.py",
@@ -39,19 +34,19 @@ SPEC: dict[str, Any] = {
 }
 
 
-async def a_job(client: Client, name: str) -> Object:
+async def a_job(client: KubernetesClient, name: str) -> Object:
     """Held by the operator."""
     body = {"metadata": {"name": name, "finalizers": [names.FINALIZER]}, "spec": SPEC}
-    return await client.create(kinds.TRAINING_JOBS, "default", body)
+    return await client.create(api_client.TRAINING_JOBS, "default", body)
 
 
-async def make_beside(client: Client, owner: Owner) -> None:
+async def make_beside(client: KubernetesClient, owner: JobOwner) -> None:
     """What is made before the ConfigMap."""
-    await client.create(kinds.SECRETS, "default", configs.secret(owner))
-    await client.create(kinds.SERVICES, "default", configs.service(owner))
+    await client.create(api_client.SECRETS, "default", objects.token_secret(owner))
+    await client.create(api_client.SERVICES, "default", objects.headless_service(owner))
 
 
-async def left(client: Client, name: str) -> list[str]:
+async def left(client: KubernetesClient, name: str) -> list[str]:
     selector = f"{names.JOB_LABEL}={name}"
     lists = [await client.list(kind, "default", labelSelector=selector) for kind in OF_JOB]
     return [item["metadata"]["uid"] for items in lists for item in items]
@@ -59,22 +54,22 @@ async def left(client: Client, name: str) -> list[str]:
 
 def test_a_job_that_is_deleted_before_its_config_map_is_there_leaves_nothing(kubeconfig: Path) -> None:
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            actor = Actor(client, PodSettings(), time.time)
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            actor = ActionExecutor(client, PodSettings(), time.time)
             job = await a_job(client, "half-made")
-            await make_beside(client, Owner.of(job))
+            await make_beside(client, JobOwner.from_resource(job))
             assert len(await left(client, "half-made")) == 2
-            await client.delete(kinds.TRAINING_JOBS, "default", "half-made")
-            await actor.forget(await client.get(kinds.TRAINING_JOBS, "default", "half-made"))
+            await client.delete(api_client.TRAINING_JOBS, "default", "half-made")
+            await actor.forget_job(await client.get(api_client.TRAINING_JOBS, "default", "half-made"))
             assert await left(client, "half-made") == []
-            jobs = await client.list(kinds.TRAINING_JOBS, "default")
+            jobs = await client.list(api_client.TRAINING_JOBS, "default")
             assert [each["metadata"]["name"] for each in jobs] == []
 
     asyncio.run(run())
 
 
-def secret_and_service(name: str) -> tuple[tuple[kinds.Kind, str], ...]:
-    return (kinds.SECRETS, names.config(name)), (kinds.SERVICES, names.service(name))
+def secret_and_service(name: str) -> tuple[tuple[api_client.ResourceKind, str], ...]:
+    return (api_client.SECRETS, names.config_name(name)), (api_client.SERVICES, names.service_name(name))
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -90,26 +85,26 @@ def test_a_secret_or_service_that_somebody_removes_is_made_again(kubeconfig: Pat
         again = await world.client.get(kind, "default", removed)
         assert again["metadata"]["uid"] != before["metadata"]["uid"]
         assert (await world.job())["status"]["state"] == "Running", "who runs is not disturbed"
-        await world.client.patch(kinds.TRAINING_JOBS, "default", name, {"spec": {"suspend": True}})
+        await world.client.patch(api_client.TRAINING_JOBS, "default", name, {"spec": {"suspend": True}})
         await world.client.delete(kind, "default", removed)
         await world.settle()
         assert await left(world.client, name) == []
         with pytest.raises(ApiError, match="not found"):
-            await world.client.get(kinds.CONFIG_MAPS, "default", names.config(name))
+            await world.client.get(api_client.CONFIG_MAPS, "default", names.config_name(name))
 
     play(kubeconfig, name, test)
 
 
 def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             job = await a_job(client, "namesake")
             other = {"metadata": {**job["metadata"], "uid": "33333333-3333-3333-3333-333333333333"}}
-            await make_beside(client, Owner.of(other))
-            await Actor(client, PodSettings(), time.time).forget(job)
+            await make_beside(client, JobOwner.from_resource(other))
+            await ActionExecutor(client, PodSettings(), time.time).forget_job(job)
             assert len(await left(client, "namesake")) == 2
-            await client.delete(kinds.SECRETS, "default", names.config("namesake"))
-            await client.delete(kinds.SERVICES, "default", names.service("namesake"))
+            await client.delete(api_client.SECRETS, "default", names.config_name("namesake"))
+            await client.delete(api_client.SERVICES, "default", names.service_name("namesake"))
 
     asyncio.run(run())
 
@@ -119,70 +114,72 @@ ELASTIC: dict[str, Any] = {**SPEC, "nodes": [NODE, {**NODE, "name": "n1"}], "cpu
 
 def test_the_secrets_of_an_elastic_job_go_with_it(kubeconfig: Path) -> None:
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             body = {"metadata": {"name": "spared", "finalizers": [names.FINALIZER]}, "spec": ELASTIC}
-            job = await client.create(kinds.TRAINING_JOBS, "default", body)
-            owner = Owner.of(job)
+            job = await client.create(api_client.TRAINING_JOBS, "default", body)
+            owner = JobOwner.from_resource(job)
             await make_beside(client, owner)
             for node in range(2):
-                body = lodging.secret(owner, names.spares("spared", node), (1, 1), {"worker-0.0": "text"})
-                await client.create(kinds.SECRETS, "default", body)
+                body = credential_secrets.credential_secret(
+                    owner, names.credential_pool_name("spared", node), (1, 1), {"worker-0.0": "text"}
+                )
+                await client.create(api_client.SECRETS, "default", body)
             assert len(await left(client, "spared")) == 4
-            await client.delete(kinds.TRAINING_JOBS, "default", "spared")
-            await Actor(client, PodSettings(), time.time).forget(
-                await client.get(kinds.TRAINING_JOBS, "default", "spared")
+            await client.delete(api_client.TRAINING_JOBS, "default", "spared")
+            await ActionExecutor(client, PodSettings(), time.time).forget_job(
+                await client.get(api_client.TRAINING_JOBS, "default", "spared")
             )
             assert await left(client, "spared") == []
 
     asyncio.run(run())
 
 
-def looked(*phases: Phase) -> Look:
+def looked(*phases: GroupPhase) -> ObservedJob:
     """At an elastic job whose agents say this of themselves; who is ready offers a coordinator."""
     metadata = {"name": "text", "namespace": "default", "uid": "1", "creationTimestamp": "2026-11-22T12:00:00Z"}
     nodes = [{"name": f"n{index}", "capacity": 3, "maxRetries": 3, "deletionPolicy": "delete"} for index in range(2)]
     resource = {"metadata": metadata, "spec": {**ELASTIC, "nodes": nodes, "minPerNode": 3}}
-    job = records.new_job(reading.request_of(resource), requester="ann", counts=(3, 3), now=0.0)
+    job = records.new_job(job_resource.request_from_resource(resource), requester="ann", counts=(3, 3), now=0.0)
     pods = {}
     for node, phase in enumerate(phases):
-        offers = {"meeting": Meeting(host=f"10.0.0.{node}", port=1)} if phase is Phase.READY else {}
-        coordinator = Meeting(host=names.found_at("text", node, "default"), port=2) if offers else None
-        report = Report(round=1, phase=phase, pid=1, coordinator=coordinator, **offers)
+        offers = {"meeting": HostPort(host=f"10.0.0.{node}", port=1)} if phase is GroupPhase.READY else {}
+        coordinator = HostPort(host=names.pod_dns_name("text", node, "default"), port=2) if offers else None
+        report = AgentStatus(round=1, phase=phase, pid=1, coordinator=coordinator, **offers)
         pods[node, 1] = {
-            "metadata": {"annotations": {names.ROUND: "1"}},
-            "status": {"podIP": f"10.0.0.{node}", "conditions": [condition_of(report, 0.0)]},
+            "metadata": {"annotations": {names.ROUND_ANNOTATION: "1"}},
+            "status": {"podIP": f"10.0.0.{node}", "conditions": [barrier_condition(report, 0.0)]},
         }
-    return Look(resource=resource, job=job, seen=Seen(config=None, pods=pods))
+    return ObservedJob(resource=resource, job=job, objects=JobObjects(config=None, pods=pods))
 
 
 def test_the_gate_of_an_elastic_job_says_where_its_coordinators_are() -> None:
-    look = looked(Phase.READY, Phase.READY)
-    opening = acting.opening_of(look, config.of_job(look.job, directory=None, script_text=""), 1)
+    look = looked(GroupPhase.READY, GroupPhase.READY)
+    opening = action_executor.make_rendezvous(look, job_config.job_config(look.job, directory=None, script_text=""), 1)
     hosts = [meeting.host for meeting in opening.coordinators]
     assert hosts == ["text-0.text.default.svc", "text-1.text.default.svc"]
     assert opening.addresses == {"n0": "10.0.0.0", "n1": "10.0.0.1"}
 
 
 def test_a_gate_that_somebody_shut_while_an_elastic_job_trains_stays_shut() -> None:
-    look = looked(Phase.RUNNING, Phase.RUNNING)
+    look = looked(GroupPhase.RUNNING, GroupPhase.RUNNING)
     text = (
         r"gate of round 1: 'no addresses of coordinators', expected what nodes n0 and n1 offered before they started\. "
         r"Nothing to do: who trains goes on, and when a node is lost all gather at the gate of the next round"
     )
     with pytest.raises(LaunchError, match=text):
-        acting.opening_of(look, config.of_job(look.job, directory=None, script_text=""), 1)
+        action_executor.make_rendezvous(look, job_config.job_config(look.job, directory=None, script_text=""), 1)
 
 
 def test_a_finalizer_that_somebody_else_has_added_since_the_look_stays(kubeconfig: Path) -> None:
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             look = await a_job(client, "audited")
             both = {"metadata": {"finalizers": [names.FINALIZER, "example.org/audit"]}}
-            await client.patch(kinds.TRAINING_JOBS, "default", "audited", both)
-            await Actor(client, PodSettings(), time.time).forget(look)
-            found = await client.get(kinds.TRAINING_JOBS, "default", "audited")
+            await client.patch(api_client.TRAINING_JOBS, "default", "audited", both)
+            await ActionExecutor(client, PodSettings(), time.time).forget_job(look)
+            found = await client.get(api_client.TRAINING_JOBS, "default", "audited")
             assert found["metadata"]["finalizers"] == ["example.org/audit"]
             none = {"metadata": {"finalizers": []}}
-            await client.patch(kinds.TRAINING_JOBS, "default", "audited", none)
+            await client.patch(api_client.TRAINING_JOBS, "default", "audited", none)
 
     asyncio.run(run())

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from ringweave.launch.groups.spares import NUM_LIVES
-from ringweave.launch.kubernetes.objects.lodging import MAX_WORKERS, MAX_WORKERS_OF_NODE
-from ringweave.launch.kubernetes.objects.pods import PodSettings
-from ringweave.launch.kubernetes.operating.admission import Admission, RefusalError
-from ringweave.wire import Authority
+from ringweave.platforms.agent.credentials import NUM_INCARNATIONS
+from ringweave.platforms.kubernetes.credential_secrets import MAX_ELASTIC_WORKERS_PER_NODE, MAX_SERVER_WORKERS
+from ringweave.platforms.kubernetes.job_admission import AdmissionRefusedError, JobAdmission
+from ringweave.platforms.kubernetes.objects import PodSettings
+from ringweave.rpc import CertificateAuthority
 
 
 def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
     client: Any = None
     spec = {
-        "cpuWorkers": MAX_WORKERS + 1,
+        "cpuWorkers": MAX_SERVER_WORKERS + 1,
         "script": "a.py",
         "mode": "ps",
         "minPerNode": 3,
@@ -23,20 +23,20 @@ def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
         "requester": {"username": "ann"},
     }
     resource = {"metadata": {"name": "many", "namespace": "default", "uid": "u"}, "spec": spec}
-    text = rf"workers: {MAX_WORKERS + 1}, expected at most {MAX_WORKERS} with mode ps, whose credentials one Secret"
-    with pytest.raises(RefusalError, match=text) as caught:
-        asyncio.run(Admission(client, PodSettings(), lambda: 0.0).admit(resource))
+    text = rf"workers: {MAX_SERVER_WORKERS + 1}, expected at most {MAX_SERVER_WORKERS} with mode ps, whose credentials one Secret"
+    with pytest.raises(AdmissionRefusedError, match=text) as caught:
+        asyncio.run(JobAdmission(client, PodSettings(), lambda: 0.0).admit(resource))
     assert caught.value.code == "TooManyForServer"
 
 
 def test_a_secret_holds_the_credentials_of_as_many_as_may() -> None:
-    longest = Authority("j" * 60).issue("worker", "511").to_text()
-    assert MAX_WORKERS * (len(longest) + 3) < 2**20 - 2**16
+    longest = CertificateAuthority("j" * 60).issue("worker", "511").to_text()
+    assert MAX_SERVER_WORKERS * (len(longest) + 3) < 2**20 - 2**16
 
 
 def test_an_elastic_job_with_too_many_workers_on_a_node_is_refused() -> None:
     client: Any = None
-    many = MAX_WORKERS_OF_NODE + 1
+    many = MAX_ELASTIC_WORKERS_PER_NODE + 1
     node = {"capacity": many, "maxRetries": 3, "deletionPolicy": "delete"}
     spec = {
         "cpuWorkers": 2 * many,
@@ -50,12 +50,12 @@ def test_an_elastic_job_with_too_many_workers_on_a_node_is_refused() -> None:
     text = (
         rf"workers of a node: {many}, expected at most {many - 1} in an elastic job, whose spare credentials one Secret"
     )
-    with pytest.raises(RefusalError, match=text) as caught:
-        asyncio.run(Admission(client, PodSettings(), lambda: 0.0).admit(resource))
+    with pytest.raises(AdmissionRefusedError, match=text) as caught:
+        asyncio.run(JobAdmission(client, PodSettings(), lambda: 0.0).admit(resource))
     assert caught.value.code == "TooManyForElastic"
 
 
 def test_a_secret_holds_the_spare_credentials_of_as_many_as_may() -> None:
-    longest = Authority("j" * 60).issue("worker", "2147483647.7").to_text()
+    longest = CertificateAuthority("j" * 60).issue("worker", "2147483647.7").to_text()
     key = len("worker-2147483647.7")
-    assert (MAX_WORKERS_OF_NODE + 1) * NUM_LIVES * (len(longest) + key) < 2**20 - 2**16
+    assert (MAX_ELASTIC_WORKERS_PER_NODE + 1) * NUM_INCARNATIONS * (len(longest) + key) < 2**20 - 2**16

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects import seeing
-from ringweave.testing import forking
-from ringweave.testing.kubernetes.crashing import lead
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.platforms.kubernetes import api_client, names, pod_status
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.testing import ranks
 from tests import effort
+from tests.fakes.kubernetes.crashing_operator import run_crashing_operator
+from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 
 SOON_S = 250.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,8 +37,8 @@ class Scene:
 
     @property
     def all_run(self) -> bool:
-        reports = [seeing.report_of(pod) for pod in self.pods.values()]
-        return len(reports) == 2 and all(report and report.phase is Phase.RUNNING for report in reports)
+        reports = [pod_status.agent_status(pod) for pod in self.pods.values()]
+        return len(reports) == 2 and all(report and report.phase is GroupPhase.RUNNING for report in reports)
 
 
 Happening = tuple[Callable[[Scene], bool], Callable[["World", Scene], Any]]
@@ -50,40 +48,40 @@ Happening = tuple[Callable[[Scene], bool], Callable[["World", Scene], Any]]
 class World:
     """One job, its Pods, and what happens to it, in order."""
 
-    client: Client
+    client: KubernetesClient
     name: str
     script: list[Happening]
-    kubelet: PlayedKubelet = field(init=False)
+    kubelet: SimulatedKubelet = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kubelet = PlayedKubelet(self.client, "default")
+        self.kubelet = SimulatedKubelet(self.client, "default")
 
     async def step(self) -> Scene:
         try:
-            job = await self.client.get(kinds.TRAINING_JOBS, "default", self.name)
+            job = await self.client.get(api_client.TRAINING_JOBS, "default", self.name)
         except ApiError:
             job = None
-        scene = Scene(job, await self.kubelet.step(self.name))
+        scene = Scene(job, await self.kubelet.advance_pods(self.name))
         if self.script and self.script[0][0](scene):
             await self.script.pop(0)[1](self, scene)
         return scene
 
     async def end_all(self, scene: Scene) -> None:
         for pod in scene.pods.values():
-            await self.kubelet.succeed(pod)
+            await self.kubelet.succeed_pod(pod)
 
     async def kill(self, scene: Scene) -> None:
         attempt = max(attempt for node, attempt in scene.pods if node == 1)
-        await self.kubelet.fail(scene.pods[1, attempt], Cause.PLACE)
+        await self.kubelet.fail_pod(scene.pods[1, attempt], EndCause.PLATFORM)
 
     async def fail_script(self, scene: Scene) -> None:
-        await self.kubelet.fail(scene.pods[0, 2], Cause.PROGRAM, exit_code=3)
+        await self.kubelet.fail_pod(scene.pods[0, 2], EndCause.PROGRAM, exit_code=3)
 
     async def change(self, **spec: Any) -> None:
-        await self.client.patch(kinds.TRAINING_JOBS, "default", self.name, {"spec": spec})
+        await self.client.patch(api_client.TRAINING_JOBS, "default", self.name, {"spec": spec})
 
     async def remove(self, _: Scene) -> None:
-        await self.client.delete(kinds.TRAINING_JOBS, "default", self.name)
+        await self.client.delete(api_client.TRAINING_JOBS, "default", self.name)
 
 
 def in_state(state: str) -> Callable[[Scene], bool]:
@@ -183,13 +181,13 @@ class Run:
         self.name = name or f"{life}-{crash_after}"
         self.script = list(script)
 
-    async def live(self) -> PlayedKubelet:
+    async def live(self) -> SimulatedKubelet:
         """From submit until nothing is left."""
         environ = {"KUBECONFIG": str(self._kubeconfig)}
-        async with Client(lambda: connecting.connection(environ)) as client:
+        async with KubernetesClient(lambda: api_client.connection_info(environ)) as client:
             world = World(client, self.name, self.script)
             body = {"metadata": {"name": self.name}, "spec": self._spec()}
-            made = await client.create(kinds.TRAINING_JOBS, "default", body)
+            made = await client.create(api_client.TRAINING_JOBS, "default", body)
             last = asyncio.create_task(self._last_seen(client, made["metadata"]["resourceVersion"]))
             process, killed = self._start(self._crash_after), 0
             deadline_s = time.monotonic() + SOON_S
@@ -207,14 +205,14 @@ class Run:
             self.outcome = outcome_of(await last)
             self.was_killed = bool(killed)
             selector = f"{names.JOB_LABEL}={self.name}"
-            of_job = (kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
+            of_job = (api_client.PODS, api_client.CONFIG_MAPS, api_client.SECRETS, api_client.SERVICES)
             self.left = [item for kind in of_job for item in await client.list(kind, "default", labelSelector=selector)]
             return world.kubelet
 
-    async def _last_seen(self, client: Client, version: str) -> Object:
+    async def _last_seen(self, client: KubernetesClient, version: str) -> Object:
         """The job as it was when it was removed."""
         selected = {"watch": "true", "resourceVersion": version, "fieldSelector": f"metadata.name={self.name}"}
-        async for line in client.lines(kinds.TRAINING_JOBS.path("default"), selected):
+        async for line in client.stream_lines(api_client.TRAINING_JOBS.path("default"), selected):
             event = json.loads(line)
             if event["type"] == "DELETED":
                 return event["object"]
@@ -234,7 +232,9 @@ class Run:
 
     def _start(self, crash_after: int | None) -> Any:
         key = ("default", self.name)
-        process = forking.context().Process(target=lead, args=(str(self._kubeconfig), key, crash_after), daemon=True)
+        process = ranks.forkserver_context().Process(
+            target=run_crashing_operator, args=(str(self._kubeconfig), key, crash_after), daemon=True
+        )
         process.start()
         return process
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from ringweave.jobs.life import records
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects import keeping
-from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, PassedError, TurnedDownError
-from ringweave.launch.kubernetes.resource import reading, telling
+from ringweave.jobs import records
+from ringweave.platforms.kubernetes import api_client, job_resource, names, pod_logs
+from ringweave.platforms.kubernetes.agent_gateway import (
+    CredentialStore,
+    RoundPassedError,
+    Uploader,
+    UploadRejectedError,
+)
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.objects import JobOwner
 
 SPEC: dict[str, Any] = {
     "cpuWorkers": 6,
@@ -31,38 +33,38 @@ FIRST, SECOND = {"0": "zero", "3": "three"}, {"0": "nil", "3": "III"}
 class Scene:
     """An admitted job, and the desk's deposits."""
 
-    def __init__(self, client: Client, job: Object) -> None:
+    def __init__(self, client: KubernetesClient, job: Object) -> None:
         self.client, self.job = client, job
-        self.deposits, self.owner = Deposits(client), Owner.of(job)
+        self.deposits, self.owner = CredentialStore(client), JobOwner.from_resource(job)
 
-    def by(self, node: int = 0, attempt: int = 1) -> Depositor:
-        return Depositor(owner=self.owner, node=node, attempt=attempt)
+    def by(self, node: int = 0, attempt: int = 1) -> Uploader:
+        return Uploader(owner=self.owner, node=node, attempt=attempt)
 
     async def lodged(self, round_: int) -> dict[str, str] | None:
-        return await self.deposits.lodged(self.owner, round_, ["0", "3", "7"])
+        return await self.deposits.get_credentials(self.owner, round_, ["0", "3", "7"])
 
     async def logs(self) -> list[str]:
-        selector = f"{self.owner.selector},{keeping.LOG_LABEL}"
-        found = await self.client.list(kinds.CONFIG_MAPS, "default", labelSelector=selector)
-        return [each["data"][keeping.LOG] for each in found]
+        selector = f"{self.owner.selector},{pod_logs.LOG_LABEL}"
+        found = await self.client.list(api_client.CONFIG_MAPS, "default", labelSelector=selector)
+        return [each["data"][pod_logs.LOG_KEY] for each in found]
 
     async def add_pod(self, **annotations: str) -> None:
         labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
-        metadata = {**self.owner.metadata(names.pod(self.owner.name, 0, 1), **labels), "annotations": annotations}
+        metadata = {**self.owner.metadata(names.pod_name(self.owner.name, 0, 1), **labels), "annotations": annotations}
         spec = {"containers": [{"name": "workers", "image": "a"}]}
-        await self.client.create(kinds.PODS, "default", {"metadata": metadata, "spec": spec})
+        await self.client.create(api_client.PODS, "default", {"metadata": metadata, "spec": spec})
 
     async def remove(self) -> None:
-        await self.client.delete(kinds.TRAINING_JOBS, "default", self.owner.name)
+        await self.client.delete(api_client.TRAINING_JOBS, "default", self.owner.name)
 
 
 def play(kubeconfig: Path, name: str, act: Callable[[Scene], Awaitable[None]], **spec: Any) -> None:
     """With a job of its own, of which nothing is left afterwards."""
 
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             metadata = {"name": name, "finalizers": [names.FINALIZER]}
-            made = await client.create(kinds.TRAINING_JOBS, "default", {"metadata": metadata, "spec": SPEC | spec})
+            made = await client.create(api_client.TRAINING_JOBS, "default", {"metadata": metadata, "spec": SPEC | spec})
             scene = Scene(client, await admitted(client, made))
             try:
                 await act(scene)
@@ -72,37 +74,37 @@ def play(kubeconfig: Path, name: str, act: Callable[[Scene], Awaitable[None]], *
     asyncio.run(run())
 
 
-async def admitted(client: Client, made: Object) -> Object:
-    request = reading.request_of(made)
+async def admitted(client: KubernetesClient, made: Object) -> Object:
+    request = job_resource.request_from_resource(made)
     job = records.new_job(request, requester="admin", counts=(3, 3), now=0.0)
-    status = telling.status_of(job, before={}, generation=1, events=(), now=0.0)
-    return await client.replace(kinds.TRAINING_JOBS, "default", {**made, "status": status}, subresource="status")
+    status = job_resource.status_from_job(job, before={}, generation=1, events=(), now=0.0)
+    return await client.replace(api_client.TRAINING_JOBS, "default", {**made, "status": status}, subresource="status")
 
 
-async def clear(client: Client, owner: Owner) -> None:
-    for kind in (kinds.SECRETS, kinds.CONFIG_MAPS, kinds.PODS):
+async def clear(client: KubernetesClient, owner: JobOwner) -> None:
+    for kind in (api_client.SECRETS, api_client.CONFIG_MAPS, api_client.PODS):
         for found in await client.list(kind, "default", labelSelector=owner.selector):
             await client.delete(kind, "default", found["metadata"]["name"])
-    await client.delete(kinds.TRAINING_JOBS, "default", owner.name)
-    await client.patch(kinds.TRAINING_JOBS, "default", owner.name, {"metadata": {"finalizers": []}})
+    await client.delete(api_client.TRAINING_JOBS, "default", owner.name)
+    await client.patch(api_client.TRAINING_JOBS, "default", owner.name, {"metadata": {"finalizers": []}})
 
 
 def test_credentials_are_those_of_the_round_and_of_who_asks(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
         assert await scene.lodged(1) is None
-        await scene.deposits.lodge(scene.by(), 1, FIRST)
+        await scene.deposits.store_credentials(scene.by(), 1, FIRST)
         assert await scene.lodged(1) == FIRST
-        assert await scene.deposits.lodged(scene.owner, 1, ["3"]) == {"3": "three"}
-        await scene.deposits.lodge(scene.by(), 1, FIRST)  # an answer was lost
-        await scene.deposits.lodge(scene.by(attempt=2), 2, SECOND)
-        with pytest.raises(PassedError, match=r"round 1 of job lodges is over: round 2 has begun"):
+        assert await scene.deposits.get_credentials(scene.owner, 1, ["3"]) == {"3": "three"}
+        await scene.deposits.store_credentials(scene.by(), 1, FIRST)  # an answer was lost
+        await scene.deposits.store_credentials(scene.by(attempt=2), 2, SECOND)
+        with pytest.raises(RoundPassedError, match=r"round 1 of job lodges is over: round 2 has begun"):
             await scene.lodged(1)
         assert await scene.lodged(3) is None, "not yet"
         assert await scene.lodged(2) == SECOND
-        with pytest.raises(TurnedDownError, match="credentials of round 1: those of a later attempt are there"):
-            await scene.deposits.lodge(scene.by(), 1, FIRST)
-        with pytest.raises(TurnedDownError):
-            await scene.deposits.lodge(scene.by(attempt=1), 2, FIRST)
+        with pytest.raises(UploadRejectedError, match="credentials of round 1: those of a later attempt are there"):
+            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+        with pytest.raises(UploadRejectedError):
+            await scene.deposits.store_credentials(scene.by(attempt=1), 2, FIRST)
         assert await scene.lodged(2) == SECOND
 
     play(kubeconfig, "lodges", act)
@@ -112,30 +114,30 @@ def test_spare_credentials_are_used_once_each_and_are_those_of_the_round(kubecon
     async def act(scene: Scene) -> None:
         lives = {"worker-3.0": "a", "worker-3.1": "b", "worker-4.0": "c", "worker-4.1": "d", "coordinator-1.0": "e"}
         second = scene.by(node=1)
-        assert await scene.deposits.take_spares(second, 1, ["worker-3"]) is None, "not yet"
-        await scene.deposits.lodge_spares(scene.by(), 1, 1, lives)
-        await scene.deposits.lodge_spares(scene.by(), 1, 1, lives)  # an answer was lost
-        assert await scene.deposits.take_spares(second, 1, ["worker-3", "worker-4"]) == {
+        assert await scene.deposits.take_from_pool(second, 1, ["worker-3"]) is None, "not yet"
+        await scene.deposits.fill_pool(scene.by(), 1, 1, lives)
+        await scene.deposits.fill_pool(scene.by(), 1, 1, lives)  # an answer was lost
+        assert await scene.deposits.take_from_pool(second, 1, ["worker-3", "worker-4"]) == {
             "worker-3": "a",
             "worker-4": "c",
         }
-        assert await scene.deposits.take_spares(second, 1, ["coordinator-1"]) == {"coordinator-1": "e"}
-        assert await scene.deposits.take_spares(second, 1, ["worker-3", "worker-4"]) == {
+        assert await scene.deposits.take_from_pool(second, 1, ["coordinator-1"]) == {"coordinator-1": "e"}
+        assert await scene.deposits.take_from_pool(second, 1, ["worker-3", "worker-4"]) == {
             "worker-3": "b",
             "worker-4": "d",
         }
         text = r"round 1 of job spares: no credentials are left for coordinator-1, worker-3"
-        with pytest.raises(PassedError, match=text):
-            await scene.deposits.take_spares(second, 1, ["worker-3", "coordinator-1"])
-        await scene.deposits.lodge_spares(scene.by(attempt=2), 2, 1, lives)
-        with pytest.raises(PassedError, match=r"round 1 of job spares is over: round 2 has begun"):
-            await scene.deposits.take_spares(second, 1, ["worker-3"])
-        with pytest.raises(TurnedDownError, match="credentials of round 1: those of a later attempt are there"):
-            await scene.deposits.lodge_spares(scene.by(), 1, 1, lives)
+        with pytest.raises(RoundPassedError, match=text):
+            await scene.deposits.take_from_pool(second, 1, ["worker-3", "coordinator-1"])
+        await scene.deposits.fill_pool(scene.by(attempt=2), 2, 1, lives)
+        with pytest.raises(RoundPassedError, match=r"round 1 of job spares is over: round 2 has begun"):
+            await scene.deposits.take_from_pool(second, 1, ["worker-3"])
+        with pytest.raises(UploadRejectedError, match="credentials of round 1: those of a later attempt are there"):
+            await scene.deposits.fill_pool(scene.by(), 1, 1, lives)
         with pytest.raises(
-            TurnedDownError, match="credentials of node 2: job spares has no such node, or is not elastic"
+            UploadRejectedError, match="credentials of node 2: job spares has no such node, or is not elastic"
         ):
-            await scene.deposits.lodge_spares(scene.by(), 2, 2, lives)
+            await scene.deposits.fill_pool(scene.by(), 2, 2, lives)
 
     play(kubeconfig, "spares", act, elastic={"min": 3}, mode="auto")
 
@@ -145,8 +147,8 @@ def test_two_agents_that_take_at_once_get_different_ones(kubeconfig: Path) -> No
 
     async def act(scene: Scene) -> None:
         lives = {f"worker-0.{life}": f"text {life}" for life in range(8)}
-        await scene.deposits.lodge_spares(scene.by(), 1, 0, lives)
-        asked = [scene.deposits.take_spares(scene.by(), 1, ["worker-0"]) for _ in range(4)]
+        await scene.deposits.fill_pool(scene.by(), 1, 0, lives)
+        asked = [scene.deposits.take_from_pool(scene.by(), 1, ["worker-0"]) for _ in range(4)]
         found = await asyncio.gather(*asked, return_exceptions=True)
         texts = [each["worker-0"] for each in found if isinstance(each, dict)]
         assert texts
@@ -159,21 +161,24 @@ def test_two_agents_that_take_at_once_get_different_ones(kubeconfig: Path) -> No
 
 def test_somebody_elses_secret_stays(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
-        body = {"metadata": {"name": names.server(scene.owner.name), "namespace": "default"}, "stringData": {"a": "b"}}
-        made = await scene.client.create(kinds.SECRETS, "default", body)
+        body = {
+            "metadata": {"name": names.server_secret_name(scene.owner.name), "namespace": "default"},
+            "stringData": {"a": "b"},
+        }
+        made = await scene.client.create(api_client.SECRETS, "default", body)
         text = r"Secret theirs-server: \"somebody else's\", expected none, or one of job theirs\. Remove the Secret"
-        with pytest.raises(TurnedDownError, match=text):
-            await scene.deposits.lodge(scene.by(), 1, FIRST)
-        await scene.client.delete(kinds.SECRETS, "default", made["metadata"]["name"])
+        with pytest.raises(UploadRejectedError, match=text):
+            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+        await scene.client.delete(api_client.SECRETS, "default", made["metadata"]["name"])
 
     play(kubeconfig, "theirs", act)
 
 
 def test_the_log_of_a_pod_that_somebody_removes_is_kept_once(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
-        await scene.deposits.keep_log(scene.by(), "[0] loss 1\n[0] loss 0.5")
+        await scene.deposits.archive_log(scene.by(), "[0] loss 1\n[0] loss 0.5")
         assert await scene.logs() == ["[0] loss 1\n[0] loss 0.5"]
-        await scene.deposits.keep_log(scene.by(), "[0] something else")
+        await scene.deposits.archive_log(scene.by(), "[0] something else")
         assert await scene.logs() == ["[0] loss 1\n[0] loss 0.5"], "what the operator kept itself is whole"
 
     play(kubeconfig, "removed", act)
@@ -181,8 +186,8 @@ def test_the_log_of_a_pod_that_somebody_removes_is_kept_once(kubeconfig: Path) -
 
 def test_the_log_of_a_pod_that_was_stopped_and_stays_is_the_kubelets(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
-        await scene.add_pod(**{names.STOPPED: "true"})
-        await scene.deposits.keep_log(scene.by(), "[0] loss 1")
+        await scene.add_pod(**{names.STOPPED_ANNOTATION: "true"})
+        await scene.deposits.archive_log(scene.by(), "[0] loss 1")
         assert await scene.logs() == []
 
     play(kubeconfig, "stays", act)
@@ -191,10 +196,10 @@ def test_the_log_of_a_pod_that_was_stopped_and_stays_is_the_kubelets(kubeconfig:
 def test_for_a_job_that_is_being_removed_nothing_is_made(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.remove()
-        with pytest.raises(TurnedDownError, match="job goes: it is being removed"):
-            await scene.deposits.lodge(scene.by(), 1, FIRST)
-        with pytest.raises(TurnedDownError, match="job goes: it is being removed"):
-            await scene.deposits.keep_log(scene.by(), "[0] loss 1")
+        with pytest.raises(UploadRejectedError, match="job goes: it is being removed"):
+            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+        with pytest.raises(UploadRejectedError, match="job goes: it is being removed"):
+            await scene.deposits.archive_log(scene.by(), "[0] loss 1")
         assert (await scene.lodged(1), await scene.logs()) == (None, [])
 
     play(kubeconfig, "goes", act)
@@ -204,14 +209,16 @@ def test_what_was_made_while_a_job_was_cleared_away_goes_too(kubeconfig: Path) -
     async def act(scene: Scene) -> None:
         create = scene.client.create
 
-        async def create_late(kind: kinds.Kind, namespace: str | None, body: Object, **params: str) -> Object:
+        async def create_late(
+            kind: api_client.ResourceKind, namespace: str | None, body: Object, **params: str
+        ) -> Object:
             made = await create(kind, namespace, body, **params)
             await scene.remove()
             return made
 
         scene.client.create = create_late  # type: ignore[method-assign]
-        with pytest.raises(TurnedDownError):
-            await scene.deposits.lodge(scene.by(), 1, FIRST)
+        with pytest.raises(UploadRejectedError):
+            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
         assert await scene.lodged(1) is None
 
     play(kubeconfig, "late", act)

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from ringweave.jobs.life.observing import Phase
-from ringweave.jobs.life.records import Job
-from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.handing import RoundOverError
-from ringweave.launch.groups.posts import Opening, Report, dump_opening, dump_report
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.handing import DeskHandover, DeskSpares
-from ringweave.launch.kubernetes.objects import configs, lodging, seeing
-from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.objects.seeing import Seen
-from ringweave.launch.kubernetes.operating.desk import REREAD_S, Desk
-from ringweave.launch.kubernetes.operating.looking import Look
-from ringweave.launch.kubernetes.post import Desk as Address
-from ringweave.launch.kubernetes.post import DeskPost
-from ringweave.launch.workers import Meeting
-from ringweave.wire import Authority
+from ringweave.jobs.records import GroupPhase, Job
+from ringweave.launcher.workers import HostPort
+from ringweave.platforms.agent.channel import AgentStatus, RendezvousResult, dump_rendezvous, dump_status
+from ringweave.platforms.agent.credentials import RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.kubernetes import api_client, credential_secrets, names, objects, pod_status
+from ringweave.platforms.kubernetes.agent_gateway import TOKEN_REREAD_INTERVAL_S, AgentGateway
+from ringweave.platforms.kubernetes.agent_main import (
+    GatewayChannel,
+    GatewayCredentialDistribution,
+    GatewayCredentialPool,
+)
+from ringweave.platforms.kubernetes.agent_main import GatewayClient as Address
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.job_objects import ObservedJob
+from ringweave.platforms.kubernetes.objects import JobOwner
+from ringweave.platforms.kubernetes.pod_status import JobObjects
+from ringweave.rpc import CertificateAuthority
 
 SOON_S = 250.0
 UID = "22222222-2222-2222-2222-222222222222"
@@ -48,17 +48,17 @@ class Office:
 
     async def _open(self) -> None:
         environ = {"KUBECONFIG": str(self._kubeconfig)}
-        self.client = await Client(lambda: connecting.connection(environ)).__aenter__()
-        self.desk = Desk(self.client, lambda: self.now_s)
-        self.runner = await self.desk.serve("127.0.0.1", 0, None)
+        self.client = await KubernetesClient(lambda: api_client.connection_info(environ)).__aenter__()
+        self.desk = AgentGateway(self.client, lambda: self.now_s)
+        self.runner = await self.desk.start_serving("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
-        self.owner = Owner.of(resource)
-        await self.client.create(kinds.SECRETS, "default", configs.secret(self.owner))
+        self.owner = JobOwner.from_resource(resource)
+        await self.client.create(api_client.SECRETS, "default", objects.token_secret(self.owner))
         labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
-        metadata = self.owner.metadata(names.pod(self.name, 0, 1), **labels)
+        metadata = self.owner.metadata(names.pod_name(self.name, 0, 1), **labels)
         spec = {"containers": [{"name": "workers", "image": "a"}]}
-        await self.client.create(kinds.PODS, "default", {"metadata": metadata, "spec": spec})
+        await self.client.create(api_client.PODS, "default", {"metadata": metadata, "spec": spec})
 
     async def _close(self) -> None:
         await self.runner.cleanup()
@@ -76,15 +76,15 @@ class Office:
         self._loop.close()
 
     def token(self) -> str:
-        found = self.run(self.client.get(kinds.SECRETS, "default", names.config(self.name)))
-        return b64decode(found["data"][configs.TOKEN]).decode()
+        found = self.run(self.client.get(api_client.SECRETS, "default", names.config_name(self.name)))
+        return b64decode(found["data"][objects.TOKEN_KEY]).decode()
 
     def pod(self) -> Object:
-        return self.run(self.client.get(kinds.PODS, "default", names.pod(self.name, 0, 1)))
+        return self.run(self.client.get(api_client.PODS, "default", names.pod_name(self.name, 0, 1)))
 
     def make_secret_anew(self) -> None:
-        self.run(self.client.delete(kinds.SECRETS, "default", names.config(self.name)))
-        self.run(self.client.create(kinds.SECRETS, "default", configs.secret(self.owner)))
+        self.run(self.client.delete(api_client.SECRETS, "default", names.config_name(self.name)))
+        self.run(self.client.create(api_client.SECRETS, "default", objects.token_secret(self.owner)))
 
     def address(self) -> Address:
         """With the token as it is now."""
@@ -92,20 +92,25 @@ class Office:
         return Address(url=self.url, group=f"default/{self.name}/0/1", token=lambda: token)
 
     def note(
-        self, *, opening: Opening | None = None, round_: int = 1, is_there: bool = True, has_config: bool = True
+        self,
+        *,
+        opening: RendezvousResult | None = None,
+        round_: int = 1,
+        is_there: bool = True,
+        has_config: bool = True,
     ) -> None:
         pod = self.pod()
-        pod["metadata"]["annotations"] = {names.ROUND: str(round_)}
-        data = {configs.OPENING: dump_opening(opening)} if opening else {}
-        seen = Seen(config={"data": data} if has_config else None, pods={(0, 1): pod} if is_there else {})
+        pod["metadata"]["annotations"] = {names.ROUND_ANNOTATION: str(round_)}
+        data = {objects.RENDEZVOUS_KEY: dump_rendezvous(opening)} if opening else {}
+        seen = JobObjects(config={"data": data} if has_config else None, pods={(0, 1): pod} if is_there else {})
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
         job: Job = None  # type: ignore[assignment]
-        look = Look(resource=resource, job=job, seen=seen)
-        self._loop.call_soon_threadsafe(self.desk.note, look)
+        look = ObservedJob(resource=resource, job=job, objects=seen)
+        self._loop.call_soon_threadsafe(self.desk.publish_desired_states, look)
 
-    def post(self, last_words: Path | None = None) -> DeskPost:
-        post = DeskPost(self.address(), last_words)
-        post.begin()
+    def post(self, last_words: Path | None = None) -> GatewayChannel:
+        post = GatewayChannel(self.address(), last_words)
+        post.start_threads()
         return post
 
 
@@ -124,128 +129,132 @@ def wait(holds: Callable[[], bool]) -> None:
 
 def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path: Path) -> None:
     post = office.post(tmp_path / "last-words")
-    assert post.orders().round == 0
+    assert post.desired_state().round == 0
     office.note()
-    wait(lambda: post.orders().round == 1)
-    ready = Report(round=1, phase=Phase.READY, pid=7, meeting=Meeting(host="10.0.0.1", port=5))
-    post.tell(ready)
-    wait(lambda: seeing.report_of(office.pod()) == ready)
+    wait(lambda: post.desired_state().round == 1)
+    ready = AgentStatus(round=1, phase=GroupPhase.READY, pid=7, meeting=HostPort(host="10.0.0.1", port=5))
+    post.report_status(ready)
+    wait(lambda: pod_status.agent_status(office.pod()) == ready)
     conditions = {item["type"]: item["status"] for item in office.pod()["status"]["conditions"]}
-    assert conditions == {names.AT_GATE: "True"}
-    opening = Opening(round=1, meeting=Meeting(host="10.0.0.1", port=5))
+    assert conditions == {names.BARRIER_CONDITION: "True"}
+    opening = RendezvousResult(round=1, meeting=HostPort(host="10.0.0.1", port=5))
     office.note(opening=opening)
-    wait(lambda: post.orders().opening == opening)
+    wait(lambda: post.desired_state().opening == opening)
     office.note(opening=opening, round_=2)
-    wait(lambda: post.orders().round == 2)
-    last = Report(round=2, phase=Phase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
-    post.tell(last)
-    assert seeing.report_of(office.pod()) == replace(last, ended_s=office.now_s), "by the operator's clock"
-    assert (tmp_path / "last-words").read_text() == dump_report(last)
+    wait(lambda: post.desired_state().round == 2)
+    last = AgentStatus(round=2, phase=GroupPhase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
+    post.report_status(last)
+    assert pod_status.agent_status(office.pod()) == replace(last, ended_s=office.now_s), "by the operator's clock"
+    assert (tmp_path / "last-words").read_text() == dump_status(last)
     office.note(is_there=False)
-    wait(lambda: post.orders().leave)
-    assert post.orders().why == "its Pod is gone"
+    wait(lambda: post.desired_state().leave)
+    assert post.desired_state().why == "its Pod is gone"
 
 
 def test_results_alone_are_written_seldom(office: Office) -> None:
     office.note()
     post = office.post()
-    wait(lambda: post.orders().round == 1)
-    first = Report(round=1, phase=Phase.RUNNING, pid=7, iterations=1)
-    post.tell(first)
-    wait(lambda: seeing.report_of(office.pod()) == first)
+    wait(lambda: post.desired_state().round == 1)
+    first = AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=1)
+    post.report_status(first)
+    wait(lambda: pod_status.agent_status(office.pod()) == first)
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
-    body = dump_report(Report(round=1, phase=Phase.RUNNING, pid=7, iterations=2))
-    assert address.ask("PUT", "report", body)[0] == 204
-    assert seeing.report_of(office.pod()) == first
+    body = dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=2))
+    assert address.request("PUT", "report", body)[0] == 204
+    assert pod_status.agent_status(office.pod()) == first
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_without_the_token_of_the_job_nothing_is_told(office: Office, token: str) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=lambda: token)
-    assert address.ask("GET", "orders")[0] == 403
-    assert address.ask("PUT", "report", "{}")[0] == 403
+    assert address.request("GET", "orders")[0] == 403
+    assert address.request("PUT", "report", "{}")[0] == 403
     other = Address(url=office.url, group="default/other/0/1", token=office.token)
-    assert other.ask("GET", "orders")[0] == 403
+    assert other.request("GET", "orders")[0] == 403
 
 
 def test_a_job_that_is_resumed_has_another_token(office: Office) -> None:
     office.note()
     before = office.address()
-    wait(lambda: before.ask("PUT", "report", "{}")[0] == 400)
+    wait(lambda: before.request("PUT", "report", "{}")[0] == 400)
     office.note(is_there=False, has_config=False)
     office.make_secret_anew()
     office.note()
     after = office.address()
-    wait(lambda: after.ask("PUT", "report", "{}")[0] == 400)
-    assert before.ask("PUT", "report", "{}")[0] == 403
+    wait(lambda: after.request("PUT", "report", "{}")[0] == 400)
+    assert before.request("PUT", "report", "{}")[0] == 403
 
 
 def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(office: Office) -> None:
     office.note()
     before = office.address()
-    wait(lambda: before.ask("PUT", "report", "{}")[0] == 400)
+    wait(lambda: before.request("PUT", "report", "{}")[0] == 400)
     office.make_secret_anew()
     after = office.address()
-    assert after.ask("PUT", "report", "{}")[0] == 403, "the Secret was read just now"
-    office.now_s += REREAD_S
-    assert after.ask("PUT", "report", "{}")[0] == 400
-    assert before.ask("PUT", "report", "{}")[0] == 403
-    office.now_s += REREAD_S
-    office.run(office.client.delete(kinds.SECRETS, "default", names.config(office.name)))
-    assert before.ask("PUT", "report", "{}")[0] == 403
-    assert after.ask("PUT", "report", "{}")[0] == 400, "what cannot be read changes nothing"
+    assert after.request("PUT", "report", "{}")[0] == 403, "the Secret was read just now"
+    office.now_s += TOKEN_REREAD_INTERVAL_S
+    assert after.request("PUT", "report", "{}")[0] == 400
+    assert before.request("PUT", "report", "{}")[0] == 403
+    office.now_s += TOKEN_REREAD_INTERVAL_S
+    office.run(office.client.delete(api_client.SECRETS, "default", names.config_name(office.name)))
+    assert before.request("PUT", "report", "{}")[0] == 403
+    assert after.request("PUT", "report", "{}")[0] == 400, "what cannot be read changes nothing"
 
 
 def test_what_is_no_latin_is_reported_too(office: Office) -> None:
     office.note()
     post = office.post()
-    wait(lambda: post.orders().round == 1)
-    said = Report(round=1, phase=Phase.INTERRUPTED, pid=7, text="rank 0 raised ValueError: ошибка → é")
-    post.tell(said)
-    wait(lambda: (seen := seeing.report_of(office.pod())) is not None and seen.text == said.text)
+    wait(lambda: post.desired_state().round == 1)
+    said = AgentStatus(round=1, phase=GroupPhase.INTERRUPTED, pid=7, text="rank 0 raised ValueError: ошибка → é")
+    post.report_status(said)
+    wait(lambda: (seen := pod_status.agent_status(office.pod())) is not None and seen.text == said.text)
 
 
 def test_what_is_no_report_is_refused(office: Office) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
-    wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
+    wait(lambda: address.request("PUT", "report", "{}")[0] == 400)
 
 
 @pytest.mark.parametrize("place", ["0/1" + "0" * 9, "9" * 5000 + "/1", "0/x"])
 def test_numbers_that_no_node_has_are_nowhere(office: Office, place: str) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/{place}", token=office.token)
-    assert address.ask("GET", "orders")[0] == 404
+    assert address.request("GET", "orders")[0] == 404
 
 
 def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_called_back(office: Office) -> None:
     """It waited for them until its patience was over, failed, and paid a retry for what another node had done."""
     office.note()
     address = office.address()
-    wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
-    body = lodging.secret(office.owner, names.server(office.name), (2, 1), {"3": "three"})
-    office.run(office.client.create(kinds.SECRETS, "default", body))
+    wait(lambda: address.request("PUT", "report", "{}")[0] == 400)
+    body = credential_secrets.credential_secret(
+        office.owner, names.server_secret_name(office.name), (2, 1), {"3": "three"}
+    )
+    office.run(office.client.create(api_client.SECRETS, "default", body))
     with pytest.raises(RoundOverError, match=rf"'410 round 1 of job {office.name} is over: round 2 has begun'"):
-        DeskHandover(address, [3]).take(1, 3)
+        GatewayCredentialDistribution(address, [3]).take(1, 3)
 
 
 def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(office: Office) -> None:
     office.note()
-    address, authority = office.address(), Authority("job")
-    wait(lambda: address.ask("PUT", "spares/1/0", "{}")[0] == 409)
-    assert address.ask("PUT", "spares/1/0", "[]")[0] == 400
+    address, authority = office.address(), CertificateAuthority("job")
+    wait(lambda: address.request("PUT", "spares/1/0", "{}")[0] == 409)
+    assert address.request("PUT", "spares/1/0", "[]")[0] == 400
     issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
-    body = lodging.secret(office.owner, names.spares(office.name, 0), (1, 1), issued)
-    office.run(office.client.create(kinds.SECRETS, "default", body))
-    config = Config(
-        job=office.name, device="cpu", mode="auto", nodes=(ConfigNode(index=0, name="n0", workers=1),), script="s"
+    body = credential_secrets.credential_secret(
+        office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued
+    )
+    office.run(office.client.create(api_client.SECRETS, "default", body))
+    config = JobConfig(
+        job=office.name, device="cpu", mode="auto", nodes=(NodeConfig(index=0, name="n0", workers=1),), script="s"
     )
     # Each is another agent's: what one has taken none gets again.
-    taken = [DeskSpares(address, config, 0).take(1, "worker-0").identity.name for _ in range(2)]
+    taken = [GatewayCredentialPool(address, config, 0).take(1, "worker-0").identity.name for _ in range(2)]
     assert taken == ["0.0", "0.1"]
     text = (
         rf"'410 round 1 of job {office.name}: no credentials are left for worker-0', expected a round that is not over"
     )
     with pytest.raises(RoundOverError, match=text):
-        DeskSpares(address, config, 0).take(1, "worker-0")
+        GatewayCredentialPool(address, config, 0).take(1, "worker-0")

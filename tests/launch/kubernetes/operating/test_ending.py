@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ringweave.launch.kubernetes.operating import ending
+from ringweave.platforms.kubernetes import operator
 
 SOON_S = 250.0
 
@@ -44,7 +44,7 @@ def test_a_part_that_loses_cancellations_is_ended(num_lost: int) -> None:
                 lost += 1
         await forever()
 
-    run(lambda: ending.until_one_ends(at_once(), loses(), grace_s=0.01))
+    run(lambda: operator.run_until_one_ends(at_once(), loses(), grace_s=0.01))
     assert lost == num_lost
 
 
@@ -56,7 +56,7 @@ def test_what_a_part_left_behind_is_ended_and_what_was_there_before_is_not() -> 
         async def leaves() -> None:
             left.append(asyncio.create_task(forever()))
 
-        await ending.until_one_ends(leaves(), forever())
+        await operator.run_until_one_ends(leaves(), forever())
         assert left[0].cancelled()
         assert not before.done()
         before.cancel()
@@ -69,7 +69,7 @@ def test_the_error_of_a_part_is_the_error_of_all() -> None:
         raise ValueError("of a part")
 
     with pytest.raises(ValueError, match="of a part"):
-        run(lambda: ending.until_one_ends(forever(), fails()))
+        run(lambda: operator.run_until_one_ends(forever(), fails()))
 
 
 def test_what_does_not_end_is_given_up_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +85,7 @@ def test_what_does_not_end_is_given_up_and_named(caplog: pytest.LogCaptureFixtur
 
         task = asyncio.create_task(stays(), name="stubborn")
         await asyncio.sleep(0)
-        left = await ending.end_all_but({asyncio.current_task()}, limit_s=0.3)
+        left = await operator.cancel_other_tasks({asyncio.current_task()}, limit_s=0.3)
         assert left == {task}
         over.set()
         await task
@@ -102,12 +102,12 @@ def test_its_end_begins_once_a_signal_is_heard() -> None:
         async def stopped() -> None:
             await stop.wait()
 
-        with ending.heard(stop) as hear:
+        with operator.handle_stop_signals(stop) as hear:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, lambda: None)  # as kopf does
             hear()
             os.kill(os.getpid(), signal.SIGTERM)
-            await ending.until_one_ends(stopped(), forever(), begins=lambda: told.append(1))
+            await operator.run_until_one_ends(stopped(), forever(), on_shutdown=lambda: told.append(1))
         assert told == [1]
 
     run(work)

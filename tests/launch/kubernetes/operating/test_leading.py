@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.launch.kubernetes.api import connecting
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.operating.leading import RELEASE_S, Leader, LeaseSettings, LostLeaseError
-from ringweave.launch.kubernetes.operating.looking import Key
+from ringweave.platforms.kubernetes import api_client
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.job_objects import JobKey
+from ringweave.platforms.kubernetes.leader_election import (
+    LEASE_RELEASE_TIMEOUT_S,
+    LeaderElection,
+    LeaseSettings,
+    LostLeaseError,
+)
 from tests.clock import Clock
 
 NOW_S = 1_000_000.0
@@ -25,22 +30,22 @@ def test_the_second_waits_until_the_first_has_not_renewed_for_the_whole_time(kub
     clock = Clock(NOW_S)
 
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            first, second = (Leader(client, settings(name), clock, clock) for name in ("first", "second"))
-            await first.acquire()
-            assert not await second._try()
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            first, second = (LeaderElection(client, settings(name), clock, clock) for name in ("first", "second"))
+            await first.wait_acquired()
+            assert not await second._try_acquire()
             clock.now_s += 14.0
-            assert not await second._try()
-            assert await first._try()  # renewed: the second begins to count anew
+            assert not await second._try_acquire()
+            assert await first._try_acquire()  # renewed: the second begins to count anew
             clock.now_s += 14.0
-            assert not await second._try()
+            assert not await second._try_acquire()
             clock.now_s += 15.1
-            assert await second._try()
-            assert not await first._try()
-            again = Leader(client, settings("second"), clock, clock)
-            assert await again._try(), "the same after a restart of its container"
+            assert await second._try_acquire()
+            assert not await first._try_acquire()
+            again = LeaderElection(client, settings("second"), clock, clock)
+            assert await again._try_acquire(), "the same after a restart of its container"
             await again.release()
-            assert await first._try()
+            assert await first._try_acquire()
             await first.release()
 
     asyncio.run(run())
@@ -50,15 +55,15 @@ def test_one_that_has_lost_it_stops(kubeconfig: Path) -> None:
     clock = Clock(NOW_S)
 
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            first = Leader(client, settings("first", renew_s=1.0), clock, clock)
-            second = Leader(client, settings("second"), clock, clock)
-            await first.acquire()
-            assert not await second._try()
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            first = LeaderElection(client, settings("first", renew_s=1.0), clock, clock)
+            second = LeaderElection(client, settings("second"), clock, clock)
+            await first.wait_acquired()
+            assert not await second._try_acquire()
             clock.now_s += 15.1
-            assert await second._try()
+            assert await second._try_acquire()
             with pytest.raises(LostLeaseError, match="lost, expected to hold it"):
-                await first.keep()
+                await first.renew_until_lost()
             await second.release()
 
     asyncio.run(run())
@@ -101,9 +106,9 @@ def test_one_that_waits_outlasts_an_api_server_that_is_away() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         server = Failing(LaunchError("connection refused"), an_error(500), an_error(429), TimeoutError())
-        leader = Leader(server, settings("patient"), Clock(NOW_S), loop.time)  # type: ignore[arg-type]
-        await leader.acquire()
-        assert leader.holds
+        leader = LeaderElection(server, settings("patient"), Clock(NOW_S), loop.time)  # type: ignore[arg-type]
+        await leader.wait_acquired()
+        assert leader.is_leader
         assert loop.time() == 4 * 15.0 / 4
 
     with asyncio.Runner(loop_factory=Virtual) as runner:
@@ -113,9 +118,9 @@ def test_one_that_waits_outlasts_an_api_server_that_is_away() -> None:
 @pytest.mark.parametrize("status", [401, 403])
 def test_one_that_may_not_have_the_lease_says_so(status: int) -> None:
     async def run() -> None:
-        leader = Leader(Failing(an_error(status)), settings("nobody"), Clock(NOW_S))  # type: ignore[arg-type]
+        leader = LeaderElection(Failing(an_error(status)), settings("nobody"), Clock(NOW_S))  # type: ignore[arg-type]
         with pytest.raises(ApiError, match=f"it says {status}"):
-            await leader.acquire()
+            await leader.wait_acquired()
 
     asyncio.run(run())
 
@@ -144,15 +149,15 @@ class Silent:
 def test_one_that_gets_no_answer_stops_before_another_may_begin(num_answers: int) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        leader = Leader(Silent(num_answers), settings("silent"), Clock(NOW_S), loop.time)  # type: ignore[arg-type]
-        await leader.acquire()
+        leader = LeaderElection(Silent(num_answers), settings("silent"), Clock(NOW_S), loop.time)  # type: ignore[arg-type]
+        await leader.wait_acquired()
         with pytest.raises(LostLeaseError):
-            await leader.keep()
+            await leader.renew_until_lost()
         renewed_s = (num_answers - 1) * 4.0
         assert loop.time() == renewed_s + 15.0 - 4.0
-        assert not leader.holds
+        assert not leader.is_leader
         await leader.release()
-        assert loop.time() == renewed_s + 15.0 - 4.0 + RELEASE_S
+        assert loop.time() == renewed_s + 15.0 - 4.0 + LEASE_RELEASE_TIMEOUT_S
 
     with asyncio.Runner(loop_factory=Virtual) as runner:
         runner.run(run())
@@ -162,18 +167,18 @@ def test_one_that_stood_still_too_long_begins_nothing(kubeconfig: Path) -> None:
     clock = Clock(NOW_S)
 
     async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            leader = Leader(client, settings("still"), clock, clock)
-            await leader.acquire()
-            looked: list[Key] = []
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            leader = LeaderElection(client, settings("still"), clock, clock)
+            await leader.wait_acquired()
+            looked: list[JobKey] = []
 
-            async def look(key: Key) -> None:
+            async def look(key: JobKey) -> None:
                 looked.append(key)
 
-            await leader.guarding(look)(("default", "a"))
+            await leader.guard(look)(("default", "a"))
             clock.now_s += 11.0  # a lease of 15 s, less one renewal
             with pytest.raises(LostLeaseError, match="lost, expected to hold it"):
-                await leader.guarding(look)(("default", "b"))
+                await leader.guard(look)(("default", "b"))
             assert looked == [("default", "a")]
             await leader.release()
 

@@ -6,21 +6,22 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.operating.controller import Pass
-from ringweave.launch.kubernetes.operating.looking import Key
-from ringweave.launch.kubernetes.operating.queueing import Queue
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.job_objects import JobKey
+from ringweave.platforms.kubernetes.reconciler import ReconcileQueue, ReconcileResult
 
 JOB = ("default", "text")
 SOON_S = 250.0
 
 
 def serve(
-    reconcile: Callable[[Key], Awaitable[Pass]], test: Callable[[Queue], Awaitable[None]], clock=lambda: 0.0
+    reconcile: Callable[[JobKey], Awaitable[ReconcileResult]],
+    test: Callable[[ReconcileQueue], Awaitable[None]],
+    clock=lambda: 0.0,
 ) -> None:
     async def run() -> None:
-        queue = Queue(reconcile, clock, num_workers=3)
-        working = asyncio.create_task(queue.serve())
+        queue = ReconcileQueue(reconcile, clock, num_workers=3)
+        working = asyncio.create_task(queue.run_workers())
         try:
             async with asyncio.timeout(SOON_S):
                 await test(queue)
@@ -35,7 +36,7 @@ def test_a_poke_during_a_pass_leads_to_one_more_and_never_to_two_at_once() -> No
     begun, running = 0, 0
     gate, again = asyncio.Event(), asyncio.Event()
 
-    async def reconcile(_: Key) -> Pass:
+    async def reconcile(_: JobKey) -> ReconcileResult:
         nonlocal begun, running
         begun, running = begun + 1, running + 1
         assert running == 1
@@ -43,14 +44,14 @@ def test_a_poke_during_a_pass_leads_to_one_more_and_never_to_two_at_once() -> No
         running -= 1
         if begun == 2:
             again.set()
-        return Pass()
+        return ReconcileResult()
 
-    async def test(queue: Queue) -> None:
-        queue.poke(JOB)
+    async def test(queue: ReconcileQueue) -> None:
+        queue.enqueue(JOB)
         while not begun:
             await asyncio.sleep(0)
         for _ in range(5):
-            queue.poke(JOB)
+            queue.enqueue(JOB)
         gate.set()
         await again.wait()
         await asyncio.sleep(0.05)
@@ -60,17 +61,17 @@ def test_a_poke_during_a_pass_leads_to_one_more_and_never_to_two_at_once() -> No
 
 
 def test_what_did_something_is_looked_at_again() -> None:
-    passes = iter([Pass(again=True), Pass(again=True), Pass()])
+    passes = iter([ReconcileResult(requeue=True), ReconcileResult(requeue=True), ReconcileResult()])
     done = asyncio.Event()
 
-    async def reconcile(_: Key) -> Pass:
+    async def reconcile(_: JobKey) -> ReconcileResult:
         found = next(passes)
-        if not found.again:
+        if not found.requeue:
             done.set()
         return found
 
-    async def test(queue: Queue) -> None:
-        queue.poke(JOB)
+    async def test(queue: ReconcileQueue) -> None:
+        queue.enqueue(JOB)
         await done.wait()
 
     serve(reconcile, test)
@@ -89,17 +90,17 @@ def test_what_failed_is_tried_again(error: Exception) -> None:
     done = asyncio.Event()
     now = 0.0
 
-    async def reconcile(_: Key) -> Pass:
+    async def reconcile(_: JobKey) -> ReconcileResult:
         nonlocal tries, now
         tries += 1
         now += 100.0
         if tries < 3:
             raise error
         done.set()
-        return Pass()
+        return ReconcileResult()
 
-    async def test(queue: Queue) -> None:
-        queue.poke(JOB)
+    async def test(queue: ReconcileQueue) -> None:
+        queue.enqueue(JOB)
         await done.wait()
         assert tries == 3
 
@@ -110,16 +111,16 @@ def test_a_wake_comes_at_its_time() -> None:
     times: list[float] = []
     done = asyncio.Event()
 
-    async def reconcile(_: Key) -> Pass:
+    async def reconcile(_: JobKey) -> ReconcileResult:
         now = asyncio.get_running_loop().time()
         times.append(now)
         if len(times) == 2:
             done.set()
-            return Pass()
-        return Pass(wake_s=now + 0.2)
+            return ReconcileResult()
+        return ReconcileResult(requeue_at_s=now + 0.2)
 
-    async def test(queue: Queue) -> None:
-        queue.poke(JOB)
+    async def test(queue: ReconcileQueue) -> None:
+        queue.enqueue(JOB)
         await done.wait()
         assert times[1] - times[0] >= 0.2
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects.pods import PodSettings
-from ringweave.launch.kubernetes.operating import running
-from ringweave.launch.kubernetes.operating.acting import Actor
-from ringweave.launch.kubernetes.operating.admission import Admission
-from ringweave.launch.kubernetes.operating.controller import Controller
-from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
-from ringweave.launch.kubernetes.operating.running import OperatorSettings
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+from ringweave.platforms.kubernetes import api_client
+from ringweave.platforms.kubernetes import operator as kubernetes_operator
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.job_admission import JobAdmission
+from ringweave.platforms.kubernetes.leader_election import LeaderElection, LeaseSettings
+from ringweave.platforms.kubernetes.objects import PodSettings
+from ringweave.platforms.kubernetes.operator import OperatorSettings
+from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 
 DEPLOY = Path(__file__).parents[4] / "deploy" / "base"
 ACCOUNT = "system:serviceaccount:ringweave-system:ringweave-operator"
@@ -35,8 +35,8 @@ SPEC: dict[str, Any] = {
 }
 
 
-def client_of(path: Path) -> Client:
-    return Client(lambda: connecting.connection({"KUBECONFIG": str(path)}))
+def client_of(path: Path) -> KubernetesClient:
+    return KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(path)}))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ async def _apply(admin: Path, *files: Path, without: tuple[tuple[str, str], ...]
             for body in YAML(typ="safe", pure=True).load_all(path.read_text()):
                 if (body["kind"], body["metadata"]["name"]) in without:
                     continue
-                kind = kinds.Kind(
+                kind = api_client.ResourceKind(
                     api_version=body["apiVersion"],
                     kind=body["kind"],
                     plural=PLURALS.get(body["kind"], body["kind"].lower() + "s"),
@@ -73,32 +73,32 @@ def test_the_operators_roles_are_enough_for_a_whole_life(deployed: tuple[FakeClu
     async def live() -> None:
         async with client_of(account) as client, client_of(admin) as people:
             lease = LeaseSettings(namespace="ringweave-system", identity="me")
-            leader = Leader(client, lease, time.time)
-            await leader.acquire()
-            actor = Actor(client, PodSettings(), time.time)
-            controller = Controller(client, actor, Admission(client, PodSettings(), time.time), time.time)
-            kubelet = PlayedKubelet(people, "default")
+            leader = LeaderElection(client, lease, time.time)
+            await leader.wait_acquired()
+            actor = ActionExecutor(client, PodSettings(), time.time)
+            controller = TrainingJobReconciler(client, actor, JobAdmission(client, PodSettings(), time.time), time.time)
+            kubelet = SimulatedKubelet(people, "default")
             requester = {"username": "admin", "groups": ["system:masters"]}
             body = {"metadata": {"name": "whole"}, "spec": {**SPEC, "requester": requester}}
-            await people.create(kinds.TRAINING_JOBS, "default", body)
+            await people.create(api_client.TRAINING_JOBS, "default", body)
             for _ in range(30):
-                while (await controller.reconcile(("default", "whole"))).again:
+                while (await controller.reconcile(("default", "whole"))).requeue:
                     pass
-                pods = await kubelet.step("whole")
-                job = await people.get(kinds.TRAINING_JOBS, "default", "whole")
+                pods = await kubelet.advance_pods("whole")
+                job = await people.get(api_client.TRAINING_JOBS, "default", "whole")
                 state = job["status"]["state"]
                 if state == "Running":
                     for pod in pods.values():
-                        await kubelet.succeed(pod)
+                        await kubelet.succeed_pod(pod)
                 if state == "Succeeded":
                     break
             assert state == "Succeeded"
-            await people.delete(kinds.TRAINING_JOBS, "default", "whole")
-            while (await controller.reconcile(("default", "whole"))).again:
+            await people.delete(api_client.TRAINING_JOBS, "default", "whole")
+            while (await controller.reconcile(("default", "whole"))).requeue:
                 pass
             with pytest.raises(ApiError, match="not found"):
-                await people.get(kinds.TRAINING_JOBS, "default", "whole")
-            assert await people.list(kinds.CONFIG_MAPS, "default") == []
+                await people.get(api_client.TRAINING_JOBS, "default", "whole")
+            assert await people.list(api_client.CONFIG_MAPS, "default") == []
             await leader.release()
 
     asyncio.run(live())
@@ -114,23 +114,23 @@ def test_with_rights_in_one_namespace_the_operator_leads_jobs_there_and_sees_not
 
         async def live() -> None:
             async with client_of(admin) as people, client_of(account) as client:
-                await people.create(kinds.NAMESPACES, None, {"metadata": {"name": "team"}})
+                await people.create(api_client.NAMESPACES, None, {"metadata": {"name": "team"}})
                 await _apply(admin, overlay / "binding.yaml", without=(removed,))
                 for namespace in ("default", "ringweave-system"):
                     with pytest.raises(ApiError, match="forbidden"):
-                        await client.get(kinds.SECRETS, namespace, "any")
+                        await client.get(api_client.SECRETS, namespace, "any")
                 lease = LeaseSettings(namespace="ringweave-system", identity="me")
-                settings = OperatorSettings(lease=lease, namespaces=("team",), desk_host="127.0.0.1", desk_port=0)
-                connect = running.connector({"KUBECONFIG": str(account)}, None)
-                operator = asyncio.create_task(running.operate(connect, settings))
+                settings = OperatorSettings(lease=lease, namespaces=("team",), gateway_host="127.0.0.1", gateway_port=0)
+                connect = kubernetes_operator.connector({"KUBECONFIG": str(account)}, None)
+                operator = asyncio.create_task(kubernetes_operator.run_operator(connect, settings))
                 requester = {"username": "admin", "groups": ["system:masters"]}
                 body = {"metadata": {"name": "whole"}, "spec": {**SPEC, "requester": requester}}
-                await people.create(kinds.TRAINING_JOBS, "team", body)
-                kubelet = PlayedKubelet(people, "team")
+                await people.create(api_client.TRAINING_JOBS, "team", body)
+                kubelet = SimulatedKubelet(people, "team")
                 try:
                     async with asyncio.timeout(SOON_S):
                         while not await is_in_state(people, "Running"):
-                            await kubelet.step("whole")
+                            await kubelet.advance_pods("whole")
                             await asyncio.sleep(0.02)
                 finally:
                     operator.cancel()
@@ -139,8 +139,8 @@ def test_with_rights_in_one_namespace_the_operator_leads_jobs_there_and_sees_not
         asyncio.run(live())
 
 
-async def is_in_state(people: Client, state: str) -> bool:
-    found = await people.get(kinds.TRAINING_JOBS, "team", "whole")
+async def is_in_state(people: KubernetesClient, state: str) -> bool:
+    found = await people.get(api_client.TRAINING_JOBS, "team", "whole")
     return found.get("status", {}).get("state") == state
 
 
@@ -164,15 +164,17 @@ def test_nobody_can_ask_as_somebody_else(
         "roleRef": {"kind": "ClusterRole", "name": "ringweave-user"},
         "subjects": [{"kind": "Group", "name": "team"}],
     }
-    of_people = kinds.Kind(api_version="rbac.authorization.k8s.io/v1", kind="RoleBinding", plural="rolebindings")
+    of_people = api_client.ResourceKind(
+        api_version="rbac.authorization.k8s.io/v1", kind="RoleBinding", plural="rolebindings"
+    )
 
     async def ask() -> None:
         async with client_of(admin) as people, client_of(ann) as client:
             await people.create(of_people, "default", binding)
             try:
                 spec = {**SPEC, **({"requester": requester} if requester else {})}
-                await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": "hers"}, "spec": spec})
-                await people.delete(kinds.TRAINING_JOBS, "default", "hers")
+                await client.create(api_client.TRAINING_JOBS, "default", {"metadata": {"name": "hers"}, "spec": spec})
+                await people.delete(api_client.TRAINING_JOBS, "default", "hers")
             finally:
                 await people.delete(of_people, "default", "ann")
 

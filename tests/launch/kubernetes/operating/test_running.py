@@ -11,14 +11,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.operating import leading, running
-from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
-from ringweave.launch.kubernetes.operating.running import OperatorSettings
-from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.platforms.kubernetes import api_client, leader_election, names
+from ringweave.platforms.kubernetes import operator as kubernetes_operator
+from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.leader_election import LeaderElection, LeaseSettings
+from ringweave.platforms.kubernetes.operator import OperatorSettings
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
 
 SOON_S = 250.0
 
@@ -28,8 +27,8 @@ def play(kubeconfig: Path, settings: OperatorSettings, test: Callable[[asyncio.E
 
     async def run() -> None:
         ready = asyncio.Event()
-        connect = running.connector({"KUBECONFIG": str(kubeconfig)}, None)
-        operator = asyncio.create_task(running.operate(connect, settings, ready=ready))
+        connect = kubernetes_operator.connector({"KUBECONFIG": str(kubeconfig)}, None)
+        operator = asyncio.create_task(kubernetes_operator.run_operator(connect, settings, ready=ready))
         try:
             async with asyncio.timeout(SOON_S):
                 await test(ready)
@@ -64,21 +63,21 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
         assert not ready.is_set(), "it leads, though another one has the lease"
 
     async def take() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             with contextlib.suppress(ApiError):  # what the operator of another test has left
-                await client.delete(kinds.LEASES, "default", leading.NAME)
-            await Leader(client, a_lease("first"), time.time).acquire()
+                await client.delete(api_client.LEASES, "default", leader_election.LEASE_NAME)
+            await LeaderElection(client, a_lease("first"), time.time).wait_acquired()
             spec = {"gpus": 3, "script": "a.py", "nodes": [{"name": "n0", "capacity": 3}], "managedBy": "a/b"}
             body = {"metadata": {"name": "seen"}, "spec": {**spec, "requester": {"username": "ann"}}}
-            await client.create(kinds.TRAINING_JOBS, "default", body)
+            await client.create(api_client.TRAINING_JOBS, "default", body)
 
     async def give_back() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            await Leader(client, a_lease("first"), time.time).release()
-            await client.delete(kinds.TRAINING_JOBS, "default", "seen")
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            await LeaderElection(client, a_lease("first"), time.time).release()
+            await client.delete(api_client.TRAINING_JOBS, "default", "seen")
 
     asyncio.run(take())
-    play(kubeconfig, OperatorSettings(lease=a_lease("second"), desk_port=None, liveness=url), test)
+    play(kubeconfig, OperatorSettings(lease=a_lease("second"), gateway_port=None, liveness_url=url), test)
     asyncio.run(give_back())
 
 
@@ -88,7 +87,7 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
 
     async def note(http: web.Request) -> None:
         plural = http.path.rpartition("/")[2]
-        if http.method == "GET" and plural in ("pods", "configmaps", names.PLURAL):
+        if http.method == "GET" and plural in ("pods", "configmaps", names.CRD_PLURAL):
             key = plural, "watch" in http.query
             asked.setdefault(key, set()).add(http.query.get("labelSelector"))
 
@@ -97,13 +96,13 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
         while len(asked) < 6:
             await asyncio.sleep(0.05)
 
-    cluster.handler.delay = note
+    cluster.handler.before_request = note
     try:
-        play(kubeconfig, OperatorSettings(lease=a_lease("watches"), desk_port=None), test)
+        play(kubeconfig, OperatorSettings(lease=a_lease("watches"), gateway_port=None), test)
     finally:
-        cluster.handler.delay = None
+        cluster.handler.before_request = None
     of_jobs = {names.JOB_LABEL}
-    assert {key: selectors for key, selectors in asked.items() if key[0] != names.PLURAL} == {
+    assert {key: selectors for key, selectors in asked.items() if key[0] != names.CRD_PLURAL} == {
         (plural, is_watch): of_jobs for plural in ("pods", "configmaps") for is_watch in (False, True)
     }
-    assert asked[names.PLURAL, True] == {None}
+    assert asked[names.CRD_PLURAL, True] == {None}

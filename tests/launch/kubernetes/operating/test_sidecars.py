@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.logs import Logs
-from ringweave.launch.kubernetes.objects import keeping
-from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.objects.pods import CONTAINER
-from ringweave.launch.kubernetes.resource import reading
-from ringweave.launch.services.service import LogQuery
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.server.refusing import Refused
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.kubernetes import api_client, job_resource, pod_logs
+from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER, JobOwner
+from ringweave.platforms.kubernetes.platform import JobLogReader
+from tests.fakes.kubernetes.api_failures import ApiFailure
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.launch.kubernetes.operating.worlds import World, fail_a_node, play, run_all
 
 PROXY = {"name": "istio-proxy", "image": "istio/proxyv2:1.24"}
@@ -45,14 +42,14 @@ def _mesh(cluster: FakeCluster) -> Iterator[None]:
 def test_a_job_whose_pods_have_a_proxy_beside_the_workers_ends(kubeconfig: Path) -> None:
     async def test(world: World) -> None:
         pods = await run_all(world)
-        assert [each["name"] for each in pods[0, 1]["spec"]["containers"]] == ["istio-proxy", CONTAINER]
+        assert [each["name"] for each in pods[0, 1]["spec"]["containers"]] == ["istio-proxy", WORKER_CONTAINER]
         for pod in pods.values():
-            await world.kubelet.succeed(pod)
-        assert {pod["status"]["phase"] for pod in (await world.kubelet.pods(world.name)).values()} == {"Running"}
+            await world.kubelet.succeed_pod(pod)
+        assert {pod["status"]["phase"] for pod in (await world.kubelet.list_pods(world.name)).values()} == {"Running"}
         await world.settle()
         assert (await world.job())["status"]["state"] == "Succeeded"
-        kept = await world.client.get(kinds.CONFIG_MAPS, "default", "meshed-0-1-log")
-        assert kept["data"][keeping.LOG] == f"[0] of {CONTAINER}"
+        kept = await world.client.get(api_client.CONFIG_MAPS, "default", "meshed-0-1-log")
+        assert kept["data"][pod_logs.LOG_KEY] == f"[0] of {WORKER_CONTAINER}"
 
     play(kubeconfig, "meshed", test)
 
@@ -61,28 +58,33 @@ def test_the_log_of_the_workers_is_kept_and_read(kubeconfig: Path) -> None:
     async def test(world: World) -> None:
         await fail_a_node(world)
         await world.settle()
-        kept = await world.client.get(kinds.CONFIG_MAPS, "default", "proxied-1-1-log")
-        assert kept["data"][keeping.LOG] == f"[0] of {CONTAINER}"
-        job = reading.job_of(await world.job())
+        kept = await world.client.get(api_client.CONFIG_MAPS, "default", "proxied-1-1-log")
+        assert kept["data"][pod_logs.LOG_KEY] == f"[0] of {WORKER_CONTAINER}"
+        job = job_resource.job_from_resource(await world.job())
         assert job is not None
-        owner = Owner.of(await world.job())
-        lines = Logs(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)}), owner, job, LogQuery()).read()
-        assert [(line.node, line.text) for line in lines] == [("n1", f"of {CONTAINER}"), ("n0", f"of {CONTAINER}")]
+        owner = JobOwner.from_resource(await world.job())
+        lines = JobLogReader(
+            lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)}), owner, job, LogQuery()
+        ).read_lines()
+        assert [(line.node, line.text) for line in lines] == [
+            ("n1", f"of {WORKER_CONTAINER}"),
+            ("n0", f"of {WORKER_CONTAINER}"),
+        ]
 
     play(kubeconfig, "proxied", test)
 
 
 def test_a_log_that_the_server_refuses_leaves_a_line_that_says_so(cluster: FakeCluster, kubeconfig: Path) -> None:
     def refuse(*_: Any) -> AsyncIterator[bytes]:
-        raise Refused(400, "BadRequest", "container workers is not valid for pod refused-1-1")
+        raise ApiFailure(400, "BadRequest", "container workers is not valid for pod refused-1-1")
 
     cluster.handler.logs = refuse
 
     async def test(world: World) -> None:
         await fail_a_node(world)
         await world.settle()
-        kept = await world.client.get(kinds.CONFIG_MAPS, "default", "refused-1-1-log")
-        assert "the rest of this log could not be read: " in kept["data"][keeping.LOG]
-        assert "is not valid for pod" in kept["data"][keeping.LOG]
+        kept = await world.client.get(api_client.CONFIG_MAPS, "default", "refused-1-1-log")
+        assert "the rest of this log could not be read: " in kept["data"][pod_logs.LOG_KEY]
+        assert "is not valid for pod" in kept["data"][pod_logs.LOG_KEY]
 
     play(kubeconfig, "refused", test)

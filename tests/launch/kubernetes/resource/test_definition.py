@@ -6,37 +6,36 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from ringweave.jobs.requests.job_file import NodeEntry, RequestEntry
-from ringweave.jobs.requests.request import MODES
-from ringweave.launch.kubernetes.resource import fields
-from ringweave.launch.kubernetes.resource.definition import definition
+from ringweave.jobs.request import MODES, JobFileEntry, JobNodeEntry
+from ringweave.platforms.kubernetes import crd
+from ringweave.platforms.kubernetes.crd import custom_resource_definition
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 RENAMED = {"cpu_workers": "cpuWorkers", "min_per_node": "minPerNode", "ttl": "ttlSecondsAfterFinished"}
 OF_A_NODE = {"max_retries": "maxRetries", "deletion": "deletionPolicy"}
-HEAD = "# Rendered by ringweave.launch.kubernetes.resource: pytest tests/launch/kubernetes --update-golden writes it.\n"
+HEAD = "# Rendered by ringweave.platforms.kubernetes.crd: pytest tests/launch/kubernetes --update-golden writes it.\n"
 
 
 def test_the_committed_file_is_what_the_code_renders(check_golden) -> None:
     stream = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.width, yaml.sort_base_mapping_type_on_output = False, 110, False
-    yaml.dump(definition(), stream)
+    yaml.dump(custom_resource_definition(), stream)
     check_golden(DEPLOY / "base" / "trainingjobs.yaml", HEAD + stream.getvalue())
 
 
 def test_every_key_of_the_job_file_has_its_field() -> None:
-    spec = fields.spec()["properties"]
-    keys = {RENAMED.get(key, key) for key in RequestEntry.model_fields} - {"name", "lab"}
+    spec = crd.spec_schema()["properties"]
+    keys = {RENAMED.get(key, key) for key in JobFileEntry.model_fields} - {"name", "lab"}
     assert keys <= spec.keys()
     assert spec["mode"]["enum"] == list(MODES)
     node = spec["nodes"]["items"]["properties"]
-    assert {OF_A_NODE.get(key, key) for key in NodeEntry.model_fields} - {"count"} <= node.keys()
+    assert {OF_A_NODE.get(key, key) for key in JobNodeEntry.model_fields} - {"count"} <= node.keys()
 
 
 @pytest.mark.parametrize(("field", "key"), [("mode", "mode"), ("minPerNode", "min_per_node"), ("suspend", "suspend")])
 def test_defaults_are_those_of_the_job_file(field: str, key: str) -> None:
-    assert fields.spec()["properties"][field]["default"] == RequestEntry.model_fields[key].default
+    assert crd.spec_schema()["properties"][field]["default"] == JobFileEntry.model_fields[key].default
 
 
 def test_every_manifest_is_in_a_kustomization() -> None:

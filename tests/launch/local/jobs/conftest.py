@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.local.jobs.service import LocalService
-from ringweave.launch.services import submitting
-from ringweave.launch.services.views import JobView
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms import submission
+from ringweave.platforms.api import JobView
+from ringweave.platforms.local.platform import LocalPlatform
 from tests.launch.conftest import DEADLINE_S, wait_until
 
 
@@ -46,7 +46,7 @@ class Here:
     def __init__(self, folder: Path) -> None:
         self.folder, self.state = folder, folder / "state" / "ringweave"
         environ = {**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
-        self.service = LocalService(self.state, requester=submitting.os_user(), environ=environ)
+        self.service = LocalPlatform(self.state, requester=submission.os_user(), environ=environ)
 
     def submit(self, script: str, *capacities: int, name: str = "job", **more: object) -> None:
         (self.folder / "script.py").write_text(textwrap.dedent(script))
@@ -54,7 +54,7 @@ class Here:
         names = more.pop("names", None) or [f"n{index}" for index in range(len(capacities))]
         pairs = zip(names, capacities, strict=True)
         nodes = tuple(NodeRequest(name=name, capacity=capacity, **options) for name, capacity in pairs)
-        request = Request(
+        request = JobRequest(
             name=name,
             num_workers=sum(capacities),
             script="script.py",

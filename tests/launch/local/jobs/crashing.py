@@ -15,14 +15,15 @@ from pathlib import Path
 
 import psutil
 
-from ringweave.jobs.life import verbs
-from ringweave.jobs.life.records import Job, new_job
-from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
-from ringweave.launch.local import leftovers
-from ringweave.launch.local.jobs import bells
-from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
-from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
-from ringweave.launch.local.jobs.supervisor import Supervisor
+from ringweave.jobs import verbs
+from ringweave.jobs.records import Job, new_job
+from ringweave.jobs.request import DeletionPolicy, JobRequest, NodeRequest
+from ringweave.launcher import processes
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.local.job_folder import REGISTRY
+from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
+from ringweave.platforms.local.supervisor import JobSupervisor
+from ringweave.platforms.submission import JobOrigin
 
 LIGHT = Path(__file__).with_name("light_agent.py")
 DEADLINE_S = 300.0
@@ -51,7 +52,7 @@ def job_of(life: str) -> Job:
         for index, policy in enumerate(policies)
     )
     ttl_s = 0.0 if life == "ends" else None
-    request = Request(name="job", num_workers=6, script="s.py", nodes=nodes, device="cpu", ttl_s=ttl_s)
+    request = JobRequest(name="job", num_workers=6, script="s.py", nodes=nodes, device="cpu", ttl_s=ttl_s)
     return new_job(request, requester="ann", counts=(3, 3), now=time.time())
 
 
@@ -61,11 +62,11 @@ class Life:
     def __init__(self, folder: Path, life: str) -> None:
         folder.mkdir(parents=True)
         self.state, self.ledger, self.life = folder / "state", folder / "ledger", life
-        self.registry = Registry(self.state / REGISTRY)
+        self.registry = LocalJobRegistry(self.state / REGISTRY)
         self.boundaries, self.last_record = folder / "boundaries", folder / "last_record"
         self.boundaries.touch()
-        origin = Origin(directory=str(folder), script_text="", environ={"LIFE": life})
-        self.registry.submit(lambda _: Entry(id="job-1", job=job_of(life), origin=origin))
+        origin = JobOrigin(directory=str(folder), script_text="", environ={"LIFE": life})
+        self.registry.insert(lambda _: LocalRegistryEntry(id="job-1", job=job_of(life), origin=origin))
 
     def supervise(self, crash_at: str) -> bool:
         """Run a supervisor in a process of its own; whether it killed itself."""
@@ -79,7 +80,7 @@ class Life:
         assert os.WEXITSTATUS(status) == 0, "the supervisor failed"
         return False
 
-    def reached(self) -> list[str]:
+    def on_boundary(self) -> list[str]:
         """The boundaries so far, each with how often it was reached by then."""
         names = self.boundaries.read_text().splitlines()
         return [f"{name}#{names[: index + 1].count(name)}" for index, name in enumerate(names)]
@@ -91,12 +92,12 @@ class Life:
                 log.write(f"{boundary}\n")
             if boundary == "before Forget":
                 self._note_record()
-            if self.reached()[-1] == crash_at:
+            if self.on_boundary()[-1] == crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         agent = (sys.executable, "-I", "-S", str(LIGHT), str(self.ledger))
         try:
-            Supervisor(self.state, "job-1", agent=agent, reached=die).serve()
+            JobSupervisor(self.state, "job-1", agent=agent, on_boundary=die).serve()
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             return 1
@@ -104,7 +105,7 @@ class Life:
 
     def _note_record(self) -> None:
         """Keep what the job came to: it is about to be forgotten."""
-        entry = self.registry.load("job-1")
+        entry = self.registry.find_by_id("job-1")
         if entry is not None:
             retries = [node.retries for node in entry.job.record.nodes]
             self.last_record.write_text(json.dumps({"outcome": entry.job.record.outcome, "retries": retries}))
@@ -114,7 +115,7 @@ class Life:
         deadline = time.monotonic() + DEADLINE_S
         asker = self._start_asker() if ASKS[self.life] else None
         has_crashed = False
-        while self.registry.load("job-1") is not None and time.monotonic() < deadline:
+        while self.registry.find_by_id("job-1") is not None and time.monotonic() < deadline:
             has_crashed = self.supervise(crash_at) or has_crashed
             time.sleep(0.005)
         if asker is not None:
@@ -129,13 +130,15 @@ class Life:
         deadline = time.monotonic() + DEADLINE_S
         todo = list(ASKS[self.life])
         while todo and time.monotonic() < deadline:
-            entry = self.registry.load("job-1")
+            entry = self.registry.find_by_id("job-1")
             if entry is None:
                 break
             state, round_, verb = todo[0]
             if (entry.job.record.state, entry.job.record.round) == (state, round_):
-                self.registry.ask("job-1", lambda job, _, verb=verb: verbs.ask(verb, job, time.time()))
-                bells.ring(job_folder(self.state, "job-1").bell)
+                self.registry.update_desired(
+                    "job-1", lambda job, _, verb=verb: verbs.apply_verb(verb, job, time.time())
+                )
+                job_folder.notify(job_folder.job_folder(self.state, "job-1").wakeup)
                 todo.pop(0)
             time.sleep(0.005)
         os._exit(0)
@@ -150,7 +153,7 @@ class Life:
         return {
             "processes": len(left),
             "files": files,
-            "is_forgotten": self.registry.load("job-1") is None,
+            "is_forgotten": self.registry.find_by_id("job-1") is None,
             "outcome": last_record.get("outcome"),
             "retries": last_record.get("retries"),
             "ledger": self.ledger.read_text().splitlines(),
@@ -174,10 +177,10 @@ class Life:
 
 
 def main(folder: Path, kind: str) -> None:
-    leftovers.adopt_orphans()
+    processes.adopt_orphans()
     first = Life(folder / "0", kind)
     print(json.dumps(first.lead()), flush=True)
-    for index, crash_at in enumerate(first.reached(), 1):
+    for index, crash_at in enumerate(first.on_boundary(), 1):
         print(json.dumps(Life(folder / str(index), kind).lead(crash_at)), flush=True)
 
 

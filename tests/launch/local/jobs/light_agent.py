@@ -1,4 +1,4 @@
-"""An agent that starts in milliseconds and has no workers; it speaks the files of `launch/local/jobs/folders.py`.
+"""An agent that starts in milliseconds and has no workers; it speaks the files of `platforms/local/job_folder.py`.
 
     python -I -S light_agent.py LEDGER JOB_FOLDER NODE ATTEMPT
 

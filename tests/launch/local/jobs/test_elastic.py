@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from ringweave.jobs.requests.request import Elastic
+from ringweave.jobs.request import ElasticRequest
 from tests.launch import until_back
 from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, processes_of
@@ -34,7 +34,7 @@ def kill_group(here: Here, node: int, attempt: int) -> None:
 @pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_killed_group_comes_back_while_the_other_one_trains_on(here: Here, node: int) -> None:
     """Node 0 has the coordinator that decides, node 1 its standby."""
-    here.submit(until_back.SCRIPT, 2, 2, elastic=Elastic(min=2), mode="sync", max_retries=2)
+    here.submit(until_back.SCRIPT, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2)
     other = 1 - node
     wait_until(lambda: len(said(here, "n0", 1, 0)) > 5 and len(said(here, "n1", 1, 3)) > 5, "training")
     kill_group(here, node, 1)

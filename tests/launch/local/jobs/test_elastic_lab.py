@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import lab, topology
-from ringweave.jobs.requests.request import Elastic
+from ringweave.jobs.request import ElasticRequest
 from ringweave.lab import Lab
 from tests.launch import until_back
 from tests.launch.conftest import wait_until
@@ -37,7 +37,7 @@ def rack(lab_name: str) -> Lab:
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_of_a_lab_is_replaced_while_the_other_one_trains_on(here: Here, rack: Lab, node: int) -> None:
     """Coordinators listen at addresses of their nodes; that of node 0 is started there again when it was lost."""
-    here.submit(until_back.SCRIPT, 2, 2, elastic=Elastic(min=2), mode="sync", max_retries=2, lab=rack.name)
+    here.submit(until_back.SCRIPT, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2, lab=rack.name)
     wait_until(lambda: len(said(here, "n0", 1, 0)) > 5 and len(said(here, "n1", 1, 3)) > 5, "training")
     (folder,) = (here.state / "jobs").glob("job-*")
     gate = json.loads((folder / "gate.json").read_text())

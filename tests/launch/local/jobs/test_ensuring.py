@@ -11,47 +11,45 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.life import actions
-from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.jobs.life.records import new_job
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.groups import posts
-from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.posts import Opening, Orders, Report
-from ringweave.launch.local.jobs import bells, locks, place, supervisor
-from ringweave.launch.local.jobs.bells import Bell
-from ringweave.launch.local.jobs.folders import REGISTRY, JobFolder, job_folder
-from ringweave.launch.local.jobs.group import gpus_of
-from ringweave.launch.local.jobs.place import LocalPlace
-from ringweave.launch.local.jobs.post import WATCH_S, FilePost
-from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
-from ringweave.launch.workers import Meeting
+from ringweave.jobs import records
+from ringweave.jobs.records import EndCause, GroupPhase, new_job
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.launcher.workers import HostPort
+from ringweave.platforms.agent import channel
+from ringweave.platforms.agent.channel import AgentStatus, DesiredState, RendezvousResult
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.local import job_folder, job_runtime, supervisor
+from ringweave.platforms.local.agent_main import SUPERVISOR_CHECK_S, FileAgentChannel, visible_gpus
+from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, Wakeup
+from ringweave.platforms.local.job_runtime import LocalJobRuntime
+from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
+from ringweave.platforms.submission import JobOrigin
 from tests.launch.conftest import wait_until
 
-CONFIG = Config(
+CONFIG = JobConfig(
     job="job",
     device="cuda",
     mode="auto",
-    nodes=(ConfigNode(index=0, name="n0", workers=2), ConfigNode(index=2, name="n2", workers=3)),
+    nodes=(NodeConfig(index=0, name="n0", workers=2), NodeConfig(index=2, name="n2", workers=3)),
     script="s.py",
 )
 
 
 def test_one_supervisor_is_started_and_then_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(locks, "spawn", lambda argv, environ, *, lock, log: started.append(list(argv)))
-    supervisor.ensure(tmp_path, "job-1", {})
+    monkeypatch.setattr(job_folder, "spawn_locked", lambda argv, environ, *, lock, log: started.append(list(argv)))
+    supervisor.ensure_supervisor(tmp_path, "job-1", {})
     assert started[0][-2:] == [str(tmp_path), "job-1"]
-    folder = job_folder(tmp_path, "job-1")
-    bell, lock = Bell(folder.bell), locks.try_lock(folder.lock)
+    folder = job_folder.job_folder(tmp_path, "job-1")
+    bell, lock = Wakeup(folder.wakeup), job_folder.try_lock_file(folder.supervisor_lock)
     assert lock is not None
-    assert locks.is_held(folder.lock)
-    supervisor.ensure(tmp_path, "job-1", {})
+    assert job_folder.is_lock_held(folder.supervisor_lock)
+    supervisor.ensure_supervisor(tmp_path, "job-1", {})
     assert len(started) == 1
     bell.wait(100.0)  # was rung, so it returns
     bell.close()
     os.close(lock)
-    assert not locks.is_held(folder.lock)
+    assert not job_folder.is_lock_held(folder.supervisor_lock)
 
 
 def test_a_job_that_is_being_removed_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +58,15 @@ def test_a_job_that_is_being_removed_needs_none(tmp_path: Path, monkeypatch: pyt
             shutil.rmtree(log.parent)
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(locks, "spawn", spawn)
-    supervisor.ensure(tmp_path, "job-1", {})
+    monkeypatch.setattr(job_folder, "spawn_locked", spawn)
+    supervisor.ensure_supervisor(tmp_path, "job-1", {})
     (tmp_path / "jobs" / "broken").touch()
     with pytest.raises(LaunchError, match=r"supervisor could not be started: .*No such file or directory\. \[.*job-1"):
-        supervisor.ensure(tmp_path, "job-1", {})
+        supervisor.ensure_supervisor(tmp_path, "job-1", {})
 
 
 def test_a_lock_lives_as_long_as_whoever_has_it(tmp_path: Path) -> None:
-    lock = locks.try_lock(tmp_path / "lock")
+    lock = job_folder.try_lock_file(tmp_path / "lock")
     assert lock is not None
     argv = (
         sys.executable,
@@ -77,23 +75,23 @@ def test_a_lock_lives_as_long_as_whoever_has_it(tmp_path: Path) -> None:
         "-c",
         "import sys, time; print('said', file=sys.stderr); time.sleep(1000)",
     )
-    pid = locks.spawn(argv, {}, lock=lock, log=tmp_path / "log")
+    pid = job_folder.spawn_locked(argv, {}, lock=lock, log=tmp_path / "log")
     os.close(lock)
-    assert locks.is_held(tmp_path / "lock")
-    assert locks.try_lock(tmp_path / "lock") is None
+    assert job_folder.is_lock_held(tmp_path / "lock")
+    assert job_folder.try_lock_file(tmp_path / "lock") is None
     wait_until(lambda: (tmp_path / "log").read_text() == "said\n", "the first words")
     assert os.getsid(pid) == pid
-    assert locks.reap([pid]) == [pid]
+    assert job_folder.reap_pids([pid]) == [pid]
     os.kill(pid, 9)
-    wait_until(lambda: not locks.is_held(tmp_path / "lock"), "the end of the lock")
-    wait_until(lambda: locks.reap([pid]) == [], "the end of the process")
+    wait_until(lambda: not job_folder.is_lock_held(tmp_path / "lock"), "the end of the lock")
+    wait_until(lambda: job_folder.reap_pids([pid]) == [], "the end of the process")
 
 
 def test_a_bell_that_nobody_hears(tmp_path: Path) -> None:
-    bells.ring(tmp_path / "nosuch")
+    job_folder.notify(tmp_path / "nosuch")
     os.mkfifo(tmp_path / "bell")
-    bells.ring(tmp_path / "bell")
-    bell = Bell(tmp_path / "bell")
+    job_folder.notify(tmp_path / "bell")
+    bell = Wakeup(tmp_path / "bell")
     bell.wait(0.0)
     bell.close()
 
@@ -114,33 +112,33 @@ def agents() -> Iterator[list["subprocess.Popen[bytes]"]]:
         process.wait()
 
 
-def local_place(folder: JobFolder) -> LocalPlace:
-    return LocalPlace(folder, CONFIG, agent=("/nosuch/python",), environ={})
+def local_place(folder: JobFolder) -> LocalJobRuntime:
+    return LocalJobRuntime(folder, CONFIG, agent=("/nosuch/python",), environ={})
 
 
 def test_an_agent_that_cannot_be_started_is_a_failure_of_the_place(folder: JobFolder) -> None:
     """It was tried again every second, for ever, while the job's reason was that it goes on by itself."""
     here = local_place(folder)
-    here.do(actions.CreateGroup(node=2, attempt=1, workers=3, round=4))
+    here.apply(records.CreateGroup(node=2, attempt=1, workers=3, round=4))
     (seen,) = here.observe().groups
-    assert (seen.phase, seen.cause, seen.round, seen.leaving) == (Phase.FAILED, Cause.PLACE, 4, False)
+    assert (seen.phase, seen.cause, seen.round, seen.is_terminating) == (GroupPhase.FAILED, EndCause.PLATFORM, 4, False)
     assert seen.text == (
         "agent of node n2: 'No such file or directory', expected a program that starts. "
         "See what this machine lacks: the interpreter, memory, processes. [/nosuch/python]"
     )
-    here.do(actions.DeleteGroup(node=2, attempt=1))
+    here.apply(records.DeleteGroup(node=2, attempt=1))
     assert here.observe().groups == ()
 
 
 def test_an_agent_that_dies_before_its_first_word_says_why_in_its_log(folder: JobFolder) -> None:
     """As one whose lab is down does, or whose directory was removed."""
     dying = (sys.executable, "-I", "-S", "-c", "raise OSError('no directory')")
-    here = LocalPlace(folder, CONFIG, agent=dying, environ={})
-    here.do(actions.CreateGroup(node=2, attempt=1, workers=3, round=1))
-    wait_until(lambda: here.observe(sweeps=False).groups[0].phase is Phase.FAILED, "the end of the agent")
+    here = LocalJobRuntime(folder, CONFIG, agent=dying, environ={})
+    here.apply(records.CreateGroup(node=2, attempt=1, workers=3, round=1))
+    wait_until(lambda: here.observe(sweeps=False).groups[0].phase is GroupPhase.FAILED, "the end of the agent")
     (seen,) = here.observe().groups
-    assert (seen.cause, seen.text) == (Cause.PLACE, "its agent ended without a word: OSError: no directory")
-    here.do(actions.DeleteGroup(node=2, attempt=1))
+    assert (seen.cause, seen.text) == (EndCause.PLATFORM, "its agent ended without a word: OSError: no directory")
+    here.apply(records.DeleteGroup(node=2, attempt=1))
     assert here.observe().groups == ()
 
 
@@ -154,53 +152,53 @@ def test_an_agent_that_was_never_started_leaves_no_group(folder: JobFolder) -> N
 def test_an_agent_that_was_killed_failed_by_the_places_doing(folder: JobFolder) -> None:
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
-    group.orders.write_text(posts.dump_orders(Orders(round=1)))
-    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=1)))
+    group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=1)))
+    group.status.write_text(channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1)))
     (seen,) = local_place(folder).observe().groups
-    assert (seen.phase, seen.cause, seen.text) == (Phase.FAILED, Cause.PLACE, "its agent was killed")
-    local_place(folder).do(actions.StopGroup(node=0, attempt=1))
+    assert (seen.phase, seen.cause, seen.text) == (GroupPhase.FAILED, EndCause.PLATFORM, "its agent was killed")
+    local_place(folder).apply(records.StopGroup(node=0, attempt=1))
     (seen,) = local_place(folder).observe().groups
-    assert (seen.phase, seen.cause, seen.leaving) == (Phase.STOPPED, None, False)
-    local_place(folder).do(actions.DeleteGroup(node=0, attempt=1))
+    assert (seen.phase, seen.cause, seen.is_terminating) == (GroupPhase.STOPPED, None, False)
+    local_place(folder).apply(records.DeleteGroup(node=0, attempt=1))
     assert local_place(folder).observe().groups == ()
 
 
 def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(folder: JobFolder) -> None:
     group = folder.group(2, 1)
     group.root.mkdir(parents=True)
-    group.orders.write_text(posts.dump_orders(Orders(round=1)))
-    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=1)))
-    held = locks.try_lock(group.alive)
+    group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=1)))
+    group.status.write_text(channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1)))
+    held = job_folder.try_lock_file(group.alive_lock)
     assert held is not None
     here = local_place(folder)
-    here.do(actions.Regather(node=2, attempt=1, round=2))
+    here.apply(records.RestartGroup(node=2, attempt=1, round=2))
     (seen,) = here.observe().groups
-    assert (seen.round, seen.called, seen.phase) == (1, 2, Phase.RUNNING)
+    assert (seen.round, seen.requested_round, seen.phase) == (1, 2, GroupPhase.RUNNING)
     os.close(held)
 
 
 def test_an_agent_that_is_gone_before_its_lock_is_leaving(folder: JobFolder) -> None:
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
-    held = locks.try_lock(group.alive)  # by the guard of its workers
+    held = job_folder.try_lock_file(group.alive_lock)  # by the guard of its workers
     assert held is not None
-    group.orders.write_text(posts.dump_orders(Orders(round=1, leave=True)))
-    os.utime(group.orders, (1.0, 1.0))
-    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=2**30)))
+    group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=1, leave=True)))
+    os.utime(group.desired_state, (1.0, 1.0))
+    group.status.write_text(channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=2**30)))
     (seen,) = local_place(folder).observe().groups
     os.close(held)
-    assert seen.leaving
+    assert seen.is_terminating
 
 
 def test_who_has_given_the_lock_back_leaves_what_another_supervisor_makes(tmp_path: Path) -> None:
     nodes = (NodeRequest(name="n0", capacity=3),)
-    request = Request(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu")
+    request = JobRequest(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu")
     job = new_job(request, requester="ann", counts=(3,), now=0.0)
-    origin = Origin(directory=str(tmp_path), script_text="", environ={})
-    Registry(tmp_path / REGISTRY).submit(lambda _: Entry(id="job-1", job=job, origin=origin))
-    group = job_folder(tmp_path, "job-1").group(0, 1)
+    origin = JobOrigin(directory=str(tmp_path), script_text="", environ={})
+    LocalJobRegistry(tmp_path / REGISTRY).insert(lambda _: LocalRegistryEntry(id="job-1", job=job, origin=origin))
+    group = job_folder.job_folder(tmp_path, "job-1").group(0, 1)
     group.root.mkdir(parents=True)
-    assert not supervisor.Supervisor(tmp_path, "job-1").is_idle()
+    assert not supervisor.JobSupervisor(tmp_path, "job-1").is_idle()
     assert group.root.exists()
 
 
@@ -213,10 +211,10 @@ def test_an_agent_goes_on_where_no_supervisor_can_be_started(folder: JobFolder) 
 
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
-    here = FilePost(folder, group, supervise, clock=lambda: now_s[0])
-    for now_s[0] in (1.0, WATCH_S, WATCH_S + 1.0, 2 * WATCH_S):
-        here.wait(0.0)
-    assert tried_s == [WATCH_S, 2 * WATCH_S]
+    here = FileAgentChannel(folder, group, supervise, clock=lambda: now_s[0])
+    for now_s[0] in (1.0, SUPERVISOR_CHECK_S, SUPERVISOR_CHECK_S + 1.0, 2 * SUPERVISOR_CHECK_S):
+        here.wait_for_change(0.0)
+    assert tried_s == [SUPERVISOR_CHECK_S, 2 * SUPERVISOR_CHECK_S]
 
 
 @pytest.mark.parametrize("has_reported", [True, False])
@@ -225,20 +223,20 @@ def test_an_agent_that_does_not_leave_is_killed(
 ) -> None:
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
-    lock = locks.try_lock(group.alive)
+    lock = job_folder.try_lock_file(group.alive_lock)
     assert lock is not None
     deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)", str(folder.root), "0", "1"]
     agents.append(subprocess.Popen(deaf, pass_fds=(lock,)))
     os.close(lock)
-    group.orders.write_text(posts.dump_orders(Orders(round=1)))
+    group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=1)))
     if has_reported:
-        group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=agents[0].pid)))
+        group.status.write_text(channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=agents[0].pid)))
     here = local_place(folder)
-    monkeypatch.setattr(place, "LEAVE_S", 1000.0)
-    here.do(actions.DeleteGroup(node=0, attempt=1))
+    monkeypatch.setattr(job_runtime, "AGENT_LEAVE_TIMEOUT_S", 1000.0)
+    here.apply(records.DeleteGroup(node=0, attempt=1))
     (seen,) = here.observe().groups
-    assert (seen.leaving, agents[0].poll()) == (True, None)
-    monkeypatch.setattr(place, "LEAVE_S", 0.0)
+    assert (seen.is_terminating, agents[0].poll()) == (True, None)
+    monkeypatch.setattr(job_runtime, "AGENT_LEAVE_TIMEOUT_S", 0.0)
     time.sleep(0.01)
     wait_until(lambda: here.observe().groups == (), "the end of the agent")
     assert agents[0].wait() == -9
@@ -246,24 +244,26 @@ def test_an_agent_that_does_not_leave_is_killed(
 
 def test_the_gate_opens_where_the_first_node_offered_to_meet(folder: JobFolder) -> None:
     here = local_place(folder)
-    here.do(actions.CreateConfig(counts=(2, 0, 3)))
+    here.apply(records.CreateConfig(counts=(2, 0, 3)))
     for node, port in ((0, 7), (2, 8)):
         group = folder.group(node, 1)
         group.root.mkdir(parents=True)
-        group.orders.write_text(posts.dump_orders(Orders(round=3)))
-        report = Report(round=3, phase=Phase.READY, pid=1, meeting=Meeting(host="h", port=port))
-        group.report.write_text(posts.dump_report(report))
-    here.do(actions.OpenGate(round=3))
-    assert here.observe().gate == 3
-    post = FilePost(folder, folder.group(2, 1), supervise=lambda: None)
-    assert post.orders() == Orders(round=3, opening=Opening(round=3, meeting=Meeting(host="h", port=7)))
-    here.do(actions.DeleteConfig())
-    assert (here.observe().gate, here.observe().config, post.orders().opening) == (0, False, None)
+        group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=3)))
+        report = AgentStatus(round=3, phase=GroupPhase.READY, pid=1, meeting=HostPort(host="h", port=port))
+        group.status.write_text(channel.dump_status(report))
+    here.apply(records.ReleaseBarrier(round=3))
+    assert here.observe().released_round == 3
+    post = FileAgentChannel(folder, folder.group(2, 1), ensure_supervisor=lambda: None)
+    assert post.desired_state() == DesiredState(
+        round=3, opening=RendezvousResult(round=3, meeting=HostPort(host="h", port=7))
+    )
+    here.apply(records.DeleteConfig())
+    assert (here.observe().released_round, here.observe().has_config, post.desired_state().opening) == (0, False, None)
     shutil.rmtree(folder.group(2, 1).root)
-    assert post.orders().leave
+    assert post.desired_state().leave
 
 
 def test_nodes_of_one_machine_share_its_gpus_without_overlap() -> None:
-    assert gpus_of(CONFIG, 0, {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert gpus_of(CONFIG, 2, {}) == {"CUDA_VISIBLE_DEVICES": "2,3,4"}
-    assert gpus_of(CONFIG, 2, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == {"CUDA_VISIBLE_DEVICES": "5,4,3"}
+    assert visible_gpus(CONFIG, 0, {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible_gpus(CONFIG, 2, {}) == {"CUDA_VISIBLE_DEVICES": "2,3,4"}
+    assert visible_gpus(CONFIG, 2, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == {"CUDA_VISIBLE_DEVICES": "5,4,3"}

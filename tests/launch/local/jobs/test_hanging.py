@@ -7,8 +7,8 @@ import signal
 import psutil
 import pytest
 
-from ringweave.jobs.life.hanging import PUT_OUT
-from ringweave.jobs.requests.request import Elastic
+from ringweave.jobs.failures import EVICTED_HANG
+from ringweave.jobs.request import ElasticRequest
 from tests.launch import until_back
 from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, processes_of
@@ -35,7 +35,7 @@ def stop_group(here: Here, node: int) -> None:
 
 
 def submit(here: Here, script: str) -> None:
-    here.submit(script, 1, 1, 1, elastic=Elastic(min=2), mode="sync", max_retries=2)
+    here.submit(script, 1, 1, 1, elastic=ElasticRequest(min=2), mode="sync", max_retries=2)
     wait_until(lambda: all(len(said(here, node, 1)) > 5 for node in range(3)), "training")
 
 
@@ -47,7 +47,7 @@ def test_a_node_that_stands_still_is_replaced_while_the_others_train_on(here: He
     job = here.wait(lambda job: job.state.is_end, deadline_s=800)
     assert job.state == "Succeeded", (job, said(here, 2, 1)[-3:])
     assert (job.round, [each.retries for each in job.nodes]) == (1, [int(node == each) for each in range(3)])
-    assert [[end.text for end in each.attempts] for each in job.nodes][node] == [PUT_OUT.text, ""]
+    assert [[end.text for end in each.attempts] for each in job.nodes][node] == [EVICTED_HANG.text, ""]
     words = said(here, 2, 1)
     steps = [each["step"] for each in words if "step" in each]
     assert steps == list(range(1, len(steps) + 1)), "the others lost no step"
@@ -61,7 +61,7 @@ def test_a_job_ends_without_a_node_that_stands_still(here: Here) -> None:
     job = here.wait(lambda job: job.state.is_end, deadline_s=800)
     assert job.state == "Succeeded", job
     assert job.reason is not None
-    assert job.reason.text == f"all nodes finished their iterations but node n1: {PUT_OUT.text}"
+    assert job.reason.text == f"all nodes finished their iterations but node n1: {EVICTED_HANG.text}"
     assert [each.retries for each in job.nodes] == [0, 0, 0]
     assert [each.state for each in job.nodes] == ["Succeeded", "Stopped", "Succeeded"]
     wait_until(lambda: not processes_of(here.state), "the end of what stood still")

@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs.life.records import Record
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.local.jobs.folders import REGISTRY
-from ringweave.launch.local.jobs.registry import Registry
-from ringweave.launch.services.remote import RemoteService
-from ringweave.launch.services.service import LogQuery
+from ringweave.jobs.records import JobRecord
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.local.job_folder import REGISTRY
+from ringweave.platforms.local.registry import LocalJobRegistry
+from ringweave.platforms.remote import RemotePlatform
 from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, Running, processes_of
 from tests.launch.services.served import TOKEN, served
@@ -160,12 +160,12 @@ def kill_supervisor(here: Here) -> psutil.Process:
     return others()[0]
 
 
-def wait_registered(here: Here, state: str, round_: int) -> Record:
+def wait_registered(here: Here, state: str, round_: int) -> JobRecord:
     """As the registry has it: where no supervisor lives a look by the service would start one."""
-    found: list[Record] = []
+    found: list[JobRecord] = []
 
     def holds() -> bool:
-        entry = Registry(here.state / REGISTRY).find("job")
+        entry = LocalJobRegistry(here.state / REGISTRY).find_by_name("job")
         assert entry is not None
         found.append(entry.job.record)
         return (found[-1].state, found[-1].round) == (state, round_)
@@ -202,9 +202,9 @@ def test_a_script_that_came_by_the_remote_protocol_runs(here: Here, monkeypatch:
     monkeypatch.setenv("HOME", str(home))
     (here.folder / "script.py").write_text("import os; print(os.getcwd())")
     nodes = (NodeRequest(name="n0", capacity=1),)
-    request = Request(name="job", num_workers=1, script="script.py", nodes=nodes, device="cpu", min_per_node=1)
+    request = JobRequest(name="job", num_workers=1, script="script.py", nodes=nodes, device="cpu", min_per_node=1)
     with served(here.service) as adapter:
-        RemoteService(f"http://127.0.0.1:{adapter.server_port}", TOKEN).submit(request, base=here.folder)
+        RemotePlatform(f"http://127.0.0.1:{adapter.server_port}", TOKEN).submit(request, base=here.folder)
     here.wait(lambda job: job.state.is_end)
     assert text_of(here) == [str(home)]
 

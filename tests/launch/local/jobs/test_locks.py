@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
-from ringweave.launch.local.jobs import locks
+from ringweave.platforms.local import job_folder
 
 
 def test_holders_of_a_lock_are_found_by_their_open_file(tmp_path: Path) -> None:
     path = tmp_path / "alive"
-    descriptor = locks.try_lock(path)
+    descriptor = job_folder.try_lock_file(path)
     assert descriptor is not None
-    assert locks.holders(path) == [os.getpid()]
+    assert job_folder.lock_holders(path) == [os.getpid()]
     os.close(descriptor)
-    assert locks.holders(path) == []
-    assert not locks.is_held(path)
+    assert job_folder.lock_holders(path) == []
+    assert not job_folder.is_lock_held(path)

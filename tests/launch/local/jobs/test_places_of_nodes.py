@@ -7,7 +7,7 @@ import pytest
 from ringweave import lab, topology
 from ringweave.errors import JobError, UsageError
 from ringweave.lab import Lab
-from ringweave.launch.services.service import LogQuery
+from ringweave.platforms.api import LogQuery
 from tests.launch.local.jobs.conftest import Here, processes_of
 from tests.launch.small_training import PREPARED
 
@@ -50,7 +50,7 @@ def text_of(here: Here, **query: object) -> list[str]:
 def test_a_parameter_server_belongs_to_its_node_and_is_replaced_with_it(here: Here) -> None:
     here.submit(TRAINS, 1, 1, mode="ps-hra")
     here.wait(lambda job: text_of(here).count("epoch 0") == 2, deadline_s=TORCH_S)
-    (server,) = [each for each in processes_of(here.state) if "ringweave.params.serving.main" in each.command]
+    (server,) = [each for each in processes_of(here.state) if "ringweave.param_server.main" in each.command]
     assert not list(here.state.rglob("worker-*.json")), "credentials are handed over once"
     server.process.send_signal(signal.SIGKILL)
     here.wait(lambda job: text_of(here).count("epoch 0") == 4, deadline_s=TORCH_S)

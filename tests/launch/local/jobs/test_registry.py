@@ -7,24 +7,25 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError, LaunchError
-from ringweave.jobs.admission.policy import EVERYBODY, Policy, Rule
-from ringweave.jobs.life import actions
-from ringweave.jobs.life.records import new_job
-from ringweave.jobs.life.states import JobState
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.local.jobs import supervisor
-from ringweave.launch.local.jobs.folders import job_folder
-from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
-from ringweave.launch.local.jobs.service import LocalService
-from ringweave.launch.local.jobs.supervisor import Supervisor
-from ringweave.launch.services.service import LogQuery
+from ringweave.jobs import records
+from ringweave.jobs.admission import ALL_USERS, AccessPolicy, PolicyRule
+from ringweave.jobs.records import new_job
+from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.states import JobState
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.local import supervisor
+from ringweave.platforms.local.job_folder import job_folder
+from ringweave.platforms.local.platform import LocalPlatform
+from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
+from ringweave.platforms.local.supervisor import JobSupervisor
+from ringweave.platforms.submission import JobOrigin
 
 
 @pytest.fixture(autouse=True)
 def supervised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids of the jobs for which a supervisor would have been started."""
     ids: list[str] = []
-    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: ids.append(job_id))
+    monkeypatch.setattr(supervisor, "ensure_supervisor", lambda state, job_id, environ: ids.append(job_id))
     return ids
 
 
@@ -34,16 +35,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def request(name: str = "job", gpus: int = 6, **more: object) -> Request:
-    return Request(name=name, num_workers=gpus, script="s.py", nodes=(NodeRequest(name="n0", capacity=8),), **more)
+def request(name: str = "job", gpus: int = 6, **more: object) -> JobRequest:
+    return JobRequest(name=name, num_workers=gpus, script="s.py", nodes=(NodeRequest(name="n0", capacity=8),), **more)
 
 
-def service(folder: Path, requester: str = "ann", *rules: Rule) -> LocalService:
-    return LocalService(
+def service(folder: Path, requester: str = "ann", *rules: PolicyRule) -> LocalPlatform:
+    return LocalPlatform(
         folder / "state",
         requester=requester,
         environ={"A": "1"},
-        rules=Policy(rules=rules or (Rule(users=(EVERYBODY,)),)),
+        policy_rules=AccessPolicy(rules=rules or (PolicyRule(users=(ALL_USERS,)),)),
         clock=lambda: 100.0,
     )
 
@@ -68,7 +69,7 @@ def test_of_64_submits_at_once_one_wins(folder: Path, supervised: list[str]) -> 
         thread.join()
     refusals = [text for text in outcomes if text != "won"]
     assert (len(outcomes), len(refusals), len(supervised)) == (64, 63, 1)
-    owner = service(folder, "root", Rule(users=("root",), any_owner=True)).jobs()[0].requester
+    owner = service(folder, "root", PolicyRule(users=("root",), any_owner=True)).jobs()[0].requester
     mend = "Take another name, or remove that job first with ringweave delete job."
     assert set(refusals) == {
         f"job name job: 'taken by {owner} 0 s ago (Pending)', expected a free name. {mend}",
@@ -88,7 +89,10 @@ def test_a_dry_run_checks_and_changes_nothing(folder: Path, supervised: list[str
 
 
 def test_permission_and_limit(folder: Path) -> None:
-    rules = (Rule(users=("ann",), max_gpus=10), Rule(users=("bob",), verbs=("jobs", "status"), any_owner=True))
+    rules = (
+        PolicyRule(users=("ann",), max_gpus=10),
+        PolicyRule(users=("bob",), verbs=("jobs", "status"), any_owner=True),
+    )
     ann, bob = service(folder, "ann", *rules), service(folder, "bob", *rules)
     ann.submit(request("a"), base=folder)
     with pytest.raises(JobError, match=r"GPUs in all: 6, expected at most 10 GPUs in all jobs of ann, of which 6 are"):
@@ -127,7 +131,7 @@ def test_name_permission_and_split_come_before_all_that_the_request_names(folder
     with pytest.raises(JobError, match="split: 9, expected a total"):
         service(folder).submit(replace(lost, num_workers=9), base=folder)
     with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
-        service(folder, "ann", Rule(users=("bob",))).submit(replace(lost, num_workers=9), base=folder)
+        service(folder, "ann", PolicyRule(users=("bob",))).submit(replace(lost, num_workers=9), base=folder)
     service(folder).submit(request(), base=folder)
     with pytest.raises(JobError, match="job name job: 'taken by ann"):
         service(folder).submit(replace(lost, num_workers=9), base=folder)
@@ -163,18 +167,18 @@ def test_verbs_are_asked_and_a_supervisor_is_woken(folder: Path, supervised: lis
 
 
 def test_trying_again_needs_room_in_the_limit(folder: Path) -> None:
-    here = service(folder, "ann", Rule(users=(EVERYBODY,), max_gpus=10))
+    here = service(folder, "ann", PolicyRule(users=(ALL_USERS,), max_gpus=10))
     here.submit(request(), base=folder)
-    (entry,) = here._registry.all()
+    (entry,) = here._registry.all_entries()
     record = replace(entry.job.record, outcome=JobState.FAILED, state=JobState.FAILED)
-    here._registry.save(entry.id, record, [], 0.0)
+    here._registry.save_record(entry.id, record, [], 0.0)
     here.submit(request("other"), base=folder)
     with pytest.raises(
         JobError, match=r"GPUs in all: 6, expected at most 10 GPUs in all jobs of ann, of which 6 are in"
     ):
         here.act("job", "retry")
-    (other,) = [each for each in here._registry.all() if each.job.request.name == "other"]
-    here._registry.forget(other.id)
+    (other,) = [each for each in here._registry.all_entries() if each.job.request.name == "other"]
+    here._registry.delete(other.id)
     assert here.act("job", "retry").state == "Pending", "though no supervisor has begun with it"
     assert here.job("job").state == "Pending"
     with pytest.raises(JobError, match=r"of which 6 are in use"):
@@ -184,12 +188,12 @@ def test_trying_again_needs_room_in_the_limit(folder: Path) -> None:
 def test_who_followed_a_job_hears_how_it_ended_though_its_ttl_took_it(folder: Path) -> None:
     here, other = service(folder), service(folder)
     here.submit(replace(request(), ttl_s=0.0), base=folder)
-    (entry,) = here._registry.all()
+    (entry,) = here._registry.all_entries()
     job_folder(folder / "state", entry.id).root.mkdir(parents=True)
     here.job("job")
     record = replace(entry.job.record, outcome=JobState.SUCCEEDED, state=JobState.DELETING, deleting=True, ended_s=0.0)
-    here._registry.save(entry.id, record, [], 0.0)
-    Supervisor(folder / "state", entry.id).serve()
+    here._registry.save_record(entry.id, record, [], 0.0)
+    JobSupervisor(folder / "state", entry.id).serve()
     assert here.job("job").state == "Succeeded"
     for asked in (here, other):
         with pytest.raises(JobError, match="expected the name of a job that is here"):
@@ -198,22 +202,24 @@ def test_who_followed_a_job_hears_how_it_ended_though_its_ttl_took_it(folder: Pa
 
 
 def test_events_are_kept_once_and_go_with_the_job(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "jobs.sqlite")
+    registry = LocalJobRegistry(tmp_path / "jobs.sqlite")
     job = new_job(request(), requester="ann", counts=(6,), now=1.0)
-    origin = Origin(directory="/", script_text="x", environ={})
-    registry.submit(lambda _: Entry(id="job-1", job=job, origin=origin))
-    event = actions.Event(key="k", kind="Running", text="first")
+    origin = JobOrigin(directory="/", script_text="x", environ={})
+    registry.insert(lambda _: LocalRegistryEntry(id="job-1", job=job, origin=origin))
+    event = records.JobEvent(key="k", kind="Running", text="first")
     changed = replace(job.record, round=2)
-    registry.save("job-1", changed, [event], 5.0)
-    registry.save("job-1", changed, [replace(event, text="again")], 6.0)
+    registry.save_record("job-1", changed, [event], 5.0)
+    registry.save_record("job-1", changed, [replace(event, text="again")], 6.0)
     assert [(each.time_s, each.text) for each in registry.events("job-1")] == [(5.0, "first")]
-    assert registry.load("job-1") == Entry(id="job-1", job=replace(job, record=changed), origin=origin)
-    registry.forget("job-1")
-    registry.save("job-1", changed, [event], 7.0)
-    assert (registry.all(), registry.events("job-1"), registry.find("job")) == ([], (), None)
+    assert registry.find_by_id("job-1") == LocalRegistryEntry(
+        id="job-1", job=replace(job, record=changed), origin=origin
+    )
+    registry.delete("job-1")
+    registry.save_record("job-1", changed, [event], 7.0)
+    assert (registry.all_entries(), registry.events("job-1"), registry.find_by_name("job")) == ([], (), None)
 
 
 def test_a_registry_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match=r"registry of jobs: .*, expected a file that can be used\. Make the folder"):
-        Registry(tmp_path / "file" / "jobs.sqlite")
+        LocalJobRegistry(tmp_path / "file" / "jobs.sqlite")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.launch.local.jobs.service import LocalService
-from ringweave.launch.services import submitting
+from ringweave.platforms import submission
+from ringweave.platforms.local.platform import LocalPlatform
 from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import processes_of
 
@@ -39,7 +39,7 @@ def test_of_64_processes_one_wins_and_63_are_refused(tmp_path: Path) -> None:
     refusals = {each["err"].splitlines()[-1] for each in told if each["code"] == 2}  # some had shown their plan by then
     assert all(REFUSAL.fullmatch(text) for text in refusals), refusals
     state = tmp_path / "home" / "ringweave"
-    service = LocalService(state, requester=submitting.os_user(), environ=environ)
+    service = LocalPlatform(state, requester=submission.os_user(), environ=environ)
     assert [each.name for each in service.jobs()] == ["job"]
     service.act("job", "delete")
     wait_until(lambda: not processes_of(state), "the end of all processes")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import JobError
-from ringweave.jobs.life import records
-from ringweave.launch.slurm.asking import requesting
-from ringweave.launch.slurm.asking.commands import Host
-from ringweave.launch.slurm.asking.requesting import Component
+from ringweave.jobs import records
+from ringweave.platforms.slurm import batch_script
+from ringweave.platforms.slurm.batch_script import AllocationComponent
+from ringweave.platforms.slurm.commands import SlurmHost
 from tests.launch.slurm.fakes import a_request
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -24,40 +24,40 @@ def a_job(**changes: str):
     return records.new_job(request, requester="ann", counts=counts, now=0.0)
 
 
-def hosts(**gpus: int) -> list[Host]:
-    return [Host(name=name, gpus=count, cpus=2 * count, state="idle") for name, count in gpus.items()]
+def hosts(**gpus: int) -> list[SlurmHost]:
+    return [SlurmHost(name=name, gpus=count, cpus=2 * count, state="idle") for name, count in gpus.items()]
 
 
 def test_the_largest_comes_first():
     job = a_job(gpus="11", nodes="[{capacity: 5}, {capacity: 8}]")
-    parts = requesting.components(job, {"x", "y"})
+    parts = batch_script.allocation_components(job, {"x", "y"})
     assert [(part.node, part.workers, part.host) for part in parts] == [(1, 6, None), (0, 5, None)]
 
 
 def test_a_name_of_a_machine_means_that_machine_and_is_kept_from_the_others():
     job = a_job(nodes="[{capacity: 10}, {name: small, capacity: 5}]")
-    parts = requesting.components(job, {"big", "small"})
-    text = requesting.script(job, "text-1", parts, Path("/jobs/text"), ["controller"])
+    parts = batch_script.allocation_components(job, {"big", "small"})
+    text = batch_script.render_batch_script(job, "text-1", parts, Path("/jobs/text"), ["controller"])
     assert "--nodelist=small" in text
     assert "--exclude=small" in text
 
 
 def test_one_node_is_no_heterogeneous_job():
     job = a_job(gpus="7")
-    parts = requesting.components(job, ())
-    assert "hetjob" not in requesting.script(job, "text-1", parts, Path("/jobs/text"), ["controller"])
-    assert "--het-group=0" not in requesting.step(0, 1, "rw-0-1", ["agent"])
-    assert requesting.step(1, 2, "rw-1-1", ["agent"])[:2] == ["srun", "--het-group=1"]
+    parts = batch_script.allocation_components(job, ())
+    assert "hetjob" not in batch_script.render_batch_script(job, "text-1", parts, Path("/jobs/text"), ["controller"])
+    assert "--het-group=0" not in batch_script.srun_command(0, 1, "rw-0-1", ["agent"])
+    assert batch_script.srun_command(1, 2, "rw-1-1", ["agent"])[:2] == ["srun", "--het-group=1"]
 
 
 @pytest.mark.parametrize("device", ["gpus", "cpu_workers"])
 def test_the_batch_script(device, check_golden):
     request = {"gpus": "15"} if device == "gpus" else {"gpus": "", "cpu_workers": "15"}
     job = a_job(**request)
-    text = requesting.script(
+    text = batch_script.render_batch_script(
         job,
         "text-1a2b",
-        requesting.components(job, ()),
+        batch_script.allocation_components(job, ()),
         Path("/home/ann/100% mine/text"),
         ["python", "-m", "controller", "a b"],
     )
@@ -76,14 +76,14 @@ def test_the_batch_script(device, check_golden):
 )
 def test_what_no_machine_can_give_is_refused(changes, there, text):
     with pytest.raises(JobError) as caught:
-        requesting.check(a_job(**changes), hosts(**there))
+        batch_script.check_feasible(a_job(**changes), hosts(**there))
     assert text in str(caught.value)
 
 
 def test_more_nodes_than_slurm_takes_components():
     job = a_job(gpus="390", nodes="[{capacity: 3, count: 130}]")
     with pytest.raises(JobError, match="nodes: 130, expected at most 128 on Slurm"):
-        requesting.check(job, hosts(**{f"x{index}": 3 for index in range(130)}))
+        batch_script.check_feasible(job, hosts(**{f"x{index}": 3 for index in range(130)}))
 
 
 @given(
@@ -92,14 +92,14 @@ def test_more_nodes_than_slurm_takes_components():
 )
 def test_first_fit_finds_machines_whenever_there_are_any(counts, rooms):
     """Slurm gives each component the first machine with room; in our order that never ends in a corner."""
-    parts = [Component(node=node, workers=count, host=None) for node, count in enumerate(counts)]
+    parts = [AllocationComponent(node=node, workers=count, host=None) for node, count in enumerate(counts)]
     parts.sort(key=lambda part: -part.workers)
     room = {f"h{index}": count for index, count in enumerate(rooms)}
     possible = any(
         all(count <= space for count, space in zip(counts, chosen, strict=False))
         for chosen in itertools.permutations(rooms, len(counts))
     )
-    assert requesting._fits(parts, room) == possible
+    assert batch_script._fits_hosts(parts, room) == possible
     free = list(rooms)
     for part in parts:
         first = next((space for space in free if space >= part.workers), None)

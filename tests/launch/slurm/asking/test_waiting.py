@@ -2,17 +2,17 @@
 
 import pytest
 
-from ringweave.launch.slurm.asking import waiting
-from ringweave.launch.slurm.asking.commands import Allocation
+from ringweave.platforms.slurm import allocation as slurm_allocation
+from ringweave.platforms.slurm.commands import Allocation
 
 
 def allocation(reason: str, start: str = "") -> Allocation:
     return Allocation(job_id=7, state="PENDING", reason=reason, restarts=0, hosts=(), start=start)
 
 
-@pytest.mark.parametrize("word", waiting.REASONS)
+@pytest.mark.parametrize("word", slurm_allocation.PENDING_REASON_TEXTS)
 def test_every_reason_names_slurms_word(word):
-    text = waiting.tell(allocation(word))
+    text = slurm_allocation.pending_text(allocation(word))
     assert text.startswith(f"Slurm job 7 ({word}): ")
     assert "{" not in text
 
@@ -28,9 +28,9 @@ def test_every_reason_names_slurms_word(word):
     ],
 )
 def test_what_it_waits_for(reason, text):
-    assert text in waiting.tell(allocation(reason))
+    assert text in slurm_allocation.pending_text(allocation(reason))
 
 
 def test_when_slurm_expects_to_start_it_is_told():
-    text = waiting.tell(allocation("Priority", "2026-11-21T14:05:00"))
+    text = slurm_allocation.pending_text(allocation("Priority", "2026-11-21T14:05:00"))
     assert text.endswith("expects to start it at 2026-11-21T14:05:00")

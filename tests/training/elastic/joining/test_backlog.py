@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import TrainingError
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.elastic.joining.backlog import MOST_KEPT, Backlog, Begun
-from ringweave.training.elastic.joining.catching import Catching, redo
-from ringweave.training.elastic.kept import Reduction, Room
-from ringweave.training.elastic.rows import Commit, Row
-from ringweave.wire.pacing import GivingWay, Pace
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
+from ringweave.training.elastic.recovery import (
+    MAX_RETAINED_REDUCTIONS,
+    CatchUp,
+    GenerationStart,
+    ReplayLog,
+    replay_reduction,
+)
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
 
 LAYOUT = [[3, "float32", "cpu"], [2, "float64", "cpu"]]
 MEMBER = "2.1"
@@ -24,56 +28,63 @@ class Crew:
         self.seen: list[Any] = []
         self.is_between_steps = True
 
-    def commit(self, commit: Commit) -> None:
+    def apply_commit(self, commit: Commit) -> None:
         self.seen.append(commit.number)
 
-    def begin(self, decree: Decree, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
+    def begin_generation(self, decree: Membership, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
         self.seen.append((decree.ballot, is_newcomer, sorted(followers)))
 
 
 def commit(number: int, *, is_level: bool = False) -> Commit:
-    own = Row(is_following=True, is_level=is_level)
-    return Commit(number=number, members=("0.0", MEMBER), rows=(Row(num_planned=4), own))
+    own = ReductionRow(is_recovering=True, is_caught_up=is_level)
+    return Commit(number=number, members=("0.0", MEMBER), rows=(ReductionRow(num_planned=4), own))
 
 
-def begun(number: int) -> Begun:
-    standings = (Standing(member="0.0", has_state=True), Standing(member=MEMBER, is_following=True))
-    return Begun(decree=Decree(ballot=(1, number), standings=standings), notes=[{}, {}], is_newcomer=False)
+def begun(number: int) -> GenerationStart:
+    standings = (MemberStatus(member="0.0", has_state=True), MemberStatus(member=MEMBER, is_following=True))
+    return GenerationStart(
+        membership=Membership(ballot=(1, number), standings=standings), details=[{}, {}], is_joining=False
+    )
 
 
-def counted(backlog: Backlog, number: int, *, is_level: bool = False) -> None:
-    reduction = backlog.nothing(number)
+def counted(backlog: ReplayLog, number: int, *, is_level: bool = False) -> None:
+    reduction = backlog.zero_reduction(number)
     for place, summed in enumerate(reduction.sums):
         summed.fill_(10.0 * number + place)
-    backlog.keep(commit(number, is_level=is_level), reduction, [])
+    backlog.append_reduction(commit(number, is_level=is_level), reduction, [])
 
 
-def handed_in(catching: Catching, shapes: tuple[int, ...] = (3, 2)) -> list[torch.futures.Future[Tensor]]:
-    room, reduction = Room(), catching.present()
+def handed_in(catching: CatchUp, shapes: tuple[int, ...] = (3, 2)) -> list[torch.futures.Future[Tensor]]:
+    room, reduction = SumBuffers(), catching.current_backward()
     dtypes = (torch.float32, torch.float64)
-    futures = [reduction.add(torch.ones(size, dtype=dtype), room) for size, dtype in zip(shapes, dtypes, strict=True)]
-    reduction.end(Row(), 0, room)
+    futures = [
+        reduction.add_bucket(torch.ones(size, dtype=dtype), room) for size, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    reduction.complete(ReductionRow(), 0, room)
     return futures
 
 
-def made(committed: int = 4) -> tuple[Catching, Backlog, Crew]:
-    backlog, crew = Backlog(LAYOUT, committed), Crew()
+def made(committed: int = 4) -> tuple[CatchUp, ReplayLog, Crew]:
+    backlog, crew = ReplayLog(LAYOUT, committed), Crew()
     double: Any = crew
-    return Catching(MEMBER, double, backlog), backlog, crew
+    return CatchUp(MEMBER, double, backlog), backlog, crew
 
 
 def test_its_part_in_a_reduction_is_nothing() -> None:
-    part = Backlog(LAYOUT, 4).nothing(5)
-    assert (part.number, part.is_whole, part.is_nothing, part.layout) == (5, True, True, LAYOUT)
-    assert [bucket.kept.abs().sum().item() for message in part.messages for bucket in message.buckets] == [0.0, 0.0]
+    part = ReplayLog(LAYOUT, 4).zero_reduction(5)
+    assert (part.number, part.is_complete, part.contributes_zeros, part.layout) == (5, True, True, LAYOUT)
+    assert [bucket.gradients.abs().sum().item() for message in part.messages for bucket in message.buckets] == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_what_is_kept_is_bounded_by_memory_and_by_number() -> None:
-    assert Backlog(LAYOUT, 0, most_bytes=1e12).most_kept == MOST_KEPT
-    assert Backlog(LAYOUT, 0, most_bytes=5 * 28).most_kept == 5
-    assert Backlog(LAYOUT, 0, most_bytes=0).most_kept == 2
+    assert ReplayLog(LAYOUT, 0, max_bytes=1e12).max_retained == MAX_RETAINED_REDUCTIONS
+    assert ReplayLog(LAYOUT, 0, max_bytes=5 * 28).max_retained == 5
+    assert ReplayLog(LAYOUT, 0, max_bytes=0).max_retained == 2
     catching, backlog, _ = made()
-    for number in range(5, 5 + backlog.most_kept):
+    for number in range(5, 5 + backlog.max_retained):
         assert catching.has_room()
         counted(backlog, number)
     assert not catching.has_room()
@@ -81,18 +92,18 @@ def test_what_is_kept_is_bounded_by_memory_and_by_number() -> None:
 
 def test_once_there_was_no_room_the_others_wait_until_it_is_level() -> None:
     catching, backlog, _ = made()
-    for number in range(5, 5 + backlog.most_kept):
+    for number in range(5, 5 + backlog.max_retained):
         counted(backlog, number)
     assert not catching.has_room()
     catching.is_loaded = True
-    for _ in range(backlog.most_kept):
+    for _ in range(backlog.max_retained):
         handed_in(catching)
-        catching.take()
+        catching.take_reduction()
         assert not catching.has_room()
     handed_in(catching)
-    assert catching.is_level
+    assert catching.is_caught_up
     assert catching.has_room()
-    catching.begin(begun(8))
+    catching.begin_generation(begun(8))
     assert catching.has_room(), "its script waits as before, and has not been told of the epoch yet"
     assert not catching.is_behind()
     assert catching.has_room()
@@ -101,32 +112,32 @@ def test_once_there_was_no_room_the_others_wait_until_it_is_level() -> None:
 def test_the_script_does_what_the_others_did_in_their_order_with_their_sums() -> None:
     catching, backlog, crew = made()
     counted(backlog, 5)
-    catching.begin(begun(7))
+    catching.begin_generation(begun(7))
     counted(backlog, 6)
     assert catching.is_behind()
     futures = handed_in(catching)
-    replay, kept, is_last = catching.take()
-    redo(replay, kept, is_mean=True)
+    replay, kept, is_last = catching.take_reduction()
+    replay_reduction(replay, kept, is_mean=True)
     assert [future.value().tolist() for future in futures] == [[0.0] * 3, [0.0] * 2], "a mean over no samples"
-    catching.give_back(kept)
-    assert (crew.seen, is_last, catching.number) == ([5], False, 5)
+    catching.recycle_sums(kept)
+    assert (crew.seen, is_last, catching.last_replayed) == ([5], False, 5)
     assert catching.is_behind()
     assert crew.seen == [5, ((1, 7), False, [MEMBER])]
     futures = handed_in(catching)
-    replay, kept, _ = catching.take()
-    redo(replay, kept, is_mean=False)
+    replay, kept, _ = catching.take_reduction()
+    replay_reduction(replay, kept, is_mean=False)
     assert [future.value().tolist() for future in futures] == [[60.0] * 3, [61.0] * 2]
     assert not catching.is_behind()
-    assert (crew.seen[-1], catching.number) == (6, 6)
+    assert (crew.seen[-1], catching.last_replayed) == (6, 6)
 
 
 def test_memory_is_used_again() -> None:
     catching, backlog, _ = made()
     counted(backlog, 5)
     handed_in(catching)
-    _, kept, _ = catching.take()
-    catching.give_back(kept)
-    assert [each.data_ptr() for each in backlog.nothing(6).sums] == [each.data_ptr() for each in kept.sums]
+    _, kept, _ = catching.take_reduction()
+    catching.recycle_sums(kept)
+    assert [each.data_ptr() for each in backlog.zero_reduction(6).sums] == [each.data_ptr() for each in kept.sums]
 
 
 def test_who_waits_for_what_all_wait_for_is_level() -> None:
@@ -134,13 +145,13 @@ def test_who_waits_for_what_all_wait_for_is_level() -> None:
     counted(backlog, 5)
     catching.is_loaded = True
     handed_in(catching)
-    assert not catching.is_level, "others have done that one"
-    catching.take()
-    assert not catching.is_level, "it computes"
+    assert not catching.is_caught_up, "others have done that one"
+    catching.take_reduction()
+    assert not catching.is_caught_up, "it computes"
     handed_in(catching)
-    assert catching.is_level
+    assert catching.is_caught_up
     catching.is_loaded = False
-    assert not catching.is_level
+    assert not catching.is_caught_up
     counted(backlog, 6, is_level=True)
     catching.begin(begun(8))
     _, _, is_last = catching.take()
@@ -150,13 +161,13 @@ def test_who_waits_for_what_all_wait_for_is_level() -> None:
 
 def test_it_is_at_a_border_unless_it_has_drawn_what_does_not_count_yet() -> None:
     catching, backlog, crew = made()
-    assert catching.is_at_border
+    assert catching.is_at_step_boundary
     crew.is_between_steps = False
-    assert not catching.is_at_border
+    assert not catching.is_at_step_boundary
     catching.begin(begun(9))
-    assert not catching.is_at_border, "an epoch changes nothing about that"
+    assert not catching.is_at_step_boundary, "an epoch changes nothing about that"
     counted(backlog, 5)
-    assert catching.is_at_border
+    assert catching.is_at_step_boundary
 
 
 def test_other_buckets_than_the_others_are_refused() -> None:
@@ -164,24 +175,24 @@ def test_other_buckets_than_the_others_are_refused() -> None:
     counted(backlog, 5)
     handed_in(catching, (3, 3))
     with pytest.raises(TrainingError, match=r"buckets of this worker's gradients: \[.*, expected .*Build the model"):
-        catching.take()
+        catching.take_reduction()
 
 
 def test_buffers_become_those_of_the_others() -> None:
     catching, backlog, _ = made()
     buffer = torch.zeros(2)
-    backlog.keep(commit(5), backlog.nothing(5), [(buffer, torch.tensor([7.0, 8.0]))])
+    backlog.append_reduction(commit(5), backlog.zero_reduction(5), [(buffer, torch.tensor([7.0, 8.0]))])
     handed_in(catching)
-    replay, kept, _ = catching.take()
+    replay, kept, _ = catching.take_reduction()
     assert buffer.tolist() == [0.0, 0.0]
-    redo(replay, kept, is_mean=True)
+    replay_reduction(replay, kept, is_mean=True)
     assert buffer.tolist() == [7.0, 8.0]
 
 
 def test_a_reduction_that_was_given_up_is_begun_anew() -> None:
-    part = Backlog(LAYOUT, 4).nothing(5)
-    part.let_go()
-    assert isinstance(part, Reduction)
+    part = ReplayLog(LAYOUT, 4).zero_reduction(5)
+    part.detach_from_group()
+    assert isinstance(part, RetainedReduction)
     assert part.layout == LAYOUT
 
 
@@ -200,17 +211,19 @@ class Stepped(threading.Event):
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_who_is_to_have_the_state_soon_reads_it_at_once_and_gives_way_to_nobody(is_alone: bool) -> None:
     catching, _, _ = made()
-    stepped = catching._has_stepped = Stepped()
-    others = [Standing(member=f"{slot}.0", has_state=True) for slot in ([0] if is_alone else [0, 1])]
-    own = Standing(member=MEMBER, is_following=True)
-    catching.begin(Begun(decree=Decree(ballot=(1, 5), standings=(*others, own)), notes=[], is_newcomer=True))
+    stepped = catching._others_stepped = Stepped()
+    others = [MemberStatus(member=f"{slot}.0", has_state=True) for slot in ([0] if is_alone else [0, 1])]
+    own = MemberStatus(member=MEMBER, is_following=True)
+    catching.begin_generation(
+        GenerationStart(membership=Membership(ballot=(1, 5), standings=(*others, own)), details=[], is_joining=True)
+    )
     pauses_s: list[float] = []
 
-    def pull(pace: Pace) -> None:
-        assert isinstance(pace, GivingWay)
+    def pull(pace: ReadThrottle) -> None:
+        assert isinstance(pace, BackgroundThrottle)
         pauses_s.extend(pace.pause_s(1 << 20, seconds) for seconds in (0.1, 0.1, 1.0))
 
-    catching.read(pull, lambda error: pauses_s.append(-1.0 if error else 0.0))
+    catching.start_read(pull, lambda error: pauses_s.append(-1.0 if error else 0.0))
     catching.wait_stopped(60.0)
     assert stepped.num_waits == (0 if is_alone else 1)
     assert pauses_s == ([0.0] * 4 if is_alone else [0.0, 0.0, pytest.approx(2.0), 0.0])

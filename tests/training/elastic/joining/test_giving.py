@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.planning.balancing import Speed
-from ringweave.training.elastic import crew as crews
-from ringweave.training.elastic.crew import Facts, JobCrew, Means
-from ringweave.training.elastic.rosters import Rosters
-from ringweave.training.elastic.state import JobState
+from ringweave.rpc.state_transfer import DescribeState, StateServer
+from ringweave.training.elastic import trainer
+from ringweave.training.elastic.share_table import ShareTable
+from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
+from ringweave.training.elastic.training_state import TrainingState
 from ringweave.training.timing import HostTimeline, StepTimer
-from ringweave.wire.states import Describe, Shelf
 
 
 class Giver:
@@ -23,22 +23,24 @@ class Giver:
     def __init__(self) -> None:
         self.model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.shelf, self.rosters = Shelf(), Rosters(12, is_balanced=False)
+        self.state_server, self.share_table = StateServer(), ShareTable(12, is_balanced=False)
         trust: Any = None
         teller: Any = None
-        facts = Facts(member="0.0", state_place="127.0.0.1 9", cap=None, assumed_speed=1.0, alike={})
-        means = Means(shelf=self.shelf, trust=trust)
-        self.crew = JobCrew(
-            facts, self.rosters, StepTimer(HostTimeline()), JobState(self.model, optimizer, {}), means, teller
+        facts = MemberDescription(
+            member="0.0", state_address="127.0.0.1 9", max_samples=None, assumed_speed=1.0, must_match={}
+        )
+        means = StateTransport(state_server=self.state_server, authentication=trust)
+        self.trainer = ElasticTrainerState(
+            facts, self.share_table, StepTimer(HostTimeline()), TrainingState(self.model, optimizer, {}), means, teller
         )
 
     def begin(self, *following: str) -> None:
         members = ("0.0", "1.0", "2.1")
-        self.rosters.begin(0, members, [None] * 3, [None] * 3, [1.0] * 3, following)
+        self.share_table.start_generation(0, members, [None] * 3, [None] * 3, [1.0] * 3, following)
 
     def weight(self, name: str) -> list[float] | None:
         """What a peer would read of it now; None where nothing is offered."""
-        offer = self.shelf._offers.get(name)
+        offer = self.state_server._published.get(name)
         if offer is None:
             return None
         names = [piece.name for piece in offer.description.pieces]
@@ -50,15 +52,15 @@ def test_what_is_offered_lasts_while_somebody_follows(is_lasting: bool) -> None:
     giver = Giver()
     giver.begin("2.1")
     before = giver.model.weight.detach().reshape(-1).tolist()
-    giver.crew.capture()
-    giver.crew.offer("1.5", is_lasting=is_lasting)
-    giver.crew.withdraw()
+    giver.trainer.capture_state()
+    giver.trainer.publish_state("1.5", is_lasting=is_lasting)
+    giver.trainer.unpublish_state()
     assert giver.weight("1.5") == (before if is_lasting else None), "what is about to change is not read"
     with torch.no_grad():
         giver.model.weight.add_(1.0)
     assert giver.weight("1.5") == (before if is_lasting else None)
-    giver.rosters.admit(4, ["2.1"], [None] * 3)
-    giver.crew.withdraw()
+    giver.share_table.admit(4, ["2.1"], [None] * 3)
+    giver.trainer.unpublish_state()
     assert giver.weight("1.5") is None
 
 
@@ -82,29 +84,29 @@ class Estimator:
 class Timer:
     """One step has ended."""
 
-    def end(self) -> None: ...
+    def end_step(self) -> None: ...
 
-    def take(self) -> list[tuple[int, float]]:
+    def take_times(self) -> list[tuple[int, float]]:
         return [(8, 2.0)]
 
 
 def test_a_member_says_how_fast_it_is_also_while_its_script_measures_a_step() -> None:
-    crew = Giver().crew
+    crew = Giver().trainer
     said: list[Any] = []
-    crew._estimator = Estimator(lambda: said.append(crew.note()["speed"]))  # pyrefly: ignore - what is asked of it
+    crew._estimator = Estimator(lambda: said.append(crew.status_details()["speed"]))  # pyrefly: ignore - what is asked of it
     crew._timer = Timer()  # pyrefly: ignore - likewise
     for _ in range(2):
-        crew.end_step()
+        crew.measure_step()
     assert said == [None, [0.25, 0.0, 0.0]]
-    assert crew.row().speed == Speed(s_per_sample=0.25)
+    assert crew.reduction_row().speed == Speed(s_per_sample=0.25)
 
 
 def test_each_epoch_s_newcomers_read_the_state_of_that_epoch() -> None:
     giver = Giver()
     giver.begin("1.0", "2.1")
     for number in (5, 6):
-        giver.crew.capture()
-        giver.crew.offer(f"1.{number}", is_lasting=True)
+        giver.trainer.capture_state()
+        giver.trainer.publish_state(f"1.{number}", is_lasting=True)
         with torch.no_grad():
             giver.model.weight.fill_(number)
     assert giver.weight("1.6") == [5.0] * 6
@@ -118,10 +120,10 @@ def test_a_copy_that_finds_no_memory_costs_the_giver_nothing(
         raise MemoryError
 
     giver = Giver()
-    monkeypatch.setattr(crews, "lasting", fail)
-    giver.crew.capture()
+    monkeypatch.setattr(trainer, "copy_buffers", fail)
+    giver.trainer.capture_state()
     with caplog.at_level(logging.WARNING, "ringweave"):
-        giver.crew.offer("1.5", is_lasting=True)
+        giver.trainer.publish_state("1.5", is_lasting=True)
     assert caplog.messages == ["state for a worker that joins: no memory for a copy of it. The worker begins anew."]
-    asked: Any = wire.Call(peer=None, message=Describe(name="1.5"), buffers=[], deadline_s=0.0)  # pyrefly: ignore
-    assert giver.shelf._describe(asked).pieces == []
+    asked: Any = rpc.RpcCall(peer=None, message=DescribeState(name="1.5"), buffers=[], deadline_s=0.0)  # pyrefly: ignore
+    assert giver.state_server._describe(asked).pieces == []

@@ -7,28 +7,28 @@ import zlib
 
 import pytest
 
-from ringweave import wire
+from ringweave import rpc
 from ringweave.errors import TrainingError
-from ringweave.membership.messages import Stand, Told
-from ringweave.membership.rules.records import Decree, Order, Standing
-from ringweave.training.elastic.joining import layouts
-from tests.wire.test_bad_bytes import mutated
+from ringweave.membership.messages import StatusReport, WatchUpdate
+from ringweave.membership.records import MemberDirective, Membership, MemberStatus
+from ringweave.training.elastic import recovery
+from tests.wire.mutations import mutated
 
 
 def test_a_layout_comes_back_as_it_was() -> None:
     for layout in ([], [[3, "float32", "cpu"], [2, "bfloat16", "cuda"]]):
-        assert layouts.of_text(layouts.to_text(layout)) == layout
-    assert layouts.to_text([]) == "", "which is told from one that there is"
+        assert recovery.layout_of_text(recovery.layout_to_text(layout)) == layout
+    assert recovery.layout_to_text([]) == "", "which is told from one that there is"
 
 
 def test_thousands_of_buckets_that_are_all_different_fit_into_what_members_say_and_hear() -> None:
     sizes = random.Random(7)
     layout = [[sizes.randrange(1, 10**8), "bfloat16", "cuda"] for _ in range(5000)]
-    standing = Standing(member="0.0", has_state=True, layout=layouts.to_text(layout))
-    stand = Stand(ballot=(1, 1), standing=standing)
-    order = Order(ballot=(1, 1), decree=Decree(ballot=(1, 1), standings=(standing,)))
-    for message in (stand, Told(serial=1, is_active=True, order=order)):
-        assert len(message.model_dump_json()) < wire.Limits().max_body_bytes / 4
+    standing = MemberStatus(member="0.0", has_state=True, layout=recovery.layout_to_text(layout))
+    stand = StatusReport(ballot=(1, 1), standing=standing)
+    order = MemberDirective(ballot=(1, 1), decree=Membership(ballot=(1, 1), standings=(standing,)))
+    for message in (stand, WatchUpdate(serial=1, is_active=True, order=order)):
+        assert len(message.model_dump_json()) < rpc.RpcLimits().max_body_bytes / 4
 
 
 def packed(data: bytes) -> str:
@@ -40,11 +40,11 @@ def test_a_text_that_becomes_a_thousand_times_as_much_takes_no_memory() -> None:
     assert len(text) < 2 * 256 * 1024
     tracemalloc.start()
     with pytest.raises(TrainingError, match="layout of the buckets: "):
-        layouts.of_text(text)
+        recovery.layout_of_text(text)
     with pytest.raises(
         TrainingError, match="4194304 bytes and more, or the begin of some', expected all of at most 4194"
     ):
-        layouts.of_text(packed(b" " * 10_000_000))
+        recovery.layout_of_text(packed(b" " * 10_000_000))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 30_000_000
@@ -65,18 +65,18 @@ def test_a_text_that_becomes_a_thousand_times_as_much_takes_no_memory() -> None:
 )
 def test_a_layout_that_is_none_is_refused(layout: object, text: str) -> None:
     with pytest.raises(TrainingError) as error:
-        layouts.of_text(packed(json.dumps(layout).encode()))
+        recovery.layout_of_text(packed(json.dumps(layout).encode()))
     assert re.match(f"layout of the buckets: ['\"]{re.escape(text)}", str(error.value))
     assert "expected elements, dtype and device of each bucket. Run the same ringweave on all" in str(error.value)
 
 
 def test_mutated_layouts_are_refused_or_read() -> None:
     rng, layout = random.Random(3), [[random.Random(1).randrange(1, 10**6), "float32", "cpu"] for _ in range(20)]
-    text, words, num_refused = layouts.to_text(layout).encode(), json.dumps(layout).encode(), 0
+    text, words, num_refused = recovery.layout_to_text(layout).encode(), json.dumps(layout).encode(), 0
     for _ in range(5_000):
         for said in (mutated(rng, text).decode("latin-1"), packed(mutated(rng, words))):
             try:
-                assert all(len(bucket) == 3 and bucket[0] > 0 for bucket in layouts.of_text(said))
+                assert all(len(bucket) == 3 and bucket[0] > 0 for bucket in recovery.layout_of_text(said))
             except TrainingError:
                 num_refused += 1
     assert num_refused > 5_000

@@ -10,85 +10,86 @@ import torch
 import torch.distributed as dist
 
 from ringweave.errors import TrainingError
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.elastic.kept import Reduction, Spread
-from ringweave.training.elastic.rows import Commit, Row
-from ringweave.training.elastic.session import Session
-from ringweave.training.elastic.standing.counting import _Prepared
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.training.elastic.commit import _PreparedCommit
+from ringweave.training.elastic.retained_reductions import Commit, FetchOnceBroadcast, ReductionRow, RetainedReduction
+from ringweave.training.elastic.session import ElasticSession
 
 NOTE = '{"store": "127.0.0.1 9"}'
 PATIENCE_S = 60.0
 
 
 class Groups:
-    store_place = "127.0.0.1 9"
+    store_address = "127.0.0.1 9"
     num_aborts = 0
-    reducing = None
+    reduce_group = None
 
     def abort(self) -> None:
         pass
 
-    def form(self, *_: Any, **__: Any) -> None:
+    def form_group(self, *_: Any, **__: Any) -> None:
         pass
 
-    def exchange(self, own: torch.Tensor) -> torch.Tensor:
+    def allgather_small(self, own: torch.Tensor) -> torch.Tensor:
         return own[None]
 
-    def vote(self, *, is_for: bool) -> bool:
+    def all_agree(self, *, is_for: bool) -> bool:
         return is_for
 
 
 class Crew:
-    is_between_steps = can_be_followed = True
+    is_between_steps = supports_replay = True
 
     def __init__(self) -> None:
         self.tells: list[bool] = []
-        self.is_teller: Callable[[], bool] = lambda: False
+        self.is_primary: Callable[[], bool] = lambda: False
 
-    def commit(self, _: Commit) -> None:
-        self.tells.append(self.is_teller())
+    def apply_commit(self, _: Commit) -> None:
+        self.tells.append(self.is_primary())
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: {"note": {}, "drawn": (0, ""), "row": Row()}.get(name)
+        return lambda *_, **__: {"note": {}, "drawn": (0, ""), "row": ReductionRow()}.get(name)
 
 
 class Agent:
     """The only member of its job: the first epoch is begun at once."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ElasticSession) -> None:
         self._session = session
 
     def start(self) -> None:
-        self._session.form(Decree(ballot=(1, 1), standings=(Standing(member="0.0", note=NOTE),)))
+        self._session.begin_generation(Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0", note=NOTE),)))
 
-    def accuse(self, *_: Any) -> None:
+    def report_failure(self, *_: Any) -> None:
         pass
 
-    def leave(self, **_: Any) -> None:
+    def leave_membership(self, **_: Any) -> None:
         pass
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[ElasticSession]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    made = Session("0.0", Groups(), Crew(), buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
+    made = ElasticSession("0.0", Groups(), Crew(), buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
     made.start(Agent(made))  # pyrefly: ignore - likewise
     yield made
     made.close()
     dist.destroy_process_group()
 
 
-def test_the_script_goes_on_when_what_counts_was_handed_over(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, may_hand_over, resolve = threading.Event(), threading.Event(), Spread.resolve
+def test_the_script_goes_on_when_what_counts_was_handed_over(
+    session: ElasticSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, may_hand_over, resolve = threading.Event(), threading.Event(), FetchOnceBroadcast.deliver
 
-    def late(self: Spread, *args: Any, **named: Any) -> None:
+    def late(self: FetchOnceBroadcast, *args: Any, **named: Any) -> None:
         counts.set()
         assert may_hand_over.wait(PATIENCE_S)
         resolve(self, *args, **named)
 
-    monkeypatch.setattr(Spread, "resolve", late)
+    monkeypatch.setattr(FetchOnceBroadcast, "deliver", late)
     heard: list[Any] = []
-    script = threading.Thread(target=lambda: heard.append(session.spread(lambda: {"version": 4})))
+    script = threading.Thread(target=lambda: heard.append(session.broadcast_from_first(lambda: {"version": 4})))
     script.start()
     assert counts.wait(PATIENCE_S)
     script.join(0.2)
@@ -99,19 +100,19 @@ def test_the_script_goes_on_when_what_counts_was_handed_over(session: Session, m
 
 
 def test_what_goes_wrong_as_a_reduction_comes_to_count_the_script_hears(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: ElasticSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An account that is wrong, say. Once the script waited for ever for what was not handed over."""
 
     def fail(_: Commit) -> None:
         raise TrainingError("account of reduction 1")
 
-    monkeypatch.setattr(session._footing.crew, "commit", fail)
+    monkeypatch.setattr(session._state.trainer, "apply_commit", fail)
     heard: list[BaseException] = []
 
     def run() -> None:
         try:
-            session.spread(lambda: {"version": 4})
+            session.broadcast_from_first(lambda: {"version": 4})
         except BaseException as error:
             heard.append(error)
 
@@ -122,32 +123,36 @@ def test_what_goes_wrong_as_a_reduction_comes_to_count_the_script_hears(
 
 
 def test_the_script_waits_for_no_gradients_that_cannot_be_handed_over(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: ElasticSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of a device shows up anywhere."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(Reduction, "resolve", fail)
+    monkeypatch.setattr(RetainedReduction, "deliver", fail)
     future = session.reduce(torch.ones(3))
-    session.end_pass(0)
+    session.end_backward(0)
     with pytest.raises(TrainingError, match="CUDA error"):
         future.wait()
-    with session._footing.lock:
-        assert session._footing.lock.wait_for(lambda: session._footing.refusal is not None, PATIENCE_S)
+    with session._state.lock:
+        assert session._state.lock.wait_for(lambda: session._state.error is not None, PATIENCE_S)
     with pytest.raises(TrainingError, match=r"elastic training: .*CUDA error.*, expected no failure"):
-        session.wait_counted()
+        session.wait_committed()
 
 
-def test_what_a_member_says_of_itself_changes_only_while_it_is_asked_nothing(session: Session) -> None:
-    session.freeze(is_urgent=True)
+def test_what_a_member_says_of_itself_changes_only_while_it_is_asked_nothing(session: ElasticSession) -> None:
+    session.pause_training(is_urgent=True)
     changes: list[bool] = []
-    script = threading.Thread(target=lambda: session.change(lambda: changes.append(session._footing.is_frozen)))
+    script = threading.Thread(
+        target=lambda: session.change_atomically(lambda: changes.append(session._state.is_paused))
+    )
     script.start()
     script.join(0.2)
     assert changes == []
-    session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+    session.begin_generation(
+        Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+    )
     script.join(PATIENCE_S)
     assert changes == [False]
 
@@ -155,18 +160,22 @@ def test_what_a_member_says_of_itself_changes_only_while_it_is_asked_nothing(ses
 @pytest.mark.parametrize(("members", "tells"), [(("1.0", "2.0"), True), (("0.1", "1.0"), False)])
 def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members: tuple[str, ...], tells: bool) -> None:
     crew = Crew()
-    session = Session("1.0", Groups(), crew, buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
-    crew.is_teller = lambda: session.is_teller
-    footing = session._footing
-    footing.decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=each) for each in ("0.0", "1.0", "2.0")))
-    footing.reduction = Reduction(number=1, is_whole=True)
-    footing.where = replace(footing.where, has_state=True, is_prepared=True, at_border=False)
-    session._counting._prepared = _Prepared(Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row())), ())
-    gone = Standing(member="0.0", has_state=True, committed=1)
-    standings = tuple(Standing(member=each, has_state=True) for each in members)
-    decree = Decree(ballot=(1, 2), standings=standings, finished=(gone,))
-    session.form(decree)
-    assert session._counting.end(decree, footing.generation)
+    session = ElasticSession("1.0", Groups(), crew, buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
+    crew.is_primary = lambda: session.is_primary
+    footing = session._state
+    footing.membership = Membership(
+        ballot=(1, 1), standings=tuple(MemberStatus(member=each) for each in ("0.0", "1.0", "2.0"))
+    )
+    footing.reduction = RetainedReduction(number=1, is_complete=True)
+    footing.status = replace(footing.status, has_state=True, is_prepared=True, at_border=False)
+    session._commits._prepared = _PreparedCommit(
+        Commit(number=1, members=("0.0", "1.0"), rows=(ReductionRow(), ReductionRow())), ()
+    )
+    gone = MemberStatus(member="0.0", has_state=True, committed=1)
+    standings = tuple(MemberStatus(member=each, has_state=True) for each in members)
+    decree = Membership(ballot=(1, 2), standings=standings, finished=(gone,))
+    session.begin_generation(decree)
+    assert session._commits.settle_unfinished(decree, footing.abort_count)
     assert crew.tells == [tells]
 
 
@@ -174,29 +183,31 @@ def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members:
     "begin",
     [
         lambda session: session.reduce(torch.ones(3)),
-        lambda session: session._counting.begin_spread(dict, ()),
+        lambda session: session._commits.begin_broadcast(dict, ()),
     ],
     ids=["reduce", "spread"],
 )
 def test_a_broken_group_says_nothing_of_the_epoch_that_was_ordered_meanwhile(
-    session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Session], object]
+    session: ElasticSession, monkeypatch: pytest.MonkeyPatch, begin: Callable[[ElasticSession], object]
 ) -> None:
-    footing, accused = session._footing, []
+    footing, accused = session._state, []
     failures = [RuntimeError("the group is broken")]
-    start, tell = footing.start_buckets, footing.tell_broken
+    start, tell = footing.start_reduction, footing.report_broken_group
 
     def tell_late(error: Exception | None, *args: Any) -> None:
         if error is not None:
-            session.freeze(is_urgent=True)
-            session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+            session.pause_training(is_urgent=True)
+            session.begin_generation(
+                Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+            )
         tell(error, *args)
 
-    monkeypatch.setattr(footing.agent, "accuse", lambda *args: accused.append(args))
-    monkeypatch.setattr(footing, "start_buckets", lambda: failures.pop() if failures else start())
-    monkeypatch.setattr(footing, "tell_broken", tell_late)
-    generation = footing.generation
+    monkeypatch.setattr(footing.client, "report_failure", lambda *args: accused.append(args))
+    monkeypatch.setattr(footing, "start_reduction", lambda: failures.pop() if failures else start())
+    monkeypatch.setattr(footing, "report_broken_group", tell_late)
+    generation = footing.abort_count
     begin(session)
-    assert (accused, footing.generation) == ([], generation + 1), "the order alone has ended the epoch before"
+    assert (accused, footing.abort_count) == ([], generation + 1), "the order alone has ended the epoch before"
     with footing.lock:
-        assert footing.lock.wait_for(lambda: footing.is_up, PATIENCE_S)
-    assert session.decree.ballot == (1, 2)
+        assert footing.lock.wait_for(lambda: footing.is_group_up, PATIENCE_S)
+    assert session.membership.ballot == (1, 2)

@@ -1,7 +1,5 @@
 """A session whose member follows, with a coordinator, a group and a donor that do as the test says."""
 
-# Longer than a file should be: the doubles are a third of it, and every test here follows with them.
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +9,18 @@ import torch
 import torch.distributed as dist
 
 from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.elastic import rows
-from ringweave.training.elastic.joining import catching, layouts
-from ringweave.training.elastic.joining.reading import Reading
-from ringweave.training.elastic.rows import Commit, Row
-from ringweave.training.elastic.session import Session
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.training.elastic import recovery, retained_reductions
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.training_state import StateRead
+
+# Longer than a file should be: the doubles are a third of it, and every test here follows with them.
+
 
 OWN = "1.1"
 NOTE = '{"store": "127.0.0.1 9"}'
-LAYOUT = layouts.to_text([[3, "float32", "cpu"]])
+LAYOUT = recovery.layout_to_text([[3, "float32", "cpu"]])
 NUM_PARAMETERS = 3
 OTHERS = 8.0
 """Their sum."""
@@ -29,13 +29,13 @@ OTHERS = 8.0
 class Groups:
     """Whose collectives wait until they are aborted, or until the others have come."""
 
-    store_place, reducing = "127.0.0.1 9", None
+    store_address, reduce_group = "127.0.0.1 9", None
 
     def __init__(self) -> None:
         self.num_aborts = 0
         self.aborted, self.others = threading.Event(), threading.Semaphore(0)
 
-    def form(self, *_: Any, **__: Any) -> None:
+    def form_group(self, *_: Any, **__: Any) -> None:
         self.aborted = threading.Event()
 
     def abort(self) -> None:
@@ -45,10 +45,10 @@ class Groups:
     def all_reduce(self, summed: torch.Tensor, **_: Any) -> "Work":
         return Work(self, self.aborted, summed)
 
-    def exchange(self, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack([rows.to_tensor(Row(num_planned=4), 0b100, NUM_PARAMETERS), own])
+    def allgather_small(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack([retained_reductions.row_to_tensor(ReductionRow(num_planned=4), 0b100, NUM_PARAMETERS), own])
 
-    def vote(self, *, is_for: bool) -> bool:
+    def all_agree(self, *, is_for: bool) -> bool:
         return is_for
 
 
@@ -72,40 +72,40 @@ class Work:
 class Crew:
     """Reads the state as the test says."""
 
-    is_between_steps = can_be_followed = True
-    state_place = "127.0.0.1 9"
+    is_between_steps = supports_replay = True
+    state_address = "127.0.0.1 9"
 
     def __init__(self, pull: Callable[[int], None]) -> None:
         self._pull, self.num_pulls = pull, 0
         self.seen: list[Any] = []
 
-    def note(self) -> dict[str, Any]:
+    def status_details(self) -> dict[str, Any]:
         return {}
 
-    def drawn(self) -> tuple[int, str]:
+    def drawn_batches(self) -> tuple[int, str]:
         return 0, ""
 
-    def check(self, *_: Any) -> None: ...
+    def check_membership(self, *_: Any) -> None: ...
 
-    def row(self) -> Row:
-        return Row()
+    def reduction_row(self) -> ReductionRow:
+        return ReductionRow()
 
-    def begin(self, decree: Decree, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
+    def begin_generation(self, decree: Membership, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
         self.seen.append((decree.ballot, is_newcomer, sorted(followers)))
 
-    def withdraw(self) -> None: ...
+    def unpublish_state(self) -> None: ...
 
-    def commit(self, commit: Commit) -> None:
-        self.seen.append((commit.number, commit.level))
+    def apply_commit(self, commit: Commit) -> None:
+        self.seen.append((commit.number, commit.caught_up))
 
-    def pull(self, *_: Any) -> None:
+    def fetch_state(self, *_: Any) -> None:
         self.num_pulls += 1
         self._pull(self.num_pulls)
 
 
-def decree(number: int, *, committed: int, own: Standing | None = None) -> Decree:
-    holder = Standing(member="0.0", has_state=True, committed=committed, note=NOTE, layout=LAYOUT)
-    return Decree(ballot=(1, number), standings=(holder, own or Standing(member=OWN, note=NOTE)))
+def decree(number: int, *, committed: int, own: MemberStatus | None = None) -> Membership:
+    holder = MemberStatus(member="0.0", has_state=True, committed=committed, note=NOTE, layout=LAYOUT)
+    return Membership(ballot=(1, number), standings=(holder, own or MemberStatus(member=OWN, note=NOTE)))
 
 
 class Coordinator:
@@ -114,7 +114,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.session: Any = None
         self.accused: list[tuple[int, int]] = []
-        self.stood: list[Standing] = []
+        self.stood: list[MemberStatus] = []
         self.left: list[bool] = []
 
     def leave(self, *, is_finished: bool) -> None:
@@ -123,7 +123,7 @@ class Coordinator:
     def start(self) -> None:
         self.session.form(decree(1, committed=4))
 
-    def accuse(self, ballot: tuple[int, int], suspects: list[str]) -> None:
+    def report_failure(self, ballot: tuple[int, int], suspects: list[str]) -> None:
         assert suspects == [], "nobody is to blame"
         self.accused.append(ballot)
         self.stood.append(self.session.freeze(is_urgent=True))
@@ -134,24 +134,24 @@ class Coordinator:
 def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     made = Groups()
     monkeypatch.setattr(dist, "all_reduce", made.all_reduce)
-    monkeypatch.setattr(catching, "_HEAD_START_S", 0.0)
+    monkeypatch.setattr(recovery, "_HEAD_START_S", 0.0)
     return made
 
 
-def joined(groups: Any, crew: Any) -> tuple[Session, Coordinator]:
+def joined(groups: Any, crew: Any) -> tuple[ElasticSession, Coordinator]:
     coordinator: Any = Coordinator()
-    coordinator.session = session = Session(
+    coordinator.session = session = ElasticSession(
         OWN, groups, crew, buffers=list, is_mean=False, num_parameters=NUM_PARAMETERS
     )
     return session, coordinator
 
 
-def backward(session: Session, groups: Groups | None = None) -> float:
+def backward(session: ElasticSession, groups: Groups | None = None) -> float:
     """What a backward pass of one bucket gives, with others who come when it has been handed in."""
-    future, used = session.reduce(torch.ones(3)), session.end_pass(0b1)
+    future, used = session.reduce(torch.ones(3)), session.end_backward(0b1)
     if groups is not None:
         groups.others.release()
-    session.wait_counted()
+    session.wait_committed()
     total = future.value()[0].item()
     assert used.value() == (0b101 if total > OTHERS else 0b100), "its own only where its gradients are in it"
     return total
@@ -170,24 +170,24 @@ def test_its_script_does_what_counted_before_it_had_the_state_and_then_is_level(
     agent: Any = coordinator
     thread = threading.Thread(target=session.start, args=(agent,))
     thread.start()
-    wait_until(lambda: session.standing().committed == 6)
-    standing = session.standing()
+    wait_until(lambda: session.current_status().committed == 6)
+    standing = session.current_status()
     assert (standing.has_state, standing.is_following, standing.at_border) == (False, True, True)
     assert session.num_committed == 4, "its script has done none of them"
-    assert session.beat(0.0).is_waiting, "for its donor"
+    assert session.heartbeat(0.0).is_waiting, "for its donor"
     is_read.set()
     thread.join(60)
     drawn: list[int] = []
     for number in (5, 6):
-        session.border(lambda: drawn.append(1))
+        session.pass_step_boundary(lambda: drawn.append(1))
         assert backward(session) == 8.0
         assert session.num_committed == number
-    session.border(lambda: drawn.append(1))
+    session.pass_step_boundary(lambda: drawn.append(1))
     assert backward(session, groups) == 8.0
     assert drawn == [1, 1, 1]
     assert crew.seen == [((1, 1), True, [OWN]), (5, ()), (6, ()), (7, (OWN,))]
-    assert session.standing().has_state
-    assert not session.standing().is_following
+    assert session.current_status().has_state
+    assert not session.current_status().is_following
     assert backward(session, groups) == 9.0, "its own gradient is in it"
     session.close()
 
@@ -198,8 +198,8 @@ def test_a_member_says_that_it_starts_until_it_has_taken_part_in_its_first_steps
     session.start(agent)
     said = []
     for _ in range(7):
-        said.append((session.standing().is_following, session.beat(0.0).is_starting))
-        session.border(lambda: None)
+        said.append((session.current_status().is_following, session.heartbeat(0.0).is_starting))
+        session.pass_step_boundary(lambda: None)
         backward(session, groups)
     session.close()
     assert said == [(True, True), *[(False, True)] * 4, *[(False, False)] * 2]
@@ -216,7 +216,7 @@ def test_who_could_not_read_the_state_is_a_newcomer_again(groups: Groups) -> Non
     assert session.start(agent).ballot == (1, 2)
     assert coordinator.accused == [(1, 1)]
     assert [(each.has_state, each.is_following, each.committed) for each in coordinator.stood] == [(False, False, 0)]
-    assert session.standing().is_following
+    assert session.current_status().is_following
     assert session.num_committed == 6
     assert crew.seen == [((1, 2), True, [OWN])]
     session.close()
@@ -225,8 +225,8 @@ def test_who_could_not_read_the_state_is_a_newcomer_again(groups: Groups) -> Non
 def test_an_epoch_that_takes_it_for_a_follower_when_it_is_none_any_more_is_refused(groups: Groups) -> None:
     crew = Crew(lambda _: None)
     session, coordinator = joined(groups, crew)
-    following = Standing(member=OWN, is_following=True, committed=4, note=NOTE)
-    coordinator.start = lambda: session.form(decree(1, committed=4, own=following))
+    following = MemberStatus(member=OWN, is_following=True, committed=4, note=NOTE)
+    coordinator.start = lambda: session.begin_generation(decree(1, committed=4, own=following))
     agent: Any = coordinator
     assert session.start(agent).ballot == (1, 2)
     assert coordinator.accused == [(1, 1)]
@@ -247,10 +247,10 @@ def test_who_reads_from_one_that_is_put_out_begins_anew_at_once(groups: Groups) 
     thread = threading.Thread(target=session.start, args=(agent,))
     thread.start()
     wait_until(lambda: crew.num_pulls == 1)
-    session.freeze(is_urgent=True)
-    other = Standing(member="2.0", has_state=True, committed=4, note=NOTE, layout=LAYOUT)
-    own = Standing(member=OWN, is_following=True, committed=4, note=NOTE)
-    session.form(Decree(ballot=(1, 2), standings=(own, other)))
+    session.pause_training(is_urgent=True)
+    other = MemberStatus(member="2.0", has_state=True, committed=4, note=NOTE, layout=LAYOUT)
+    own = MemberStatus(member=OWN, is_following=True, committed=4, note=NOTE)
+    session.begin_generation(Membership(ballot=(1, 2), standings=(own, other)))
     thread.join(30)
     assert not thread.is_alive()
     assert coordinator.accused == [(1, 2)]
@@ -263,19 +263,19 @@ def test_who_reads_from_one_that_is_put_out_begins_anew_at_once(groups: Groups) 
 @pytest.mark.parametrize("epochs_end", ["as it reads", "before the donor offers it"])
 def test_a_reading_that_is_given_up_takes_nothing_over(epochs_end: str) -> None:
     now_s, taken, is_there = [0.0], [], threading.Event()
-    reading = Reading(clock=lambda: now_s[0])
+    reading = StateRead(clock=lambda: now_s[0])
 
     def pull() -> None:
         is_there.wait(60)
         with pytest.raises(ConnectionLostError, match="state of the job"):
-            reading.take_over(lambda: taken.append(1))
+            reading.load_unless_cancelled(lambda: taken.append(1))
         is_there.clear()
 
     def end() -> None:
         if epochs_end == "as it reads":
-            reading.give_up()
+            reading.cancel()
         else:
-            reading.hurry()
+            reading.limit_wait()
             now_s[0] = 6.0
 
     threading.Timer(0.1, end).start()
@@ -288,13 +288,13 @@ def test_a_reading_that_is_given_up_takes_nothing_over(epochs_end: str) -> None:
 
 def test_a_donor_that_has_begun_is_not_hurried() -> None:
     now_s, taken = [0.0], []
-    reading = Reading(clock=lambda: now_s[0])
+    reading = StateRead(clock=lambda: now_s[0])
 
     def pull() -> None:
-        reading.begin()
-        reading.hurry()
+        reading.mark_begun()
+        reading.limit_wait()
         now_s[0] = 60.0
-        reading.take_over(lambda: taken.append(1))
+        reading.load_unless_cancelled(lambda: taken.append(1))
 
     reading.run(pull)
     assert taken == [1]
@@ -329,9 +329,9 @@ def test_who_is_asked_to_leave_goes_at_once(groups: Groups) -> None:
     session.start(agent)
     for _ in range(2):
         groups.others.release()
-    wait_until(lambda: session.standing().committed == 6)
-    session.border(lambda: None)
-    session.ask_to_leave()
+    wait_until(lambda: session.current_status().committed == 6)
+    session.pass_step_boundary(lambda: None)
+    session.leave_at_next_boundary()
     assert coordinator.left == [False]
     with pytest.raises(SystemExit) as raised:
         backward(session)
@@ -342,30 +342,30 @@ def test_who_is_asked_to_leave_goes_at_once(groups: Groups) -> None:
 def test_who_has_said_that_it_is_level_leaves_as_members_do_since_the_others_count_on_it(
     groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_saying, may_say, exchange = threading.Event(), threading.Event(), groups.exchange
+    is_saying, may_say, exchange = threading.Event(), threading.Event(), groups.allgather_small
 
     def exchange_late(own: torch.Tensor) -> torch.Tensor:
-        if Row.of(own.tolist()).is_level:
+        if ReductionRow.of_list(own.tolist()).is_caught_up:
             is_saying.set()
             assert may_say.wait(60)
         return exchange(own)
 
-    monkeypatch.setattr(groups, "exchange", exchange_late)
+    monkeypatch.setattr(groups, "allgather_small", exchange_late)
     session, coordinator = joined(groups, Crew(lambda _: None))
     agent: Any = coordinator
     session.start(agent)
-    session.border(lambda: None)
+    session.pass_step_boundary(lambda: None)
     found: list[float] = []
     thread = threading.Thread(target=lambda: found.append(backward(session, groups)))
     thread.start()
     assert is_saying.wait(60)
-    session.ask_to_leave()
+    session.leave_at_next_boundary()
     assert coordinator.left == [False], "the coordinator lets it go at a border"
-    assert not session.is_out
+    assert not session.has_stopped
     may_say.set()
     thread.join(60)
     assert found == [8.0]
-    standing = session.standing()
+    standing = session.current_status()
     assert (standing.has_state, standing.is_following, standing.is_leaving) == (True, False, True)
     session.close()
 

@@ -5,14 +5,18 @@ from typing import Any, cast
 import pytest
 
 from ringweave.errors import CapacityError
-from ringweave.membership.rules.records import Decree, Standing
+from ringweave.membership.records import Membership, MemberStatus
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
-from ringweave.training.elastic.standing.footing import Footing
+from ringweave.training.elastic.session_state import SessionState
 
-DECREE = Decree(
+DECREE = Membership(
     ballot=(1, 2),
-    standings=(Standing(member="0.1"), Standing(member="1.0", has_state=True), Standing(member="2.0", has_state=True)),
+    standings=(
+        MemberStatus(member="0.1"),
+        MemberStatus(member="1.0", has_state=True),
+        MemberStatus(member="2.0", has_state=True),
+    ),
 )
 
 
@@ -21,15 +25,15 @@ def test_the_first_with_the_state_saves_it_where_those_who_are_left_have_too_lit
     member: str, saves: bool
 ) -> None:
     saved: list[str] = []
-    footing = Footing(member, cast(Any, None), cast(Any, None))
-    footing.ordered = DECREE
-    footing.save_last = lambda: (saved.append(member), "The state after 7 train steps is in a folder.")[1]
+    footing = SessionState(member, cast(Any, None), cast(Any, None))
+    footing.newest_membership = DECREE
+    footing.save_final_checkpoint = lambda: (saved.append(member), "The state after 7 train steps is in a folder.")[1]
     with pytest.raises(CapacityError) as raised:
         balancing.apportion(100, [Speed(s_per_sample=1.0)] * 3, [30, 30, 30])
-    footing.refusal = raised.value
+    footing.error = raised.value
     text = "samples that fit into the memory of the ranks: [30, 30, 30], expected at least 1 each and 100 together."
-    with pytest.raises(CapacityError) as ended, footing.bequeathing(), footing.lock:
-        footing.raise_reason()
+    with pytest.raises(CapacityError) as ended, footing.saves_final_checkpoint(), footing.lock:
+        footing.raise_if_stopped()
     assert str(ended.value).startswith(text)
     assert str(ended.value).endswith("is in a folder.") is saves
     assert saved == [member] * saves

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ringweave.errors import TrainingError
-from ringweave.membership.rules.records import Standing
-from ringweave.training.elastic.standing import notes
-from tests.wire.test_bad_bytes import mutated
+from ringweave.membership.records import MemberStatus
+from ringweave.training.elastic import trainer_interface
+from tests.wire.mutations import mutated
 
 NOTE: dict[str, Any] = {
     "store": "10.0.0.1 4711",
@@ -25,10 +25,10 @@ NOTE: dict[str, Any] = {
 
 
 def test_what_members_say_is_read_as_it_was_said() -> None:
-    note = notes.note_of("0.0", json.dumps(NOTE))
+    note = trainer_interface.parse_details("0.0", json.dumps(NOTE))
     assert note == NOTE
-    notes.check_crew(Standing(member="0.0", place="10.0.0.1 4712"), note)
-    assert notes.said_of("0.0", '{"speed": 1.5}') == {"speed": 1.5}
+    trainer_interface.check_trainer_details(MemberStatus(member="0.0", place="10.0.0.1 4712"), note)
+    assert trainer_interface.parse_profile("0.0", '{"speed": 1.5}') == {"speed": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -46,26 +46,29 @@ def test_what_members_say_is_read_as_it_was_said() -> None:
 )
 def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainingError) as error:
-        notes.check_crew(Standing(member="3.1", place="10.0.0.1 4712"), notes.note_of("3.1", json.dumps(NOTE | change)))
+        trainer_interface.check_trainer_details(
+            MemberStatus(member="3.1", place="10.0.0.1 4712"),
+            trainer_interface.parse_details("3.1", json.dumps(NOTE | change)),
+        )
     assert re.match(f"note of worker 3\\.1: ['\"]{re.escape(text)}", str(error.value))
     assert "expected what ringweave.prepare says. Run the same ringweave on all workers" in str(error.value)
 
 
 def test_a_member_that_says_nowhere_where_it_listens_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"place of worker 3\.1: .none., expected where its state can be read"):
-        notes.check_crew(Standing(member="3.1"), NOTE)
+        trainer_interface.check_trainer_details(MemberStatus(member="3.1"), NOTE)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ud800"])
 def test_rubbish_is_refused_by_whoever_reads(text: str) -> None:
-    for read in (notes.note_of, notes.said_of):
+    for read in (trainer_interface.parse_details, trainer_interface.parse_profile):
         with pytest.raises(TrainingError, match=r"of worker 0\.0: "):
             read("0.0", text)
 
 
 def test_what_is_too_long_is_not_read() -> None:
     with pytest.raises(TrainingError, match=r"note of worker 0\.0: '65537 characters', expected at most 65536"):
-        notes.note_of("0.0", " " * 65537)
+        trainer_interface.parse_details("0.0", " " * 65537)
 
 
 def test_mutated_notes_are_refused_or_read() -> None:
@@ -73,8 +76,8 @@ def test_mutated_notes_are_refused_or_read() -> None:
     note = json.dumps(NOTE).encode()
     for _ in range(5_000):
         try:
-            found = notes.note_of("0.0", mutated(rng, note).decode("latin-1"))
-            notes.check_crew(Standing(member="0.0", place="10.0.0.1 4712"), found)
+            found = trainer_interface.parse_details("0.0", mutated(rng, note).decode("latin-1"))
+            trainer_interface.check_trainer_details(MemberStatus(member="0.0", place="10.0.0.1 4712"), found)
             assert len(found["place"]) == 4
         except TrainingError:
             num_refused += 1

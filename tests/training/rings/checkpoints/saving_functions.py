@@ -12,18 +12,18 @@ from torch.utils.data import DataLoader
 
 import ringweave
 from ringweave.errors import TrainingError
-from ringweave.testing.elastic import say
 from ringweave.training import Asynchronous
-from ringweave.training.checkpoints import disk
-from ringweave.training.choosing import trials
-from ringweave.training.choosing.trials import Trial
+from ringweave.training.checkpoints import store
+from ringweave.training.mode_choice import trial
+from ringweave.training.mode_choice.trial import ModelTrial
+from tests.fakes.elastic_job import send_message
 from tests.training.rings.elastic.ring_functions import BATCH, make_data, make_model
 from tests.training.rings.ring_training import meet_server
 
 
 def build(rings: int, local_steps: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     """(model, optimizer, loader, schedule) of this worker, in rings; adaptive, so that a lost state would show."""
-    trials.measure = lambda *_, **__: Trial()  # on a busy machine it would form other rings
+    trial.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = loader_of(torch.Generator().manual_seed(3))
@@ -44,7 +44,7 @@ def train(
     local_steps: int = 0,
     every: int = 2,
     pause_s: float = 0.0,
-    tell: Callable[[tuple], object] = say,
+    tell: Callable[[tuple], object] = send_message,
 ) -> dict[str, Any]:
     """Go on from the newest checkpoint, and save after every so many of this ring's steps.
 
@@ -98,11 +98,11 @@ def break_off(port: int, keys: str, folder: str) -> tuple[Any, ...]:
     checkpoints.save(2)
     checkpoints.wait()
     dist.barrier()
-    saved = disk.list_saved(Path(folder))[0]
+    saved = store.list_checkpoints(Path(folder))[0]
     try:
         checkpoints.load()
     except TrainingError as error:
-        return before, disk.read(saved).parts["loader"], str(error)
+        return before, store.read_checkpoint(saved).parts["loader"], str(error)
     return before, None, ""
 
 

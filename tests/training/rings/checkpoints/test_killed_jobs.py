@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ringweave.params.rules.positions import left
-from ringweave.testing.elastic import ElasticJob
-from ringweave.training.checkpoints import disk
-from ringweave.training.checkpoints.disk import Saved
-from ringweave.training.loading import orders
-from tests.training.rings.checkpoints import saving_functions as functions
+from ringweave.param_server.data_shards import remaining_spans
+from ringweave.training.checkpoints import store
+from ringweave.training.checkpoints.store import CheckpointFile
+from ringweave.training.data import order
+from tests.fakes.elastic_job import ElasticJob
+from tests.training.rings.checkpoints import saving_functions
+from tests.training.rings.elastic import ring_functions
 from tests.training.rings.elastic.ring_functions import BATCH, NUM_SAMPLES
 from tests.training.rings.elastic.test_deaths import check_alike, value_of
 
@@ -29,45 +30,49 @@ def kill_all(job: ElasticJob, folder: Path, num_workers: int) -> None:
     """kill -9 to every worker at once, at some moment after two checkpoints in the midst of the training."""
     deadline_s = time.monotonic() + LIMIT_S
     members = [f"{slot}.0" for slot in range(num_workers)]
-    while sum(saved.train_step >= LEAST_STEP for saved in disk.list_saved(folder)) < 2:
+    while sum(saved.train_step >= LEAST_STEP for saved in store.list_checkpoints(folder)) < 2:
         assert time.monotonic() < deadline_s, "no checkpoint was saved"
         for member in members:
-            job.read(member)
+            job.read_messages(member)
         time.sleep(0.01)
     time.sleep(random.uniform(0, 0.3))  # the moment is at random; what follows is asked for whatever it was
     for member in members:
-        job.signal(member, signal.SIGKILL)
+        job.send_signal(member, signal.SIGKILL)
     for member in members:
         assert job.outcome(member).exit_code == -signal.SIGKILL
 
 
-def first_run(folder: Path, local_steps: int = 0) -> list[Saved]:
+def first_run(folder: Path, local_steps: int = 0) -> list[CheckpointFile]:
     """Four workers in two rings that are killed; their checkpoints, the newest first."""
     settings = (str(folder), 10**6, 2, local_steps, 2, 0.02)
-    with ElasticJob(functions.train, 4, *settings, attended_by=("server",)) as job:
+    with ElasticJob(saving_functions.train, 4, *settings, services=("server",)) as job:
         kill_all(job, folder, 4)
-    return disk.list_saved(folder)
+    return store.list_checkpoints(folder)
 
 
 def drawn(job: ElasticJob, num_workers: int, epoch: int) -> list[int]:
     """Samples of that epoch that any worker was given."""
-    said = [said for slot in range(num_workers) for said, _ in job.said(f"{slot}.0")]
+    said = [said for slot in range(num_workers) for said, _ in job.messages(f"{slot}.0")]
     return sorted(sample for kind, at, samples, *_ in said if (kind, at) == ("drawn", epoch) for sample in samples)
 
 
 def order_of(epoch: int, seed: int) -> list[int]:
-    loader = functions.loader_of(torch.Generator())
-    return orders.indices_of(loader, orders.read(loader), seed, epoch, lambda drawn: drawn).tolist()
+    loader = saving_functions.loader_of(torch.Generator())
+    return order.epoch_indices(loader, order.read_loader(loader), seed, epoch, lambda drawn: drawn).tolist()
 
 
-def check_goes_on(job: ElasticJob, num_workers: int, saved: Saved, state: dict[str, Any]) -> list[dict[str, Any]]:
+def check_goes_on(
+    job: ElasticJob, num_workers: int, saved: CheckpointFile, state: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The second run took that checkpoint, and the rest of its epoch, each sample of that once; what workers say.
 
     `state` is where the data stood, as the checkpoint has it: it is removed when there are newer ones.
     """
     values = [value_of(job, f"{slot}.0") for slot in range(num_workers)]
     order = order_of(state["epoch"], state["seed"])
-    rest = [place for first, count in left(state["done"], NUM_SAMPLES) for place in range(first, first + count)]
+    rest = [
+        place for first, count in remaining_spans(state["done"], NUM_SAMPLES) for place in range(first, first + count)
+    ]
     first_epoch = state["epoch"] if rest else state["epoch"] + 1
     expected = sorted(order[place] for place in rest) if rest else list(range(NUM_SAMPLES))
     assert drawn(job, num_workers, first_epoch) == expected, "what is not in the parameters, each once"
@@ -83,9 +88,9 @@ def check_goes_on(job: ElasticJob, num_workers: int, saved: Saved, state: dict[s
 
 def check_loss(job: ElasticJob, num_workers: int, values: list[dict[str, Any]]) -> None:
     """It goes on where it was: far below that of a new model, and further down."""
-    began = [said[3] for slot in range(num_workers) for said, _ in job.said(f"{slot}.0") if said[0] == "loaded"]
+    began = [said[3] for slot in range(num_workers) for said, _ in job.messages(f"{slot}.0") if said[0] == "loaded"]
     assert max(began) - min(began) < 1e-12, "the same parameters for all"
-    assert max(began) < 0.8 * functions.loss_of(functions.make_model())
+    assert max(began) < 0.8 * saving_functions.loss_of(ring_functions.make_model())
     assert max(value["loss"] for value in values) < max(began)
 
 
@@ -94,30 +99,30 @@ def check_loss(job: ElasticJob, num_workers: int, values: list[dict[str, Any]]) 
 )
 def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_steps: int) -> None:
     newest = first_run(tmp_path, local_steps)[0]
-    state = disk.read(newest).parts["loader"]
+    state = store.read_checkpoint(newest).parts["loader"]
     num_epochs = state["epoch"] + 6
     settings = (str(tmp_path), num_epochs, 2, local_steps)
-    with ElasticJob(functions.train, 3, *settings, attended_by=("server",)) as job:
+    with ElasticJob(saving_functions.train, 3, *settings, services=("server",)) as job:
         values = check_goes_on(job, 3, newest, state)
-    assert newest.train_step < disk.list_saved(tmp_path)[0].train_step <= NUM_SAMPLES // BATCH * num_epochs
+    assert newest.train_step < store.list_checkpoints(tmp_path)[0].train_step <= NUM_SAMPLES // BATCH * num_epochs
     check_alike(values)
 
 
 def test_where_too_few_are_left_one_saves_the_servers_state_and_the_next_run_goes_on_from_it(tmp_path: Path) -> None:
     settings = (str(tmp_path), 10**6, 2, 0, 10**6, 0.02)  # the script itself saves nothing
-    with ElasticJob(functions.train, 4, *settings, attended_by=("server",), least=3, patience_s=15.0) as job:
+    with ElasticJob(saving_functions.train, 4, *settings, services=("server",), min_members=3, patience_s=15.0) as job:
         for slot in range(4):
-            job.wait_said(f"{slot}.0", lambda said: said[:2] == ("drawn", 2))
+            job.wait_message(f"{slot}.0", lambda said: said[:2] == ("drawn", 2))
         for slot in (0, 3):  # one of each ring
-            job.signal(f"{slot}.0", signal.SIGKILL)
+            job.send_signal(f"{slot}.0", signal.SIGKILL)
         errors = [job.outcome(f"{slot}.0").error for slot in (1, 2)]
-    (saved,) = disk.list_saved(tmp_path)
+    (saved,) = store.list_checkpoints(tmp_path)
     ended = "job is over: workers left: 2 in 2 rings, expected at least 3, and no other came within 15 s. "
     own = f"The state after {saved.train_step} train steps is in {tmp_path}. Start the run again to go on from it."
     assert f"{ended}{own}" in errors[0]
     assert f"{ended}Another ring saves the parameter server's state." in errors[1]
-    state = disk.read(saved).parts["loader"]
-    with ElasticJob(functions.train, 3, str(tmp_path), state["epoch"] + 6, 2, attended_by=("server",)) as job:
+    state = store.read_checkpoint(saved).parts["loader"]
+    with ElasticJob(saving_functions.train, 3, str(tmp_path), state["epoch"] + 6, 2, services=("server",)) as job:
         check_goes_on(job, 3, saved, state)
 
 
@@ -126,11 +131,11 @@ def test_a_damaged_file_is_said_and_the_one_before_it_is_used_also_by_one_ring(t
     content = bytearray(newest.path.read_bytes())
     content[len(content) // 2] ^= 1
     newest.path.write_bytes(content)
-    state = disk.read(before).parts["loader"]
+    state = store.read_checkpoint(before).parts["loader"]
     environ = {"RINGWEAVE_RUN_DIR": str(tmp_path / "run")}
     (tmp_path / "run").mkdir()
     settings = (str(tmp_path), state["epoch"] + 6, 1)
-    with ElasticJob(functions.train, 2, *settings, attended_by=("server",), environ=environ) as job:
+    with ElasticJob(saving_functions.train, 2, *settings, services=("server",), environ=environ) as job:
         check_goes_on(job, 2, before, state)
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     refused = [line for line in events if '"checkpoint_refused"' in line]

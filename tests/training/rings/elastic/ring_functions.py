@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.params.ring.client import RingClient
-from ringweave.testing.elastic import own_member, say
+from ringweave.param_server.client import RingClient
 from ringweave.training import Asynchronous
-from ringweave.training.choosing import trials
-from ringweave.training.choosing.trials import Trial
+from ringweave.training.mode_choice import trial
+from ringweave.training.mode_choice.trial import ModelTrial
+from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 240, 24, 6
 Faults = Mapping[str, tuple[int, str]]
@@ -51,14 +51,14 @@ def train(
 
     A ring with the members that `until` has ends with the third epoch in which these are its members: all of them know.
     """
-    trials.measure = lambda *_, **__: Trial()  # on a busy machine it would form other rings
+    trial.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
     asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
     at, moment = faults.get(own_member(), (-1, ""))
-    say(("prepared", loader.members, loader.ring_place.num_pushed))
+    send_message(("prepared", loader.members, loader.ring_cursor.num_pushed))
     accounts, num_steps, num_whole = [], 0, 0
     for _ in loader.epochs(num_epochs):
         for inputs, targets, _ in loader:
@@ -69,7 +69,7 @@ def train(
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             total = sum(float(each.detach().sum()) for each in model.parameters())
-            say(("done", num_steps, loader.members, loader.ring_place.num_tickets, total))
+            send_message(("done", num_steps, loader.members, loader.ring_cursor.num_shards, total))
             time.sleep(pause_s)
         accounts.append(loader.account)
         num_whole += loader.members in until
@@ -78,8 +78,8 @@ def train(
     return {
         "parameters": [each.detach().numpy().copy() for each in model.module.parameters()],
         "accounts": accounts,
-        "ring": loader.ring_place.ring,
-        "num_pushed": loader.ring_place.num_pushed,
+        "ring": loader.ring_cursor.ring,
+        "num_pushed": loader.ring_cursor.num_pushed,
     }
 
 

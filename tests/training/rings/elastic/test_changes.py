@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import ConnectionLostError
-from ringweave.params import flat
-from ringweave.params.flat import Flat
-from ringweave.params.ring.client import Round
-from ringweave.params.ring.member import Samples
-from ringweave.training.elastic.books import Books
-from ringweave.training.rings.elastic.changes import LocalChanges
-from ringweave.training.rings.elastic.places import RingPlace
+from ringweave.param_server import flat
+from ringweave.param_server.client import RingPush
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.worker import UnpushedSamples
+from ringweave.training.elastic.accounting import SampleAccounting
+from ringweave.training.rings.elastic_trainer import RingCursor
+from ringweave.training.rings.elastic_worker import LocalStepChanges
 
 
 class Server:
@@ -24,10 +24,10 @@ class Server:
 
     def __init__(self) -> None:
         self.value, self.version, self.sequence = 0.0, 0, 0
-        self.rounds: list[Round] = []
+        self.rounds: list[RingPush] = []
         self.error: Exception | None = None
 
-    def push(self, round_: Round, content: Sequence[memoryview]) -> None:
+    def push(self, round_: RingPush, content: Sequence[memoryview]) -> None:
         if self.error is not None:
             raise self.error
         if round_.sequence == self.sequence:
@@ -38,7 +38,7 @@ class Server:
         self.value += 1.0 + float(torch.frombuffer(content[0], dtype=torch.float64)[0])
         self.version += 2
 
-    def exchange(self, round_: Round, content: Sequence[memoryview], into: Sequence[memoryview]) -> int:
+    def exchange(self, round_: RingPush, content: Sequence[memoryview], into: Sequence[memoryview]) -> int:
         self.push(round_, content)
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
         return self.version
@@ -49,31 +49,33 @@ class Member:
 
     def __init__(self, server: Any, num_steps: int = 2) -> None:
         self.parameter = torch.zeros(3, dtype=torch.float64)
-        specs = flat.specs_of([("weight", self.parameter)])
-        self.landed = Flat(specs)
-        self.is_first = True
-        self.crew: Any = SimpleNamespace(ring_place=RingPlace(ring=0), samples=Samples(), books=Books())
+        specs = flat.tensor_specs([("weight", self.parameter)])
+        self.received = FlatTensors(specs)
+        self.is_representative = True
+        self.trainer: Any = SimpleNamespace(
+            ring_place=RingCursor(ring=0), samples=UnpushedSamples(), books=SampleAccounting()
+        )
         self.server = server
         self.num_spread = 0
-        self.changes = LocalChanges(self, lambda: self.crew, [self.parameter], specs, num_steps)
-        self.changes.begin_anew()
+        self.changes = LocalStepChanges(self, lambda: self.trainer, [self.parameter], specs, num_steps)
+        self.changes.reset_base()
 
-    def exchange(self, round_: Round, outbox: Flat) -> int:
-        return self.server.exchange(round_, outbox.buffers(), self.landed.buffers())
+    def push_and_pull(self, round_: RingPush, outbox: FlatTensors) -> int:
+        return self.server.exchange(round_, outbox.buffers(), self.received.buffers())
 
-    def push(self, round_: Round, outbox: Flat) -> None:
+    def push(self, round_: RingPush, outbox: FlatTensors) -> None:
         self.server.push(round_, outbox.buffers())
 
-    def change(self, change: Callable[[], None]) -> None:
+    def change_atomically(self, change: Callable[[], None]) -> None:
         change()
 
-    def spread(self, fetch: Callable[[], Any], tensors: Sequence[Tensor] = ()) -> Any:
+    def broadcast_from_first(self, fetch: Callable[[], Any], tensors: Sequence[Tensor] = ()) -> Any:
         self.num_spread += 1
         return json.loads(json.dumps(fetch()))
 
     def step(self, by: float) -> None:
         """A local step of four samples that moves the parameters."""
-        self.crew.samples.add(4, 0.5)
+        self.trainer.samples.add(4, 0.5)
         self.parameter += by
         self.changes.count_step()
 
@@ -84,15 +86,15 @@ def test_what_is_pushed_is_taken_in_one_push_later_with_the_ring_s_own_change_on
         member.step(by)
     assert member.parameter[0] == 3.0
     assert server.rounds == [], "it begins between two steps"
-    member.changes.send()
+    member.changes.send_pending()
     member.changes.wait_answered()
     assert server.value == 4.0
     for by in (10.0, 20.0):
         member.step(by)
     assert member.parameter[0] == 4.0 + 30.0, "what the server has, and the two steps since"
-    place = member.crew.ring_place
+    place = member.trainer.ring_cursor
     assert (place.num_pushed, place.base_version, place.next_version) == (1, 0, 2)
-    member.changes.send()
+    member.changes.send_pending()
     member.changes.wait_answered()
     assert server.value == 4.0 + 1.0 + 30.0
     assert [each.base_version for each in server.rounds] == [0, 0], "the first two were computed on the same parameters"
@@ -103,12 +105,12 @@ def test_before_rings_meet_what_is_left_is_pushed_and_what_comes_back_is_not_ask
     member = Member(server := Server())
     for by in (1.0, 2.0, 5.0):
         member.step(by)
-    member.changes.finish()
+    member.changes.push_rest()
     assert [each.num_samples for each in server.rounds] == [8, 4]
     assert server.value == 1.0 + 3.0 + 1.0 + 5.0
-    place = member.crew.ring_place
-    assert (place.num_pushed, place.pending, member.crew.samples.num_batches) == (2, None, 0)
-    member.changes.finish()
+    place = member.trainer.ring_cursor
+    assert (place.num_pushed, place.pending, member.trainer.samples.num_batches) == (2, None, 0)
+    member.changes.push_rest()
     assert len(server.rounds) == 2, "there is nothing left"
 
 
@@ -116,11 +118,11 @@ def test_of_a_pass_that_is_broken_off_only_what_was_pushed_stays() -> None:
     member = Member(server := Server())
     for by in (1.0, 2.0, 5.0):
         member.step(by)
-    member.changes.give_up()
+    member.changes.discard_steps()
     member.changes.wait_answered()
-    member.changes.finish()
+    member.changes.push_rest()
     assert server.value == 1.0 + 3.0
-    assert member.crew.ring_place.pending is None
+    assert member.trainer.ring_cursor.pending is None
 
 
 def test_who_joins_and_represents_the_ring_pushes_what_the_others_have_made() -> None:
@@ -131,9 +133,9 @@ def test_who_joins_and_represents_the_ring_pushes_what_the_others_have_made() ->
     new.parameter.copy_(old.parameter)
     for own, others in zip(new.changes.outbox.pieces, old.changes.outbox.pieces, strict=True):
         own.copy_(others)
-    new.crew.ring_place.load(json.loads(json.dumps(old.crew.ring_place.to_words())))
-    new.changes.begin_anew()
-    new.changes.send()
+    new.trainer.ring_cursor.load(json.loads(json.dumps(old.trainer.ring_cursor.to_words())))
+    new.changes.reset_base()
+    new.changes.send_pending()
     for by in (10.0, 20.0):
         new.step(by)
     assert new.parameter[0] == 4.0 + 30.0
@@ -144,7 +146,7 @@ def test_a_representative_that_takes_the_place_of_a_dead_one_says_the_same_again
     for member in (old, new):
         for by in (1.0, 2.0):
             member.step(by)
-    old.changes.send()
+    old.changes.send_pending()
     old.changes.wait_answered()
     for by in (10.0, 20.0):
         new.step(by)
@@ -154,10 +156,10 @@ def test_a_representative_that_takes_the_place_of_a_dead_one_says_the_same_again
 
 def test_who_does_not_represent_the_ring_begins_no_push() -> None:
     member = Member(server := Server())
-    member.is_first = False
+    member.is_representative = False
     for by in (1.0, 2.0):
         member.step(by)
-    member.changes.send()
+    member.changes.send_pending()
     assert server.rounds == []
 
 
@@ -166,7 +168,7 @@ def test_a_push_that_fails_is_said_where_it_is_waited_for() -> None:
     server.error = ConnectionLostError("no server")
     for by in (1.0, 2.0):
         member.step(by)
-    member.changes.send()
+    member.changes.send_pending()
     member.step(3.0)
     with pytest.raises(ConnectionLostError, match="no server"):
         member.step(4.0)

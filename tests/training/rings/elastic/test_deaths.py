@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ringweave.membership.messages import ring_part
-from ringweave.testing.elastic import ElasticJob
-from tests.training.rings.elastic import ring_functions as functions
+from ringweave.membership.messages import part_of_ring
+from tests.fakes.elastic_job import ElasticJob
+from tests.training.rings.elastic import ring_functions
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ def check_alike(values: Sequence[dict[str, Any]]) -> None:
 
 def epochs_of(job: ElasticJob, ring: int) -> list[tuple[str, ...]]:
     """Members of one epoch after the other; on a busy machine one may have to be formed twice."""
-    members = [decree.members for decree in job.headquarters[0].by_part[ring_part(ring)]]
+    members = [decree.members for decree in job.coordinators[0].memberships_by_part[part_of_ring(ring)]]
     return [each for each, _ in itertools.groupby(members)]
 
 
@@ -49,12 +49,12 @@ NUM_EPOCHS = 5
 
 def test_a_representative_dies_when_the_server_has_its_push_and_a_member_in_its_backward_pass() -> None:
     faults = {"0.0": (3, "exchange"), "3.0": (2, "backward")}
-    with ElasticJob(functions.train, 4, NUM_EPOCHS, 2, faults, attended_by=("server",)) as job:
-        assert job.desk is not None
+    with ElasticJob(ring_functions.train, 4, NUM_EPOCHS, 2, faults, services=("server",)) as job:
+        assert job.server is not None
         _, lost = left_of_two_pairs(job)
-        status = job.desk.service.status()
-        assert lost < functions.BATCH, "no more than what one member computed in its last step"
-        assert status.samples == NUM_EPOCHS * functions.NUM_SAMPLES - lost
+        status = job.server.service.status()
+        assert lost < ring_functions.BATCH, "no more than what one member computed in its last step"
+        assert status.samples == NUM_EPOCHS * ring_functions.NUM_SAMPLES - lost
         assert status.version == sum(status.pushes.values()), "each push made one version"
         assert status.repeats >= 1, "the new representative said again what the server had heard"
 
@@ -62,18 +62,18 @@ def test_a_representative_dies_when_the_server_has_its_push_and_a_member_in_its_
 def test_workers_that_are_started_again_join_their_ring_or_begin_it_again() -> None:
     faults = {"0.0": (2, "take"), "2.0": (2, "exchange"), "3.0": (2, "backward")}
     whole = (("0.1", "1.0"), ("2.1", "3.1"))
-    with ElasticJob(functions.train, 4, 10**6, 2, faults, 0.01, whole, attended_by=("server",)) as job:
+    with ElasticJob(ring_functions.train, 4, 10**6, 2, faults, 0.01, whole, services=("server",)) as job:
         for member in faults:
             assert job.outcome(member).exit_code == -signal.SIGKILL
         for slot in (0, 2, 3):
-            job.start(slot, 1)
+            job.start_worker(slot, 1)
         values = [value_of(job, member) for ring in whole for member in ring]
         assert epochs_of(job, 0)[-1] == whole[0], "the one that joins is the first, and represents it from there on"
         assert epochs_of(job, 1)[-1] == whole[1], "nobody was left: they begin it again"
-        prepared = {member: said for member in whole[1] for said, _ in job.said(member) if said[0] == "prepared"}
+        prepared = {member: said for member in whole[1] for said, _ in job.messages(member) if said[0] == "prepared"}
         assert all(said[2] >= 2 for said in prepared.values()), "where the server knows that it stood"
         for member in ("0.1", "2.1", "3.1"):
-            assert any(said[0] == "done" for said, _ in job.said(member)), f"{member} has trained"
+            assert any(said[0] == "done" for said, _ in job.messages(member)), f"{member} has trained"
         assert all(account.is_accounted for value in values for account in value["accounts"] if account)
         for of_ring in (values[:2], values[2:]):
             check_alike(of_ring)

@@ -8,19 +8,19 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.errors import TrainingError
-from ringweave.training.elastic.rosters import Roster
-from ringweave.training.loading import orders
-from ringweave.training.reducing import SampleWeights
-from ringweave.training.rings.elastic.loader import KeptRingLoader
-from ringweave.training.rings.elastic.places import RingPlace
-from ringweave.training.rings.resuming import Start
+from ringweave.training.data import order
+from ringweave.training.elastic.share_table import BatchShares
+from ringweave.training.gradients import SampleWeights
+from ringweave.training.rings.elastic_ring_loader import ElasticRingLoader
+from ringweave.training.rings.elastic_trainer import RingCursor
+from ringweave.training.rings.ring_resume import ResumeStart
 
 
-def made(epoch: int) -> KeptRingLoader:
+def made(epoch: int) -> ElasticRingLoader:
     """Of a ring with one member, which is in that epoch."""
     place = SimpleNamespace(epoch=epoch, num_drawn=0, is_latecomer=False)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
-    roster = Roster(first_batch=0, members=("0.0",), shares=(4,))
+    roster = BatchShares(first_batch=0, members=("0.0",), shares=(4,))
     crew = SimpleNamespace(
         batch_part=1.0,
         place=place,
@@ -30,7 +30,7 @@ def made(epoch: int) -> KeptRingLoader:
         draw=nothing,
         drop=nothing,
         open_epoch=lambda number: setattr(place, "epoch", number),
-        ring_place=RingPlace(ring=0),
+        ring_place=RingCursor(ring=0),
     )
     parts: Any = SimpleNamespace(
         name="0.0",
@@ -43,7 +43,7 @@ def made(epoch: int) -> KeptRingLoader:
         note=nothing,
     )
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
-    return KeptRingLoader(loader, orders.read(loader), 0, parts)
+    return ElasticRingLoader(loader, order.read_loader(loader), 0, parts)
 
 
 def test_an_epoch_that_was_broken_off_is_over_and_cannot_be_named_again() -> None:
@@ -63,10 +63,10 @@ def test_of_an_epoch_that_was_over_before_who_comes_later_gets_nothing() -> None
 
 def test_of_an_epoch_that_a_checkpoint_goes_on_in_what_is_done_is_not_drawn() -> None:
     loader = made(2)
-    loader.ring_place.start = Start(epoch=2, done=((0, 2), (4, 1)), seed=9)
+    loader.ring_cursor.start = ResumeStart(epoch=2, done=((0, 2), (4, 1)), seed=9)
     assert (loader.seed, loader.next_epoch) == (9, 2)
     loader.set_epoch(2)
     assert next(iter(loader))[0].tolist() == [2, 3, 5, 6]
-    assert not loader.is_latecomer
-    loader.ring_place.num_tickets = 1
-    assert loader.is_latecomer, "no checkpoint is read any more"
+    assert not loader.has_joined_late
+    loader.ring_cursor.num_shards = 1
+    assert loader.has_joined_late, "no checkpoint is read any more"

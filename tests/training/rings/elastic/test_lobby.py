@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from ringweave.errors import ConnectionLostError, MembershipError, RemoteError
-from ringweave.membership.rules.follower import Out
-from ringweave.membership.rules.records import Decree
-from ringweave.params.messages import Seated
-from ringweave.training.rings.elastic import lobby
-from ringweave.training.rings.elastic.lobby import Lobby
+from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.records import Membership
+from ringweave.param_server.messages import RingAssignmentReply
+from ringweave.training.rings import elastic_ring_preparation
+from ringweave.training.rings.elastic_ring_preparation import StartupRendezvous
 
 
 class Server:
@@ -20,8 +20,8 @@ class Server:
         self.rings = rings or []
         self.is_closed = False
 
-    def seek(self, _slot: int) -> Seated:
-        return Seated(rings=self.rings, shares=[[1] * len(ring) for ring in self.rings])
+    def request_assignment(self, _slot: int) -> RingAssignmentReply:
+        return RingAssignmentReply(rings=self.rings, shares=[[1] * len(ring) for ring in self.rings])
 
     def close(self) -> None:
         self.is_closed = True
@@ -36,20 +36,20 @@ class Agent:
     def start(self) -> None:
         self.heard.append("start")
 
-    def leave(self, *, is_finished: bool) -> None:
+    def leave_nowait(self, *, is_finished: bool) -> None:
         self.heard.append(f"leave {is_finished}")
 
     def close(self, *, says_goodbye: bool) -> None:
         self.heard.append(f"close {says_goodbye}")
 
 
-def epoch(number: int, *rooms: Lobby) -> Decree:
-    return Decree(ballot=(1, number), standings=tuple(each.standing() for each in rooms))
+def epoch(number: int, *rooms: StartupRendezvous) -> Membership:
+    return Membership(ballot=(1, number), standings=tuple(each.current_status() for each in rooms))
 
 
-def take(hall: Lobby, agent: Agent, server: Server, member: str, begin: Any, sleep: Any) -> Any:
+def take(hall: StartupRendezvous, agent: Agent, server: Server, member: str, begin: Any, sleep: Any) -> Any:
     anything: Any = (hall, agent, server)
-    return lobby.take_seat(*anything, member, begin, sleep=sleep)
+    return elastic_ring_preparation.wait_ring_assignment(*anything, member, begin, sleep=sleep)
 
 
 def nobody(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
@@ -57,8 +57,8 @@ def nobody(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
 
 
 def test_the_first_one_begins_with_what_everybody_says_of_itself() -> None:
-    first, other = Lobby("2.0", {"speed": 1.0}), Lobby("5.0", {"speed": 0.5})
-    first.form(epoch(1, first, other))
+    first, other = StartupRendezvous("2.0", {"speed": 1.0}), StartupRendezvous("5.0", {"speed": 0.5})
+    first.begin_generation(epoch(1, first, other))
     server, agent, begun = Server(), Agent(), []
 
     def begin(slots: Sequence[int], said: Sequence[dict[str, Any]]) -> None:
@@ -73,15 +73,15 @@ def test_the_first_one_begins_with_what_everybody_says_of_itself() -> None:
 
 
 def test_the_next_one_begins_when_the_first_has_died_and_nobody_waits_for_a_decree_it_has_missed() -> None:
-    first, other = Lobby("0.0", {}), Lobby("1.0", {})
-    other.form(epoch(1, first, other))
+    first, other = StartupRendezvous("0.0", {}), StartupRendezvous("1.0", {})
+    other.begin_generation(epoch(1, first, other))
     server, num_looks = Server(), 0
 
     def sleep(_s: float) -> None:
         nonlocal num_looks
         num_looks += 1
         if num_looks == 3:
-            other.form(epoch(2, other))
+            other.begin_generation(epoch(2, other))
 
     def begin(slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
         server.rings = [list(slots)]
@@ -92,13 +92,13 @@ def test_the_next_one_begins_when_the_first_has_died_and_nobody_waits_for_a_decr
 
 def test_who_comes_later_asks_the_server_alone() -> None:
     agent = Agent()
-    seat, _ = take(Lobby("3.4", {}), agent, Server([[0, 1], [2, 3]]), "3.4", nobody, sleep=None)
+    seat, _ = take(StartupRendezvous("3.4", {}), agent, Server([[0, 1], [2, 3]]), "3.4", nobody, sleep=None)
     assert (seat.ring, agent.heard) == (1, [])
 
 
 def test_a_job_that_another_one_was_faster_to_begin_is_taken() -> None:
-    hall, server, begun = Lobby("0.0", {}), Server(), []
-    hall.form(epoch(1, hall))
+    hall, server, begun = StartupRendezvous("0.0", {}), Server(), []
+    hall.begin_generation(epoch(1, hall))
 
     def begin(slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
         begun.append(slots)
@@ -110,8 +110,8 @@ def test_a_job_that_another_one_was_faster_to_begin_is_taken() -> None:
 
 
 def test_what_the_server_refuses_is_said() -> None:
-    hall, server = Lobby("0.0", {}), Server()
-    hall.form(epoch(1, hall))
+    hall, server = StartupRendezvous("0.0", {}), Server()
+    hall.begin_generation(epoch(1, hall))
 
     def begin(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
         raise RemoteError("optimizer: LBFGS, expected one of SGD", error="TrainingError")
@@ -123,12 +123,12 @@ def test_what_the_server_refuses_is_said() -> None:
 def test_a_job_that_has_begun_without_this_worker_is_over_for_it() -> None:
     text = r"job is over for worker: 4, expected one of \[0, 1\]\. Nothing: the job goes on without it"
     with pytest.raises(MembershipError, match=text):
-        take(Lobby("4.1", {}), Agent(), Server([[1], [0]]), "4.1", nobody, sleep=None)
+        take(StartupRendezvous("4.1", {}), Agent(), Server([[1], [0]]), "4.1", nobody, sleep=None)
 
 
 def test_who_is_put_out_of_the_lobby_hears_why_and_leaves_nothing_behind() -> None:
-    hall, agent, server = Lobby("0.0", {}), Agent(), Server()
-    hall.end(Out(reason="too few came", is_end=True))
+    hall, agent, server = StartupRendezvous("0.0", {}), Agent(), Server()
+    hall.stop_training(StopTraining(reason="too few came", is_end=True))
     with pytest.raises(MembershipError, match="job is over: too few came"):
         take(hall, agent, server, "0.0", nobody, sleep=None)
     assert agent.heard[-1] == "close True"
@@ -138,14 +138,16 @@ def test_who_is_put_out_of_the_lobby_hears_why_and_leaves_nothing_behind() -> No
 class Ended(Server):
     """That answers nobody any more."""
 
-    def seek(self, _slot: int) -> Seated:
+    def seek(self, _slot: int) -> RingAssignmentReply:
         raise ConnectionLostError("connection refused")
 
 
 def test_a_worker_that_comes_after_the_end_of_the_job_hears_so() -> None:
-    room: Any = (Lobby("1.1", {}), Agent(), Ended())
+    room: Any = (StartupRendezvous("1.1", {}), Agent(), Ended())
     with pytest.raises(MembershipError, match=r"job is over: all workers are done\. Nothing is left to do\."):
-        lobby.take_seat(*room, "1.1", nobody, why_over=lambda: "all workers are done")
+        elastic_ring_preparation.wait_ring_assignment(
+            *room, "1.1", nobody, read_end_reason=lambda: "all workers are done"
+        )
     unreached = "this worker is no member: no parameter server answers: connection refused"
     with pytest.raises(MembershipError, match=unreached):
-        lobby.take_seat(*room, "1.1", nobody, why_over=lambda: "")
+        elastic_ring_preparation.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ringweave.testing.elastic import ElasticJob
-from tests.training.rings.elastic import ring_functions as functions
+from tests.fakes.elastic_job import ElasticJob
+from tests.training.rings.elastic import ring_functions
 from tests.training.rings.elastic.test_deaths import check_alike, epochs_of, left_of_two_pairs, value_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -18,7 +18,7 @@ LOCAL_STEPS = 3
 
 def sums_of(job: ElasticJob, member: str) -> dict[int, Any]:
     """Number of a step in the ring -> the sum of the parameters after it, as the member has them."""
-    return {said[3]: said[4] for said, _ in job.said(member) if said[0] == "done"}
+    return {said[3]: said[4] for said, _ in job.messages(member) if said[0] == "done"}
 
 
 def check_steps_alike(job: ElasticJob, first: str, second: str) -> int:
@@ -33,17 +33,17 @@ def check_steps_alike(job: ElasticJob, first: str, second: str) -> int:
 def test_a_representative_and_a_member_die_between_two_pushes(moment: str) -> None:
     faults = {"0.0": (2, moment), "3.0": (2, "backward")}
     arguments = (NUM_EPOCHS, 2, faults, 0.0, (), LOCAL_STEPS)
-    with ElasticJob(functions.train, 4, *arguments, attended_by=("server",)) as job:
-        assert job.desk is not None
+    with ElasticJob(ring_functions.train, 4, *arguments, services=("server",)) as job:
+        assert job.server is not None
         values, lost = left_of_two_pairs(job)
-        status = job.desk.service.status()
-        assert lost < 2 * functions.BATCH, "no more than what two members computed in their last steps"
-        assert status.samples == NUM_EPOCHS * functions.NUM_SAMPLES - lost
+        status = job.server.service.status()
+        assert lost < 2 * ring_functions.BATCH, "no more than what two members computed in their last steps"
+        assert status.samples == NUM_EPOCHS * ring_functions.NUM_SAMPLES - lost
         assert status.version == sum(status.pushes.values()) == sum(value["num_pushed"] for value in values)
         num_steps = [max(sums_of(job, member)) for member in ("1.0", "2.0")]
         assert status.version < sum(num_steps), "not every step was pushed"
         for member in faults:
-            job.read(member)
+            job.read_messages(member)
         for first, second in (("0.0", "1.0"), ("2.0", "3.0")):
             check_steps_alike(job, first, second)
 
@@ -52,17 +52,17 @@ def test_workers_that_are_started_again_join_between_two_pushes_or_begin_their_r
     faults = {"0.0": (2, "take"), "2.0": (4, "exchange"), "3.0": (4, "backward")}
     whole = (("0.1", "1.0"), ("2.1", "3.1"))
     arguments = (10**6, 2, faults, 0.01, whole, LOCAL_STEPS)
-    with ElasticJob(functions.train, 4, *arguments, attended_by=("server",)) as job:
+    with ElasticJob(ring_functions.train, 4, *arguments, services=("server",)) as job:
         for member in faults:
             assert job.outcome(member).exit_code == -signal.SIGKILL
         for slot in (0, 2, 3):
-            job.start(slot, 1)
+            job.start_worker(slot, 1)
         values = [value_of(job, member) for ring in whole for member in ring]
         assert epochs_of(job, 0)[-1] == whole[0], "the one that joins is the first, and pushes from there on"
         assert epochs_of(job, 1)[-1] == whole[1], "nobody was left: they begin it again"
         for first, second in whole:
             assert check_steps_alike(job, first, second) > LOCAL_STEPS
-        status = job.desk.service.status() if job.desk else None
+        status = job.server.service.status() if job.server else None
         assert status is not None
         assert status.version == values[0]["num_pushed"] + values[2]["num_pushed"]
         assert all(account.is_accounted for value in values for account in value["accounts"] if account)

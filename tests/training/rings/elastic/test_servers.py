@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ringweave.testing.elastic import ElasticJob
-from tests.training.rings.elastic import ring_functions as functions
+from tests.fakes.elastic_job import ElasticJob
+from tests.training.rings.elastic import ring_functions
 from tests.training.rings.elastic.test_deaths import check_alike, value_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -17,43 +17,43 @@ REPRESENTATIVES = ("0.0", "2.0")
 def wait_steps(job: ElasticJob, members: Sequence[str], count: int = 3) -> None:
     """Until each of them has done so many steps more."""
     for member in members:
-        done = max([said[1] for said, _ in job.said(member) if said[0] == "done"], default=0)
-        job.wait_said(member, lambda said, least=done + count: said[0] == "done" and said[1] >= least)
+        done = max([said[1] for said, _ in job.messages(member) if said[0] == "done"], default=0)
+        job.wait_message(member, lambda said, least=done + count: said[0] == "done" and said[1] >= least)
 
 
 def test_servers_die_alone_with_the_coordinator_and_with_a_representative_and_training_goes_on() -> None:
     whole = (("0.1", "1.0"), ("2.0", "3.1"))
     attendants = ("servers", "standby")
-    with ElasticJob(functions.train, 4, 10**6, 2, {}, 0.01, whole, attended_by=attendants) as job:
+    with ElasticJob(ring_functions.train, 4, 10**6, 2, {}, 0.01, whole, services=attendants) as job:
         pair = job.servers
         assert pair is not None
         wait_steps(job, REPRESENTATIVES)
 
-        first = pair.wait_claim(2)
-        pair.signal(first.leader, signal.SIGKILL)
+        first = pair.wait_leadership(2)
+        pair.send_signal(first.leader, signal.SIGKILL)
         wait_steps(job, REPRESENTATIVES)
 
-        second = pair.wait_claim(2, after=first.number)
+        second = pair.wait_leadership(2, after=first.number)
         assert second.term > first.term
-        pair.signal(second.leader, signal.SIGKILL)
-        job.headquarters[0].close()
+        pair.send_signal(second.leader, signal.SIGKILL)
+        job.coordinators[0].close()
         wait_steps(job, REPRESENTATIVES)
 
-        third = pair.wait_claim(2, after=second.number)
-        pair.signal(third.leader, signal.SIGKILL)
-        job.signal("0.0", signal.SIGKILL)
-        job.signal("3.0", signal.SIGKILL)
+        third = pair.wait_leadership(2, after=second.number)
+        pair.send_signal(third.leader, signal.SIGKILL)
+        job.send_signal("0.0", signal.SIGKILL)
+        job.send_signal("3.0", signal.SIGKILL)
         wait_steps(job, ("1.0", "2.0"))
         for slot in (0, 3):
-            job.start(slot, 1)
+            job.start_worker(slot, 1)
 
         values = [value_of(job, member) for ring in whole for member in ring]
-        version = pair.wait_counted()["version"]
+        version = pair.wait_counters()["version"]
         assert version == values[0]["num_pushed"] + values[2]["num_pushed"], "each push made one version"
         accounts = [account for value in values for account in value["accounts"] if account]
         assert accounts
         assert all(account.is_accounted for account in accounts)
         lost = [sum(account.lost.num_samples for account in value["accounts"] if account) for value in values]
-        assert max(lost) < 2 * functions.BATCH, "no more than two members computed in their last steps"
+        assert max(lost) < 2 * ring_functions.BATCH, "no more than two members computed in their last steps"
         for of_ring in (values[:2], values[2:]):
             check_alike(of_ring)

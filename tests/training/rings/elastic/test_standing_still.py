@@ -5,21 +5,21 @@ from typing import Any
 
 import torch
 
-from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.rings.elastic.member import RingMember
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.training.rings.elastic_worker import ElasticRingWorker
 
-DECREE = Decree(ballot=(1, 1), standings=(Standing(member="0.0"), Standing(member="1.0")))
+DECREE = Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
 
 
-class Member(RingMember):
+class Member(ElasticRingWorker):
     """Keeps what it would tell the server."""
 
     def __init__(self) -> None:
         session: Any = SimpleNamespace(decree=DECREE)
         super().__init__("0.0", lambda: session, lambda: session, [], [torch.zeros(1)])
-        self.said: list[Decree] = []
+        self.said: list[Membership] = []
 
-    def pausing(self, decree: Decree) -> None:
+    def on_pause(self, decree: Membership) -> None:
         self.said.append(decree)
 
 
@@ -28,7 +28,7 @@ def looked(*frozen: tuple[float, float]) -> int:
     member = Member()
     for tenth in range(100):
         now_s = tenth / 10
-        member.look(now_s, is_frozen=any(since_s <= now_s < until_s for since_s, until_s in frozen))
+        member.check_pause(now_s, is_paused=any(since_s <= now_s < until_s for since_s, until_s in frozen))
     return len(member.said)
 
 

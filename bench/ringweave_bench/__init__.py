@@ -1,0 +1,1 @@
+"""Benchmark harness: compares systems on the same nodes, links and ranks, and injects faults into jobs."""

@@ -1,0 +1,1 @@
+"""Fault injection into a job in a lab, by script or at random, and its cost: `ringweave chaos`."""

@@ -1,1 +1,0 @@
-"""Systems measured beside each other on the same nodes, links and ranks."""

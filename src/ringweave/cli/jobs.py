@@ -1,0 +1,234 @@
+"""Verbs on jobs: `ringweave jobs`, `status`, `why`, `events`, `stop`, `delete`, `retry`, `suspend`, `resume`."""
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import click
+
+from ringweave import units
+from ringweave.cli import job_options
+from ringweave.cli.follow import wait_until_gone, watch_job
+from ringweave.platforms import api
+from ringweave.platforms.api import JobView, NodeView
+
+
+def _verb_command(verb: str, text: str, confirmation: str) -> click.Command:
+    @click.command(name=verb, help=text)
+    @job_options.answer_options()
+    @job_options.JOB_ARGUMENT
+    def command(place: str, output: str, name: str) -> int:
+        job = job_options.open_user_platform(place).act(name, verb)
+        job_options.print_answer(output, api.job_view_document(job), lambda: [f"{name}: {confirmation}"])
+        return 0
+
+    return command
+
+
+stop = _verb_command(
+    "stop",
+    "End JOB. Its nodes are deleted or kept as each one's policy says; logs are kept, and retry starts it again.",
+    "it will stop",
+)
+retry = _verb_command(
+    "retry",
+    "Start JOB again after it failed or was stopped, with all its retries, from its last checkpoint.",
+    "it will be tried again",
+)
+suspend = _verb_command(
+    "suspend",
+    "End what runs of JOB and keep it from running until it is resumed; no retry is charged.",
+    "it will be suspended",
+)
+resume = _verb_command("resume", "Let a suspended JOB run.", "it may run")
+
+
+@click.command
+@job_options.answer_options()
+@click.option("--wait/--no-wait", "waits", default=True, help="Wait until nothing is left of it.  [default: wait]")
+@job_options.JOB_ARGUMENT
+def delete(place: str, output: str, waits: bool, name: str) -> int:
+    """Remove JOB with all it left: processes, logs, run directories, name. What its script wrote elsewhere stays."""
+    platform = job_options.open_user_platform(place)
+    job = platform.act(name, "delete")
+    if waits:
+        wait_until_gone(platform, job)
+    job_options.print_answer(
+        output,
+        api.job_view_document(job),
+        lambda: [f"{name}: {'nothing is left of it' if waits else 'it will be removed'}"],
+    )
+    return 0
+
+
+_DEVICE_NAMES = {"cuda": "GPUs", "cpu": "CPU workers"}
+
+
+def job_table(jobs: Sequence[JobView], now: float, *, wide: bool) -> list[str]:
+    """Return a table with a row for each job."""
+    if not jobs:
+        return ["no jobs"]
+    head = ("name", "state", "workers", "nodes", "requester", "age")
+    rows = [(*head, "mode", "why") if wide else head]
+    for job in jobs:
+        row = (
+            job.name,
+            str(job.state),
+            str(job.workers),
+            str(len(job.used_nodes)),
+            job.requester,
+            units.show_duration(now - job.created_s),
+        )
+        rows.append((*row, job.mode, job.reason.text if job.reason else "") if wide else row)
+    return align_columns(rows)
+
+
+def status_lines(job: JobView, now: float, *, wide: bool) -> list[str]:
+    """Return lines about a job and its nodes; a wide table has each node's reason."""
+    workers = f"{job.workers} {_DEVICE_NAMES.get(job.device, job.device)} on {_count_text(len(job.used_nodes), 'node')}"
+    lines = [
+        f"{job.name}: {job.state} for {units.show_duration(now - job.since_s)}",
+        f"{workers} of {job.place}, asked for by {job.requester} {units.show_duration(now - job.created_s)} ago",
+    ]
+    if job.reason:
+        lines += [f"why    {job.reason.text}", f"helps  {job.reason.helps}"]
+    head = ("node", "workers", "state", "attempt", "retries", "iterations", "last loss")
+    rows: list[tuple[str, ...]] = [(*head, "why") if wide else head]
+    for node in job.nodes:
+        rows.append((*_node_cells(node), node.reason.text if node.reason else "") if wide else _node_cells(node))
+    files = [f"files  {job.files}"] if job.files else []
+    return [*lines, "", *align_columns(rows), *([""] if files else []), *files]
+
+
+def reason_lines(job: JobView) -> list[str]:
+    """Return lines with the reasons and hints of the job and of each node."""
+    if job.reason is None:
+        return [f"{job.name} is {job.state}: it waits for nothing."]
+    lines = [f"{job.name} is {job.state}: {job.reason.text}.", f"  {job.reason.helps}."]
+    for node in job.nodes:
+        if node.reason is not None:
+            lines += [f"node {node.name} is {node.state}: {node.reason.text}.", f"  {node.reason.helps}."]
+        for attempt in node.attempts:
+            if attempt.text:
+                charged = ", one retry" if attempt.charged else ""
+                lines.append(f"  attempt {attempt.attempt} ended: {attempt.text} ({attempt.cause}{charged})")
+    return lines
+
+
+def event_table(job: JobView) -> list[str]:
+    """Return a table of events, oldest first."""
+    if not job.events:
+        return ["no events"]
+    return align_columns(
+        [("time", "kind", "what"), *((format_utc(each.time_s), each.kind, each.text) for each in job.events)]
+    )
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, with columns two spaces apart and the last one unpadded."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+
+
+def format_utc(time_s: float) -> str:
+    """Format a time as `2026-11-21 13:05:07Z`."""
+    return f"{datetime.fromtimestamp(time_s, tz=UTC):%Y-%m-%d %H:%M:%S}Z"
+
+
+def _node_cells(node: NodeView) -> tuple[str, ...]:
+    if not node.workers:
+        return (node.name, f"0 of {node.capacity}", str(node.state), "", "", "", "")
+    return (
+        node.name,
+        f"{node.workers} of {node.capacity}",
+        str(node.state),
+        str(node.attempts[-1].attempt),
+        f"{node.retries} of {node.max_retries}",
+        "-" if node.iterations is None else str(node.iterations),
+        "-" if node.last_loss is None else f"{node.last_loss:.4f}",
+    )
+
+
+def _count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+@click.command
+@job_options.answer_options(wide=True)
+@click.option("--metrics", is_flag=True, help="Print them as metrics in Prometheus' text format instead.")
+@click.option("--serve-metrics", "port", type=click.IntRange(1, 65535), metavar="PORT", help="Serve /metrics there.")
+def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
+    """List the jobs of a place, oldest first: your own, and those of others that a policy lets you see.
+
+    Metrics are served at 127.0.0.1 until the command is interrupted; every request looks anew.
+    """
+    platform = job_options.open_user_platform(place)
+    if metrics or port is not None:
+        from ringweave.platforms.metrics import (
+            metrics_text,  # brings an HTTP server
+            serve_metrics,  # brings an HTTP server
+        )
+
+        return serve_metrics(platform, port) if port is not None else _echo_text(metrics_text(platform.jobs()))
+    found = platform.jobs()
+    documents = {"jobs": [api.job_view_document(job) for job in found]}
+    job_options.print_answer(output, documents, lambda: job_table(found, time.time(), wide=output == "wide"))
+    return 0
+
+
+@click.command
+@job_options.answer_options(wide=True)
+@click.option("-w", "--watch", "watches", is_flag=True, help="Go on until the job has ended.")
+@job_options.JOB_ARGUMENT
+def status(place: str, output: str, watches: bool, name: str) -> int:
+    """Say how JOB is: its state and why, and of each node workers, attempt, retries, iterations and last loss.
+
+    With --watch the exit code is the job's: 0 if it succeeded, else 1; -o json prints a document a line, -o yaml begins
+    each with ---. A wide table says of each node why, too.
+    """
+    platform, wide = job_options.open_user_platform(place), output == "wide"
+    if not watches:
+        job = platform.job(name)
+        job_options.print_answer(output, api.job_view_document(job), lambda: status_lines(job, time.time(), wide=wide))
+        return 0
+    clears = sys.stdout.isatty() and output in ("table", "wide")
+    for job in watch_job(platform, name):
+        if clears:
+            click.clear()
+        elif output == "yaml":
+            click.echo("---")
+        job_options.print_answer(
+            output, api.job_view_document(job), lambda job=job: status_lines(job, time.time(), wide=wide)
+        )
+    return 0 if job.state == "Succeeded" else 1
+
+
+@click.command
+@job_options.answer_options()
+@job_options.JOB_ARGUMENT
+def why(place: str, output: str, name: str) -> int:
+    """Say why JOB does not run, or how it ended, node by node, and what helps."""
+    job = job_options.open_user_platform(place).job(name)
+    keys = ("name", "state", "reason")
+    content = api.job_view_document(job)
+    nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
+    job_options.print_answer(output, {key: content[key] for key in keys} | {"nodes": nodes}, lambda: reason_lines(job))
+    return 0
+
+
+@click.command
+@job_options.answer_options()
+@job_options.JOB_ARGUMENT
+def events(place: str, output: str, name: str) -> int:
+    """List what happened to JOB: its states, the beginnings and ends of attempts."""
+    job = job_options.open_user_platform(place).job(name)
+    job_options.print_answer(
+        output, {"name": name, "events": api.job_view_document(job)["events"]}, lambda: event_table(job)
+    )
+    return 0
+
+
+def _echo_text(text: str) -> int:
+    click.echo(text, nl=False)
+    return 0

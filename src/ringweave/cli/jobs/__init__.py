@@ -1,1 +1,0 @@
-"""Verbs that submit jobs, look at them and ask something of them, the same in all places."""

@@ -1,0 +1,444 @@
+"""`ringweave plan`: prints the bound, the predicted times and the chosen schedule of a cluster, or of a run."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringweave import cost, planning, topology, units
+from ringweave.cli import progress as cli_progress
+from ringweave.cli.progress import ProgressPrinter
+from ringweave.cost import network
+from ringweave.errors import RingweaveError, UsageError, explain
+from ringweave.launcher.run_dir import RunDir
+from ringweave.planning import Plan, ScheduleChoice
+from ringweave.telemetry import Event, events
+from ringweave.topology import Cluster, placement
+
+MAX_NAMED_RANKS = 16
+_MAX_LEADER_LINES = 8
+
+
+def leader_reasons(cluster: Cluster, plan: Plan) -> list[str]:
+    """Return the reason of each leader, in the order of `plan.leaders`; the plan has all devices of the cluster."""
+    places: dict[str, list[int]] = {}
+    for rank, name in enumerate(plan.nodes):
+        places.setdefault(name, []).append(rank)
+    taken: dict[str, set[str]] = {}
+    words = []
+    for rank in plan.leaders:
+        node = cluster.node(plan.nodes[rank])
+        index = places[node.name].index(rank)
+        used = taken.setdefault(node.name, set())
+        free = [nic for nic in placement.preferred_nics(node.nics) if nic.name not in used]
+        led = len([leader for leader in plan.leaders if plan.nodes[leader] == node.name])
+        nic = free[0] if led == 1 else min(free, key=lambda each: placement.device_distance(node, each, index))
+        used.add(nic.name)
+        words.append(placement.leader_reason(node, nic, index))
+    return words
+
+
+def leader_lines(cluster: Cluster, plan: Plan, name_rank: Callable[[int], str]) -> list[str]:
+    """Return lines with leaders, reasons, and the rows and columns of their matrix; `name_rank` names a rank."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, words in zip(plan.leaders, leader_reasons(cluster, plan), strict=True):
+        by_reason.setdefault(words, []).append(rank)
+    reason_lines = [f"  {join_names(map(name_rank, ranks))}: {words}" for words, ranks in by_reason.items()]
+    columns = list(zip(*plan.matrix, strict=True))
+    return [
+        f"leaders  {len(plan.leaders)}, one for each {'node' if _has_leader_per_node(plan) else 'NIC'}",
+        *_first_lines(reason_lines, "reasons"),
+        f"matrix   {len(plan.matrix)} x {plan.num_columns}",
+        *_first_lines(
+            [f"  row {index}:  {join_names(map(name_rank, row))}" for index, row in enumerate(plan.matrix)], "rows"
+        ),
+        *_first_lines(
+            [f"  column {index}:  {join_names(map(name_rank, column))}" for index, column in enumerate(columns)],
+            "columns",
+        ),
+    ]
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Join the first names with commas, and count the rest."""
+    names = list(names)
+    more = f" ... and {len(names) - MAX_NAMED_RANKS} more" if len(names) > MAX_NAMED_RANKS else ""
+    return ", ".join(names[:MAX_NAMED_RANKS]) + more
+
+
+def _has_leader_per_node(plan: Plan) -> bool:
+    return len({plan.nodes[rank] for rank in plan.leaders}) == len(plan.leaders)
+
+
+def _first_lines(each: Sequence[str], what: str) -> list[str]:
+    more = [f"  ... and {len(each) - _MAX_LEADER_LINES} more {what}"] if len(each) > _MAX_LEADER_LINES else []
+    return [*each[:_MAX_LEADER_LINES], *more]
+
+
+@click.command
+@click.argument("cluster_path", metavar="[CLUSTER]", required=False)
+@click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option(
+    "--simulate",
+    "num_simulated",
+    type=click.IntRange(0, 7),
+    metavar="N",
+    help="Simulate the whole message by the N fastest, and choose by that; 0: choose by formula.",
+)
+@click.option(
+    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
+)
+@click.option("--leader-per-nic", is_flag=True, help="A leader for each NIC of a node, not one for all, as in run.")
+@click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
+@click.option("--run", "run_dir", metavar="RUN_DIR", help="Instead of planning: predicted beside measured of a run.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(  # noqa: PLR0913, PLR0917 - one parameter per option
+    cluster_path: str | None,
+    size: str,
+    num_simulated: int | None,
+    rates_path: str | None,
+    leader_per_nic: bool,
+    picture: str | None,
+    run_dir: str | None,
+    as_json: bool,
+) -> int:
+    """Say what an allreduce on all devices of CLUSTER takes at least, and which schedule is predicted to take least.
+
+    The bound follows from the rates in the cluster file, or of --rates, and holds for every schedule. Times are
+    predicted by formula, not measured; among several nodes, up to about 16 ranks, a few segments by each schedule in
+    question are also run on virtual time, with assumed costs of processors and queues, and the fastest there is chosen.
+    With --run it says what the collectives of a run were predicted to take, and took.
+    """
+    _check_arguments(cluster_path, run_dir, picture, rates_path)
+    if run_dir is not None:
+        pass
+
+        return print_measured(run_dir, as_json=as_json)
+    num_bytes = units.parse_bytes(size)
+    picture_path = _check_picture_path(picture)
+    cluster = topology.load(str(cluster_path))
+    ranks = [node.name for node in cluster.nodes for _ in node.devices]
+    rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
+    progress = cli_progress.terminal_progress()
+    plan = planning.plan_group(
+        cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, on_progress=progress.print_if_due
+    )
+    simulated = _simulate_schedules(plan, cluster, num_bytes, num_simulated, rates, progress)
+    if picture_path is not None:
+        from ringweave.plots import plan_drawing
+
+        plan_drawing.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated)
+    if as_json:
+        click.echo(json.dumps(_plan_document(cluster, plan, num_bytes, simulated) | {"measured_rates": rates}))
+    else:
+        lines = [
+            *cli_progress.measured_rates_line(rates, cluster, rates_path),
+            "",
+            *_plan_lines(cluster, plan, num_bytes),
+            "",
+        ]
+        click.echo("\n".join([cluster.describe(), *lines, *_choice_table(plan, num_bytes, simulated)]))
+    return 0
+
+
+def _simulate_schedules(
+    plan: Plan,
+    cluster: Cluster,
+    num_bytes: int,
+    count: int | None,
+    rates: Mapping[str, float],
+    progress: ProgressPrinter,
+) -> dict[str, float]:
+    """Return schedule -> simulated seconds of the best candidates; empty where simulation would take too long."""
+    if count == 0 or (count is None and len(set(plan.nodes)) == 1):
+        return {}
+    from ringweave.planning import simulated  # brings the simulator
+    from ringweave.sim import HostModel
+
+    def tell(schedule: str, done: int, total: int) -> None:
+        progress.print_fraction(f"simulating {schedule}", done, total)
+
+    machine = HostModel.assumed()  # these costs agree with measurements (docs/explanation/cost-and-simulation.md)
+    if count is None:
+        return simulated.estimate_candidates(plan, cluster, num_bytes, rates=rates, machine=machine)
+    return simulated.simulate_best(
+        plan, cluster, num_bytes, count=count, rates=rates, machine=machine, on_progress=tell
+    )
+
+
+def _chosen_schedule(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> str:
+    """Return the schedule chosen by simulation, or by formula where nothing was simulated."""
+    return plan.fastest(simulated) if simulated else plan.choose(num_bytes).schedule
+
+
+def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
+    if (cluster_path is None) == (run_dir is None):
+        got = "neither" if run_dir is None else "both"
+        expected = "either CLUSTER or --run RUN_DIR"
+        raise UsageError(explain("what to plan", got=got, expected=expected, do="Give one of the two"))
+    if picture is not None and run_dir is not None:
+        do = "Draw the plan of its cluster file: ringweave plan RUN_DIR/cluster.yaml --picture FILE"
+        raise UsageError(explain("--picture", got=picture, expected="a CLUSTER to draw", do=do))
+    if rates is not None and run_dir is not None:
+        do = "Leave it out: what the run was planned with is in its events"
+        raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
+
+
+def _check_picture_path(picture: str | None) -> Path | None:
+    if picture is None:
+        return None
+    from ringweave.plots import figures
+
+    return figures.check_picture_path(picture)
+
+
+def _plan_document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> dict[str, object]:
+    bound_s = plan.bound_s(num_bytes)
+    return {
+        "bytes": num_bytes,
+        "bound_s": bound_s,
+        "binding": plan.binding,
+        "chosen": _chosen_schedule(plan, num_bytes, simulated),
+        "choices": [
+            {
+                "schedule": choice.schedule,
+                "predicted_s": choice.predicted_s,
+                "simulated_s": simulated.get(choice.schedule),
+                "fraction_of_bound": _bound_fraction(bound_s, choice),
+                "num_segments": choice.num_segments,
+                "lag": choice.lag,
+                "window": choice.window,
+                "most_loaded": plan.demand(choice.schedule).busiest,
+            }
+            for choice in plan.choices(num_bytes)
+        ],
+        "left_out": dict(plan.left_out),
+        "leaders": list(plan.leaders),
+        "leader_reasons": leader_reasons(cluster, plan),
+        "matrix": [list(row) for row in plan.matrix],
+        "ring": list(plan.ring_order),
+        "root": plan.root,
+        "nodes": list(plan.nodes),
+        "rdma": _rdma_nics(cluster, plan),
+    }
+
+
+def _bound_fraction(bound_s: float, choice: ScheduleChoice) -> float | None:
+    """Return bound / predicted time; None if nothing takes time."""
+    return bound_s / choice.predicted_s if choice.predicted_s else None
+
+
+def _plan_lines(cluster: Cluster, plan: Plan, num_bytes: int) -> list[str]:
+    def who(rank: int) -> str:
+        return plan.nodes[rank] if cluster.node(plan.nodes[rank]).num_devices == 1 else f"{plan.nodes[rank]}/{rank}"
+
+    return [
+        f"bound    {_format_time(plan.bound_s(num_bytes))} for {units.format_bytes(num_bytes)} "
+        f"among {len(plan.nodes)} ranks",
+        f"         {plan.binding}",
+        f"ring     {join_names(map(who, plan.ring_order))}",
+        *leader_lines(cluster, plan, who),
+        f"RDMA     {_rdma_line(cluster, plan)}",
+        *_cuda_lines(cluster, plan),
+    ]
+
+
+def _rdma_nics(cluster: Cluster, plan: Plan) -> list[str]:
+    """Return the plan's NICs with RDMA, `a0/ib0`."""
+    nodes = [cluster.node(name) for name in dict.fromkeys(plan.nodes)]
+    return [f"{node.name}/{nic.name}" for node in nodes for nic in node.nics if nic.rdma]
+
+
+def _rdma_line(cluster: Cluster, plan: Plan) -> str:
+    """Return a line about RDMA between nodes, and the tensors that use it."""
+    names = _rdma_nics(cluster, plan)
+    if names:
+        return f"on {join_names(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
+    return "absent (no NIC has rdma: true): between nodes all goes by TCP"
+
+
+def _cuda_lines(cluster: Cluster, plan: Plan) -> list[str]:
+    """Return a line about tensors of accelerators, if nodes of the plan have some."""
+    nodes = [cluster.node(name) for name in dict.fromkeys(plan.nodes)]
+    if not any(device.kind == "cuda" for node in nodes for device in node.devices):
+        return []
+    return ["CUDA     tensors of GPUs take NCCL, unless run --schedule forces one of these; CPU tensors what follows"]
+
+
+def _choice_table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> list[str]:
+    chosen = _chosen_schedule(plan, num_bytes, simulated)
+    second = ["simulated"] if simulated else []
+    rows = [("schedule", "predicted", *second, "bound/predicted", "segments", "most loaded")]
+    for choice in plan.choices(num_bytes):
+        fraction = _bound_fraction(plan.bound_s(num_bytes), choice)
+        demand = plan.demand(choice.schedule)
+        rows.append(
+            (
+                choice.schedule,
+                _format_time(choice.predicted_s),
+                *([_format_simulated(simulated.get(choice.schedule))] if simulated else []),
+                f"{fraction:.2f}" if fraction else "-",
+                f"{choice.num_segments}" + (", overlapping" if choice.lag else ""),
+                f"{demand.busiest}, {_format_time(demand.busiest_s_per_byte * num_bytes)}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = [
+        ("* " if row[0] == chosen else "  ")
+        + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+    why = _choice_reason(plan, num_bytes, plan.choose(num_bytes, chosen), simulated)
+    return [*lines, *(f"  {name}: left out, {reason}" for name, reason in plan.left_out), "", why]
+
+
+def _choice_reason(plan: Plan, num_bytes: int, chosen: ScheduleChoice, simulated: Mapping[str, float]) -> str:
+    """Return the reason of the choice, in a sentence or two."""
+    demand = plan.demand(chosen.schedule)
+    if demand.busiest_s_per_byte * num_bytes < chosen.predicted_s / 2:
+        reason = (
+            f"waits for {demand.num_latencies} messages one after the other and handles {demand.num_messages} per rank"
+        )
+    else:
+        reason = f"needs its most loaded link for {_format_time(demand.busiest_s_per_byte * num_bytes)} only"
+    by_formula = plan.choose(num_bytes).schedule
+    if not simulated:
+        others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes)}
+        return f"* {chosen.schedule} {reason}; {_runner_up_text(chosen.schedule, others, 'predicted')}."
+    differs = f" By formula it would be {by_formula}." if by_formula != chosen.schedule else ""
+    return f"* {chosen.schedule} {reason}; {_runner_up_text(chosen.schedule, simulated, 'simulated')}.{differs}"
+
+
+def _runner_up_text(chosen: str, seconds: Mapping[str, float], how: str) -> str:
+    """Return a text about the fastest schedule that is slower than the chosen one."""
+    if len(seconds) == 1:
+        return f"nothing else was {how}"
+    slower = {name: each_s for name, each_s in seconds.items() if each_s > seconds[chosen] * 1.02}
+    if not slower:
+        return f"the others are {how} to be as fast"
+    rival = min(slower, key=slower.__getitem__)
+    return f"next is {rival}, {how} to take {slower[rival] / seconds[chosen]:.2f} times as long"
+
+
+def _format_simulated(seconds: float | None) -> str:
+    return "-" if seconds is None else _format_time(seconds)
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+_MEASURED_KEY = ("group", "version", "schedule", "bytes", "num_segments", "lag", "window")
+_MEASURED_VALUES = ("predicted_s", "measured_s", "rounds")
+
+
+def print_measured(run_dir: str, *, as_json: bool) -> int:
+    """Print predicted and measured times of a run directory.
+
+    Raises:
+        UsageError: It is no run directory, or nothing was measured in it.
+    """
+    directory = RunDir(root=Path(run_dir).absolute())
+    if not directory.events.is_file():
+        do = "Name the directory of a run, as `ringweave run --run-dir` does"
+        expected = f"a directory with {directory.events.name}"
+        raise UsageError(explain("--run", got=run_dir, expected=expected, do=do))
+    found = events.read_last_attempt(directory.events)
+    rows = compare_measured(found, _bounds_of_cluster_file(directory, found))
+    if not rows:
+        do = "Let it run longer, or train with more than the small messages that the host library takes"
+        expected = "at least one schedule_measured event"
+        raise UsageError(
+            explain("measured collectives", got="none", expected=expected, do=do, where=str(directory.events))
+        )
+    click.echo(json.dumps({"run": run_dir, "measured": rows}) if as_json else "\n".join(_measured_table(rows)))
+    return 0
+
+
+def compare_measured(events_of_attempt: list[Event], bound_by_group: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the last measurement of each group, plan version, size, schedule and pipelining, with its prediction.
+
+    Args:
+        events_of_attempt: The events of one attempt.
+        bound_by_group: The bound of each group for which there is one, at the rates of the cluster file, in seconds per
+            byte; for plans that no event tells of.
+    """
+    bound_by_plan = {
+        (e["group"], e["version"]): e["bound_s_per_byte"] for e in events_of_attempt if e["kind"] == "plan_made"
+    }
+    last_measured = {_measured_key(event): event for event in events_of_attempt if event["kind"] == "schedule_measured"}
+    rows = [
+        dict(zip(_MEASURED_KEY, key, strict=True)) | {name: e[name] for name in _MEASURED_VALUES}
+        for key, e in sorted(last_measured.items())
+    ]
+    for row in rows:
+        predicted_s = row["predicted_s"]
+        s_per_byte = bound_by_plan.get((row["group"], row["version"]), bound_by_group.get(row["group"]))
+        row["measured_over_predicted"] = row["measured_s"] / predicted_s if predicted_s else None
+        row["bound_s"] = s_per_byte * row["bytes"] if s_per_byte else None
+        row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if row["bound_s"] else None
+    return rows
+
+
+def _measured_key(event: Event) -> tuple[Any, ...]:
+    """Return the key of a measurement; older logs name no version."""
+    return tuple(event.get(name, 1) if name == "version" else event[name] for name in _MEASURED_KEY)
+
+
+def _bounds_of_cluster_file(directory: RunDir, found: list[Event]) -> dict[str, float]:
+    """Return the bound of each group by the run's cluster file; empty if the file is gone or has changed."""
+    try:
+        cluster = topology.load(str(directory.cluster_file))
+        return {
+            event["group"]: cost.bound(cluster, 1, nodes=event["nodes"]).seconds
+            for event in found
+            if event["kind"] == "group_formed"
+        }
+    except (OSError, RingweaveError):
+        return {}
+
+
+def _measured_table(rows: list[dict[str, Any]]) -> list[str]:
+    titles = (
+        "group",
+        "plan",
+        "schedule",
+        "bytes",
+        "segments",
+        "bound",
+        "predicted",
+        "measured",
+        "measured/predicted",
+        "rounds",
+    )
+    cells = [titles, *map(_measured_cells, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    notes = [
+        "measured: median on the group's first rank, waiting for late ranks included; predicted: by formula;",
+        "plan: its version, one more each time that it was changed; bound: at the rates that this plan was made with,",
+        "or of the run's cluster file where nothing was tried; a dash where no link is passed or nobody knows rates",
+    ]
+    return [*lines, "", *notes]
+
+
+def _measured_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    ratio = row["measured_over_predicted"]
+    return (
+        row["group"],
+        str(row["version"]),
+        row["schedule"],
+        units.format_bytes(row["bytes"]),
+        str(row["num_segments"]),
+        _format_measured_time(row["bound_s"]),
+        _format_measured_time(row["predicted_s"]),
+        _format_measured_time(row["measured_s"]),
+        "-" if ratio is None else f"{ratio:.2f}",
+        str(row["rounds"]),
+    )
+
+
+def _format_measured_time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,200 @@
+"""`ringweave simulate`: simulates an allreduce on a cluster in virtual time."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from ringweave import planning, sim, topology, units
+from ringweave.cli import progress as cli_progress
+from ringweave.cost import network
+from ringweave.errors import UsageError, explain
+from ringweave.files import file_io
+from ringweave.planning import Plan, ScheduleChoice
+from ringweave.sim import Fault, HostModel, NodeSlowdown, SimulationResult, scenario
+from ringweave.sim.scenario import FAILURE_FORMS, STRAGGLER_FORMS, parse_failure, parse_straggler
+from ringweave.topology import Cluster
+
+_MAX_LISTED = 8
+_PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs of processors and memory"}
+
+
+@click.command
+@click.argument("cluster_path", metavar="CLUSTER")
+@click.option(
+    "--schedule", metavar="NAME", help="Simulate this schedule; by default the one that is predicted to be fastest."
+)
+@click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option(
+    "--segments", type=click.IntRange(1, 4096), metavar="N", help="Cut the message so; by default as planned."
+)
+@click.option(
+    "--processors",
+    metavar="none|assumed|FILE",
+    help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured."
+    " Default: none, or assumed if a node straggles.",
+)
+@click.option(
+    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
+)
+@click.option("--straggle", "straggles", multiple=True, metavar="WHAT", help=f"{STRAGGLER_FORMS}.")
+@click.option("--fail", "failures", multiple=True, metavar="WHAT", help=f"{FAILURE_FORMS}.")
+@click.option("--trace", "trace_path", metavar="FILE", help="Write a trace for ui.perfetto.dev here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(  # noqa: PLR0913, PLR0917 - one parameter per option
+    cluster_path: str,
+    schedule: str | None,
+    size: str,
+    segments: int | None,
+    processors: str | None,
+    rates_path: str | None,
+    straggles: tuple[str, ...],
+    failures: tuple[str, ...],
+    trace_path: str | None,
+    as_json: bool,
+) -> int:
+    """Simulate an allreduce on all devices of CLUSTER, event by event: streams that share the links of the file.
+
+    Prints the time of the slowest rank, what each link carries and, where something fails, who never finishes and when
+    the others notice. By default the network alone takes time: latency and, without --rates, rates of the
+    cluster file.
+    """
+    file_io.check_writable("--trace", trace_path)
+    faults = [*map(parse_straggler, straggles), *map(parse_failure, failures)]
+    processors = _resolve_processors(processors, faults)
+    machine = _resolve_machine(processors)
+    num_bytes = units.parse_bytes(size)
+    cluster = topology.load(cluster_path)
+    rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
+    progress = cli_progress.terminal_progress()
+    ranks = [node.name for node in cluster.nodes for _ in node.devices]
+    plan = planning.plan_group(cluster, ranks, rates=rates, on_progress=progress.print_if_due)
+    choice = _resolve_choice(plan, num_bytes, schedule, segments)
+    found = sim.simulate(
+        plan.generate(choice.schedule),
+        cluster,
+        plan.nodes,
+        num_bytes,
+        pipelining=choice.pipelining,
+        rates=rates,
+        machine=machine,
+        faults=faults,
+        keeps_trace=trace_path is not None,
+        progress=functools.partial(progress.print_fraction, f"simulating {choice.schedule}"),
+    )
+    if trace_path is not None:
+        trace = sim.trace_document(found, cluster, plan.nodes, _trace_title(cluster, choice, num_bytes))
+        file_io.write_output("--trace", trace_path, json.dumps(trace) + "\n")
+    if as_json:
+        given = {"processors": processors, "measured_rates": rates}
+        click.echo(json.dumps(_simulation_document(found, plan, choice, num_bytes) | given))
+    else:
+        work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
+        lines = _simulation_lines(found, cluster, plan, choice, num_bytes, work, rates)
+        click.echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
+    return 0
+
+
+def _resolve_processors(given: str | None, faults: Sequence[Fault]) -> str:
+    """Return the costs of processors; with a slow node they are needed.
+
+    Raises:
+        UsageError: A node is slow, and the costs are `none`.
+    """
+    slow = [fault.node for fault in faults if isinstance(fault, NodeSlowdown)]
+    if given == "none" and slow:
+        expected, do = (
+            "assumed, or a FILE",
+            f"Leave --processors out: work that takes no time is not slower on {slow[0]}",
+        )
+        raise UsageError(explain("--processors with a slow node", got=given, expected=expected, do=do))
+    return given or ("assumed" if slow else "none")
+
+
+def _resolve_machine(processors: str) -> HostModel:
+    if processors == "none":
+        return HostModel()
+    return HostModel.assumed() if processors == "assumed" else scenario.load_host_costs(processors)
+
+
+def _trace_title(cluster: Cluster, choice: ScheduleChoice, num_bytes: int) -> str:
+    return f"allreduce of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
+
+
+def _resolve_choice(plan: Plan, num_bytes: int, schedule: str | None, segments: int | None) -> ScheduleChoice:
+    choice = plan.choose(num_bytes, schedule)
+    if segments is None:
+        return choice
+    return ScheduleChoice(
+        schedule=choice.schedule,
+        num_segments=segments,
+        lag=max(1, choice.lag),
+        window=choice.window,
+        predicted_s=math.inf,
+    )
+
+
+def _simulation_document(found: SimulationResult, plan: Plan, choice: ScheduleChoice, num_bytes: int) -> dict[str, Any]:
+    return {
+        "bytes": num_bytes,
+        "schedule": choice.schedule,
+        "num_segments": choice.num_segments,
+        "lag": choice.lag,
+        "window": choice.window,
+        "simulated_s": _json_number(found.seconds),
+        "bound_s": plan.bound_s(num_bytes),
+        "binding": plan.binding,
+        "bytes_on_link": dict(found.bytes_on_link),
+        "finish_s": [_json_number(time_s) for time_s in found.finish_s],
+        "died": list(found.died),
+        "noticed_s": {str(rank): time_s for rank, time_s in found.noticed_s.items()},
+    }
+
+
+def _json_number(seconds: float) -> float | None:
+    """Return the number for JSON, which has no infinity."""
+    return seconds if seconds < math.inf else None
+
+
+def _simulation_lines(
+    found: SimulationResult,
+    cluster: Cluster,
+    plan: Plan,
+    choice: ScheduleChoice,
+    num_bytes: int,
+    work: str,
+    measured: Mapping[str, float],
+) -> list[str]:
+    bound_s = plan.bound_s(num_bytes)
+    cut = f"{choice.num_segments} segment{'s' if choice.num_segments > 1 else ''}"
+    what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks by {choice.schedule} ({cut})"
+    if found.seconds < math.inf:
+        share = f", {bound_s / found.seconds:.2f} of that" if found.seconds else ""
+        lines = [f"simulated  {_format_milliseconds(found.seconds)} for {what}; {work}"]
+    else:
+        share, lines = "", [f"simulated  never through: {what}; {work}", *_failure_lines(found, plan)]
+    lines += [f"bound      {_format_milliseconds(bound_s)}{share}", f"           {plan.binding}"]
+    rates = {**{link.name: link.bandwidth_bytes_per_s for link in cluster.links()}, **measured}
+    loaded = sorted(found.bytes_on_link.items(), key=lambda pair: -pair[1] / rates[pair[0]])
+    lines += [
+        f"  {link} carries {carried / 1e6:.6g} MB, {_format_milliseconds(carried / rates[link])} at its rate"
+        for link, carried in loaded[:_MAX_LISTED]
+    ]
+    return [*lines, *([f"  ... and {len(loaded) - _MAX_LISTED} more links"] if len(loaded) > _MAX_LISTED else [])]
+
+
+def _failure_lines(found: SimulationResult, plan: Plan) -> list[str]:
+    dead = [f"  rank {rank} on {plan.nodes[rank]} was killed" for rank in found.died[:_MAX_LISTED]]
+    first = sorted(found.noticed_s.items(), key=lambda pair: pair[1])
+    noticed = [
+        f"  rank {rank} on {plan.nodes[rank]} gives up after {_format_milliseconds(at_s)}"
+        for rank, at_s in first[:_MAX_LISTED]
+    ]
+    return [*dead, *noticed, *([f"  ... and {len(first) - _MAX_LISTED} more"] if len(first) > _MAX_LISTED else [])]
+
+
+def _format_milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,61 @@
+"""`ringweave split`: divides a number of GPUs over unequal nodes."""
+
+import json
+from typing import Any
+
+import click
+
+from ringweave.errors import UsageError, explain
+from ringweave.jobs import split
+from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
+
+
+@click.command
+@click.option("--gpus", type=int, metavar="N", required=True, help="GPUs (or CPU workers) in all.")
+@click.option("--capacity", metavar="A,B,..", required=True, help="How many each node may run, in node order.")
+@click.option(
+    "--min-per-node", type=int, metavar="M", default=MIN_PER_NODE, show_default=True, help="Least that a node gets."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(gpus: int, capacity: str, min_per_node: int, as_json: bool) -> int:
+    """Share N GPUs out over unequal nodes: as few nodes as can hold them, with at least M GPUs on each.
+
+    Exit code 2 if there is no such split; then the nearest totals that have one are named.
+    """
+    found = split.split_workers(gpus, _parse_capacities(capacity), min_per_node=min_per_node)
+    if as_json:
+        click.echo(json.dumps(_split_document(found)))
+    elif found.is_feasible:
+        click.echo("\n".join(_split_lines(found)))
+    if not found.is_feasible:
+        click.echo(f"ringweave: error: {found.refusal_text()}", err=True)
+    return 0 if found.is_feasible else 2
+
+
+def _parse_capacities(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        expected = "whole numbers with commas between, one a node"
+        raise UsageError(explain("--capacity", got=text, expected=expected, do="Write it like 10,5")) from error
+
+
+def _split_document(found: WorkerSplit) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "gpus": found.total,
+        "capacity": list(found.capacities),
+        "min_per_node": found.min_per_node,
+        "nodes": None if found.counts is None else list(found.counts),
+    }
+    if not found.is_feasible:
+        nearest = {"nearest_below": found.nearest_below, "nearest_above": found.nearest_above}
+        document |= nearest | {"error": found.refusal_text()}
+    return document
+
+
+def _split_lines(found: WorkerSplit) -> list[str]:
+    rows = [
+        f"node {node}: {count} of {capacity}" if count else f"node {node}: not used, of {capacity}"
+        for node, (count, capacity) in enumerate(zip(found.counts or (), found.capacities, strict=True))
+    ]
+    return [f"{found.total} on {found.num_nodes} of {len(found.capacities)} nodes", *rows]

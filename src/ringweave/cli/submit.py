@@ -1,0 +1,309 @@
+"""`ringweave submit`: builds a job from a file and flags, shows its plan, asks, submits and follows it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringweave import units
+from ringweave.cli import follow, job_options
+from ringweave.errors import UsageError, explain
+from ringweave.jobs import request
+from ringweave.jobs.request import JobFlag, JobRequest
+from ringweave.platforms import api, submission
+from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.api import JobView, Submission
+from ringweave.platforms.registry import with_platform_option
+
+PLANNED_BUCKET_BYTES = 25_000_000
+"""DDP's gradient bucket, for which the schedule is chosen."""
+_MAX_NAMED_RANKS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlacement:
+    """Placement of workers on one node."""
+
+    name: str
+    workers: int
+    capacity: int
+    first_rank: int | None
+    """Global rank of its first worker, followed by the others; None for an unused node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlan:
+    """Plan of a job before it runs."""
+
+    nodes: tuple[NodePlacement, ...]
+    split_reason: str
+    """Reason of the split."""
+    ring: tuple[int, ...]
+    """Global ranks in the order of the ring of all workers."""
+    leaders: tuple[int, ...]
+    """Global ranks that talk to other nodes, one for each node."""
+    schedule: str
+    """Schedule that is predicted to be the fastest for a bucket."""
+    predicted_s: float
+    """Predicted seconds of an allreduce of a bucket, at assumed rates; in a lab at those of its cluster file."""
+    server: str | None = None
+    """Node of the parameter server; None if the mode needs none."""
+
+
+def plan_job(request: JobRequest, job: JobView) -> JobPlan:
+    """Plan an admitted job at assumed rates; they are measured when its first group is formed."""
+    from ringweave import planning  # brings numpy and scipy
+
+    used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]
+    config = JobConfig(
+        job=job.name,
+        device=job.device,
+        mode=job.mode,
+        nodes=tuple(NodeConfig(index=index, name=node.name, workers=node.workers) for index, node in used),
+        script=request.script,
+        lab=request.lab,
+        cluster=submission.lab_cluster_text(request),
+    )
+    cluster = node_layout.build_cluster(config, {})
+    ranks = [node.name for node in cluster.nodes for _ in node.devices]
+    group_plan = planning.plan_group(cluster, ranks)
+    choice = group_plan.choose(PLANNED_BUCKET_BYTES)
+    return JobPlan(
+        nodes=tuple(_node_placements(job)),
+        split_reason=_split_reason(request, job),
+        ring=tuple(group_plan.ring_order),
+        leaders=tuple(group_plan.leaders),
+        schedule=choice.schedule,
+        predicted_s=choice.predicted_s,
+        server=node_layout.server_node(config),
+    )
+
+
+def job_plan_document(plan: JobPlan) -> dict[str, Any]:
+    """Return the plan for `submit --json`."""
+    nodes = [
+        {"name": each.name, "workers": each.workers, "capacity": each.capacity, "first_rank": each.first_rank}
+        for each in plan.nodes
+    ]
+    return {
+        "split": nodes,
+        "why": plan.split_reason,
+        "ring": list(plan.ring),
+        "leaders": list(plan.leaders),
+        "schedule": plan.schedule,
+        "bytes": PLANNED_BUCKET_BYTES,
+        "predicted_s": plan.predicted_s,
+        "server": plan.server,
+    }
+
+
+def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str]:
+    """Return the plan as lines for people."""
+    device = "GPUs" if request.device == "cuda" else "CPU workers"
+    rows = [f"  {_placement_text(each)}" for each in plan.nodes]
+    size = units.format_bytes(PLANNED_BUCKET_BYTES)
+    rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
+    served = [f"server   on {plan.server}, which is connected best"] if plan.server else []
+    return [
+        f"job {job.name} on {job.place} for {job.requester}: {job.workers} {device}, {request.script}",
+        f"split    {plan.split_reason}",
+        *rows,
+        f"rings    in each node one of its own workers; through all: {_ranks_text(plan.ring)}",
+        f"leaders  {_leaders_text(plan)}",
+        *served,
+        *_elastic_lines(plan, request),
+        f"first    {plan.schedule} for {size}, predicted {plan.predicted_s * 1e3:.1f} ms at {rates}; "
+        "they are measured when it runs",
+    ]
+
+
+def _elastic_lines(plan: JobPlan, request: JobRequest) -> list[str]:
+    if request.elastic is None:
+        return []
+    first, second = [each.name for each in plan.nodes if each.workers][:2]
+    least = f"goes on with {request.elastic.min} of {request.num_workers} workers or more when a node is lost"
+    return [f"elastic  {least}; coordinators on {first} and {second}"]
+
+
+def _placement_text(each: NodePlacement) -> str:
+    if each.first_rank is None:
+        return f"{each.name}: not used, of {each.capacity}"
+    return (
+        f"{each.name}: {each.workers} of {each.capacity}, ranks {each.first_rank}-{each.first_rank + each.workers - 1}"
+    )
+
+
+def _leaders_text(plan: JobPlan) -> str:
+    def node(rank: int) -> str:
+        return next(
+            each.name
+            for each in plan.nodes
+            if each.first_rank is not None and 0 <= rank - each.first_rank < each.workers
+        )
+
+    named = ", ".join(f"rank {rank} on {node(rank)}" for rank in plan.leaders[:_MAX_NAMED_RANKS])
+    return named + (f" and {len(plan.leaders) - _MAX_NAMED_RANKS} more" if len(plan.leaders) > _MAX_NAMED_RANKS else "")
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks[:_MAX_NAMED_RANKS])) + (" ..." if len(ranks) > _MAX_NAMED_RANKS else "")
+
+
+def _node_placements(job: JobView) -> list[NodePlacement]:
+    found, first = [], 0
+    for node in job.nodes:
+        rank = first if node.workers else None
+        found.append(NodePlacement(name=node.name, workers=node.workers, capacity=node.capacity, first_rank=rank))
+        first += node.workers
+    return found
+
+
+def _split_reason(request: JobRequest, job: JobView) -> str:
+    used, there = len(job.used_nodes), len(job.nodes)
+    at_least = f"at least {request.min_per_node} on each, which is what a ring needs"
+    return f"{job.workers} on {used} of {there} nodes: the fewest that hold them, the largest first, {at_least}"
+
+
+@click.command
+@job_options.answer_options()
+@click.option("--name", metavar="NAME", help="Name of the job.")
+@click.option("--gpus", type=int, metavar="N", help="GPUs in all.")
+@click.option("--cpu-workers", type=int, metavar="N", help="Workers without a GPU in all.")
+@click.option("--capacity", metavar="A,B,..", help="Nodes n0, n1, .. that may run so many each.")
+@click.option("--max-retries", type=int, metavar="N", help="How often each node of --capacity is replaced.")
+@click.option("--deletion", metavar="POLICY", help="What becomes of each: delete, keep or keep-on-failure.")
+@click.option("--min-per-node", type=int, metavar="N", help="The least that a used node gets.")
+@click.option("--script", metavar="FILE", help="The program.")
+@click.option("--directory", metavar="DIR", help="The folder that the script needs around it.")
+@click.option("--arguments", metavar="WORDS", help="What the script is called with, as a shell would split it.")
+@click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="A variable of the workers.")
+@click.option("--data", metavar="WHERE", help="Where the training data is.")
+@click.option("--image", metavar="IMAGE", help="Container image.")
+@click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods have as /claim, on Kubernetes.")
+@click.option("--mode", metavar="NAME", help="How to train: auto, sync, balanced, ps-hra or ps.")
+@click.option(
+    "--elastic", type=int, metavar="MIN", help="With so many workers at least the others go on without a lost node."
+)
+@click.option("--lab", metavar="NAME", help="Put the nodes into those of a lab that is up on this machine.")
+@click.option("--ttl", metavar="TIME", help="Remove the job so long after its end, such as 3600s.")
+@click.option("--suspend", is_flag=True, default=None, help="Do not start it before it is resumed.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--detach", is_flag=True, help="Return when it is submitted, and do not follow it.")
+@click.option(
+    "--dry-run",
+    is_flag=False,
+    flag_value="plan",
+    type=click.Choice(["plan", "full"]),
+    help="Check all and change nothing; full also prints what the job becomes in its place.",
+)
+@click.argument("path", metavar="[FILE]", required=False, type=click.Path(dir_okay=False))
+def command(
+    place: str, output: str, yes: bool, detach: bool, dry_run: str | None, path: str | None, **flags: Any
+) -> int:
+    """Submit the job that FILE describes. Flags go over the file, key by key; without a file they are the job.
+
+    Its plan is shown first: how workers are shared out over the nodes and why, rings, leaders. Relative paths start
+    from the file's folder; those of flags from the current one. The job runs on when this command or its terminal ends.
+    Followed, the exit code is the job's: 0 if it succeeded, else 1.
+    """
+    request, base = _read_request(path, flags)
+    platform = job_options.open_user_platform(place)
+    tried = platform.submit(request, base=base, dry_run=True)
+    plan = plan_job(request, tried.job)
+    if output == "table":
+        click.echo("\n".join(job_plan_lines(plan, request, tried.job)), err=dry_run is None)
+    if dry_run is not None:
+        _print_dry_run(output, tried, job_plan_document(plan), full=dry_run == "full")
+        return 0
+    if not yes and not _confirm_submission(request.name):
+        click.echo("ringweave: nothing was submitted", err=True)
+        return 1
+    made = platform.submit(request, base=base)
+    if output != "table":
+        job_options.print_answer(
+            output, {"plan": job_plan_document(plan), "job": api.job_view_document(made.job)}, list
+        )
+        return 0
+    if detach:
+        text = f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}"
+        click.echo(with_platform_option(text, request.name, place))
+        return 0
+    return follow.follow_job(request.name, place, lambda: job_options.open_user_platform(place))
+
+
+def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *, full: bool) -> None:
+    objects = {each.name: each.text for each in submission.objects} if full else {}
+    content = {"plan": plan, "job": api.job_view_document(submission.job), "objects": objects}
+    parts = [f"--- {name}\n{text.rstrip()}" for name, text in objects.items()]
+    job_options.print_answer(output, content, lambda: [*parts, "nothing was submitted"])
+
+
+def _confirm_submission(name: str) -> bool:
+    if not sys.stdin.isatty():
+        do = "Add -y to submit without being asked, or --dry-run to see the plan only"
+        raise UsageError(explain("answer", got="no terminal", expected="somebody who can be asked", do=do))
+    return click.confirm(f"Submit {name}?", err=True)
+
+
+def _read_request(path: str | None, flags: dict[str, Any]) -> tuple[JobRequest, Path]:
+    """Return the request, and the folder that its relative paths start from."""
+    given = _read_flags(flags, in_file=path is not None)
+    if path is None:
+        return request.request_from_flags(given), Path()
+    return request.load_request(path, given), Path(path).parent
+
+
+def _read_flags(flags: dict[str, Any], *, in_file: bool) -> dict[str, JobFlag]:
+    flags = dict(flags)
+    given = _node_flags(flags.pop("capacity"), flags.pop("max_retries"), flags.pop("deletion"))
+    for key, value in flags.items():
+        if value is None or value == ():
+            continue
+        name = f"--{key.replace('_', '-')}"
+        if key == "arguments":
+            given[key] = JobFlag(name=name, value=_split_arguments(value))
+        elif key == "environment":
+            given[key] = JobFlag(name="--env", value=dict(map(_parse_variable, value)))
+        elif key == "directory" or (key == "script" and in_file and flags["directory"] is None):
+            given[key] = JobFlag(name=name, value=str(Path(value).absolute()))
+        else:
+            given[key] = JobFlag(name=name, value={"min": value} if key == "elastic" else value)
+    return given
+
+
+def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | None) -> dict[str, JobFlag]:
+    """Return the nodes that the flags define; none if the file defines them."""
+    each = {"max_retries": max_retries, "deletion": deletion}
+    given = {key: value for key, value in each.items() if value is not None}
+    if capacity is None:
+        if given:
+            do = "Write them into the nodes of the file, or give --capacity too"
+            got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            raise UsageError(explain("flags", got=got, expected="--capacity, whose nodes they are about", do=do))
+        return {}
+    try:
+        nodes = [{"capacity": int(word), **given} for word in capacity.split(",")]
+    except ValueError as error:
+        expected = "whole numbers with commas between, one a node"
+        raise UsageError(explain("--capacity", got=capacity, expected=expected, do="Write it like 10,5")) from error
+    return {"nodes": JobFlag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
+
+
+def _split_arguments(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        do = "Close what is quoted"
+        raise UsageError(explain("--arguments", got=text, expected="words as a shell reads them", do=do)) from error
+
+
+def _parse_variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(explain("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1"))
+    return name, value

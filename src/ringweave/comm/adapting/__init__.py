@@ -1,1 +1,0 @@
-"""Adapting while a job runs: ranks consult now and then, the first one rules, and all follow."""

@@ -1,0 +1,1 @@
+"""Engine: runs the collectives of a group by compiled schedules."""

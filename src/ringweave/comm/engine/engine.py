@@ -1,0 +1,448 @@
+"""Collective engine: runs the collectives of one group by schedules, several at a time."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from ringweave import planning, schedules
+from ringweave.comm.counters import CollectiveCounters
+from ringweave.comm.engine import executor
+from ringweave.comm.engine.channels import CallbackRunner, CollectiveChannel, CollectiveJob
+from ringweave.comm.engine.device import check_sendable, run_rounds, stream_work
+from ringweave.comm.engine.executor import (
+    CollectiveIntent,
+    ProgramCache,
+    check_agreement,
+    flatten_tensor,
+    run_program,
+    write_back,
+)
+from ringweave.comm.engine.reductions import ReduceOperation
+from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegistry
+from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.native_backend import NativeBackends
+from ringweave.comm.transport.interface import MismatchError, TransferFailedError, Transport
+from ringweave.comm.tuning.control_tree import ControlTree
+from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
+from ringweave.comm.work import PendingWork
+from ringweave.errors import CommunicationError, DisagreementError
+from ringweave.schedules.program import RankProgram, compile_program
+from ringweave.telemetry.events import EventLog
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """Program for one kind of message."""
+
+    program: RankProgram
+    signature: int
+    """Part of the tag, so that ranks with different programs find out at the first message."""
+
+
+@dataclass(slots=True)
+class ScheduledMessage:
+    """Message of one collective, and its program."""
+
+    tensor: Tensor
+    op: Any
+    reduction: ReduceOperation
+    program: Future[CompiledProgram] | None = None
+    """None for the native backend."""
+    makes_program: bool = False
+    """This collective makes the program."""
+
+    def cancel_program(self) -> None:
+        """Cancel the program if this collective was to make it and did not, so that no other collective waits for it.
+
+        Collectives that only use the program leave it alone: it may be in the making.
+        """
+        if self.makes_program and self.program is not None:
+            self.program.cancel()  # no effect on a finished one
+
+
+# Longer than a file should be: the start of a collective and the end of a group belong together.
+
+
+NUM_CHANNELS = 2
+"""Collectives of one group that may be in flight at once."""
+
+_ABORT_TIMEOUT_S = 5.0
+"""Limit on waiting for aborted channels in `close`: they end at once, except in operations that cannot be aborted."""
+
+
+class CollectiveEngine:
+    """The scheduled collectives of one group on one rank.
+
+    Collectives are numbered in the order of the calls, which is the same on all ranks, as torch.distributed asks for.
+    All ranks run the oldest unfinished one, so there is always progress.
+    """
+
+    def __init__(
+        self,
+        group: GroupInfo,
+        selector: ScheduleSelector,
+        connect: Callable[[int], Transport],
+        native: NativeBackends,
+        failures: FailureRegistry,
+        counters: CollectiveCounters,
+        log: EventLog | None = None,
+    ) -> None:
+        """`selector` decides schedules; `connect` makes a channel's transport; `native` is the native backend."""
+        self.counters = counters
+        self._group = group
+        self._selector = selector
+        self._native = native
+        self._failures = failures
+        self._log = log
+        self._callbacks = CallbackRunner(f"ringweave-{counters.group}-done")
+        self._channels = [
+            CollectiveChannel(f"ringweave-{counters.group}-{index}", connect(index), self._run_job, self._callbacks)
+            for index in range(NUM_CHANNELS)
+        ]
+        self._rank_parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
+        self._plan_version, self._num_exchanges = 1, 0
+        self._idle_channel = 0
+        """Channel that does not have the newest collective."""
+        self._programs: ProgramCache[CompiledProgram] = ProgramCache()
+        self._order_lock = threading.Lock()
+        self._ending_lock = threading.Lock()
+        self._error: CommunicationError | None = None
+
+    def allreduce(
+        self, tensor: Tensor, op: Any, reduction: ReduceOperation, request: CollectiveRequest, timeout_s: float
+    ) -> PendingWork:
+        """Reduce `tensor` over the group, in place, by the schedule that the selector decides on.
+
+        Args:
+            tensor: On the CPU; any shape and strides.
+            op: Reduce operation of torch.
+            reduction: Combines contributions.
+            request: Input of the selector.
+            timeout_s: Limit on the whole collective, from its start.
+        """
+        scheduled = ScheduledMessage(tensor, op, reduction)
+        work = PendingWork([tensor])
+        with self._order_lock:  # channels get collectives in the order of their numbers
+            pending = self._selector.admit(
+                request, lambda decision: self._reserve_program(scheduled, decision), timeout_s
+            )
+            schedule = pending.decision.choice.schedule if pending.decision else "a schedule to be tried"
+            operation = f"allreduce #{pending.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {schedule})"
+            job = CollectiveJob(
+                lambda channel: self._run_allreduce(pending, scheduled, channel, timeout_s),
+                operation,
+                work,
+                scheduled.cancel_program,
+            )
+            channel = pending.number % NUM_CHANNELS  # assigned to the channels in turn
+            self._idle_channel = (channel + 1) % NUM_CHANNELS
+            return self._submit(job, channel)
+
+    def wait_for_plan(self) -> None:
+        """Wait for the group's plan.
+
+        Raises:
+            PeerError: It did not come in time, or before the group was aborted.
+        """
+        _ = self._selector.plan
+
+    def allgather_small(self, row: Tensor, timeout_s: float) -> Tensor:
+        """Return a short row of each rank, (group_size, width), from (width,) of each (`ControlTree.allgather`).
+
+        It runs beside the newest collective, which need not be done. Blocks.
+        """
+        tables: list[Tensor] = []
+        with self._order_lock:
+            self._num_exchanges += 1
+            number = self._num_exchanges
+            tag, operation = (
+                executor.make_tag(number, executor.ALLGATHER_SIGNATURE),
+                f"exchange #{number} ({row.numel()} x {row.dtype})",
+            )
+
+            def run(lane: CollectiveChannel) -> None:
+                tables.append(ControlTree(self._group, lane.transport, tag=tag, timeout_s=timeout_s).allgather(row))
+
+            work = self._submit(CollectiveJob(run, operation, PendingWork([row]), lambda: None), self._idle_channel)
+        work.wait()
+        return tables[0]
+
+    def _submit(self, job: CollectiveJob, channel: int) -> PendingWork:
+        """Submit a job to a channel, or fail it if the group has ended; in the order of the calls."""
+        if self._error is None:
+            self._channels[channel].submit(job)
+        else:
+            job.work.set_finished(self._repeated_error(job.operation))
+            job.work.resolve_future()
+        return job.work
+
+    def _reserve_program(self, scheduled: ScheduledMessage, decision: ScheduleDecision) -> None:
+        """Reserve the program for this kind of message; called in the order of the collectives."""
+        if decision.choice.schedule == schedules.NATIVE:
+            return
+        choice, tensor = decision.choice, scheduled.tensor
+        if decision.version != self._plan_version:
+            # Programs of another plan are not used again.
+            self._plan_version, self._programs = (decision.version, ProgramCache())
+        kind = (choice, tensor.numel(), tensor.dtype, scheduled.reduction.name)
+        scheduled.program, scheduled.makes_program = self._programs.get_or_reserve(
+            kind, choice.num_segments * self._group.group_size
+        )
+
+    def _run_allreduce(
+        self, pending: PendingCollective, scheduled: ScheduledMessage, channel: CollectiveChannel, timeout_s: float
+    ) -> None:
+        """Run one collective, in the thread of its channel."""
+        tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
+        decision = self._selector.wait_for_decision(pending, channel.transport, tag=tag, timeout_s=timeout_s)
+        message = flatten_tensor(scheduled.tensor)
+        index = pending.number % NUM_CHANNELS
+        compiled = None
+        if scheduled.program is None:
+            self._native.prepare(index, lambda: self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s))
+        else:
+            if scheduled.makes_program:
+                self._fulfil_program(
+                    scheduled.program, channel, message, scheduled.reduction, decision, pending.number, timeout_s
+                )
+            compiled = scheduled.program.result()
+            channel.transport.connect(compiled.program.peers, timeout_s)
+        if decision.is_trial:
+            self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s)
+        started_s = time.monotonic()
+        if compiled is None:
+            self._native.allreduce(index, message, scheduled.op, timeout_s)
+        else:
+            self._run_program(compiled, message, scheduled.reduction, channel, pending.number, timeout_s)
+        seconds = time.monotonic() - started_s
+        write_back(message, scheduled.tensor)
+        self.counters.count(decision.choice.schedule, message.nbytes, compiled.program.num_sends if compiled else 0)
+        self._selector.record_finished(pending, seconds)
+
+    def _run_program(
+        self,
+        compiled: CompiledProgram,
+        message: Tensor,
+        reduction: ReduceOperation,
+        channel: CollectiveChannel,
+        number: int,
+        timeout_s: float,
+    ) -> None:
+        reduction.prepare(message)
+        transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
+        run_program(
+            compiled.program, message, reduction.combine, transport, channel.scratch, tag=tag, timeout_s=timeout_s
+        )
+        reduction.finish(message, self._group.group_size)
+
+    def allreduce_on_device(
+        self, tensor: Tensor, reduction: ReduceOperation, schedule_name: str, native_group: ProcessGroup
+    ) -> Work:
+        """Reduce an accelerator tensor by a schedule, round by round, with native messages.
+
+        Args:
+            tensor: On the accelerator; any shape and strides.
+            reduction: How contributions are combined.
+            schedule_name: Name of the schedule.
+            native_group: Sends and receives on the accelerator.
+
+        Raises:
+            CommunicationError: The native backend sends no messages of this dtype.
+        """
+        check_sendable(reduction, tensor.dtype)
+        schedule, transfers = self._rank_part(schedule_name, self._selector.plan, version=1)
+        message = flatten_tensor(tensor)
+        reduction.prepare(message)
+        run_rounds(schedule, transfers, message, reduction.combine, native_group)
+        reduction.finish(message, self._group.group_size)
+        self.counters.count(schedule_name, message.nbytes, sum(transfer.sends for transfer in transfers))
+        write_back(message, tensor)
+        return stream_work(tensor)
+
+    def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
+        """End this group: report the failure, abort every connection so that no rank waits, and name the culprit.
+
+        Args:
+            failure: The message that did not get through.
+            operation: The collective in words.
+        """
+        report = CollectiveFailureReport(doing=operation, suspect=failure.peer, hung=failure.hung)
+        return self._end_group(report, lambda: self._failures.diagnose(failure, operation), failure)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish submitted collectives within the limit, then abort the rest; safe to call twice.
+
+        A group that was aborted or has failed has nothing to finish, and is not waited for.
+        """
+        if self._error is not None:
+            timeout_s = min(timeout_s, _ABORT_TIMEOUT_S)
+        destroyed = CommunicationError("process group: it was destroyed. Make a new one.")
+        for channel in self._channels:
+            channel.stop_accepting()
+        deadline = time.monotonic() + timeout_s
+        if not all(channel.wait_finished(max(0.0, deadline - time.monotonic())) for channel in self._channels):
+            self._error = self._error or destroyed  # so that no rank searches for a culprit
+            self._failures.stop_waiting()
+            self._selector.abort()
+            for channel in self._channels:  # before any wait: it may depend on the result of another one
+                if not channel.wait_finished(0.0):
+                    channel.abort()
+            self._native.abort()
+        for channel in self._channels:
+            channel.close(timeout_s)
+        self._native.close()
+        self._callbacks.close(timeout_s)
+        self._channels = []
+        self._error = self._error or destroyed
+        self.counters.flush()
+        self._selector.flush_timings()
+
+    def close_inherited(self) -> None:
+        """Close this process's ends of the connections only: for a child after a fork."""
+        for channel in self._channels:
+            channel.close_inherited()
+
+    def abort(self) -> None:
+        """Abort the connections at once; collectives in flight and later ones fail."""
+        self._error = self._error or CommunicationError("process group: aborted. Make a new one.")
+        self._failures.stop_waiting()
+        self._abort_connections()
+
+    def _run_job(self, job: CollectiveJob, channel: CollectiveChannel) -> BaseException | None:
+        """Run a job unless the group has ended; return None if it succeeded."""
+        try:
+            return self._repeated_error(job.operation) if self._error else self._run_and_handle(job, channel)
+        finally:
+            job.on_finished()
+
+    def _run_and_handle(self, job: CollectiveJob, channel: CollectiveChannel) -> CommunicationError | None:
+        try:
+            job.run(channel)
+        except TransferFailedError as failure:
+            return self.fail(failure, job.operation)
+        except MismatchError as mismatch:
+            peer = self._group.rank_text(mismatch.peer)
+            return self._end_by_disagreement(
+                DisagreementError(f"{job.operation}: {peer} runs something else: {mismatch}"), job
+            )
+        except DisagreementError as disagreement:
+            return self._end_by_disagreement(disagreement, job)
+        except Exception as failure:
+            return self._end_by_own_failure(failure, job)
+        return None
+
+    def _end_by_own_failure(self, cause: Exception, job: CollectiveJob) -> CommunicationError:
+        """End the group after a failure of this rank itself, such as out of memory: the others must not wait for it."""
+        own, text = self._group.rank_text(self._group.group_rank), f"{type(cause).__name__}: {cause}"
+        error = CommunicationError(f"{job.operation}: {own} failed: {text}. Mend what failed there.")
+        return self._end_group(
+            CollectiveFailureReport(doing=job.operation, suspect=None, failure=text), lambda: error, cause
+        )
+
+    def _end_by_disagreement(self, error: DisagreementError, job: CollectiveJob) -> CommunicationError:
+        report = CollectiveFailureReport(doing=job.operation, suspect=None, disagreement=str(error))
+        return self._end_group(report, lambda: error, error.__cause__)
+
+    def _end_group(
+        self, report: CollectiveFailureReport, diagnose: Callable[[], CommunicationError], cause: BaseException | None
+    ) -> CommunicationError:
+        """End the group for the first failure of this rank, and report only that one.
+
+        Ending the group makes everything else in flight fail, with the wrong peers and reasons. Those failures wait
+        here for the actual reason and repeat it.
+        """
+        with self._ending_lock:
+            if self._error is not None:
+                return self._repeated_error(report.doing)
+            self._failures.publish(report)
+            self._abort_connections()
+            error = diagnose()
+            error.__cause__ = cause
+            return self._record_end(error)
+
+    def _abort_connections(self) -> None:
+        for channel in self._channels:
+            channel.abort()
+        self._selector.abort()
+        self._native.abort()
+
+    def _record_end(self, error: CommunicationError) -> CommunicationError:
+        self._error = self._error or error
+        self.counters.flush()
+        self._selector.flush_timings()
+        if self._log is not None:
+            own = self._group.own_info
+            where = {"rank": own.global_rank, "node": own.location.node}
+            self._log.write("communication_failed", **where, group=self.counters.group, text=str(error))
+        return error
+
+    def _repeated_error(self, operation: str) -> CommunicationError:
+        assert self._error is not None
+        error = type(self._error)(f"{operation}: this process group has failed before: {self._error}")
+        error.__cause__ = self._error
+        return error
+
+    def _fulfil_program(self, program: Future[CompiledProgram], *arguments: Any) -> None:
+        """Compile the program that other collectives may already wait for; they fail with this one."""
+        try:
+            program.set_result(self._compile(*arguments))
+        except BaseException as error:
+            program.set_exception(error)
+            raise
+
+    def _compile(
+        self,
+        channel: CollectiveChannel,
+        message: Tensor,
+        reduction: ReduceOperation,
+        decision: ScheduleDecision,
+        number: int,
+        timeout_s: float,
+    ) -> CompiledProgram:
+        """Compile the program for messages like this one, and check that the neighbours have the same intent."""
+        choice = decision.choice
+        schedule, transfers = self._rank_part(choice.schedule, decision.plan, decision.version)
+        program = compile_program(schedule, transfers, message.numel(), choice.pipelining, self._group.same_node_ranks)
+        intent = CollectiveIntent(
+            operation=reduction.name,
+            dtype=str(message.dtype),
+            num_elements=message.numel(),
+            schedule=choice.schedule,
+            digest=schedule.digest,
+            pipelining=", ".join(f"{name} {value}" for name, value in asdict(choice.pipelining).items()),
+        )
+        if self._group.group_size > 1:
+            check_agreement(
+                intent,
+                self._group,
+                channel.transport,
+                tag=executor.make_tag(number, executor.NO_SIGNATURE),
+                timeout_s=timeout_s,
+            )
+        self._log_agreement(schedule, message.nbytes)
+        return CompiledProgram(program, executor.make_signature(str(intent)))
+
+    def _rank_part(
+        self, schedule_name: str, plan: planning.Plan, version: int
+    ) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
+        if (version, schedule_name) not in self._rank_parts:
+            schedule = plan.generate(schedule_name)
+            schedules.verify(schedule)
+            part = schedule, schedules.project_rank(schedule, self._group.group_rank)
+            # The schedules of earlier plans are dropped.
+            kept = {key: old for key, old in self._rank_parts.items() if key[0] == version}
+            self._rank_parts = {**kept, (version, schedule_name): part}
+            return part
+        return self._rank_parts[version, schedule_name]
+
+    def _log_agreement(self, schedule: schedules.Schedule, num_bytes: int) -> None:
+        if self._log is not None and self._group.group_rank == 0:
+            rank = self._group.own_info.global_rank
+            fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
+            self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)

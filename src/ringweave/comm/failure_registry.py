@@ -1,0 +1,163 @@
+"""Failure registry: finds the rank at fault when a collective breaks.
+
+A rank only sees that a neighbour closed its connection or is silent; the neighbour may itself be a victim. Every
+failing rank therefore publishes a report in the store. After a grace time, the ranks without a report are the culprits.
+Assumption: the store outlives the failure. Where it does not, the machine that holds it is the culprit.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from torch.distributed import Store
+
+from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.errors import CommunicationError, DisagreementError, PeerError
+from ringweave.files import file_io
+
+REPORT_GRACE_S = 1.0
+"""Time for survivors of the same failure to report: they notice within milliseconds of each other."""
+
+_POLL_S = 0.02
+_MAX_REPORT_BYTES = 1 << 20
+"""Limit on a report, which holds error texts."""
+_STORE_TIMEOUT_S = 5.0
+"""A store that is silent for so long is on a machine that is stopped or cut off; it counts as dead."""
+
+_CallT = TypeVar("_CallT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveFailureReport:
+    """Report of a rank whose collective failed."""
+
+    doing: str
+    """The collective in words."""
+    suspect: int | None
+    """Group rank that it could not reach, if that was the cause."""
+    hung: bool = False
+    """The suspect stayed silent instead of closing its connection."""
+    failure: str = ""
+    """Failure of this rank itself, if that was the cause."""
+    disagreement: str = ""
+    """Text of a disagreement, which no rank's death explains."""
+
+
+def parse_failure_report(value: bytes) -> CollectiveFailureReport | None:
+    """Parse a report of the store; None if it is none, as if its rank had not reported."""
+    try:
+        report = CollectiveFailureReport(**file_io.parse_json(value, _MAX_REPORT_BYTES))
+    except (ValueError, TypeError):
+        return None
+    texts = (report.doing, report.failure, report.disagreement)
+    is_suspect = report.suspect is None or type(report.suspect) is int
+    is_report = is_suspect and isinstance(report.hung, bool) and all(isinstance(text, str) for text in texts)
+    return report if is_report else None
+
+
+class FailureRegistry:
+    """Failure reports of the members of one group, in its store."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: GroupInfo,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._group = group
+        self._clock = clock
+        self._sleep = sleep
+        self._is_stopped = False
+
+    def stop_waiting(self) -> None:
+        """Stop waiting for reports, from any thread: the group was aborted, and the cause does not matter."""
+        self._is_stopped = True
+
+    def publish(self, report: CollectiveFailureReport) -> None:
+        """Publish a report; ignore a dead store, which no rank could read."""
+        try:
+            self._call_store(lambda: self._store.set(self._key(self._group.group_rank), json.dumps(asdict(report))))
+        except (RuntimeError, TimeoutError):
+            return
+
+    def diagnose(self, failure: TransferFailedError, operation: str) -> CommunicationError:
+        """Collect the other ranks' reports of the same failure, and return the error that names the culprit."""
+        try:
+            reports = self._call_store(self._collect_reports)
+        except (RuntimeError, TimeoutError):
+            suspects = [0 if failure.peer is None else failure.peer]
+            return self._make_peer_error(
+                suspects, failure, operation, "the store of the run is gone as well", hung=failure.hung
+            )
+        for group_rank, report in sorted(reports.items()):
+            if report.disagreement and group_rank != self._group.group_rank:
+                return DisagreementError(f"{report.disagreement} [found by {self._group.rank_text(group_rank)}]")
+            if report.failure and group_rank != self._group.group_rank:
+                culprit = self._group.rank_text(group_rank)
+                return PeerError(
+                    f"{operation}: {culprit} failed in {report.doing}: {report.failure}. Look into its log."
+                )
+        unreported = [r for r in range(self._group.group_size) if r not in reports]
+        suspected = {report.suspect for report in reports.values()}
+        suspects = [] if failure.peer is None else [failure.peer]
+        culprits = [r for r in unreported if r in suspected] or unreported or suspects or self._others()
+        culprit_report = reports.get(culprits[0])
+        hung = (
+            all(r.hung for r in reports.values() if r.suspect in culprits)
+            if suspected & set(culprits)
+            else failure.hung
+        )
+        more = f"it failed in {culprit_report.doing}" if culprit_report else ""
+        return self._make_peer_error(culprits, failure, operation, more, hung=hung)
+
+    def _call_store(self, call: Callable[[], _CallT]) -> _CallT:
+        """Call the store with a timeout.
+
+        Raises:
+            RuntimeError: The store is dead.
+            TimeoutError: It is silent, or waiting was stopped.
+        """
+        return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave faults")
+
+    def _others(self) -> list[int]:
+        return [r for r in range(self._group.group_size) if r != self._group.group_rank]
+
+    def _collect_reports(self) -> dict[int, CollectiveFailureReport]:
+        """Return the reports of all ranks, or those that came within the grace time."""
+        reports: dict[int, CollectiveFailureReport] = {}
+        unreadable: set[int] = set()
+        deadline = self._clock() + REPORT_GRACE_S
+        while True:
+            for group_rank in range(self._group.group_size):
+                key = self._key(group_rank)
+                if group_rank not in reports and group_rank not in unreadable and self._store.check([key]):
+                    report = parse_failure_report(self._store.get(key))
+                    if report is None:
+                        unreadable.add(group_rank)
+                    else:
+                        reports[group_rank] = report
+            if len(reports) == self._group.group_size or self._is_stopped or self._clock() >= deadline:
+                return reports
+            self._sleep(_POLL_S)
+
+    def _make_peer_error(
+        self, culprits: list[int], failure: TransferFailedError, operation: str, detail: str, *, hung: bool
+    ) -> PeerError:
+        verb = "does not answer" if hung else "is gone"
+        plural = {"does not answer": "do not answer", "is gone": "are gone"}[verb] if len(culprits) > 1 else verb
+        addition = f" ({detail})" if detail else ""
+        own = self._group.rank_text(self._group.group_rank)
+        return PeerError(
+            f"{operation}: {self._group.ranks_text(culprits)} {plural}{addition}, expected every rank of the group to "
+            f"take part. Look into the log of that rank first. [{own}: {failure}]"
+        )
+
+    @staticmethod
+    def _key(group_rank: int) -> str:
+        return f"fault/{group_rank}"

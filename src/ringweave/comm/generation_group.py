@@ -1,0 +1,261 @@
+"""Default process group of an elastic job, made anew for every generation of the membership.
+
+The members of a generation rendezvous in a store that its first member holds. Every member keeps a store ready, so its
+address is known before the generation begins. No store outlives its generation, and no two generations share one.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
+
+from ringweave.comm.backend import RingweaveProcessGroup
+from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
+from ringweave.errors import PeerError
+
+FORM_TIMEOUT_S = 10.0
+"""Initial limit on forming a generation's group; all members have just reported. It doubles each time it was too short:
+a machine that was too busy once will be so again."""
+_MAX_FORM_TIMEOUT_S = 640.0
+_CALL_FRACTION = 0.2
+"""Fraction of the limit that the first member may take to answer a call."""
+_GRACE_S = 1.0
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Timeout of collectives: the membership ends them when a member dies, not a timeout."""
+_AnswerT = TypeVar("_AnswerT")
+
+
+class GenerationGroups:
+    """Forms the default group of each generation; `form_group` and `leave_group` in one thread, `abort` in any."""
+
+    def __init__(
+        self, address: str, *, form_timeout_s: float = FORM_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """The others reach this process at `address`; `form_timeout_s` is the initial limit on forming a group."""
+        self._address, self._clock = address, clock
+        self._lock = threading.Lock()
+        self._next_store = self._open_store()
+        self._held_store: TCPStore | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._reduce_group: dist.ProcessGroup | None = None
+        self._num_aborts = 0
+        self._first_form_timeout_s = self._form_timeout_s = form_timeout_s
+
+    @property
+    def store_address(self) -> str:
+        """`address port` of the store in which the next generation forms if this member is its first."""
+        return f"{self._address} {self._next_store.port}"
+
+    @property
+    def num_aborts(self) -> int:
+        """Number of calls of `abort`; `form_group` takes its value at the time its generation was announced."""
+        return self._num_aborts
+
+    @property
+    def reduce_group(self) -> dist.ProcessGroup | None:
+        """Group in which gradients are summed; None is the default one."""
+        return self._reduce_group
+
+    def allgather_small(self, row: Tensor) -> Tensor:
+        """Return the row of each reducing member, (num_members, width), from (width,) of each; a barrier.
+
+        Collectives that were started before may be under way meanwhile.
+
+        Raises:
+            RuntimeError: The group is broken.
+        """
+        group = self._reduce_group or dist.group.WORLD
+        assert isinstance(group, RingweaveProcessGroup), "made here"
+        return group.allgather_small(row)
+
+    def all_agree(self, *, agrees: bool) -> bool:
+        """Return True if all members agree; a barrier.
+
+        Raises:
+            RuntimeError: The group is broken.
+        """
+        return bool(self.allgather_small(torch.tensor([agrees], dtype=torch.uint8)).all())
+
+    def form_group(
+        self,
+        store_address: str,
+        name: str,
+        rank: int,
+        world_size: int,
+        num_aborts: int,
+        *,
+        has_reduce_group: bool = False,
+    ) -> None:
+        """Form the next default group, in place of the previous one.
+
+        The script may ask for its rank at any moment, so there is always a default group: the previous one, which is
+        aborted, until the next one is formed.
+
+        Args:
+            store_address: Store address of the first member.
+            name: Unique name of the generation.
+            rank: Rank of this member.
+            world_size: Number of members.
+            num_aborts: Its value when the generation was announced.
+            has_reduce_group: Sum gradients in a separate group. Members' scripts that are at different steps would call
+                        collectives of the default group in different orders.
+
+        Raises:
+            PeerError: The members did not connect, or `abort` was called since the generation was announced.
+        """
+        self._abort_own_groups()
+        with self._lock:
+            if num_aborts != self._num_aborts:
+                raise _aborted_error(name)
+            if rank == 0:  # the other members use it exactly as long as this process does
+                self._held_store, self._next_store = self._next_store, self._open_store()
+        host, port = store_address.split()
+        timeout, started_s = timedelta(seconds=self._form_timeout_s), self._clock()
+
+        def make(prefix: str, group_name: str, what: str) -> RingweaveProcessGroup:
+            """Make a group together with its plan, so that no collective has to wait for the plan."""
+            group = _make_group(PrefixStore(f"{prefix}/{name}/", store), group_name, what, rank, world_size, timeout)
+            group.wait_for_plan()
+            if num_aborts != self._num_aborts:  # no caller waits for it any more
+                group.abort()
+            return group
+
+        try:
+            store = self._connect_store(host, int(port), name, num_aborts)
+            group = self._call_first_member(
+                lambda: make("epoch", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
+            )
+            _set_default_group(group)
+            groups: list[dist.ProcessGroup] = [group]
+            if has_reduce_group:
+                groups.append(
+                    self._call_first_member(
+                        lambda: make("apart", f"{REDUCE_GROUP_PREFIX}{name}", "sums"), name, num_aborts
+                    )
+                )
+        except (RuntimeError, OSError) as cause:
+            if self._clock() - started_s > _CALL_FRACTION * self._form_timeout_s and num_aborts == self._num_aborts:
+                self._form_timeout_s = min(2 * self._form_timeout_s, _MAX_FORM_TIMEOUT_S)
+            raise PeerError(
+                f"group of epoch {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} members. "
+                "Look into the logs of the others."
+            ) from cause
+        self._form_timeout_s = self._first_form_timeout_s
+        for each in groups:
+            distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, each)
+        with self._lock:
+            self._group, self._reduce_group = groups[0], groups[1] if has_reduce_group else None
+            was_aborted = self._num_aborts != num_aborts
+        if was_aborted:
+            self._abort_own_groups()
+            raise _aborted_error(name)
+
+    def _connect_store(self, host: str, port: int, name: str, num_aborts: int) -> TCPStore:
+        """Connect to the first member's store, unless it does not answer in time."""
+        # It listens before the generation is announced: a member that finds no listener need not retry, as torch would.
+        socket.create_connection((host, port), timeout=_CALL_FRACTION * self._form_timeout_s).close()
+        limit = timedelta(seconds=self._form_timeout_s)
+        return self._call_first_member(lambda: TCPStore(host, port, is_master=False, timeout=limit), name, num_aborts)
+
+    def _call_first_member(self, call: Callable[[], _AnswerT], name: str, num_aborts: int) -> _AnswerT:
+        """Call the first member with a timeout, since a stopped member never answers.
+
+        Raises:
+            PeerError: `abort` was called meanwhile.
+            TimeoutError: The first member did not answer in time.
+        """
+        try:
+            # The call has its own limit, and its error names the absent members.
+            limit_s = self._form_timeout_s + _GRACE_S
+            return call_with_timeout(call, limit_s, lambda: num_aborts != self._num_aborts, "ringweave meeting")
+        except TimeoutError as cause:
+            if num_aborts != self._num_aborts:
+                raise _aborted_error(name) from cause
+            raise TimeoutError(f"the first member did not answer within {self._form_timeout_s:g} s") from cause
+
+    def abort(self) -> None:
+        """End every wait in the group, or in forming it, at once; from any thread."""
+        with self._lock:
+            self._num_aborts += 1
+            groups, self._held_store = (self._reduce_group, self._group), None
+        _abort_groups(groups)
+
+    def leave_group(self) -> None:
+        """Abort the group and destroy it."""
+        self._abort_own_groups()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+    def _abort_own_groups(self) -> None:
+        with self._lock:
+            groups, self._group, self._reduce_group = (self._reduce_group, self._group), None, None
+        _abort_groups(groups)
+
+    def _open_store(self) -> TCPStore:
+        return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+
+
+def _set_default_group(group: dist.ProcessGroup) -> None:
+    """Make `group` the default, and destroy the previous default group and all groups that the script made.
+
+    torch has no call for this: `init_process_group` requires that there is none, and between destroying and making one
+    every `get_rank` of the script would raise. So this does the same as that function, with an existing group.
+    """
+    distributed_c10d._update_default_pg(group)
+    for other in [each for each in distributed_c10d._world.pg_map if each is not group]:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group(other)
+
+
+def _make_group(
+    store: Store, name: str, description: str, rank: int, world_size: int, timeout: timedelta
+) -> RingweaveProcessGroup:
+    """Make a group of all members and register it with torch."""
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend("ringweave"),
+        store,
+        distributed_c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=description,
+    )
+    assert isinstance(group, RingweaveProcessGroup), "this process is a member"
+    distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+
+def _abort_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    for group in groups:
+        if group is not None:
+            group.abort()
+
+
+def is_generation_group() -> bool:
+    """Return True if the default group is a generation's, which another may replace at a step boundary."""
+    group = dist.group.WORLD
+    return group is not None and str(group.group_name).startswith(GENERATION_GROUP_PREFIX)
+
+
+def _aborted_error(name: str) -> PeerError:
+    return PeerError(f"group of epoch {name}: aborted while it was formed. Form the next one.")
+
+
+def own_address() -> str:
+    """Return the address at which the other members reach this process."""
+    from ringweave.comm import group_info
+    from ringweave.environment import WorkerEnvironment
+
+    return group_info.locate_process(WorkerEnvironment.from_environ(os.environ), os.environ).address

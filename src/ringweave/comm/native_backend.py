@@ -1,0 +1,423 @@
+"""Native backend inside a group: Gloo for CPU and NCCL for CUDA tensors, with errors that name the rank at fault.
+
+A channel that runs an allreduce natively has a Gloo group of its own: channels run collectives in another order than
+the script calls them, and Gloo would mistake one for the other.
+"""
+
+import contextlib
+import ctypes
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.errors import CommunicationError
+
+_ABORT_TAG = 2**31 - 1
+"""Tag that no message carries."""
+_ABORTED = "the connections of this group were cut"
+_CONNECT_TIMEOUT = timedelta(seconds=30)
+"""All ranks have just called, so none is late. Gloo may wait for a multiple of it."""
+
+_POLL_INTERVAL, _NUM_POLLS_AFTER_ABORT = timedelta(milliseconds=100), 10
+"""After an abort, a thread that the closed connections wake has finished within this many polls: a millisecond is
+enough if it is scheduled. Polls are counted instead of timed, because a stopped process gets no processor."""
+
+
+class StuckWorkError(RuntimeError):
+    """A work does not end although its connections are closed."""
+
+
+def wait_for_gloo(work: Work, is_aborted: Callable[[], bool], timeout: timedelta | None = None) -> bool:
+    """Wait for a Gloo collective on CPU tensors, but not for one that nothing wakes after an abort.
+
+    When a connection closes, Gloo wakes threads that wait for their turn on it, but not a thread whose message has
+    arrived in part (torch 2.13: `Pair::signalException` of its TCP transport leaves out the operation under way). That
+    thread would wait as long as the collective may take: a day in an elastic job. It does not touch its tensors any
+    more, because the rest of the message never arrives and the first part is already processed.
+
+    Args:
+        work: The work to wait for.
+        is_aborted: Whether connections were closed by an abort.
+        timeout: Limit; None or 0 is the limit of the collective.
+
+    Raises:
+        StuckError: It will not end. Leave its tensors and the backend as they are (`leak_backend`).
+        RuntimeError: The backend failed, or the limit has passed.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    num_polls_left = _NUM_POLLS_AFTER_ABORT
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(RuntimeError):
+            return work.wait(_POLL_INTERVAL)
+        if work.is_completed():  # it has failed, or just finished
+            break
+        num_polls_left -= is_aborted()
+        if num_polls_left < 0:
+            raise StuckWorkError(f"{_ABORTED}, in the middle of a message")
+    return work.wait(timedelta(milliseconds=1))
+
+
+def leak_backend(backend: Any) -> None:
+    """Keep the backend from being destroyed: its destructor waits for all its threads, one of which never wakes."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def transfer_failure(cause: RuntimeError) -> TransferFailedError:
+    """Convert the native backend's error, which does not name a peer."""
+    text = str(cause).strip().partition("\n")[0] or type(cause).__name__
+    return TransferFailedError(None, text, hung="imed out" in text or "imeout" in text)
+
+
+def abort_gloo(gloo: Any, group: GroupInfo) -> None:
+    """Close Gloo's connections: collectives in flight fail, here and at the peers.
+
+    Gloo's own abort leaves them open (torch 2.13), and they stay open while any message is pending. But a wait that
+    times out closes its pair, so this function waits for a message that never comes, from each peer.
+    """
+    for peer in range(group.group_size):
+        if peer != group.group_rank:
+            with contextlib.suppress(RuntimeError):
+                gloo.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class NativeBackends:
+    """Native backends of a group: one Gloo group per channel, made when the channel first needs it."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: GroupInfo,
+        timeout: timedelta,
+        abort_group_backend: Callable[[], None],
+        release_group_backend: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`abort_group_backend` aborts the group's own backend; `release_group_backend` precedes its end."""
+        self._abort_group_backend, self._release_group_backend = abort_group_backend, release_group_backend
+        self._store = store
+        self._group = group
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._by_channel: dict[int, Any] = {}
+        self._is_aborted = False
+
+    def prepare(self, channel: int, barrier: Callable[[], object]) -> None:
+        """Connect the backend of a channel; all ranks do so in the same collective.
+
+        Args:
+            channel: Index of the channel.
+            barrier: Blocks until all ranks are here. A rank may reach this collective as late as a
+                collective may take; afterwards, connecting takes no longer than forming a group.
+
+        Raises:
+            TransferFailedError: A rank did not come.
+        """
+        if channel not in self._by_channel:
+            barrier()
+            self._convert_errors(lambda: self._connect(channel))
+
+    def allreduce(self, channel: int, message: Tensor, op: Any, timeout_s: float) -> None:
+        """Reduce a contiguous tensor in place; blocks.
+
+        Raises:
+            TransferFailedError: The backend failed.
+        """
+        options = AllreduceOptions()
+        options.reduceOp = op
+        options.timeout = timedelta(seconds=timeout_s)
+        self._convert_errors(
+            lambda: self._wait(self._by_channel[channel], self._by_channel[channel].allreduce([message], options))
+        )
+
+    def abort(self) -> None:
+        """Fail everything in flight, from any thread."""
+        with self._lock:
+            self._is_aborted = True
+            backends = list(self._by_channel.values())
+        self._abort_group_backend()
+        for gloo in backends:
+            abort_gloo(gloo, self._group)
+
+    def close(self) -> None:
+        """Release all backends and their threads."""
+        self._release_group_backend()
+        with self._lock:
+            self._by_channel.clear()
+
+    def _connect(self, channel: int) -> None:
+        if self._is_aborted:
+            raise RuntimeError(_ABORTED)
+        rank_and_size = (self._group.group_rank, self._group.group_size)
+        timeout = min(self._timeout, _CONNECT_TIMEOUT)
+
+        def connect() -> Any:
+            """Connect in a thread that can be abandoned: a search for a dead store or peer cannot be interrupted."""
+            # A separate connection to the store: waiting for a key blocks all other users of the same connection,
+            # and ranks that form different groups would wait for each other.
+            own: Any = self._store  # torch's stubs lack `clone`
+            return ProcessGroupGloo(PrefixStore(f"lane-host/{channel}/", own.clone()), *rank_and_size, timeout)
+
+        try:
+            gloo = call_with_timeout(connect, math.inf, lambda: self._is_aborted, "ringweave host")
+        except TimeoutError as cause:
+            raise RuntimeError(_ABORTED) from cause
+        with self._lock:
+            self._by_channel[channel] = gloo
+            is_aborted = self._is_aborted
+        if is_aborted:  # aborted meanwhile: the aborting thread did not see this one
+            abort_gloo(gloo, self._group)
+            raise RuntimeError(_ABORTED)
+
+    def _wait(self, gloo: Any, work: Work) -> None:
+        try:
+            wait_for_gloo(work, lambda: self._is_aborted)
+        except StuckWorkError:
+            leak_backend(gloo)
+            raise
+
+    @staticmethod
+    def _convert_errors(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except RuntimeError as cause:
+            raise transfer_failure(cause) from cause
+
+
+_DELEGATED_METHODS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+"""Methods of torch's ProcessGroup that start a collective or a message, in torch 2.12 and 2.13, except allreduce."""
+_POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
+"""Works that cannot be polled: a wait that times out closes their connection."""
+
+
+class NativeWork(Work):
+    """Work of the native backend whose failure names the rank and node at fault."""
+
+    def __init__(
+        self,
+        work: Work,
+        diagnose: Callable[[TransferFailedError], CommunicationError],
+        after: Callable[[], object] | None = None,
+        wait: Callable[[timedelta | None], bool] | None = None,
+    ) -> None:
+        """`diagnose` finds the culprit, `after` runs on the result, `wait` replaces the work's own wait."""
+        super().__init__()
+        self._work = work
+        self._wait = wait or (lambda timeout: work.wait() if timeout is None else work.wait(timeout))
+        self._diagnose = diagnose
+        self._future = work.get_future().then(lambda done: (after(), done.value())[1]) if after else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensors hold the result.
+
+        Raises:
+            PeerError: The native backend failed.
+        """
+        try:
+            done = self._wait(timeout)
+        except RuntimeError as cause:
+            failure = transfer_failure(cause)
+            failure.__cause__ = cause
+            error = self._diagnose(failure)
+            raise error from error.__cause__  # which may be an earlier failure
+        if self._future is not None:
+            self._future.wait()
+        return done
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def ends_after_abort(self) -> bool:
+        """Return True if the work ends, with or without an error, shortly after an abort."""
+        try:
+            wait_for_gloo(self._work, lambda: True)
+        except StuckWorkError:
+            return False
+        except RuntimeError:
+            pass
+        return True
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        """Wait, then return the tensors."""
+        self.wait()
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        """Wait: CPU tensors have no streams."""
+        self.wait()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future or self._work.get_future()
+
+
+class NativeProcessGroup(dist.ProcessGroup):
+    """Abstract process group whose collectives run natively unless a subclass runs them.
+
+    The collectives go to a plain process group inside instead of `super()`: torch's trampoline for Python subclasses
+    (2.13) keeps the GIL while it calls the parent, the parent waits for a lock of Gloo's, and the Gloo thread that
+    holds it waits for the GIL to release a tensor. See docs/decisions/0003-native-backend-inside-the-group.md.
+    """
+
+    def __init__(self, store: Store, group: GroupInfo, timeout: timedelta) -> None:
+        # torch's stubs lack this constructor, the one that Python subclasses have.
+        super().__init__(group.group_rank, group.group_size)  # pyrefly: ignore
+        self.members = group
+        self._store = store
+        self._timeout = timeout
+        self.native_group = dist.ProcessGroup(PrefixStore("plain/", store), group.group_rank, group.group_size)
+        self._gloo: Any = self._register_native_backends()
+        self._is_native_aborted = self._is_leaked = False
+        self._pending_works = weakref.WeakSet[NativeWork]()
+        """Collectives on CPU tensors that may be waited for."""
+
+    def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
+        """End the group because of a failed transfer, and return the error that names the culprit."""
+        raise NotImplementedError  # pybind11's metaclass allows no abstract methods
+
+    def count_native(self, num_bytes: int) -> None:
+        """Count a native collective of so many bytes on this rank."""
+        raise NotImplementedError
+
+    def wrap_work(self, work: Work, operation: str, after: Callable[[], object] | None = None) -> NativeWork:
+        """Wrap `work` so that its error names operation and culprit; `after` runs on its result."""
+        return NativeWork(work, lambda failure: self.fail(failure, operation), after)
+
+    def allreduce_by_gloo(
+        self, tensor: Tensor, opts: Any, operation: str, after: Callable[[], object] | None = None
+    ) -> NativeWork:
+        """Allreduce a contiguous CPU tensor by Gloo; arguments as of `wrap_work`."""
+        return self.wrap_gloo_work(self._gloo.allreduce([tensor], opts), operation, after)
+
+    def wrap_gloo_work(self, work: Work, operation: str, after: Callable[[], object] | None = None) -> NativeWork:
+        """Wrap a collective of Gloo's: as `wrap_work`, and its wait ends soon after an abort in any case."""
+
+        def wait(timeout: timedelta | None) -> bool:
+            try:
+                return wait_for_gloo(work, lambda: self._is_native_aborted, timeout)
+            except StuckWorkError:
+                self._leak_gloo()
+                raise
+
+        wrapped = NativeWork(work, lambda failure: self.fail(failure, operation), after, wait)
+        self._pending_works.add(wrapped)
+        return wrapped
+
+    def abort_native(self) -> None:
+        """Close the native backend's connections: collectives in flight fail, here and at the peers."""
+        self._is_native_aborted = True
+        abort_gloo(self._gloo, self.members)
+
+    def release_native(self) -> None:
+        """Leak Gloo if a work survives the abort, so that destroying the group does not block."""
+        for wrapped in list(self._pending_works) if self._is_native_aborted else ():
+            if not wrapped.ends_after_abort():
+                self._leak_gloo()
+                return
+
+    def _leak_gloo(self) -> None:
+        if not self._is_leaked:
+            self._is_leaked = True
+            leak_backend(self._gloo)
+
+    def _register_native_backends(self) -> ProcessGroupGloo:
+        kinds = dist.ProcessGroup.BackendType
+        place = (self.members.group_rank, self.members.group_size)
+        gloo = ProcessGroupGloo(PrefixStore("host/", self._store), *place, self._timeout)
+        gloo._set_sequence_number_for_group()
+        cuda: Any = gloo
+        cuda_kind = kinds.GLOO
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            cuda, cuda_kind = self._make_nccl(), kinds.NCCL
+        for group in (self, self.native_group):
+            group._set_default_backend(cuda_kind)
+            group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+            if torch.cuda.is_available():
+                group._register_backend(torch.device("cuda"), cuda_kind, cuda)
+        return gloo
+
+    def _make_nccl(self) -> Any:
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        place = (self.members.group_rank, self.members.group_size)
+        nccl = ProcessGroupNCCL(PrefixStore("nccl/", self._store), *place, options)
+        nccl._set_sequence_number_for_group()
+        return nccl
+
+
+def _delegating_method(name: str) -> Callable[..., Work]:
+    """Make a method that delegates a collective to the native backend, under torch's name."""
+
+    def collective(self: NativeProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        self.count_native(_total_bytes(args[:1]))
+        work, doing = getattr(self.native_group, name)(*args, **kwargs), name.strip("_")
+        is_of_gloo = name not in _POINT_TO_POINT and (not torch.cuda.is_available() or _is_on_cpu(args[:1]))
+        return self.wrap_gloo_work(work, doing) if is_of_gloo else self.wrap_work(work, doing)
+
+    collective.__name__ = name
+    collective.__doc__ = "See torch.distributed.ProcessGroup."
+    return collective
+
+
+for _name in _DELEGATED_METHODS:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(NativeProcessGroup, _name, _delegating_method(_name))
+
+
+def _is_on_cpu(value: Any) -> bool:
+    """Return True if the nested lists hold tensors, all on the CPU; a barrier has none."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu"
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_on_cpu, value))
+
+
+def _total_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes if value.layout == torch.strided else 0
+    return sum(_total_bytes(item) for item in value) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,290 @@
+"""Connections between the ranks of a group: the lower rank connects, the higher rank accepts."""
+
+import contextlib
+import hmac
+import math
+import os
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
+from ringweave.comm.transport.interface import TransferFailedError
+
+_HELLO_TIMEOUT_S = 10.0
+"""Limit on receiving a hello: a process on a busy machine may pause in between."""
+_MAX_PENDING = 256
+"""Connections that are read at a time; more of them wait in the kernel."""
+
+
+@dataclass(slots=True)
+class _IncomingConnection:
+    """A connection whose hello is incomplete."""
+
+    sock: socket.socket
+    deadline_s: float
+    """Time at which it is closed."""
+    received: bytes = b""
+
+
+class IncomingConnections:
+    """Accepts the connections of one channel; a silent one blocks no other."""
+
+    def __init__(self, listeners: Sequence[socket.socket], hello_bytes: int, clock: Callable[[], float]) -> None:
+        """Every connection starts with `hello_bytes` bytes."""
+        self._listeners = tuple(listeners)
+        self._hello_bytes = hello_bytes
+        self._clock = clock
+        self._pending: dict[int, _IncomingConnection] = {}
+
+    def wait_hello(self, timeout_s: float) -> tuple[bytes, socket.socket] | None:
+        """Return a hello and its connection, which does not block; None if none arrived within `timeout_s`.
+
+        It may return earlier where a connection was accepted but is still silent.
+
+        Raises:
+            OSError: The listeners were shut down.
+            ValueError: They were closed.
+        """
+        for descriptor in self._wait_ready(timeout_s):
+            connection = self._pending.get(descriptor) or self._accept(descriptor)
+            if self._read_hello(connection):
+                return connection.received, connection.sock
+        now_s = self._clock()
+        for connection in [each for each in self._pending.values() if each.deadline_s <= now_s]:
+            self._remove(connection).close()
+        return None
+
+    def close(self) -> None:
+        """Close all pending connections."""
+        for connection in list(self._pending.values()):
+            self._remove(connection).close()
+
+    def pending_sockets(self) -> list[socket.socket]:
+        """Return the connections whose hello is incomplete; from any thread."""
+        return [connection.sock for connection in list(self._pending.values())]
+
+    def _wait_ready(self, timeout_s: float) -> list[int]:
+        """Return descriptors of connections with data, and of listeners with new connections."""
+        poller = select.poll()  # select.select fails in a process with more than 1023 descriptors
+        for descriptor in self._pending:
+            poller.register(descriptor, select.POLLIN)
+        if len(self._pending) < _MAX_PENDING:
+            for listener in self._listeners:
+                poller.register(listener, select.POLLIN)
+        return [descriptor for descriptor, _ in poller.poll(math.ceil(1000 * timeout_s))]
+
+    def _accept(self, descriptor: int) -> _IncomingConnection:
+        """Accept a connection at the listener with this descriptor."""
+        listener = next((each for each in self._listeners if each.fileno() == descriptor), None)
+        if listener is None:
+            raise ValueError("the door was closed")
+        sock, _ = listener.accept()
+        sock.setblocking(False)
+        connection = self._pending[sock.fileno()] = _IncomingConnection(sock, self._clock() + _HELLO_TIMEOUT_S)
+        return connection
+
+    def _read_hello(self, connection: _IncomingConnection) -> bool:
+        """Read, and return True if the hello is complete; a closed connection is removed."""
+        try:
+            more = connection.sock.recv(self._hello_bytes - len(connection.received))
+        except BlockingIOError:
+            return False
+        except OSError:
+            more = b""
+        connection.received += more
+        if not more:
+            self._remove(connection).close()
+            return False
+        if len(connection.received) < self._hello_bytes:
+            return False
+        self._remove(connection)
+        return True
+
+    def _remove(self, connection: _IncomingConnection) -> socket.socket:
+        self._pending.pop(connection.sock.fileno(), None)  # another thread may have closed them
+        return connection.sock
+
+
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")
+"""Token, group rank of the connecting peer, and the rail that the connection is for."""
+_BACKLOG = 1024
+_SOCKET_NAME_BYTES = 16
+
+POLL_S = 0.2
+"""Interval at which a waiting thread checks for conditions without an event: its own abort, or a dead peer."""
+
+_MAX_PROBE_PAUSE_S = 5.0
+"""Longest pause between two checks whether an absent peer is dead. Each check occupies one of the peer's pending
+connections until it answers, so checks get rarer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelListener:
+    """Sockets on which this rank accepts the connections of one channel."""
+
+    tcp_sockets: tuple[socket.socket, ...]
+    """TCP, at each address of this node, for ranks of other nodes."""
+    unix_socket: socket.socket
+    """Unix socket without a file, in the network namespace, for ranks of this node."""
+
+    @property
+    def endpoint(self) -> RankEndpoint:
+        """Endpoint that the other ranks connect to."""
+        ports = tuple(listener.getsockname()[1] for listener in self.tcp_sockets)
+        return RankEndpoint(ports, self.unix_socket.getsockname()[1:].decode())
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        return (*self.tcp_sockets, self.unix_socket)
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        for listener in self.sockets:
+            listener.close()
+
+
+def open_listeners(addresses: Sequence[str], count: int) -> list[ChannelListener]:
+    """Open so many listeners, each on a free port of every address."""
+    return [ChannelListener(tuple(map(_open_tcp, addresses)), _open_unix()) for _ in range(count)]
+
+
+def _open_tcp(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+
+
+def _open_unix() -> socket.socket:
+    inner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    inner.bind(b"\0ringweave-" + os.urandom(_SOCKET_NAME_BYTES).hex().encode())
+    inner.listen(_BACKLOG)
+    return inner
+
+
+class ConnectionManager:
+    """Makes the connections of one channel."""
+
+    def __init__(
+        self, listener: ChannelListener, channel: int, group: GroupInfo, timeout_s: float, clock: Callable[[], float]
+    ) -> None:
+        """`timeout_s` limits how long a peer may take to answer, and to connect where no other limit is given."""
+        self._listener = listener
+        self._channel = channel
+        self._group = group
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._closed = False
+        self._incoming = IncomingConnections(listener.sockets, _HELLO.size, clock)
+        self._next_probes: dict[int, tuple[float, float]] = {}
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return the time by which a peer has to be there; None gives it the time that it may take to answer."""
+        return self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    def rail_rates(self, peer: int) -> tuple[float, ...]:
+        """Return bytes per second of each rail to a peer: one per NIC of both nodes, at the slower one's rate."""
+        return tuple(map(min, self._group.own_info.location.rates, self._group.ranks[peer].location.rates))
+
+    def connect_peer(self, peer: int) -> list[socket.socket]:
+        """Connect to a higher rank on every rail, or on one Unix socket if it is on this node.
+
+        Raises:
+            TransferFailedError: The peer cannot be reached.
+        """
+        callee = self._group.ranks[peer]
+        if callee.location.node == self._group.own_info.location.node:
+            inner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                inner.settimeout(self._timeout_s)
+                inner.connect(b"\0" + callee.endpoints[self._channel].name.encode())
+                inner.sendall(self._hello(0))
+            except OSError:
+                inner.close()  # another node of the same name, or a separate container
+            else:
+                return [inner]
+        return [self._connect_rail(peer, rail) for rail in range(len(self.rail_rates(peer)))]
+
+    def _connect_rail(self, peer: int, rail: int) -> socket.socket:
+        callee, own = self._group.ranks[peer], self._group.own_info.location
+        where = (callee.location.addresses[rail], callee.endpoints[self._channel].ports[rail])
+        leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
+        try:
+            sock = socket.create_connection(where, timeout=self._timeout_s, source_address=leaving_by)
+            sock.sendall(self._hello(rail))
+        except OSError as cause:
+            text = f"no connection to {where[0]} port {where[1]}: {cause}"
+            raise TransferFailedError(peer, text, hung=isinstance(cause, TimeoutError)) from cause
+        return sock
+
+    def _hello(self, rail: int) -> bytes:
+        return _HELLO.pack(self._group.token, self._group.group_rank, rail)
+
+    def accept_peer(self, peer: int, deadline: float) -> tuple[int, int, socket.socket] | None:
+        """Accept one connection while `peer` is waited for; close connections without the token.
+
+        A silent connection blocks neither this rank nor other peers.
+
+        Returns:
+            Group rank, rail and connection; None if there is none yet.
+
+        Raises:
+            TransferFailedError: `peer` is dead, or time is up.
+        """
+        left_s = deadline - self._clock()
+        if left_s <= 0 or self._closed:
+            raise TransferFailedError(peer, "it did not connect", hung=not self._closed)
+        try:
+            incoming = self._incoming.wait_hello(min(left_s, POLL_S))
+        except (OSError, ValueError):
+            return None  # our connection was cut, which the next round reports
+        if incoming is None:
+            if self._is_probe_due(peer):
+                self._probe_peer(peer)
+            return None
+        hello, sock = incoming
+        caller = self._identify(hello)
+        if caller is None:
+            sock.close()
+            return None
+        return *caller, sock
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._closed = True
+        self._incoming.close()
+        self._listener.close()
+
+    def abort(self) -> None:
+        """End every wait for a connection, from any thread."""
+        self._closed = True
+        for sock in (*self._listener.sockets, *self._incoming.pending_sockets()):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _is_probe_due(self, peer: int) -> bool:
+        """Return True if a check for an absent peer is due: often at first, then ever more rarely."""
+        now_s = self._clock()
+        due_s, pause_s = self._next_probes.get(peer, (now_s, POLL_S))
+        if now_s < due_s:
+            return False
+        self._next_probes[peer] = now_s + pause_s, min(2 * pause_s, _MAX_PROBE_PAUSE_S)
+        return True
+
+    def _probe_peer(self, peer: int) -> None:
+        """Raise if an absent peer is dead: then nothing listens at its port any more."""
+        waited_for = self._group.ranks[peer]
+        where = (waited_for.location.address, waited_for.endpoints[self._channel].ports[0])
+        try:
+            socket.create_connection(where, timeout=POLL_S).close()
+        except TimeoutError:
+            return  # silent, but not known to be dead
+        except OSError as cause:
+            raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
+
+    def _identify(self, hello: bytes) -> tuple[int, int] | None:
+        """Return the peer's group rank and rail; None if it is not admitted."""
+        token, caller, rail = _HELLO.unpack(hello)
+        may_call = hmac.compare_digest(token, self._group.token) and caller < self._group.group_rank
+        return (caller, rail) if may_call and rail < len(self.rail_rates(caller)) else None

@@ -1,0 +1,1 @@
+"""Tuning: the ranks of a group choose schedules together while a job runs."""

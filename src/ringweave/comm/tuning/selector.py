@@ -1,0 +1,448 @@
+"""Schedule selector: decides which schedule each collective takes, identically on all ranks.
+
+Collectives are numbered and decided in the order of the calls. Nearly all are decided in the call, from earlier
+decisions. When a consultation is due, the ranks hold it at the collective's turn in its channel, and later collectives
+stay undecided until it is done. When one is due follows from decisions and calls alone, so all ranks agree.
+A collective waits only for smaller numbers, which every rank calls before it, so no circular wait is possible.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store
+
+from ringweave import schedules
+from ringweave.comm import plan_choice
+from ringweave.comm.counters import ScheduleTimings
+from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.plan_choice import GroupPlan, PlanBroadcast
+from ringweave.comm.transport.interface import TransferFailedError, Transport
+from ringweave.comm.tuning.control_tree import ControlTree, run_survey
+from ringweave.environment import WorkerEnvironment
+from ringweave.planning import Plan, ScheduleChoice
+from ringweave.planning.autotune import MAX_AGE_S, Autotuner, GroupPlacement, TuningDecision, TuningReport, size_class
+from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW
+from ringweave.telemetry.events import EventLog
+
+_NUM_UNREPORTED = 4
+"""Newest collectives that a report leaves out, since the other channel may still be running them."""
+_MAX_KEPT_TIMES = 2 * REPORT_WINDOW + 512
+
+
+RANKS_DIFFER = TuningDecision(num_bytes=-1)
+"""The ranks are at different collectives. Each runs its own, and the mismatch is detected there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveRequest:
+    """Request to decide one collective."""
+
+    num_bytes: int
+    """Size of the message."""
+    forced: str | None
+    """Schedule that the user forces."""
+    native_can: bool
+    """The native backend can compute it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDecision:
+    """Schedule and plan of one collective."""
+
+    choice: ScheduleChoice
+    plan: Plan
+    version: int
+    """Version of the plan."""
+    is_trial: bool = False
+    """The collective runs alone and starts on all ranks together."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingCollective:
+    """Position of one collective in the group's order, and its decision."""
+
+    number: int
+    request: CollectiveRequest
+    on_decision: Callable[[ScheduleDecision], None]
+    """Callback with the decision, called in the order of the numbers."""
+    class_index: int = 0
+    """Index among the tunable collectives of its size class."""
+    decision: ScheduleDecision | None = None
+
+
+@dataclass(slots=True)
+class _SizeClassState:
+    """State of one size class."""
+
+    count: int = 0
+    """Number of collectives so far."""
+    chosen: str = ""
+    """Schedule that was decided; empty while trials go on."""
+    chosen_from: int = 0
+    """Index of the first collective with this schedule."""
+    reported_until: int = 0
+    """Index up to which times were reported."""
+    next_consultation: int = 0
+    s_per_byte: dict[int, float] = field(default_factory=dict)
+    """Seconds per byte by index."""
+
+
+class ScheduleSelector:
+    """Decides the schedule of each collective of a group, identically on all ranks."""
+
+    def __init__(
+        self,
+        group_plan: GroupPlan,
+        members: GroupInfo,
+        make_autotuner: Callable[[Plan], Autotuner],
+        log_events: Callable[[Autotuner], None],
+        timings: ScheduleTimings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """The root rank calls `make_autotuner` where the group is tunable, and `log_events` after each decision."""
+        self._timings = timings
+        self._group_plan = group_plan
+        self._members = members
+        self._make_autotuner = make_autotuner
+        self._log_events = log_events
+        self._clock = clock
+        self._autotuner: Autotuner | None = None
+        self._changed = threading.Condition()
+        self._num_admitted = 0
+        self._undecided: deque[PendingCollective] = deque()
+        self._consulting: PendingCollective | None = None
+        self._unfinished: set[int] = set()
+        self._size_classes: dict[int, _SizeClassState] = {}
+        self._plan_version = 1
+        self._trial_s = float("nan")
+        self._is_aborted = False
+
+    def admit(
+        self,
+        request: CollectiveRequest,
+        on_decision: Callable[[ScheduleDecision], None],
+        timeout_s: float | None = None,
+    ) -> PendingCollective:
+        """Number a collective; it is decided now or later.
+
+        Args:
+            request: The collective to decide.
+            on_decision: Called with the decision, in the order of the numbers.
+            timeout_s: Limit on waiting for the plan of the first rank; None is the group's timeout.
+
+        Raises:
+            PeerError: The first rank did not send the plan in time.
+            UsageError: The group cannot run the forced schedule.
+        """
+        self._group_plan.wait_for_plan(timeout_s)
+        with self._changed:
+            self._num_admitted += 1
+            pending = PendingCollective(self._num_admitted, request, on_decision)
+            self._undecided.append(pending)
+            self._unfinished.add(pending.number)
+            self._decide_ready()
+        return pending
+
+    def wait_for_decision(
+        self, pending: PendingCollective, transport: Transport, *, tag: int, timeout_s: float
+    ) -> ScheduleDecision:
+        """Return the decision; consult the other ranks first if a consultation is due. Runs in the channel's thread.
+
+        Args:
+            pending: The next collective.
+            transport: Transport of its channel.
+            tag: Tag of its messages.
+            timeout_s: Limit on each wait for a message.
+
+        Raises:
+            TransferFailedError: A rank is dead or silent, or the group was aborted.
+        """
+        if pending.decision is None or self._is_aborted:  # most are decided earlier
+            with self._changed:
+                self._wait_until(lambda: pending.decision is not None or self._consulting is pending)
+        if pending.decision is None:
+            tree = ControlTree(self._members, transport, tag=tag, timeout_s=timeout_s)
+            self._apply_decision(pending, self._consult_ranks(pending, tree, transport, tag=tag, timeout_s=timeout_s))
+        assert pending.decision is not None
+        if pending.decision.is_trial:
+            self._wait_for_earlier(pending)
+        return pending.decision
+
+    def barrier(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
+        """Block until all ranks have reached this point of the channel's current collective.
+
+        Raises:
+            TransferFailedError: A rank is dead or silent.
+        """
+        ControlTree(self._members, transport, tag=tag, timeout_s=timeout_s).barrier()
+
+    def record_finished(self, pending: PendingCollective, seconds: float) -> None:
+        """Record that the message holds the result after this many seconds on this rank."""
+        decision = pending.decision
+        assert decision is not None
+        with self._changed:
+            self._unfinished.discard(pending.number)
+            if decision.is_trial:
+                self._trial_s = seconds
+            elif decision.version == self._plan_version and self._is_tuned(pending.request):
+                size_class_state = self._size_class_state(pending)
+                size_class_state.s_per_byte[pending.class_index] = seconds / max(1, pending.request.num_bytes)
+                if len(size_class_state.s_per_byte) > _MAX_KEPT_TIMES:
+                    del size_class_state.s_per_byte[next(iter(size_class_state.s_per_byte))]
+            if self._consulting is pending:
+                self._consulting = None
+                self._decide_ready()
+            self._changed.notify_all()
+        self._timings.record(decision.version, decision.choice, pending.request.num_bytes, seconds)
+
+    @property
+    def plan(self) -> Plan:
+        """Current plan of the group.
+
+        Raises:
+            PeerError: The first rank did not send it in time.
+        """
+        return self._group_plan.wait_for_plan()
+
+    def flush_timings(self) -> None:
+        """Write the recorded times to the event log."""
+        self._timings.flush()
+
+    def abort(self) -> None:
+        """Wake every waiting thread: the group has ended."""
+        with self._changed:
+            self._is_aborted = True
+            self._group_plan.abort()
+            self._undecided.clear()
+            self._changed.notify_all()
+
+    def _is_tuned(self, request: CollectiveRequest) -> bool:
+        return self._group_plan.is_tunable and request.forced is None and request.native_can
+
+    def _size_class_state(self, pending: PendingCollective) -> _SizeClassState:
+        return self._size_classes.setdefault(size_class(pending.request.num_bytes), _SizeClassState())
+
+    def _decide_ready(self) -> None:
+        """Decide collectives in order, up to the next one with a consultation due."""
+        while self._undecided and self._consulting is None:
+            pending = self._undecided[0]
+            if not self._is_tuned(pending.request):
+                self._set_decision(pending, pending.request.forced)
+            else:
+                size_class_state = self._size_class_state(pending)
+                pending.class_index, size_class_state.count = size_class_state.count, size_class_state.count + 1
+                if not size_class_state.chosen or pending.class_index >= size_class_state.next_consultation:
+                    self._consulting = pending
+                else:
+                    self._set_decision(pending, size_class_state.chosen)
+            self._undecided.popleft()
+        self._changed.notify_all()
+
+    def _set_decision(self, pending: PendingCollective, name: str | None, *, is_trial: bool = False) -> None:
+        choice = self._group_plan.choose(pending.request.num_bytes, name)
+        pending.decision = ScheduleDecision(choice, self._group_plan.wait_for_plan(), self._plan_version, is_trial)
+        pending.on_decision(pending.decision)
+
+    def _consult_ranks(
+        self, pending: PendingCollective, tree: ControlTree, transport: Transport, *, tag: int, timeout_s: float
+    ) -> TuningDecision:
+        """Return the root's decision, after a link survey if the root asks for one."""
+        report = self._make_report(pending)
+        decision = TuningDecision.parse(tree.reduce_and_decide(report.to_vector(), self._decide_at_root))
+        if not decision.phases:
+            return decision
+        self._wait_for_earlier(pending)
+        started_s = self._clock()
+        survey_rates = run_survey(
+            decision.phases, self._members, tree, transport, tag=tag, timeout_s=timeout_s, clock=self._clock
+        )
+        return TuningDecision.parse(
+            tree.reduce_and_decide(survey_rates, lambda rates: self._decide_after_survey(pending, rates, started_s))
+        )
+
+    def _decide_at_root(self, vector: list[float]) -> str:
+        report = TuningReport.from_vector(vector)
+        if not report.is_equal:
+            return str(RANKS_DIFFER)
+        if self._autotuner is None:
+            self._autotuner = self._make_autotuner(self._group_plan.wait_for_plan())
+        decision = self._autotuner.decide(report, self._clock())
+        self._log_events(self._autotuner)
+        return str(decision)
+
+    def _decide_after_survey(self, pending: PendingCollective, rates: list[float], started_s: float) -> str:
+        assert self._autotuner is not None
+        now_s = self._clock()
+        decision = self._autotuner.decide_after_survey(pending.request.num_bytes, rates, now_s, now_s - started_s)
+        self._log_events(self._autotuner)
+        return str(decision)
+
+    def _make_report(self, pending: PendingCollective) -> TuningReport:
+        """Report this rank's times since the last report of the size class."""
+        with self._changed:
+            size_class_state = self._size_class_state(pending)
+            until = max(size_class_state.reported_until, pending.class_index - _NUM_UNREPORTED)
+            first = max(size_class_state.chosen_from, size_class_state.reported_until, until - REPORT_WINDOW)
+            window = [size_class_state.s_per_byte.get(index, float("nan")) for index in range(first, until)]
+            size_class_state.reported_until = until
+            trial_s, self._trial_s = self._trial_s, float("nan")
+        return TuningReport(num_bytes=pending.request.num_bytes, trial_s=trial_s, window=tuple(window))
+
+    def _apply_decision(self, pending: PendingCollective, decision: TuningDecision) -> None:
+        """Apply the decision from this collective on."""
+        if decision == RANKS_DIFFER:
+            with self._changed:
+                self._set_decision(pending, None)
+                self._consulting = None
+                self._decide_ready()
+            return
+        plan = Plan.parse(decision.plan) if decision.plan else None
+        with self._changed:
+            if plan is not None:
+                self._group_plan.replace(plan)
+                self._plan_version += 1
+                for size_class_state in self._size_classes.values():
+                    size_class_state.chosen = ""
+                    size_class_state.s_per_byte.clear()
+            size_class_state = self._size_class_state(pending)
+            if not decision.is_trial:
+                if size_class_state.chosen != decision.schedule:
+                    size_class_state.chosen_from = size_class_state.reported_until = pending.class_index
+                size_class_state.chosen = decision.schedule
+                size_class_state.next_consultation = pending.class_index + decision.next_in
+            self._set_decision(pending, decision.schedule, is_trial=decision.is_trial)
+            if not decision.is_trial:
+                self._consulting = None
+                self._decide_ready()
+            self._changed.notify_all()
+
+    def _wait_for_earlier(self, pending: PendingCollective) -> None:
+        """Block until all earlier collectives have finished on this rank."""
+        with self._changed:
+            self._wait_until(lambda: not any(number < pending.number for number in self._unfinished))
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._is_aborted or condition())
+        if self._is_aborted:
+            raise TransferFailedError(None, "the connections of this group were cut", hung=False)
+
+
+_FORMAT = "ringweave-tuning-2"
+
+
+class TuningCache:
+    """Winners of earlier trials: one file per plan and software version, replaced atomically.
+
+    The plan's text contains the nodes of all ranks and the rates of all links, so another cluster, placement or
+    measured rate is another file. Winners older than `MAX_AGE_S` are ignored, so that disturbed trials do not count for
+    ever.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives seconds since 1970."""
+        self._folder = folder
+        self._clock = clock
+
+    @classmethod
+    def for_user(cls, environ: Mapping[str, str]) -> "TuningCache":
+        """Return the cache in `$XDG_CACHE_HOME/ringweave/tuning`, or in `~/.cache`."""
+        base = environ.get("XDG_CACHE_HOME", "")
+        root = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/nonexistent")) / ".cache"
+        return cls(root / "ringweave" / "tuning")
+
+    def load(self, plan: Plan) -> dict[int, str]:
+        """Return the schedule by size class; empty if nothing is known or the file is unreadable."""
+        return {number: schedule for number, (schedule, _) in self._read(plan).items()}
+
+    def save(self, plan: Plan, schedules: Mapping[int, str]) -> None:
+        """Store the winners for the next run; do nothing where the folder is not writable.
+
+        A winner that was known already keeps its age: it was not tried again.
+        """
+        path = self._path(plan)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        known, now = self._read(plan), self._clock()
+        since = {number: at for number, (name, at) in known.items() if schedules.get(number) == name}
+        rows = {str(number): [name, since.get(number, now)] for number, name in sorted(schedules.items())}
+        document = {_FORMAT: rows, "nodes": plan.nodes}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            return
+
+    def _read(self, plan: Plan) -> dict[int, tuple[str, float]]:
+        """Return the schedule by size class and the time it won, without expired ones."""
+        try:
+            document = json.loads(self._path(plan).read_text(encoding="utf-8"))
+            found = {int(number): (name, float(at)) for number, (name, at) in document[_FORMAT].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+        if not all(name in schedules.SCHEDULE_NAMES for name, _ in found.values()):
+            return {}
+        now = self._clock()
+        return {number: (name, at) for number, (name, at) in found.items() if 0 <= now - at <= MAX_AGE_S}
+
+    def _path(self, plan: Plan) -> Path:
+        versions = [importlib.metadata.version("ringweave"), importlib.metadata.version("torch")]
+        digest = hashlib.sha256("\n".join([*versions, str(plan)]).encode()).hexdigest()
+        return self._folder / f"{digest[:32]}.json"
+
+
+GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX = "epoch ", "apart "
+"""Name prefixes of the groups that an elastic job makes for each generation (`comm/generation_group.py`). After a
+failure all members pause until their first collective, so nothing is simulated before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEventLog:
+    """Event log of a group; nothing is written without a log."""
+
+    log: EventLog | None
+    rank: int
+    group: str
+
+
+def make_selector(
+    store: Store,
+    group: GroupInfo,
+    environment: WorkerEnvironment,
+    placement: GroupPlacement,
+    timeout: timedelta,
+    event_log: GroupEventLog,
+) -> ScheduleSelector:
+    """Make the schedule selector of a group; on the first rank this makes the plan and loads earlier winners.
+
+    Raises:
+        ClusterError: The cluster lacks a member's node.
+    """
+    cache = TuningCache.for_user(os.environ)
+
+    def load(plan: Plan) -> Mapping[int, str] | None:
+        return cache.load(plan) if plan_choice.may_tune(group, environment) else None
+
+    def make_autotuner(plan: Plan) -> Autotuner:
+        is_awaited = event_log.group.startswith((GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX))
+        return Autotuner(placement, plan, group_plan.tuned, (lambda *_: {}) if is_awaited else None)
+
+    def log_events(adviser: Autotuner) -> None:
+        for kind, fields in adviser.take_events():
+            if event_log.log is not None:
+                event_log.log.write(kind, rank=event_log.rank, group=event_log.group, **fields)
+            if kind == "schedule_tuned" and not adviser.rates:
+                cache.save(adviser.plan, adviser.winners)
+
+    broadcast = PlanBroadcast(store, group, timeout) if plan_choice.is_plan_shared(group, environment) else None
+    group_plan = GroupPlan(lambda: placement.plan({}), load, broadcast)
+    timings = ScheduleTimings(event_log.log if group.group_rank == 0 else None, event_log.rank, event_log.group)
+    return ScheduleSelector(group_plan, group, make_autotuner, log_events, timings)

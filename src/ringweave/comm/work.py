@@ -1,0 +1,93 @@
+"""Pending work: the asynchronous result that a collective returns while it is still running."""
+
+import threading
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from ringweave.errors import CommunicationError
+
+
+class PendingWork(Work):
+    """The work of a collective that another thread runs; `wait` raises that thread's error.
+
+    torch's own future-wrapping work cannot carry a Python exception to both of its users, a script that waits and
+    DDP's C++ reducer that chains on the future; this one does.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_resolved = False
+        self._trigger: torch.futures.Future[object] | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def set_finished(self, error: BaseException | None = None) -> None:
+        """Wake the waiting threads; called once by the thread that ran the collective."""
+        self._error = error
+        self._finished.set()
+
+    def finish_without_future(self) -> bool:
+        """Return True, after `set_finished`, if no one requested the future: `resolve_future` is then not needed."""
+        with self._lock:
+            self._is_resolved = self._trigger is None
+            return self._is_resolved
+
+    def resolve_future(self) -> None:
+        """Run the callbacks of the future; called once after `set_finished`, in a thread that may block."""
+        with self._lock:
+            self._is_resolved, trigger = True, self._trigger
+        if trigger is not None:
+            trigger.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensors hold the result.
+
+        Raises:
+            CommunicationError: The collective failed, or `timeout` passed first.
+        """
+        limit = timeout.total_seconds() if timeout else 0.0
+        if not self._finished.wait(limit if limit > 0 else None):
+            raise CommunicationError(f"collective: not finished after {limit:g} s, expected to be. Wait longer.")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._finished.is_set()
+
+    def is_success(self) -> bool:
+        return self._finished.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error, once finished."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """Wait, then return the tensors."""
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        """Wait: CPU tensors have no streams."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future that resolves to the tensors, or fails with the error."""
+        with self._lock:
+            if self._future is None:
+                self._trigger = torch.futures.Future()
+                self._future = self._trigger.then(self._outcome)
+                if self._is_resolved:
+                    self._trigger.set_result(None)
+            return self._future
+
+    def _outcome(self, _trigger: object) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors

@@ -1,1 +1,0 @@
-"""May this be, and may they: name, permission, policy and split, in this order."""

@@ -1,0 +1,167 @@
+"""reconcile: the actions that bring a job's platform from its observed to its desired state; shared by all platforms.
+
+`reconcile` first advances the record (`advance_record`), then compares the record with the observation (`_converge`).
+The second step reads nothing else. So an action lost in a crash is requested again, and a finished action is not. Only
+the record has to survive, and it is saved before any action that follows from it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ringweave.jobs import failures as jobs_failures
+from ringweave.jobs.advance import advance_record, should_run, ttl_expiry_s
+from ringweave.jobs.records import (
+    CreateConfig,
+    CreateGroup,
+    DeleteConfig,
+    DeleteGroup,
+    ForgetJob,
+    Job,
+    JobAction,
+    JobEvent,
+    JobRecord,
+    ObservedGroup,
+    ObservedJobState,
+    ReleaseBarrier,
+    RequeueAt,
+    RestartGroup,
+    SaveRecord,
+    StopGroup,
+)
+from ringweave.jobs.request import DeletionPolicy
+from ringweave.jobs.states import JobState
+
+
+def reconcile(job: Job, observed: ObservedJobState, now: float) -> tuple[JobAction, ...]:
+    """Return the actions to take now, in order. A failed action ends the list; the next call finds what is left.
+
+    Level-triggered: call it whenever something may have changed, after every list with more than a `RequeueAt`, and at
+    the time of a `RequeueAt`. If there is nothing to do, the list is empty or holds a `RequeueAt`.
+
+    Args:
+        job: The job with its record as saved last, and its desired state.
+        observed: Observation of the platform, made after the record was read.
+        now: Seconds on the clock of `created_s` and of the groups' `ended_s`.
+    """
+    record = advance_record(job, observed, now)
+    actions: list[JobAction] = []
+    if record != job.record:
+        actions.append(SaveRecord(record=record, events=tuple(_new_events(job, record))))
+    actions += _converge(job, record, observed)
+    requeue_s = _next_requeue_s(replace(job, record=record), observed, now)
+    if requeue_s is not None:
+        actions.append(RequeueAt(at_s=requeue_s))
+    return tuple(actions)
+
+
+def _converge(job: Job, record: JobRecord, observed: ObservedJobState) -> Iterator[JobAction]:
+    """Yield the actions that lead from the observed to the wanted state."""
+    current = {(node, record.nodes[node].attempt) for node in job.used_nodes}
+    outdated = [group for group in observed.groups if (group.node, group.attempt) not in current]
+    yield from _delete_groups(outdated)
+    kept = [group for group in observed.groups if (group.node, group.attempt) in current]
+    if should_run(job, record):
+        yield from _run_groups(job, record, observed, kept)
+    elif record.outcome is not None and not record.deleting:
+        yield from _clean_up(job, record, kept)
+    else:
+        yield from _delete_groups(kept)
+    if not should_run(job, record) and not observed.groups:
+        if observed.has_config:
+            yield DeleteConfig()
+        elif record.deleting:
+            yield ForgetJob()
+
+
+def _delete_groups(groups: Iterable[ObservedGroup]) -> Iterator[DeleteGroup]:
+    """Yield deletions of groups that are not terminating already."""
+    return (DeleteGroup(node=group.node, attempt=group.attempt) for group in groups if not group.is_terminating)
+
+
+def _run_groups(
+    job: Job, record: JobRecord, observed: ObservedJobState, kept: list[ObservedGroup]
+) -> Iterator[JobAction]:
+    groups = {group.node: group for group in kept}
+    if observed.is_config_incomplete or not observed.has_config:
+        yield CreateConfig(counts=job.counts)
+    job_is_finishing = jobs_failures.is_finishing(job, record, {(group.node, group.attempt): group for group in kept})
+    for node in job.used_nodes:
+        known, group = record.nodes[node], groups.get(node)
+        if known.is_given_up:
+            yield from _stop_groups([group] if group else [])  # its node's policy decides in the end
+        elif known.ended is not None:
+            yield from _delete_groups([group] if group else [])
+        elif group is None:
+            if not job_is_finishing:
+                yield CreateGroup(node=node, attempt=known.attempt, workers=job.counts[node], round=record.round)
+        elif (
+            max(group.round, group.requested_round) < record.round and group.phase.is_alive and not group.is_terminating
+        ):
+            yield RestartGroup(node=node, attempt=known.attempt, round=record.round)
+    if observed.released_round < record.round and all(
+        _is_group_at_barrier(record, node, groups) for node in job.used_nodes
+    ):
+        yield ReleaseBarrier(round=record.round)
+
+
+def _is_group_at_barrier(record: JobRecord, node: int, groups: dict[int, ObservedGroup]) -> bool:
+    """Return whether a group is ready for this round. Groups beyond count: a removed config closes the barrier."""
+    group = groups.get(node)
+    if group is None or record.nodes[node].ended is not None or group.round != record.round:
+        return False
+    return group.is_at_barrier
+
+
+def _clean_up(job: Job, record: JobRecord, kept: list[ObservedGroup]) -> Iterator[JobAction]:
+    """Yield the actions that end all groups; the deletion policy of each node decides whether its group is kept."""
+    for group in kept:
+        if not _keeps_group(job, record, group.node):
+            yield from _delete_groups([group])
+        else:
+            yield from _stop_groups([group])
+
+
+def _stop_groups(groups: Iterable[ObservedGroup]) -> Iterator[StopGroup]:
+    """Yield stops of groups that are alive and not terminating already."""
+    alive = [group for group in groups if group.phase.is_alive and not group.is_terminating]
+    return (StopGroup(node=group.node, attempt=group.attempt) for group in alive)
+
+
+def _keeps_group(job: Job, record: JobRecord, node: int) -> bool:
+    policy = job.request.nodes[node].deletion
+    on_failure = policy is DeletionPolicy.KEEP_ON_FAILURE and record.outcome is JobState.FAILED
+    return policy is DeletionPolicy.KEEP or on_failure
+
+
+def _next_requeue_s(job: Job, observed: ObservedJobState, now: float) -> float | None:
+    """Return the time of the next decision that needs no event: a TTL, a hang or a verdict on failures."""
+    if job.record.deleting:
+        return None
+    if should_run(job, job.record):
+        groups = {(group.node, group.attempt): group for group in observed.groups}
+        failures = jobs_failures.find_failures(job, job.record, groups, now)
+        judged_s = jobs_failures.judge_failures(failures, job.record, observed, now).wait_until_s
+        hangs_s = jobs_failures.next_hang_s(job, job.record, groups, now)
+        return min((time_s for time_s in (judged_s, hangs_s) if time_s is not None), default=None)
+    return ttl_expiry_s(job, job.record)
+
+
+def _new_events(job: Job, record: JobRecord) -> Iterator[JobEvent]:
+    """Yield the events of the step from the job's record to this one."""
+    for node in job.used_nodes:
+        before, after = job.record.nodes[node], record.nodes[node]
+        name = job.node_name(node)
+        if after.ended is not None and before.ended is None:
+            key = f"node{node}/attempt{after.attempt}/ended"
+            text = f"node {name}, attempt {after.attempt}: {after.ended.text}"
+            yield JobEvent(key=key, kind=f"Attempt{after.ended.cause}", text=text)
+        if after.seen and (not before.seen or after.attempt != before.attempt):
+            key = f"node{node}/attempt{after.attempt}/begun"
+            yield JobEvent(key=key, kind="AttemptBegun", text=f"node {name}, attempt {after.attempt} is there")
+    attempts = ".".join(str(known.attempt) for known in record.nodes)
+    if record.loss is not None and record.loss != job.record.loss:
+        yield JobEvent(key=f"without/{attempts}", kind="GoesOn", text=f"{record.loss.text}; the others train on")
+    if record.state is not job.record.state:
+        text = str(record.reason) if record.reason else "all nodes run"
+        when = f"round{record.round}" if job.request.elastic is None else f"round{record.round}/{attempts}"
+        yield JobEvent(key=f"run{record.run}/{when}/{record.state}", kind=str(record.state), text=text)

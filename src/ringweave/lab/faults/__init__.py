@@ -1,1 +1,0 @@
-"""What can be wrong with a lab on purpose, beside the rates of its links."""

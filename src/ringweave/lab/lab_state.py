@@ -1,0 +1,175 @@
+"""State of this machine's labs on disk: written before a lab is made, removed after everything else.
+
+```text
+/run/ringweave/labs/NAME/lab.json    the lab's cluster file, CPU quotas, and whether it is complete
+/run/ringweave/labs/NAME/hosts       /etc/hosts of its nodes
+/run/ringweave/labs/NAME/ns/         the nodes' namespaces: host name and mounts
+/run/ringweave-findings/NAME         probe results of jobs in the lab; visible to nodes, which see no lab
+/run/ringweave/locks/NAME            held by the command that makes, changes or removes the lab
+/run/ringweave/inside                exists only inside a node
+/run/netns/rw-NAME:NODE              the nodes' network namespaces, as `ip netns` names them
+```
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ringweave.errors import LabError, UsageError, explain
+from ringweave.files import file_io
+from ringweave.lab.cpu_quotas import CpuQuotas
+
+LAB_HOME = Path("/run/ringweave")
+NETNS_FOLDER = Path("/run/netns")
+LOCK_WAIT_S = 20.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabRecord:
+    """Record of a lab: everything needed to find, change and remove it."""
+
+    name: str
+    cluster_text: str
+    """Text of the cluster file, addresses assigned."""
+    quotas: CpuQuotas | None
+    is_complete: bool
+    """False while it is made or removed, and for ever if that is interrupted."""
+    boot_id: str
+    """Boot of the machine that it belongs to; its kernel objects are gone after the next boot."""
+
+
+def current_boot_id() -> str:
+    """Return the id of this boot of the machine."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def lab_folder(name: str) -> Path:
+    """Return the folder of a lab's state."""
+    return LAB_HOME / "labs" / name
+
+
+def namespace_folder(name: str) -> Path:
+    """Return the folder of a lab's namespaces of host names and mounts; a mount of its own."""
+    return lab_folder(name) / "ns"
+
+
+def hosts_path(name: str) -> Path:
+    """Return the path of /etc/hosts for the lab's nodes."""
+    return lab_folder(name) / "hosts"
+
+
+def probe_results_folder(name: str) -> Path:
+    """Return the folder in which jobs in a lab keep their measurements of its network."""
+    return LAB_HOME.with_name(f"{LAB_HOME.name}-findings") / name
+
+
+def remove_probe_results(name: str) -> None:
+    """Remove the jobs' measurements, since the network has changed."""
+    shutil.rmtree(probe_results_folder(name), ignore_errors=True)
+
+
+def lab_names() -> list[str]:
+    """Return the names of all labs, complete or not, sorted."""
+    return sorted(path.name for path in (LAB_HOME / "labs").glob("*") if path.is_dir())
+
+
+def read_record(name: str) -> LabRecord | None:
+    """Read a lab's record; None if there is none, or if it cannot be read."""
+    try:
+        content = file_io.load_json(lab_folder(name) / "lab.json")
+        quotas = content.pop("quotas")
+        quotas = None if quotas is None else {node: tuple(node_quotas) for node, node_quotas in quotas.items()}
+        record = LabRecord(**content, quotas=quotas)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return record
+
+
+def write_record(record: LabRecord) -> None:
+    """Write a lab's record atomically."""
+    path = lab_folder(record.name) / "lab.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(".lab.json")
+    temporary.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def remove_lab_folder(name: str) -> None:
+    """Remove a lab's folder; everything in it is unmounted already."""
+    remove_probe_results(name)
+    shutil.rmtree(lab_folder(name), ignore_errors=True)
+
+
+def refuse_inside_node() -> None:
+    """Raise an error inside a node of a lab, where labs are invisible.
+
+    Raises:
+        UsageError: This process is in a node.
+    """
+    marker = LAB_HOME / "inside"
+    if marker.exists():
+        node = marker.read_text(encoding="utf-8").strip()
+        raise UsageError(
+            explain("lab", got=f"inside of node {node}", expected="the machine itself", do="Leave the node first")
+        )
+
+
+@contextmanager
+def hold_lock(name: str, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
+    """Hold a lab's lock; yields a descriptor that holds it for every process that inherits it.
+
+    Raises:
+        LabError: Another process held it for longer than `wait_s`.
+    """
+    path = LAB_HOME / "locks" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + wait_s
+    while (descriptor := _try_lock(path)) is None:
+        if time.monotonic() >= deadline:
+            raise LabError(
+                explain(
+                    "lab",
+                    got=name,
+                    expected=f"one that no other command works on for {wait_s:g} s",
+                    do="Wait for that command, or end it",
+                    where=str(path),
+                )
+            )
+        time.sleep(0.02)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_lock_file(name: str) -> None:
+    """Remove the file of a lock; its holder does that last, once the lab is gone."""
+    (LAB_HOME / "locks" / name).unlink(missing_ok=True)
+
+
+def _try_lock(path: Path) -> int | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    if not _is_same_file(path, descriptor):
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """True if the file is still the opened one: its previous holder may have removed it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,1 +1,0 @@
-"""Workers started, observed and ended somewhere; deciding is kept apart from doing."""

@@ -1,1 +1,0 @@
-"""Launcher for workers on this machine."""

@@ -1,0 +1,24 @@
+"""First program of every worker: ties its life to the launcher's, then becomes the real command.
+
+A bare interpreter runs this file as a script, so it imports nothing of ringweave. A hook between fork and exec could
+do the same, but Python's hooks are not safe beside threads.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(launcher_pid: int, argv: list[str]) -> None:
+    """Ask the kernel to kill this process when the launcher dies, then replace it by `argv`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher_pid:  # it died before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,361 @@
+"""One run on this machine, from the cluster to the final run.json."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from ringweave import environment
+from ringweave.environment import WorkerEnvironment
+from ringweave.jobs.request import MODES, SERVER_MODES
+from ringweave.launcher import entry, outcome, run_dir, supervise
+from ringweave.launcher import workers as launcher_workers
+from ringweave.launcher.launcher import WorkerState
+from ringweave.launcher.membership_history import EvictionWatcher
+from ringweave.launcher.node_context import HostContext, NodeContext
+from ringweave.launcher.outcome import RunRecorder, WorkerFailure
+from ringweave.launcher.output import OutputConsole, write_message
+from ringweave.launcher.processes import LocalLauncher, ProcessContext
+from ringweave.launcher.restarts import RunRestartPolicy, WorkerRestartPolicy
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import JobServer, RunCoordinators
+from ringweave.launcher.supervise import ElasticSupervisor, ScaleLimits, ScaleRequests, with_member_name
+from ringweave.launcher.workers import (
+    BLOCK_ORDER,
+    RankOrder,
+    WorkerGroup,
+    WorkerProgram,
+    build_worker_group,
+    with_later_workers,
+)
+from ringweave.membership.settings import MemberBounds
+from ringweave.topology import Cluster
+
+_AUTO_MODE = MODES[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """Request of a user: the program, the cluster and the options of a run."""
+
+    program: WorkerProgram
+    cluster: Cluster
+    cluster_text: str
+    """Text of the cluster file, as the run directory keeps it."""
+    expanded_cluster: Cluster | None = None
+    """Cluster with one more device for each worker that may come later; None where there is room for none."""
+    cluster_path: str | None
+    """Path of the user's cluster file; None if there is none."""
+    run_dir: RunDir
+    schedule: str | None
+    """Forced schedule; None leaves the choice to the planner."""
+    replace_backend: bool
+    """Let ringweave also serve groups of an explicit "gloo" or "nccl"."""
+    tuning: bool | None = None
+    """Let measured times change schedules and plans; None means only among several nodes."""
+    mode: str | None = None
+    """Training mode of scripts that call `ringweave.prepare`; None leaves it to them."""
+    has_standby: bool = False
+    """Run a second parameter server that takes over when the first one dies."""
+    leader_per_nic: bool = False
+    """Plan with one leader per NIC of a node instead of one per node."""
+    order: RankOrder = BLOCK_ORDER
+    """Order in which the devices get ranks."""
+    node_context: NodeContext = field(default_factory=HostContext)
+    """Placement of worker processes: on this machine as it is, or inside of a lab on it."""
+    shares_cluster_file: bool = True
+    """Workers get the cluster file and the name of their node; otherwise they have to find out both."""
+    elastic: MemberBounds | None = None
+    """Bounds within which workers may die and come back; None ends the run with the first failed worker."""
+
+
+def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> outcome.RunResult:
+    """Run the program on all devices of the cluster, all on this machine, and record the run.
+
+    Args:
+        request: What to run.
+        environ: Environment that workers inherit.
+        stdout: Gets the workers' standard output, line by line with the rank in front.
+        stderr: Gets the workers' standard error, notices, and in the end the report of a failure.
+
+    Returns:
+        The result of the run. No process of the run is left then.
+    """
+    output = OutputConsole({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
+    with run_dir.hold_run_dir(request.run_dir), _collect_interrupts() as interrupts:
+        attempts = RunRestartPolicy()
+        while True:
+            started_s = time.monotonic()
+            result, had_members = _run_attempt(request, environ, output, stderr, interrupts)
+            first = outcome.first_cause(result.deaths)
+            if request.elastic is None or result.outcome != "failed" or first is None or had_members:
+                return result
+            stop_reason = attempts.stop_reason(first, time.monotonic() - started_s)
+            if stop_reason:
+                write_message(stderr, f"ringweave: it is not started again: {stop_reason}.\n")
+                return result
+            write_message(
+                stderr,
+                "ringweave: no worker has called ringweave.prepare by then, so none can go on without the others: "
+                "all start again, from their last checkpoint if they keep one.\n",
+            )
+
+
+def _run_attempt(
+    request: RunRequest,
+    environ: Mapping[str, str],
+    console: OutputConsole,
+    stderr: TextIO,
+    interrupts: list[signal.Signals],
+) -> tuple[outcome.RunResult, bool]:
+    """Run all workers once; return the result, and whether a worker was ever a member."""
+    started_s, attempt = time.monotonic(), run_dir.begin_attempt(request.run_dir, request.cluster_text)
+
+    def give_up(text: str) -> None:
+        write_message(stderr, f"ringweave: {text}\n")
+
+    server = _create_server(request, give_up)
+    coordinators = _create_coordinators(request, server, give_up)
+    services = [each for each in (server, coordinators) if each is not None]
+    group = _build_group(request, server, coordinators)
+    num_cpus, cluster = len(os.sched_getaffinity(0)), request.expanded_cluster or request.cluster
+    slots = with_later_workers(group, cluster.nodes, num_cpus=num_cpus)
+    _announce(request, group, attempt, stderr)
+    server_record = {"server": {"node": server.node, "address": server.address} if server else None}
+    recorder = RunRecorder(request.run_dir, group, _initial_record(request, group, attempt) | server_record)
+    try:
+        with (
+            _running_services(services, environ),
+            LocalLauncher(
+                request.run_dir.worker_log,
+                console,
+                environ,
+                wrap_command=request.node_context.wrap_worker_command,
+                open_credentials=services[-1].open_credentials if services else lambda worker: None,
+                process_context=ProcessContext(
+                    is_unrelated=lambda process: any(process.pid in each.pids for each in services)
+                ),
+            ) as launcher,
+        ):
+            launcher.start(group)
+            recorder.workers_started(launcher.pid)
+            states = _supervise(request, launcher, slots, services, recorder, interrupts, stderr)
+    except BaseException as error:
+        with suppress(OSError):  # the first error is the cause
+            recorder.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
+        raise
+    result = outcome.conclude_run(
+        [_worker_failure(launcher, slots, state) for state in states if _has_failed(state)], interrupts
+    )
+    wall_s = _close_record(recorder, result, time.monotonic() - started_s, stderr)
+    write_message(stderr, run_dir.describe_training(recorder.training))
+    if server:
+        write_message(stderr, server.summary_text())
+    log_of = _relative_path(request.run_dir.root) + "/logs/rank-{rank}.log"
+    write_message(stderr, outcome.run_failure_text(result, wall_s=wall_s, log_pattern=log_of))
+    return result, coordinators is not None and bool(coordinators.past_members().members)
+
+
+def _close_record(recorder: RunRecorder, result: outcome.RunResult, wall_s: float, stderr: TextIO) -> float:
+    """Close the record and return the seconds of the run, even if a full disk refuses the record."""
+    try:
+        return recorder.close(outcome=result.outcome, exit_code=result.exit_code, cause=result.cause)
+    except OSError as error:
+        how = f"{result.outcome}, exit code {result.exit_code}"
+        write_message(
+            stderr, f"ringweave: run.json could not be written: {error}. It does not say how the run ended: {how}.\n"
+        )
+        return wall_s
+
+
+def _supervise(
+    request: RunRequest,
+    launcher: LocalLauncher,
+    group: WorkerGroup,
+    services: Sequence[JobServer | RunCoordinators],
+    recorder: RunRecorder,
+    interrupts: Sequence[signal.Signals],
+    stderr: TextIO,
+) -> Sequence[WorkerState]:
+    def look() -> None:
+        for each in services:
+            each.restart_dead()
+
+    coordinators = services[-1] if services else None
+    if request.elastic is None or not isinstance(coordinators, RunCoordinators):
+        return supervise.supervise_workers(launcher, interrupts, on_exit=recorder.worker_exited, on_poll=look)
+    supervisor = ElasticSupervisor(
+        launcher,
+        group,
+        WorkerRestartPolicy(),
+        failure_of=lambda state: _worker_failure(launcher, group, state) if _has_failed(state) else None,
+        past_members=coordinators.past_members,
+        scale_requests=_scale_requests(request, request.elastic, group, stderr),
+        evicted_members=EvictionWatcher(request.run_dir.events).evicted_members,
+        notify_user=lambda text: write_message(stderr, f"ringweave: {text}.\n"),
+    )
+    return supervisor.run(
+        interrupts,
+        on_exit=recorder.worker_exited,
+        on_start=lambda worker: recorder.worker_started(worker, launcher.pid(worker.global_rank)),
+        on_give_up=lambda state, why: _report_give_up(
+            _worker_failure(launcher, group, state), why, request.run_dir, stderr
+        ),
+        on_poll=look,
+    )
+
+
+def _scale_requests(request: RunRequest, bounds: MemberBounds, slots: WorkerGroup, stderr: TextIO) -> ScaleRequests:
+    """Create the scale requests of an elastic run; with rings, only the slots of the initial workers exist."""
+    num_workers = sum(node.num_devices for node in request.cluster.nodes)
+    why = "the devices of its cluster file"
+    if request.mode in SERVER_MODES:
+        slots, why = replace(slots, workers=slots.workers[:num_workers]), "the workers that its rings were formed of"
+    limits = ScaleLimits(bounds=bounds, num_slots=slots.world_size, reason=why)
+    return ScaleRequests(
+        request.run_dir, limits, num_workers, lambda text: write_message(stderr, f"ringweave: {text}.\n")
+    )
+
+
+def _create_server(request: RunRequest, give_up: Callable[[str], object]) -> JobServer | None:
+    """Create the parameter server if the mode needs or may need it; an elastic run in mode `auto` never chooses one."""
+    is_balanced = request.elastic is not None and request.mode == _AUTO_MODE
+    mode = None if is_balanced else request.mode
+    return JobServer.for_mode(
+        mode, request.cluster, request.node_context, request.run_dir, has_standby=request.has_standby, give_up=give_up
+    )
+
+
+def _create_coordinators(
+    request: RunRequest, server: JobServer | None, give_up: Callable[[str], object]
+) -> RunCoordinators | None:
+    """Create the coordinators of an elastic run; workers use the same credentials for all services."""
+    if request.elastic is None:
+        return None
+    authority = server.authority if server else None
+    return RunCoordinators.on_cluster(
+        request.elastic, request.cluster, request.node_context, request.run_dir, authority, give_up
+    )
+
+
+@contextmanager
+def _running_services(services: Sequence[JobServer | RunCoordinators], environ: Mapping[str, str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in services:
+            stack.enter_context(each.running(environ))
+        yield
+
+
+def _report_give_up(failure: WorkerFailure, why: str, run_dir: RunDir, stderr: TextIO) -> None:
+    """Report that a worker is not restarted while the others go on."""
+    log = f"{_relative_path(run_dir.root)}/logs/rank-{failure.global_rank}.log"
+    write_message(
+        stderr,
+        f"ringweave: rank {failure.global_rank} on node {failure.node} is given up: {why}, "
+        f"this time it {failure.reason}. The others go on without it. See what it lacks in {log}.\n",
+    )
+
+
+def _build_group(request: RunRequest, server: JobServer | None, coordinators: RunCoordinators | None) -> WorkerGroup:
+    nodes = request.cluster.nodes
+    first_index, _ = launcher_workers.assign_ranks([node.num_devices for node in nodes], request.order)[0]
+    group = build_worker_group(
+        nodes,
+        request.program.argv(sys.executable, entry=entry.__file__ if request.elastic else None),
+        request.node_context.pick_address(nodes[first_index].name),
+        num_cpus=len(os.sched_getaffinity(0)),
+        common_environment=WorkerEnvironment(
+            cluster_path=request.run_dir.cluster_file,
+            run_dir=request.run_dir.root,
+            replace_backend=request.replace_backend,
+            schedule=request.schedule,
+            tuning=request.tuning,
+            mode=request.mode,
+            leader_per_nic=request.leader_per_nic,
+            server=server.address if server else None,
+            coordinators=coordinators.addresses if coordinators else (),
+        ),
+        order=request.order,
+    )
+    hidden = {} if request.shares_cluster_file else {environment.CLUSTER: "", environment.NODE: ""}
+    workers = [
+        replace(each, environ={**each.environ, **request.node_context.node_environ(each.node), **hidden})
+        for each in group.workers
+    ]
+    if coordinators is not None:
+        workers = [with_member_name(each, 0) for each in workers]
+    return replace(group, workers=tuple(workers))
+
+
+def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> dict[str, Any]:
+    ranks = {node.name: [w.global_rank for w in group.workers if w.node == node.name] for node in request.cluster.nodes}
+    return {
+        **run_dir.software_versions(),
+        "command": request.program.command_words(),
+        "attempt": attempt,
+        "cluster": {
+            "name": request.cluster.name,
+            "path": request.cluster_path,
+            "nodes": [{"name": name, "workers": members} for name, members in ranks.items()],
+        },
+        "world_size": group.world_size,
+        "schedule": request.schedule,
+        "tuning": request.tuning,
+        "mode": request.mode,
+        "elastic": str(request.elastic) if request.elastic else None,
+        "leader_per_nic": request.leader_per_nic,
+        "order": str(request.order),
+        "lab": request.node_context.lab_name,
+    }
+
+
+def _announce(request: RunRequest, group: WorkerGroup, attempt: int, stderr: TextIO) -> None:
+    nodes = ", ".join(f"{node.name} ({len(node.devices)})" for node in request.cluster.nodes[:8])
+    more = ", ..." if len(request.cluster.nodes) > 8 else ""
+    where = _relative_path(request.run_dir.root)
+    workers = "1 worker" if group.world_size == 1 else f"{group.world_size} workers"
+    lines = [f"ringweave: {workers} on {nodes}{more}; files in {shlex.quote(where)}"]
+    if attempt > 1:
+        lines.append(
+            f"ringweave: attempt {attempt}; files of attempt {attempt - 1} are in {where}/attempts/{attempt - 1}"
+        )
+    write_message(stderr, "\n".join(lines) + "\n")
+
+
+@contextmanager
+def _collect_interrupts() -> Iterator[list[signal.Signals]]:
+    """Collect SIGINT, SIGTERM and SIGHUP of this process; an ignored SIGHUP (nohup) stays ignored."""
+    received: list[signal.Signals] = []
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {
+        signum: signal.signal(signum, lambda number, _: received.append(signal.Signals(number))) for signum in wanted
+    }
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _has_failed(state: WorkerState) -> bool:
+    return state.exit is not None and not state.exit.is_success
+
+
+def _worker_failure(launcher: LocalLauncher, group: WorkerGroup, state: WorkerState) -> WorkerFailure:
+    assert state.exit is not None
+    lines = launcher.logs(state.global_rank, num_lines=200)
+    node = group.workers[state.global_rank].node
+    return WorkerFailure(global_rank=state.global_rank, node=node, exit=state.exit, last_lines=tuple(lines))
+
+
+def _relative_path(path: Path) -> str:
+    """Return the path relative to the current directory, if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

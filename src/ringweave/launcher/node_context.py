@@ -1,0 +1,171 @@
+"""Node context: how processes of a run are put on a node, on this machine as it is or inside of a lab; free ports."""
+
+import abc
+import errno
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ringweave.environment import FINDINGS
+from ringweave.errors import LaunchError, explain
+from ringweave.lab import Lab
+from ringweave.launcher.workers import HostPort, WorkerSpec
+
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT, HIGHEST_PORT = 10_000, 65_535
+
+
+def non_ephemeral_ports(ephemeral: tuple[int, int]) -> list[int]:
+    """Return the ports outside the ephemeral range: no outgoing connection can take one between choice and use."""
+    low, high = ephemeral
+    return [port for port in range(LOWEST_PORT, HIGHEST_PORT + 1) if not low <= port <= high]
+
+
+def free_port(rng: random.Random) -> int:
+    """Return a port that no process listens on now, outside the ephemeral range if there is one.
+
+    Raises:
+        LaunchError: All ports are taken.
+    """
+    ports = non_ephemeral_ports(_ephemeral_range()) or list(range(LOWEST_PORT, HIGHEST_PORT + 1))
+    rng.shuffle(ports)
+    for port in ports:
+        if _is_port_free(port):
+            return port
+    raise LaunchError(f"no free port between {LOWEST_PORT} and {HIGHEST_PORT}. End programs that listen. [ss -ltn]")
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        low, high = EPHEMERAL_RANGE.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 32_768, 60_999
+    return int(low), int(high)
+
+
+def _is_port_free(port: int) -> bool:
+    families = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
+    return all(_can_bind_port(family, host, port) for family, host in families)
+
+
+def _can_bind_port(family: socket.AddressFamily, host: str, port: int) -> bool:
+    try:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # this machine lacks the family, so no process listens on it
+        return True
+    with probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return family == socket.AF_INET6 and error.errno not in _PORT_TAKEN_ERRORS
+    return True
+
+
+_PORT_TAKEN_ERRORS = {errno.EADDRINUSE, errno.EACCES}
+
+
+_FREE_PORT_PROGRAM = (
+    "import random; from ringweave.launcher import node_context as here; print(here.free_port(random.SystemRandom()))"
+)
+_FREE_PORT_TIMEOUT_S = 30
+
+
+class NodeContext(abc.ABC):
+    """Runs processes on the nodes of a run, and knows their addresses."""
+
+    @property
+    @abc.abstractmethod
+    def lab_name(self) -> str | None:
+        """Name of the lab; None outside of a lab."""
+
+    @abc.abstractmethod
+    def pick_address(self, node: str) -> HostPort:
+        """Return the node's host, and a port that is free there.
+
+        Raises:
+            LaunchError: There is no free port.
+        """
+
+    @abc.abstractmethod
+    def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
+        """Return the command line that becomes `argv` in the worker's place, without a process in between."""
+
+    @abc.abstractmethod
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        """Return the command line that becomes `argv` on this node, beside the workers and on none of their devices."""
+
+    @abc.abstractmethod
+    def node_environ(self, node: str) -> Mapping[str, str]:
+        """Return the variables of workers that depend on this node."""
+
+
+class HostContext(NodeContext):
+    """This machine as it is: all nodes of the run are on it, on loopback unless an address is given."""
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        """`address` is the one at which workers of all nodes reach this machine."""
+        self._address = address
+
+    @property
+    def lab_name(self) -> str | None:
+        return None
+
+    def pick_address(self, node: str) -> HostPort:
+        return HostPort(host=self._address, port=free_port(random.SystemRandom()))
+
+    def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
+        return argv
+
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        return argv
+
+    def node_environ(self, node: str) -> Mapping[str, str]:
+        return {}
+
+
+class LabContext(NodeContext):
+    """Nodes of a lab: every process runs in its node, with its device's CPU quota if there are quotas."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    @property
+    def lab_name(self) -> str | None:
+        return self._lab.name
+
+    def pick_address(self, node: str) -> HostPort:
+        """Return the node's first address, and a port that is free inside of the node."""
+        command = self._lab.command(node, [sys.executable, "-P", "-c", _FREE_PORT_PROGRAM])
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_FREE_PORT_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            do = "See whether the lab is still up, and how busy this machine is"
+            got = f"nothing in {_FREE_PORT_TIMEOUT_S} s"
+            raise LaunchError(explain(f"port on node {node}", got=got, expected="a free one", do=do)) from error
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise LaunchError(f"port on node {node}: {last}, expected a free one. See whether the lab is still up.")
+        return HostPort(host=self._lab.addresses[node][0], port=int(done.stdout))
+
+    def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
+        """Return the command line that enters the node first."""
+        return self._lab.command(worker.node, argv, device=worker.local_rank)
+
+    def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        """Return the command line that enters the node first."""
+        return self._lab.command(node, argv)
+
+    def node_environ(self, node: str) -> Mapping[str, str]:
+        """Return the interfaces for Gloo, the lab's folder of probing results, and thread limits under quotas.
+
+        Gloo needs the same number of interfaces on all ranks, so it gets as many as the node with the fewest has.
+        """
+        count = min(len(addresses) for addresses in self._lab.addresses.values())
+        interfaces = {"GLOO_SOCKET_IFNAME": ",".join(self._lab.interfaces(node)[:count])}
+        threads = {"OMP_NUM_THREADS": "1"} if self._lab.quotas else {}
+        return {**interfaces, **threads, FINDINGS: str(self._lab.probe_results_folder)}

@@ -1,0 +1,289 @@
+"""Restart policies of workers, services and whole runs: when they are restarted, and when abandoned. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from ringweave.launcher.outcome import WorkerFailure
+from ringweave.membership import records
+
+_SHELL_SIGNAL_BASE = 128
+"""A shell exits with this plus the signal's number when a signal has ended its program."""
+
+
+class ServiceRestartPolicy:
+    """Restart policy of one coordinator or parameter server."""
+
+    def __init__(
+        self,
+        *,
+        max_early_deaths: int = 10,
+        early_s: float = 60.0,
+        early_if_killed_s: float = 10.0,
+        max_delay_s: float = 30.0,
+    ) -> None:
+        """Begin without any deaths.
+
+        Args:
+            max_early_deaths: After this many early deaths in a row it is given up. That takes two to three minutes with
+                these delays, as for a worker (`WorkerRestartPolicy`): a longer shortage on the machine needs a person.
+            early_s: A process that lived longer was useful, and its earlier deaths are forgotten.
+            early_if_killed_s: The same after a death by a signal: it says nothing about the next process, and while
+                that one waits, members that come or go may find no coordinator.
+            max_delay_s: Upper limit of the delay after repeated early deaths. The first restart has no delay.
+        """
+        self._max_early_deaths, self._early_s, self._early_if_killed_s = max_early_deaths, early_s, early_if_killed_s
+        self._max_delay_s = max_delay_s
+        self._num_early_deaths = 0
+        self._started_s: float | None = None
+        self._due_s: float | None = None
+
+    @property
+    def has_given_up(self) -> bool:
+        """True if it is not restarted any more."""
+        return self._num_early_deaths >= self._max_early_deaths
+
+    @property
+    def num_early_deaths(self) -> int:
+        """Number of early deaths in a row."""
+        return self._num_early_deaths
+
+    def record_start(self, now_s: float) -> None:
+        self._started_s = now_s
+
+    def record_exit(self, now_s: float, exit_code: int) -> bool:
+        """Record an observed end; return True once for each start, and count a death.
+
+        `exit_code` is negative, or above 128 as in shells, after a death by a signal.
+        """
+        if self._started_s is None:
+            return False
+        started_s, self._started_s = self._started_s, None
+        self.record_death(now_s - started_s, now_s, was_killed=exit_code < 0 or exit_code > _SHELL_SIGNAL_BASE)
+        return True
+
+    def record_death(self, lived_s: float, now_s: float, *, was_killed: bool = False) -> None:
+        """Record a death or a failed start; called once for each."""
+        is_early = lived_s < (self._early_if_killed_s if was_killed else self._early_s)
+        self._num_early_deaths = self._num_early_deaths + 1 if is_early else 1
+        delay_s = 0.0 if self._num_early_deaths == 1 else min(self._max_delay_s, 2.0 ** (self._num_early_deaths - 2))
+        self._due_s = now_s + delay_s
+
+    def take_due(self, now_s: float) -> bool:
+        """Return whether to start it now; True once for each death."""
+        if self._due_s is None or now_s < self._due_s or self.has_given_up:
+            return False
+        self._due_s = None
+        return True
+
+
+LEFT_EXIT_CODE = 143
+"""128 + SIGTERM: exit code of a worker that has left on request."""
+MEMBERSHIP_ERROR = "MembershipError: "
+"""Prefix of the exceptions that a script gets from its membership."""
+JOB_OVER = f"{MEMBERSHIP_ERROR}job is over"
+JOB_FINISHED = f"{JOB_OVER}: {records.REASON_ALL_DONE}"
+"""Error of a worker that joins when the others have finished."""
+NO_COORDINATOR = f"{MEMBERSHIP_ERROR}this worker is no member any more: no coordinator within"
+_NOT_A_MEMBER = f"{MEMBERSHIP_ERROR}this worker is no member"
+
+RestartDecision = Literal["again", "rest", "fail", "give up"]
+_NO_OTHER_WORKERS: Mapping[int, bool] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotExit:
+    """End of the worker in a slot, as far as the restart policy needs it."""
+
+    death: WorkerFailure | None
+    """None after a good end."""
+    lifetime_s: float
+    was_member: bool = True
+    """It became a member of its job, if only for a moment."""
+    has_trained: bool = True
+    """It took part in a train step of its job."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the worker has finished its training."""
+        return self.death is None
+
+    @property
+    def has_left(self) -> bool:
+        """True if the worker has left on request."""
+        return self.death is not None and self.death.exit.exit_code == LEFT_EXIT_CODE
+
+
+class WorkerRestartPolicy:
+    """Restart policy of the workers: counts the failures of each slot and decides what comes next."""
+
+    def __init__(
+        self,
+        *,
+        delay_s: float = 1.0,
+        max_own_failures: int = 3,
+        max_failed_starts: int = 10,
+        max_delay_s: float = 30.0,
+        reset_failures_after_s: float = 60.0,
+        reset_delay_after_s: float = 20.0,
+    ) -> None:
+        """Begin without any failures.
+
+        Args:
+            delay_s: Delay before a worker is restarted.
+            max_own_failures: A worker that fails by itself this often in a row is given up: probably its device is
+                broken, since an error in the script ends the others as well.
+            max_failed_starts: A worker that dies this often in a row before it is a member is given up, and the others
+                go on. That takes two to three minutes with these delays: a longer shortage on the machine needs a
+                person. A worker that is killed when it was a member is restarted without limit.
+            max_delay_s: Upper limit of the delay after repeated early deaths.
+            reset_failures_after_s: A worker that trained and lived this long resets its slot's count of failures in a
+                row.
+            reset_delay_after_s: A worker that trained and lived this long has not died early: the next one waits no
+                longer than the first time.
+        """
+        self._delay_s, self._max_delay_s = delay_s, max_delay_s
+        self._reset_failures_after_s, self._reset_delay_after_s = reset_failures_after_s, reset_delay_after_s
+        self._max_own_failures, self._max_failed_starts = max_own_failures, max_failed_starts
+        self._own_failures: dict[int, int] = {}
+        self._failed_starts: dict[int, int] = {}
+        self._stopped_slots: set[int] = set()
+        self._early_deaths: dict[int, int] = {}
+        self._due_s: dict[int, float] = {}
+        self._is_over = False
+
+    @property
+    def pending(self) -> Mapping[int, float]:
+        """Slot -> time of its next start."""
+        return self._due_s
+
+    def decide(
+        self, slot: int, slot_exit: SlotExit, now_s: float, other_slots: Mapping[int, bool] = _NO_OTHER_WORKERS
+    ) -> RestartDecision:
+        """Decide about a slot whose worker has ended.
+
+        Args:
+            slot: Number of the slot.
+            slot_exit: End of its worker.
+            now_s: Time on the clock of `take_due`.
+            other_slots: Each other slot -> a worker trains there, so it has not met the script's error yet.
+
+        Returns:
+            `again`: restart it. `rest`: leave the slot empty. `give up`: the others go on without it. `fail`: the run
+            fails.
+        """
+        if slot_exit.is_finished:
+            self._is_over = True  # the training has ended: a worker that starts now is too late
+            self._due_s.clear()
+            return "rest"
+        assert slot_exit.death is not None
+        exception = slot_exit.death.exception or ""
+        if JOB_OVER in exception:
+            self._is_over = True  # for all: no new worker is admitted
+            self._due_s.clear()
+        if slot_exit.has_left or self._is_over:
+            self._stopped_slots.add(slot)
+            return "rest"
+        is_own_failure = self._is_own_failure(slot_exit.death, exception)
+        previous_failures = (
+            0
+            if slot_exit.has_trained and slot_exit.lifetime_s >= self._reset_failures_after_s
+            else self._own_failures.get(slot, 0)
+        )
+        self._own_failures[slot] = previous_failures + 1 if is_own_failure else 0
+        if is_own_failure and self._all_have_failed(other_slots):
+            return "fail"
+        self._failed_starts[slot] = 0 if slot_exit.was_member else self._failed_starts.get(slot, 0) + 1
+        early_s = self._reset_delay_after_s if slot_exit.has_trained else 2 * self._max_delay_s
+        return self._schedule_restart(slot, now_s, is_early=slot_exit.lifetime_s < early_s)
+
+    def record_start_failure(self, slot: int, now_s: float) -> RestartDecision:
+        """Record that a due slot could not be started; used instead of `decide`, with the same return values.
+
+        It counts as a worker that died at once: the machine's shortage may pass soon, or never.
+        """
+        self._failed_starts[slot] = self._failed_starts.get(slot, 0) + 1
+        return self._schedule_restart(slot, now_s, is_early=True)
+
+    def _schedule_restart(self, slot: int, now_s: float, *, is_early: bool) -> RestartDecision:
+        if (
+            self._own_failures.get(slot, 0) >= self._max_own_failures
+            or self._failed_starts[slot] >= self._max_failed_starts
+        ):
+            self._stopped_slots.add(slot)
+            return "give up"
+        self._early_deaths[slot] = self._early_deaths.get(slot, 0) + 1 if is_early else 0
+        delay_s = min(self._max_delay_s, self._delay_s * 2 ** min(self._early_deaths[slot], 10) / 2)
+        self._due_s[slot] = now_s + max(self._delay_s, delay_s)
+        return "again"
+
+    def _all_have_failed(self, other_slots: Mapping[int, bool]) -> bool:
+        """Return whether no worker trains any more, and every worker that may come back has failed by itself too."""
+        return not any(other_slots.values()) and all(
+            self._own_failures.get(each) or each in self._stopped_slots for each in other_slots
+        )
+
+    def give_up_reason(self, slot: int) -> str:
+        """Return the reason why a slot was given up, in words."""
+        num_own = self._own_failures.get(slot, 0)
+        if num_own >= self._max_own_failures:
+            return f"{num_own} times in a row it has failed by itself"
+        return "time after time it has died before it could join the others"
+
+    @property
+    def is_over(self) -> bool:
+        """True if no worker is started any more."""
+        return self._is_over
+
+    def reset_slot(self, slot: int) -> None:
+        """Forget all failures of a slot, and cancel its next start."""
+        for kept in (self._own_failures, self._failed_starts, self._early_deaths, self._due_s):
+            kept.pop(slot, None)
+        self._stopped_slots.discard(slot)
+
+    def start_now(self, slot: int, now_s: float) -> None:
+        """Start a slot at once, as if it had never failed."""
+        self.reset_slot(slot)
+        self._due_s[slot] = now_s
+
+    def take_due(self, now_s: float) -> Sequence[int]:
+        """Return the slots to start now; each once."""
+        due = sorted(slot for slot, at_s in self._due_s.items() if at_s <= now_s)
+        for slot in due:
+            del self._due_s[slot]
+        return due
+
+    @staticmethod
+    def _is_own_failure(failure: WorkerFailure, exception: str) -> bool:
+        return failure.exit.signal_name is None and _NOT_A_MEMBER not in exception
+
+
+class RunRestartPolicy:
+    """Restart policy of all workers together, for a run in which one fails before any is a member."""
+
+    def __init__(self, *, max_own_failures: int = 3, max_early_ends: int = 10, early_s: float = 60.0) -> None:
+        """Begin without any attempts.
+
+        Args:
+            max_own_failures: After this many attempts that ended with the script's own exception, the next would too.
+            max_early_ends: After this many attempts in a row that lasted less than `early_s`, the next would too.
+            early_s: A longer attempt counts as useful; a script without `prepare` does not say what it has done.
+        """
+        self._max_own_failures, self._max_early_ends, self._early_s = max_own_failures, max_early_ends, early_s
+        self._own_failures = self._early_ends = 0
+
+    def stop_reason(self, first: WorkerFailure, lifetime_s: float) -> str:
+        """Return the reason against another attempt, in words; empty if there should be one.
+
+        Args:
+            first: First cause of the end of the last attempt.
+            lifetime_s: Duration of that attempt.
+        """
+        self._own_failures += first.exit.signal_name is None
+        self._early_ends = self._early_ends + 1 if lifetime_s < self._early_s else 0
+        if self._own_failures >= self._max_own_failures:
+            return f"{self._own_failures} attempts have ended with an exception of the script's own"
+        if self._early_ends >= self._max_early_ends:
+            return f"{self._early_ends} attempts in a row were over within {self._early_s:g} s each"
+        return ""

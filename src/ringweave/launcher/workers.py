@@ -1,0 +1,356 @@
+"""Worker processes of a run, as data: command line, ranks, environment, rank order. Pure.
+
+Any launcher (this machine, Slurm, Kubernetes) starts the same specs, and elastic supervision can compute them again
+for another cluster.
+"""
+
+import importlib.util
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import UsageError, explain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOrder:
+    """Order in which devices get ranks; `parse_rank_order` reads its text back."""
+
+    kind: Literal["block", "round-robin", "shuffled"] = "block"
+    """`block`: all devices of a node, then those of the next. `round-robin`: the first device of every node, then the
+    second of every node that has one. `shuffled`: at random."""
+    seed: int = 0
+    """Seed of `shuffled`; the same seed gives the same order."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.seed}" if self.kind == "shuffled" else self.kind
+
+
+BLOCK_ORDER = RankOrder()
+
+
+def parse_rank_order(text: str) -> RankOrder:
+    """Parse an order: `block`, `round-robin`, `shuffled` or `shuffled:7`.
+
+    Raises:
+        UsageError: The text is no order.
+    """
+    kind, has_seed, seed = text.partition(":")
+    if kind == "shuffled" and (not has_seed or (seed.isascii() and seed.isdigit() and len(seed) < 19)):
+        return RankOrder(kind="shuffled", seed=int(seed or 0))
+    if text in ("block", "round-robin"):
+        return RankOrder(kind=text)
+    raise UsageError(
+        explain(
+            "--order",
+            got=text,
+            expected="block, round-robin, shuffled or shuffled:SEED with a whole number",
+            do="Leave it out for block, which fits nearly all schedules",
+        )
+    )
+
+
+def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int]]:
+    """Return (node index, local rank) of every global rank.
+
+    Args:
+        counts: Number of devices of each node.
+        order: Order in which the devices get ranks.
+    """
+    slots = [(node_index, local_rank) for node_index, count in enumerate(counts) for local_rank in range(count)]
+    if order.kind == "round-robin":
+        slots.sort(key=lambda place: (place[1], place[0]))
+    elif order.kind == "shuffled":
+        random.Random(order.seed).shuffle(slots)
+    return slots
+
+
+_PYTHON_SUFFIXES = (".py", ".pyc", ".pyz", ".pyw")
+_MAX_FIRST_LINE_BYTES = 256
+MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
+"""Settings of glibc's allocator, in bytes: memory freed in a train step stays for the next one, up to 1 GiB at the end
+of the heap and in pieces below 256 MiB. Otherwise the kernel takes it and returns it page by page, zeroed, in each
+step."""
+USER_CONTROLLED_VARIABLES = ("OMP_NUM_THREADS", *MALLOC_SETTINGS)
+"""Variables of a worker that keep the value of the user's environment."""
+
+
+class NodeLike(Protocol):
+    """Part of a cluster's node that a launcher needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def devices(self) -> Sequence[object]:
+        """Its devices; each gets one worker."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerProgram:
+    """Program that every worker runs."""
+
+    target: str
+    """Path of a script, name of a module, or a command."""
+    arguments: tuple[str, ...] = ()
+    """Passed through untouched."""
+    is_module: bool = False
+    """Run the target like `python -m`."""
+    is_command: bool = False
+    """The target is an executable on the PATH, run without an interpreter."""
+
+    def argv(self, python: str, *, entry: str | None = None) -> tuple[str, ...]:
+        """Return the command line, with the given interpreter and an optional file that runs first.
+
+        An executable has neither.
+        """
+        before = (python,) if entry is None else (python, entry)
+        return tuple(self.command_words()) if self.is_command else (*before, *self.command_words())
+
+    def command_words(self) -> list[str]:
+        """Return the words that follow the interpreter, or the whole command if there is none."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPort:
+    """Host and port of a listening process."""
+
+    host: str
+    """Address that the process listens on and its clients can reach; for rank 0 the MASTER_ADDR."""
+    port: int
+    """Port that was free on its node when it was chosen; for rank 0 the MASTER_PORT."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """One worker process to start."""
+
+    global_rank: int
+    local_rank: int
+    """Index among the workers of its node, and of its device there."""
+    node: str
+    """Name of its node."""
+    environ: Mapping[str, str]
+    """Variables that override its inherited environment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerGroup:
+    """All processes of a run, by global rank."""
+
+    argv: tuple[str, ...]
+    """Command line of every worker."""
+    workers: tuple[WorkerSpec, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.workers)
+
+
+def parse_worker_counts(text: str) -> list[int]:
+    """Parse workers per node: `4` (one node) or `3,2` (two nodes).
+
+    Raises:
+        UsageError: Not a comma-separated list of positive whole numbers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(
+            explain(
+                "--workers",
+                got=text,
+                expected="one positive whole number per node, separated by commas",
+                do="Write 4 for four workers on one node, or 3,2 for two nodes with three and two",
+            )
+        )
+    return [int(part) for part in parts]
+
+
+def build_worker_group(
+    nodes: Sequence[NodeLike],
+    argv: tuple[str, ...],
+    master_address: HostPort,
+    *,
+    num_cpus: int,
+    common_environment: WorkerEnvironment,
+    order: RankOrder = BLOCK_ORDER,
+) -> WorkerGroup:
+    """Build a group of one worker per device; ranks follow the devices in the given order.
+
+    Args:
+        nodes: Nodes of the cluster, assumed to share one machine's CPUs.
+        argv: Command line of every worker.
+        master_address: MASTER_ADDR and MASTER_PORT.
+        num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
+        common_environment: ringweave's variables of all workers; the node is filled in for each.
+        order: Order in which the devices get ranks.
+
+    Returns:
+        The group, environ as torchrun would set it, plus ringweave's own variables.
+    """
+    slots = assign_ranks([len(node.devices) for node in nodes], order)
+    shared = _shared_variables(len(slots), len(nodes), master_address, num_cpus)
+    workers = tuple(
+        WorkerSpec(
+            global_rank=global_rank,
+            local_rank=local_rank,
+            node=nodes[node_index].name,
+            environ=shared | _own_variables(global_rank, local_rank, node_index, nodes[node_index], common_environment),
+        )
+        for global_rank, (node_index, local_rank) in enumerate(slots)
+    )
+    return WorkerGroup(argv=argv, workers=workers)
+
+
+def _shared_variables(world_size: int, num_nodes: int, master_address: HostPort, num_cpus: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": master_address.host,
+        "MASTER_PORT": str(master_address.port),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, world_size))),
+        "PYTHONUNBUFFERED": "1",
+        **MALLOC_SETTINGS,
+    }
+
+
+def _own_variables(
+    global_rank: int, local_rank: int, node_index: int, node: NodeLike, common_environment: WorkerEnvironment
+) -> dict[str, str]:
+    environment = replace(common_environment, node=node.name)
+    return {
+        "RANK": str(global_rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(len(node.devices)),
+        "GROUP_RANK": str(node_index),
+        "NODE_RANK": str(node_index),
+        **environment.to_environ(),
+    }
+
+
+def check_program(program: WorkerProgram) -> None:
+    """Refuse a program that cannot be found, before anything is started.
+
+    Raises:
+        UsageError: The script is not a file, or the module or the command cannot be found from here.
+    """
+    if program.is_command:
+        if shutil.which(program.target) is None:
+            raise UsageError(unrunnable_command_text(program.target))
+        return
+    if program.is_module and not is_importable(program.target.split(".")[0]):
+        raise UsageError(
+            explain(
+                "module",
+                got=program.target,
+                expected="a module that `python -m` finds from this directory",
+                do="Check its name and the current directory, or leave out -m to run a script",
+            )
+        )
+    if not program.is_module and not Path(program.target).is_file():
+        raise UsageError(
+            explain(
+                "script",
+                got=program.target,
+                expected="the path of a Python file",
+                do="Check the path, or put -m before the name to run a module, or -- before any other command; "
+                "options of ringweave come first",
+            )
+        )
+
+
+def is_python_script(word: str) -> bool:
+    """Return whether a word names a script for the interpreter, rather than an executable program.
+
+    A file without a Python suffix is a script too, unless it is executable and is compiled or names another interpreter
+    on its first line.
+    """
+    if word.endswith(_PYTHON_SUFFIXES):
+        return True
+    path = Path(word)
+    if not path.is_file():
+        return False
+    if not os.access(path, os.X_OK):
+        return True
+    with path.open("rb") as file:
+        first_line = file.readline(_MAX_FIRST_LINE_BYTES)
+    return not first_line.startswith(b"\x7fELF") and (not first_line.startswith(b"#!") or b"python" in first_line)
+
+
+def unrunnable_command_text(name: str, *, where: str = "") -> str:
+    """Return the error text for a command that cannot be found or is not executable."""
+    exists = is_not_executable(name)
+    return explain(
+        "command",
+        got=name,
+        expected="a program that can be run" if exists else "a program on the PATH, or the path of one",
+        do="Make it executable: chmod +x" if exists else "Check the name; nodes see this machine's files",
+        where=where,
+    )
+
+
+def is_not_executable(name: str) -> bool:
+    """Return whether the name is the path of an existing file; of a command that failed, it is then not executable."""
+    return "/" in name and Path(name).exists()
+
+
+def is_importable(name: str) -> bool:
+    """Return whether workers can import the module: from the current directory first. Imports nothing."""
+    try:
+        return bool(PathFinder.find_spec(name, [str(Path.cwd())]) or importlib.util.find_spec(name))
+    except (ImportError, ValueError):
+        return False
+
+
+def spread_slots(counts: Sequence[int], total: int, *, max_per_node: int) -> list[int]:
+    """Return the slots of each node: its initial workers, and later ones one by one where there are fewest.
+
+    Args:
+        counts: Initial workers of each node.
+        total: Slots in all, if they fit.
+        max_per_node: Upper limit of slots on one node.
+    """
+    slots = list(counts)
+    while sum(slots) < total and min(slots) < max_per_node:
+        slots[slots.index(min(slots))] += 1
+    return slots
+
+
+def with_later_workers(group: WorkerGroup, nodes: Sequence[NodeLike], *, num_cpus: int) -> WorkerGroup:
+    """Return the group with one later worker for each unused device, in the order of their ranks.
+
+    Args:
+        group: Initial workers, at least one on each node.
+        nodes: Nodes with one device for each slot.
+        num_cpus: CPUs that all workers share.
+    """
+    workers = list(group.workers)
+    template = {worker.node: worker for worker in workers}
+    count = Counter(worker.node for worker in workers)
+    free = {node.name: len(node.devices) - count[node.name] for node in nodes}
+    while any(free.values()):
+        node = min((name for name, left in free.items() if left), key=lambda name: count[name])
+        workers.append(_later_worker(template[node], len(workers), count[node], num_cpus))
+        count[node] += 1
+        free[node] -= 1
+    return replace(group, workers=tuple(workers))
+
+
+def _later_worker(template: WorkerSpec, rank: int, local_rank: int, num_cpus: int) -> WorkerSpec:
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(rank + 1),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_rank + 1),
+        "OMP_NUM_THREADS": str(max(1, num_cpus // (rank + 1))),
+    }
+    return replace(template, global_rank=rank, local_rank=local_rank, environ={**template.environ, **variables})

@@ -1,0 +1,213 @@
+"""Value objects of the membership (generations, member status, directives), quorum rules and reason texts."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+GenerationId = tuple[int, int]
+"""(term, number) of a proposal or a generation; later ones compare as greater. A number is used once in a term."""
+
+NO_GENERATION: GenerationId = (0, 0)
+"""Id of a member that has never been in a generation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberStatus:
+    """Status of a member that waits for a generation to begin; it stays so until a directive says how to go on."""
+
+    member: str
+    """Name `SLOT.INCARNATION`, such as `3.0`; a restarted process is another member."""
+    has_state: bool = False
+    """It has the job's parameters. A newcomer does not before it has read them and caught up."""
+    is_following: bool = False
+    """It has joined and is catching up: it contributes zeros to every reduction and keeps the results to catch up with.
+    Until then it has no full state, but misses nothing: it stays through membership changes that newcomers wait for."""
+    committed: int = 0
+    """Number of the last reduction of gradients whose result it has committed."""
+    is_prepared: bool = False
+    """It has every result of the next reduction, and every member's row, but does not know that all members have
+    them."""
+    at_border: bool = True
+    """It is between two train steps; otherwise it retains gradients that are not reduced yet."""
+    is_leaving: bool = False
+    """It wants to leave."""
+    place: str = ""
+    """`HOST PORT` at which it listens for other members; empty if it does not."""
+    note: str = ""
+    """Text for the other members; the coordinator forwards it unread."""
+    layout: str = ""
+    """Text that newcomers need to take part. All members with the state send the same; only the first one's is
+    forwarded."""
+    num_drawn: int = 0
+    """Batches that its script has drawn."""
+    sharing: str = ""
+    """Assignment of the samples of batches that are drawn and not committed. All members that drew a batch report the
+    same; the others have to draw it so, as they may not have been in the generation that drew it. Only one is
+    forwarded: that of the member that has drawn the most, even if it is recovering."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """Generation of a membership: its members, and the status of each when it began."""
+
+    ballot: GenerationId
+    standings: tuple[MemberStatus, ...]
+    """Status of each member, in rank order."""
+    finished: tuple[MemberStatus, ...] = ()
+    """Status of members that had finished; their commits count."""
+    forerunners: tuple[tuple[str, ...], ...] = ()
+    """Members that may still be alive, for each earlier generation in which members may be that know nothing of this
+    one.
+
+    A member of this generation may never hear of it, and go on from an earlier one with others. So until all members
+    are
+    known to have entered this one, those that go on from it must outnumber the rest of each of these too.
+    """
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(status.member for status in self.standings)
+
+    @property
+    def state_owners(self) -> tuple[str, ...]:
+        """Members that have the job's state; none at the start of a job, where the first member's becomes it."""
+        return tuple(status.member for status in self.standings if status.has_state)
+
+    @property
+    def primary(self) -> str:
+        """Member that reports for all: the first with the job's state. A recovering member commits later, or never."""
+        return next(iter(self.state_owners), self.members[0])
+
+    @property
+    def last_committed(self) -> int:
+        """Number of the last committed reduction: one member has committed it, or all participants have its results.
+
+        A member outside this generation may have committed it too, but no member commits a later one: a member commits
+        only after all have said that they have every result.
+        """
+        highest = max(status.committed for status in (*self.standings, *self.finished))
+        participants = [status for status in self.standings if status.has_state or status.is_following]
+        is_agreed = participants and all(each.is_prepared and each.committed == highest for each in participants)
+        return highest + 1 if is_agreed else highest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationProposal:
+    """Generation that is being formed."""
+
+    ballot: GenerationId
+    is_urgent: bool
+    """Interrupt the step and report the status; otherwise all pause together at the next step boundary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberDirective:
+    """Directive for a member: a state, not a message. It may be sent any number of times, or only in its last form."""
+
+    ballot: GenerationId = NO_GENERATION
+    """Greatest id in it."""
+    decree: Membership | None = None
+    """Newest generation that includes this member."""
+    proposal: GenerationProposal | None = None
+    """Proposal to pause for."""
+    is_out: bool = False
+    """It is evicted: it changes nothing and ends."""
+    is_end: bool = False
+    """The job is over."""
+    reason: str = ""
+    """Reason of the eviction or of the end of the job, in words."""
+    heir: str = ""
+    """Member that saves the final checkpoint of a job that is over; empty if no remaining member has the state."""
+
+
+def strip_duplicates(statuses: Sequence[MemberStatus]) -> tuple[MemberStatus, ...]:
+    """Return the statuses with one copy of long texts that several members send alike."""
+    first = next((each for each in statuses if each.has_state), None)
+    furthest = furthest_status(statuses)
+    return tuple(
+        replace(each, layout=each.layout if each is first else "", sharing=each.sharing if each is furthest else "")
+        for each in statuses
+    )
+
+
+def furthest_status(statuses: Sequence[MemberStatus]) -> MemberStatus:
+    """Return the status that has drawn the most batches, among members that train; among all if none does yet.
+
+    A recovering member may wait for a step whose batch the members with the state have not drawn. Of several that have
+    drawn as many, one with the state is returned.
+    """
+    training = [each for each in statuses if each.has_state or each.is_following]
+    return max(training or statuses, key=lambda each: (each.num_drawn, each.has_state))
+
+
+def parse_member_name(member: str) -> tuple[int, int]:
+    """Return (slot, incarnation) of a member's name, the order of members."""
+    slot, _, incarnation = member.partition(".")
+    return int(slot), int(incarnation)
+
+
+def is_state_lost(previous: Membership | None, statuses: Sequence[MemberStatus]) -> bool:
+    """Return whether no member that reports for the next generation has the job's state any more.
+
+    At the start none has, and the first member's becomes it: no step was done without the others.
+    """
+    if previous is None or any(each.has_state for each in statuses):
+        return False
+    return bool(previous.state_owners) or not {each.member for each in statuses} & set(previous.members)
+
+
+def outnumbers_silent(
+    previous_members: Collection[str], holders: Sequence[MemberStatus], silent: Collection[str]
+) -> bool:
+    """Return whether the members that go on outnumber those that may go on elsewhere.
+
+    Of two halves, the one with the first member goes on.
+
+    Args:
+        previous_members: Members of the previous generation.
+        holders: Status of those of them that go on.
+        silent: Members that missed their deadline and may be alive. A member that is known to be gone does not count,
+            nor does one whose slot another process has by now.
+    """
+    present = {each.member for each in holders} & set(previous_members)
+    absent = set(previous_members) & set(silent) - present
+    if len(present) != len(absent):
+        return len(present) > len(absent)
+    return not present or min(present | absent, key=parse_member_name) in present
+
+
+def was_entered_by_all(membership: Membership, statuses: Sequence[MemberStatus]) -> bool:
+    """Return whether all members have entered that generation, by these statuses; else none commits a step in it."""
+    return any(each.member in membership.members and each.committed > membership.last_committed for each in statuses)
+
+
+def unconfirmed_predecessors(
+    previous: Membership | None,
+    statuses: Sequence[MemberStatus],
+    staying: Collection[str],
+    may_live: Callable[[str], bool],
+) -> tuple[tuple[str, ...], ...]:
+    """Return the `Membership.forerunners` of a generation of the staying members that follows on these statuses.
+
+    A predecessor with exactly the same members adds nothing and is left out.
+    """
+    if previous is None:
+        return ()
+    generations = (previous.members, *(() if was_entered_by_all(previous, statuses) else previous.forerunners))
+    living = dict.fromkeys(tuple(filter(may_live, each)) for each in generations)
+    return tuple(each for each in living if each and set(each) != set(staying))
+
+
+def next_term(term: int, *, is_even: bool) -> int:
+    """Return the next term; coordinator 1 has even ones and coordinator 0 odd ones, so that no two share a term."""
+    return term + 1 + ((term + 1) % 2 != (0 if is_even else 1))
+
+
+REASON_ALL_DONE = "all workers are done"
+REASON_STATE_LOST = "no worker is left that has the parameters: go on from the last checkpoint"
+REASON_ALL_LEFT = "all workers have left"
+REASON_REPLACED = "its slot was given to another process"
+REASON_FINISHED = "it has finished"
+"""Reason in the event for a member that left because it has finished."""
+REASON_LEFT = "it has left"
+REASON_EXCLUDED = "the others went on without it"
+REASON_SILENT = "it was not heard of in time"

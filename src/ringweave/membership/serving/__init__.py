@@ -1,1 +1,0 @@
-"""The coordinator's process, and what it is asked over the wire."""

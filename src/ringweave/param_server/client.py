@@ -1,0 +1,559 @@
+"""Client of one ring: finds the leading server, pushes exactly once, pulls, takes shards, reconnects."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from typing_extensions import Buffer
+
+from ringweave import rpc
+from ringweave.errors import ConnectionLostError, DeadlineError, NotLeaderError, RemoteError, RpcError, explain
+from ringweave.param_server.data_shards import Spans
+from ringweave.param_server.messages import (
+    SNAPSHOT_CHUNK_BYTES,
+    SNAPSHOT_STATE_NAME,
+    BarrierArrival,
+    BarrierReply,
+    DataStart,
+    EndExchangeBenchmark,
+    ExchangeBenchmark,
+    ExchangeBenchmarkResult,
+    LeaderStatus,
+    LeaderStatusRequest,
+    LeaveRing,
+    OfferCheckpoint,
+    OptimizerOption,
+    PauseRing,
+    Pull,
+    PullResult,
+    Push,
+    PushResult,
+    RegisterRingLeader,
+    RegroupRings,
+    ReleaseSnapshot,
+    RestoreSnapshot,
+    ResumeDecision,
+    RingAssignmentReply,
+    RingAssignmentRequest,
+    ServerSetup,
+    ServerStatus,
+    ServerStatusRequest,
+    ShardResult,
+    SnapshotReply,
+    SnapshotRequest,
+    StartJob,
+    TakeShard,
+)
+from ringweave.rpc import state_transfer
+from ringweave.rpc.state_transfer import BackgroundThrottle
+
+LEADER_CALL_TIMEOUT_S = 3.0
+LEADER_POLL_INTERVAL_S = 0.2
+"""Interval in which each server is queried."""
+_STATUS_FRESH_S = 1.0
+"""A server's answer is outdated after so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerAnswer:
+    """Answer of a server, with its time."""
+
+    status: LeaderStatus
+    at_s: float
+
+
+class LeaderFinder:
+    """Finds the leading server of a job, for one ring; thread-safe."""
+
+    def __init__(
+        self, connects: Sequence[Callable[[], rpc.RpcClient]], *, term: int = 0, is_monitored: bool = False
+    ) -> None:
+        """Store the arguments; the first call of `connect_leader` connects.
+
+        Args:
+            connects: Each connects to one server; the one that leads at the start comes first.
+            term: Term of the only server, if there is only one; otherwise the servers are queried.
+            is_monitored: The server monitors whether it hears from this ring, so even a single server is asked
+                regularly.
+        """
+        self._connects, self._term, self._is_monitored = list(connects), term, is_monitored
+        self._connect_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._leader_index = 0
+        self._client: rpc.RpcClient | None = None
+        self._answers: dict[int, _ServerAnswer] = {}
+        self._last_error: RpcError | None = None
+        self._stopped = threading.Event()
+        self._pollers: list[threading.Thread] = []
+
+    def connect_leader(self) -> tuple[rpc.RpcClient, int]:
+        """Return a connection to the leading server, and its term.
+
+        Raises:
+            WireError: No leading server answers.
+        """
+        with self._connect_lock:
+            with self._changed:
+                if self._client is not None:
+                    return self._client, self._term
+                if self._is_monitored:
+                    self._start_pollers()
+            index, term = (0, self._term) if len(self._connects) == 1 else self._wait_for_leader()
+            try:
+                client = self._connects[index]()
+            except RpcError:
+                with self._changed:
+                    self._answers.pop(index, None)
+                raise
+            with self._changed:
+                self._client, self._leader_index, self._term = client, index, term
+            return client, term
+
+    def drop_connection(self, client: rpc.RpcClient) -> None:
+        """Drop a connection that is of no more use."""
+        with self._changed:
+            if self._client is client:
+                self._client = None
+        client.close()
+
+    def close(self) -> None:
+        """Close the connections; the next call connects again."""
+        with self._changed:
+            client, self._client = self._client, None
+            pollers, self._pollers = self._pollers, []
+            self._stopped.set()
+        if client is not None:
+            client.close(is_awaited=True)  # so that the next client does not exceed the number of peers
+        deadline_s = time.monotonic() + 2 * LEADER_CALL_TIMEOUT_S
+        for poller in pollers:
+            poller.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _wait_for_leader(self) -> tuple[int, int]:
+        """Return index and term of the leading server."""
+        with self._changed:
+            self._start_pollers()
+            self._changed.wait_for(lambda: self._known_leader() is not None, LEADER_CALL_TIMEOUT_S)
+            found, reason = self._known_leader(), self._last_error
+        if found is None:
+            got, do = f"none ({reason})" if reason else "only standbys", "Look at the servers' logs"
+            text = explain("parameter server that leads", got=got, expected="one", do=do)
+            raise ConnectionLostError(text) from reason
+        return found
+
+    def _known_leader(self) -> tuple[int, int] | None:
+        """Return the leader of the latest term, by recent answers; with the lock held."""
+        since_s = time.monotonic() - _STATUS_FRESH_S
+        leading = [(at, each.status) for at, each in self._answers.items() if each.status.leads and each.at_s > since_s]
+        return max(((at, entered.term) for at, entered in leading), key=lambda pair: pair[1], default=None)
+
+    def _start_pollers(self) -> None:
+        """Start to poll each server; with the lock held."""
+        if not self._pollers:
+            self._stopped, self._answers, self._last_error = threading.Event(), {}, None
+            for index in range(len(self._connects)):
+                poller = threading.Thread(
+                    target=self._poll_server, args=(index, self._stopped), name="params leader", daemon=True
+                )
+                self._pollers.append(poller)
+                poller.start()
+
+    def _poll_server(self, index: int, stop: threading.Event) -> None:
+        client: rpc.RpcClient | None = None
+        while not stop.is_set():
+            try:
+                client = client or self._connects[index]()
+                status = _query_leader_status(client)
+            except RpcError as error:
+                client = None
+                self._record_answer(index, None, error)
+            else:
+                self._record_answer(index, status, None)
+            stop.wait(LEADER_POLL_INTERVAL_S)
+        if client is not None:
+            client.close()
+
+    def _record_answer(self, index: int, status: LeaderStatus | None, reason: RpcError | None) -> None:
+        """Record the answer or failure of a server; a leader of a later term replaces the present one."""
+        client: rpc.RpcClient | None = None
+        with self._changed:
+            if status is None:
+                self._answers.pop(index, None)
+                self._last_error = reason
+            else:
+                self._answers[index] = _ServerAnswer(status, time.monotonic())
+                if status.leads and status.term > self._term and index != self._leader_index:
+                    client, self._client = self._client, None
+            self._changed.notify_all()
+        if client is not None:
+            client.abort()  # it may be cut off: a graceful close would have to wait
+
+
+def _query_leader_status(client: rpc.RpcClient) -> LeaderStatus:
+    try:
+        status = client.call(LeaderStatusRequest(), timeout_s=LEADER_CALL_TIMEOUT_S).message
+    except RpcError:
+        client.close()
+        raise
+    assert isinstance(status, LeaderStatus), "the class of the reply"
+    return status
+
+
+# Every call of a ring to the server is one short method here.
+
+
+CallResultT = TypeVar("CallResultT")
+_RECONNECT_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingPush:
+    """Push of a ring, without its buffers."""
+
+    sequence: int
+    base_version: int
+    content: Literal["gradient", "change"]
+    num_samples: int
+    batch_share: float
+    absent: list[int] = field(default_factory=list)
+    options: list[dict[str, OptimizerOption]] = field(default_factory=list)
+    ring_progress: str = ""
+    num_batches: int = 1
+    pass_number: int = 0
+    epoch: int = 0
+    spans: Spans = ()
+
+
+class RingClient:
+    """Client of one ring. One thread may push while another takes samples: both share the connection.
+
+    A broken connection is made again, and the call is repeated: the server applies no push twice. If there are several
+    servers, another one may lead when the first does not answer any more; calls are repeated there.
+    """
+
+    # A long constructor: it only stores and documents its arguments.
+    def __init__(  # noqa: PLR0913 - its servers, its ring and its timeouts
+        self,
+        servers: Sequence[Callable[[], rpc.RpcClient]],
+        ring: int,
+        *,
+        term: int = 0,
+        generation_id: Callable[[], tuple[int, int]] | None = None,
+        is_monitored: bool = False,
+        answer_timeout_s: float = 1800.0,
+        reconnect_timeout_s: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Store the arguments; the first call connects.
+
+        Args:
+            servers: Each connects to one server of the job; the one that leads at the start comes first.
+            ring: Index of the ring.
+            term: Term of the server, if there is only one.
+            generation_id: Returns the generation of the ring's membership in which this process represents it; the
+                server refuses representatives of an earlier one. None where rings lose no members.
+            is_monitored: No ring waits for this one while the server hears nothing from this client; see
+                `LeaderFinder`.
+            answer_timeout_s: Longest time of an answer; a pull also waits for the slowest ring.
+            reconnect_timeout_s: How long the server may be out of reach, counted from the break of a connection that
+                lasted as long, or from the first failure of a call.
+            clock: Returns seconds.
+            sleep: Waits between two attempts to connect.
+        """
+        self._leader_finder, self._ring = LeaderFinder(servers, term=term, is_monitored=is_monitored), ring
+        self._answer_timeout_s, self._reconnect_timeout_s = answer_timeout_s, reconnect_timeout_s
+        self._clock, self._sleep = clock, sleep
+        self._num_shards = 0
+        self._generation_id = generation_id
+        self._registered_leader: tuple[rpc.RpcClient, tuple[int, int]] | None = None
+        """Connection and generation for which the leader of the ring is registered."""
+
+    def start_job(self, setup: ServerSetup, parameters: Sequence[Buffer]) -> None:
+        """Start the job; only rank 0 calls this."""
+
+        def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
+            return client.call(StartJob(term=term, setup=setup), parameters, timeout_s=self._answer_timeout_s)
+
+        self._call(once)
+
+    def benchmark_exchange(
+        self, setup: ServerSetup, content: Sequence[Buffer], into: Sequence[Buffer]
+    ) -> ExchangeBenchmarkResult:
+        """Benchmark a push and a pull before the job starts, without a trace; return the server's costs so far."""
+
+        def once(client: rpc.RpcClient, term: int) -> ExchangeBenchmarkResult:
+            message = ExchangeBenchmark(term=term, setup=setup)
+            said = client.call(message, content, timeout_s=self._answer_timeout_s, into=into).message
+            assert isinstance(said, ExchangeBenchmarkResult), "the class of the reply"
+            return said
+
+        return self._call(once)
+
+    def end_benchmark(self) -> None:
+        """End the benchmarks of this process."""
+        self._call(lambda client, term: client.call(EndExchangeBenchmark(term=term), timeout_s=self._answer_timeout_s))
+
+    def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:
+        """Fetch the parameters; return their version."""
+
+        def once(client: rpc.RpcClient, term: int) -> int:
+            message = Pull(term=term, ring=self._ring, after_sequence=after_sequence)
+            return _pulled_version(client.call(message, timeout_s=self._answer_timeout_s, into=into))
+
+        return self._call_as_leader(once)
+
+    def push_and_pull(
+        self, ring_push: RingPush, content: Sequence[Buffer], into: Sequence[Buffer]
+    ) -> tuple[PushResult, int]:
+        """Push, and fetch the parameters that follow, in one round trip.
+
+        Returns:
+            The result of the push, and the version of the parameters.
+        """
+
+        def once(client: rpc.RpcClient, term: int) -> tuple[PushResult, int]:
+            pull = Pull(term=term, ring=self._ring, after_sequence=ring_push.sequence)
+            pushing = client.start(self._push_message(ring_push, term), content, timeout_s=self._answer_timeout_s)
+            pulling = client.start(pull, timeout_s=self._answer_timeout_s, into=into)
+            try:
+                pushed = pushing.wait().message
+            except RpcError:
+                pulling.cancel()
+                raise
+            assert isinstance(pushed, PushResult), "the class of the reply"
+            return pushed, _pulled_version(pulling.wait())
+
+        return self._call_as_leader(once)
+
+    def push(self, ring_push: RingPush, content: Sequence[Buffer]) -> PushResult:
+        """Push without fetching parameters: the ring is idle afterwards."""
+
+        def once(client: rpc.RpcClient, term: int) -> PushResult:
+            pushed = client.call(self._push_message(ring_push, term), content, timeout_s=self._answer_timeout_s).message
+            assert isinstance(pushed, PushResult), "the class of the reply"
+            return pushed
+
+        return self._call_as_leader(once)
+
+    def take_shard(
+        self,
+        epoch: int,
+        num_samples: int,
+        epoch_samples: int,
+        *,
+        min_samples: int = 1,
+        number: int | None = None,
+        ended_epoch: int | None = None,
+    ) -> tuple[int, int]:
+        """Take the next samples of the ring, as (first, how many); none when the epoch is used up.
+
+        The ring gets at least `min_samples` if there are so many. `number` is that of the shard among the ring's, where
+        another client may have asked for it already; None counts this client's. `ended_epoch` is that of an aborted
+        pass.
+        """
+        self._num_shards = shard_number = self._num_shards + 1 if number is None else number
+
+        def once(client: rpc.RpcClient, term: int) -> tuple[int, int]:
+            message = TakeShard(
+                term=term,
+                ring=self._ring,
+                number=shard_number,
+                epoch=epoch,
+                num_samples=num_samples,
+                least=min_samples,
+                epoch_samples=epoch_samples,
+                ended_epoch=ended_epoch,
+            )
+            taken = client.call(message, timeout_s=self._answer_timeout_s).message
+            assert isinstance(taken, ShardResult), "the class of the reply"
+            return taken.first, taken.num_samples
+
+        return self._call_as_leader(once)
+
+    def pause_ring(self) -> None:
+        """Pause the ring while it regroups: no ring waits for it until it pushes or pulls."""
+        self._call(
+            lambda client, term: client.call(PauseRing(term=term, ring=self._ring), timeout_s=self._answer_timeout_s)
+        )
+
+    def wait_barrier(self, number: int, epoch: int, text: str) -> dict[int, str]:
+        """Wait until all present rings have arrived at the barrier of that number; return the text of each.
+
+        `epoch` is the one that ends with it.
+        """
+
+        def once(client: rpc.RpcClient, term: int) -> dict[int, str]:
+            meet = BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, said=text)
+            met = client.call(meet, timeout_s=self._answer_timeout_s).message
+            assert isinstance(met, BarrierReply), "the class of the reply"
+            return {int(ring): each for ring, each in met.said.items()}
+
+        return self._call_as_leader(once)
+
+    def request_assignment(self, slot: int, *, is_starting: bool = False) -> RingAssignmentReply:
+        """Return the rings, once the job has started, and the progress of that slot's ring.
+
+        `is_starting` says that no member of the ring has anything in flight.
+        """
+
+        def once(client: rpc.RpcClient, term: int) -> RingAssignmentReply:
+            seated = client.call(
+                RingAssignmentRequest(term=term, slot=slot, begins=is_starting), timeout_s=self._answer_timeout_s
+            ).message
+            assert isinstance(seated, RingAssignmentReply), "the class of the reply"
+            return seated
+
+        return self._call(once)
+
+    def regroup(self, rings: Sequence[Sequence[int]]) -> None:
+        """Form other rings; all of them are idle, and each has new clients afterwards."""
+
+        def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
+            message = RegroupRings(term=term, ring=self._ring, rings=[list(ring) for ring in rings])
+            return client.call(message, timeout_s=self._answer_timeout_s)
+
+        self._call(once)
+
+    def read_snapshot(self) -> dict[str, bytearray] | None:
+        """Read the server's present state (`snapshots.parts_from_buffers`); None where another ring reads it.
+
+        Pushes go on; reading yields to other users of the links.
+        """
+
+        def once(client: rpc.RpcClient, term: int) -> dict[str, bytearray] | None:
+            snapped = client.call(SnapshotRequest(term=term, ring=self._ring), timeout_s=self._answer_timeout_s).message
+            assert isinstance(snapped, SnapshotReply), "the class of the reply"
+            if not snapped.is_there:
+                return None
+            rooms: dict[str, bytearray] = {}
+
+            def place(description: state_transfer.StateDescription) -> dict[str, bytearray]:
+                rooms.update({piece.name: bytearray(piece.num_bytes) for piece in description.pieces})
+                return rooms
+
+            pace = BackgroundThrottle(lambda: 0.0, threading.Event())
+            state_transfer.fetch_state(
+                client, SNAPSHOT_STATE_NAME, place, timeout_s=self._answer_timeout_s, throttle=pace
+            )
+            client.call(ReleaseSnapshot(term=term, ring=self._ring), timeout_s=self._answer_timeout_s)
+            return rooms
+
+        return self._call(once)
+
+    def offer_checkpoint(self, train_step: int, check: str) -> ResumeDecision:
+        """Offer a checkpoint; return the decision once all rings have. `check` is empty without a checkpoint."""
+
+        def once(client: rpc.RpcClient, term: int) -> ResumeDecision:
+            offer = OfferCheckpoint(term=term, ring=self._ring, train_step=train_step, check=check)
+            ruled = client.call(offer, timeout_s=self._answer_timeout_s).message
+            assert isinstance(ruled, ResumeDecision), "the class of the reply"
+            return ruled
+
+        return self._call(once)
+
+    def restore_snapshot(self, content: bytes, decision: ResumeDecision, start: DataStart) -> None:
+        """Send the snapshot of the checkpoint from which all resume; see `RestoreSnapshot`."""
+
+        def once(client: rpc.RpcClient, term: int) -> None:
+            for first in range(0, len(content), SNAPSHOT_CHUNK_BYTES):
+                piece = RestoreSnapshot(
+                    term=term,
+                    ring=self._ring,
+                    num_bytes=len(content),
+                    first_byte=first,
+                    train_step=decision.train_step,
+                    check=decision.check,
+                    start=start,
+                )
+                client.call(piece, [content[first : first + SNAPSHOT_CHUNK_BYTES]], timeout_s=self._answer_timeout_s)
+
+        self._call(once)
+
+    def status(self) -> ServerStatus:
+        status = self._call(
+            lambda client, _: client.call(ServerStatusRequest(), timeout_s=self._answer_timeout_s)
+        ).message
+        assert isinstance(status, ServerStatus), "the class of the reply"
+        return status
+
+    def leave_ring(self, *, is_for_good: bool) -> None:
+        """Become idle until the next pull; or leave for good and close the connection."""
+
+        def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
+            message = LeaveRing(term=term, ring=self._ring, is_for_good=is_for_good)
+            return client.call(message, timeout_s=self._answer_timeout_s)
+
+        self._call_as_leader(once)
+        if is_for_good:
+            self.close()
+
+    def close(self) -> None:
+        self._leader_finder.close()
+
+    def _push_message(self, ring_push: RingPush, term: int) -> Push:
+        return Push(
+            term=term,
+            ring=self._ring,
+            sequence=ring_push.sequence,
+            base_version=ring_push.base_version,
+            content=ring_push.content,
+            num_samples=ring_push.num_samples,
+            batch_share=ring_push.batch_share,
+            absent=ring_push.absent,
+            options=ring_push.options,
+            testament=ring_push.ring_progress,
+            num_batches=ring_push.num_batches,
+            pass_number=ring_push.pass_number,
+            epoch=ring_push.epoch,
+            spans=list(ring_push.spans),
+        )
+
+    def _call_as_leader(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
+        """Call as `_call` does, after the representative of the ring is registered at the server.
+
+        Raises:
+            WireError: As in `_call`; RemoteError also where the ring has another representative by now.
+        """
+
+        def once(client: rpc.RpcClient, term: int) -> CallResultT:
+            spoken = (client, self._generation_id()) if self._generation_id else None
+            if spoken is not None and spoken != self._registered_leader:
+                client.call(
+                    RegisterRingLeader(term=term, ring=self._ring, ballot=spoken[1]), timeout_s=self._answer_timeout_s
+                )
+                self._registered_leader = spoken
+            return do(client, term)
+
+        return self._call(once)
+
+    def _call(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
+        """Call the leading server, again on a new connection if one breaks.
+
+        Raises:
+            WireError: The server refused or failed, or was out of reach for too long.
+        """
+        began_s = self._clock()
+        failing_since_s: float | None = None
+        while True:
+            attempt_began_s, client = self._clock(), None
+            try:
+                client, term = self._leader_finder.connect_leader()
+                return do(client, term)
+            except (ConnectionLostError, DeadlineError, RemoteError) as error:
+                if isinstance(error, RemoteError) and error.error != NotLeaderError.__name__:
+                    raise
+                if client is not None:
+                    self._leader_finder.drop_connection(client)
+                now_s = self._clock()
+                if failing_since_s is None or now_s - attempt_began_s >= self._reconnect_timeout_s:
+                    failing_since_s = now_s
+                if now_s - failing_since_s >= self._reconnect_timeout_s or now_s - began_s >= self._answer_timeout_s:
+                    raise
+                self._sleep(_RECONNECT_INTERVAL_S)
+
+
+def _pulled_version(answer: rpc.RpcReply) -> int:
+    assert isinstance(answer.message, PullResult), "the class of the reply"
+    return answer.message.version

@@ -1,0 +1,272 @@
+"""State of a job on the parameter server: ledger, model, buffer pools."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ringweave.errors import TrainingError, explain
+from ringweave.param_server import flat, snapshots
+from ringweave.param_server.barrier import BARRIERS_PER_PASS, RingBarrier
+from ringweave.param_server.buffer_pool import LinkBufferPools
+from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint, ShardDispatcher
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import BarrierArrival, Pull, Push, ServerSetup, ServerStatus
+from ringweave.param_server.model import AccumulatingModel
+from ringweave.param_server.snapshots import LiveRingState, ServerSnapshot
+from ringweave.param_server.throttle import LinkSpeed
+from ringweave.param_server.versions import Ledger, RingLeaderFence, StalenessPolicy, WeightPrediction
+
+
+@dataclass(slots=True)
+class ServerCounts:
+    """Counters of a server."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    pushes: Counter[int] = field(default_factory=Counter)
+    samples: int = 0
+    repeats: int = 0
+    received_bytes: int = 0
+    """Bytes of pushes and of the first parameters."""
+    sent_bytes: int = 0
+    """Bytes of parameters."""
+    most_peers: int = 0
+
+
+@dataclass(slots=True)
+class ServerJob:
+    """State of a started job."""
+
+    setup: ServerSetup
+    ledger: Ledger
+    model: AccumulatingModel
+    dispatcher: ShardDispatcher
+    receiving: LinkBufferPools
+    sending: LinkBufferPools
+    link_speed: LinkSpeed
+    barrier: RingBarrier
+    prediction: WeightPrediction = field(default_factory=WeightPrediction)
+    gone: set[int] = field(default_factory=set)
+    ring_progress: dict[int, str] = field(default_factory=dict)
+    """Text that came with the last push of each ring."""
+    away_s: dict[int, float] = field(default_factory=dict)
+    """Rings whose connection broke as at the end of their representative, and since when; until they are heard
+    again."""
+    silent: set[int] = field(default_factory=set)
+    """Rings with open connections that are silent, until they are heard again."""
+    last_pull_sequence: dict[int, int] = field(default_factory=dict)
+    """Push after which each ring has pulled last; an earlier pull has been abandoned."""
+    leader_fence: RingLeaderFence = field(default_factory=RingLeaderFence)
+    """Fence for the representatives of the rings."""
+    is_announced: bool = False
+    """The job outlives this server, if it has a standby, so its rings may be notified."""
+    position: DataPosition = field(default_factory=DataPosition)
+    """Samples that are in the parameters."""
+    resumed: ResumePoint | None = None
+    """Point from which it resumed."""
+    checkpoint_offers: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Checkpoint that each ring could resume from, as (train steps, checksum); the checksum is empty without one."""
+    has_nothing_to_resume: bool = False
+    """All rings have offered no checkpoint."""
+
+    @property
+    def live_state(self) -> LiveRingState:
+        """State of the rings."""
+        return LiveRingState(
+            holdings=self.ledger.holdings,
+            tickets=self.dispatcher.last,
+            taken=self.dispatcher.dispatched,
+            gone=sorted(self.gone),
+            testaments=dict(self.ring_progress),
+            meetings=self.barrier.to_state(),
+            resumed=self.resumed,
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """True once rings draw or have drawn samples; its parameters are not to be replaced any more."""
+        return bool(self.dispatcher.last) or self.position != (
+            self.resumed.position if self.resumed else DataPosition()
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all tensors, and of the buffers for receiving and sending them."""
+        return self.model.memory_bytes + self.receiving.memory_bytes + self.sending.memory_bytes
+
+    def note_heard(self, ring: int) -> None:
+        """Note that the ring was heard: others wait for it again before it is too far behind."""
+        was_away, was_silent = self.away_s.pop(ring, None) is not None, ring in self.silent
+        self.silent.discard(ring)
+        if was_away or was_silent:
+            self.ledger.go_on(ring)
+
+    def leave_ring(self, ring: int, *, is_for_good: bool) -> None:
+        """Make the ring idle until it takes parameters again, or for good."""
+        self.ledger.leave(ring)
+        self.model.release_base(ring)
+        self.prediction.note_idle(ring)
+        self.dispatcher.note_idle(ring)
+        if is_for_good:
+            self.gone.add(ring)
+
+    def record_shard(self, shard: DataShard) -> None:
+        if shard.ended_epoch is not None:
+            self.position = self.position.after_pass(shard.epoch, shard.ended_epoch)
+
+    def record_push(self, push: Push) -> None:
+        """Record that the push's samples are in the parameters."""
+        self.position = self.position.after_push(push.pass_number, push.epoch, push.spans)
+
+    def record_arrival(self, arrival: BarrierArrival) -> None:
+        """Record the arrival at a barrier. A ring at the second one of a pass knows that all have ended it."""
+        self.barrier.arrive(arrival.ring, arrival.number, arrival.said, arrival.epoch)
+        if arrival.number % BARRIERS_PER_PASS == 0:
+            self.position = self.position.after_pass(arrival.epoch, arrival.epoch)
+
+
+def begin_job(setup: ServerSetup, first: FlatTensors, clock: Callable[[], float] = time.monotonic) -> ServerJob:
+    """Start a job with these parameters, whose memory it takes over.
+
+    Raises:
+        TrainingError: The optimizer cannot be made.
+    """
+    dispatcher = ShardDispatcher(len(setup.rings), clock=clock)
+    return _make_job(AccumulatingModel(setup, first), Ledger(_staleness_policy(setup)), dispatcher, clock)
+
+
+def resume_job(snapshot: ServerSnapshot, clock: Callable[[], float] = time.monotonic) -> ServerJob:
+    """Resume a job from a snapshot, with the state of its rings if the snapshot has it."""
+    setup, live = snapshot.setup, snapshot.live_state
+    holdings = live.holdings if live else None
+    ledger = Ledger(_staleness_policy(setup), version=snapshot.version, pushed=snapshot.pushed, holdings=holdings)
+    dispatcher = ShardDispatcher(len(setup.rings), live.tickets if live else (), live.taken if live else None, clock)
+    job = _make_job(snapshots.restore_model(snapshot), ledger, dispatcher, clock)
+    if live:
+        job.gone.update(live.gone)
+        job.ring_progress.update(live.testaments)
+        job.barrier = RingBarrier.from_state(live.meetings) if live.meetings else job.barrier
+        job.resumed = live.resumed
+    job.position = snapshot.position
+    job.is_announced = True
+    return job
+
+
+def take_job_snapshot(job: ServerJob, *, is_live: bool = False) -> ServerSnapshot:
+    """Return a copy of its present state; `is_live` includes the state of the rings."""
+    live = job.live_state if is_live else None
+    return snapshots.take_snapshot(job.model, job.ledger.version, job.ledger.pushed, live, job.position)
+
+
+def regroup_job(job: ServerJob, setup: ServerSetup, clock: Callable[[], float] = time.monotonic) -> ServerJob:
+    """Return the same job with other rings, which have pushed nothing yet."""
+    job.model.setup = setup
+    ledger = Ledger(_staleness_policy(setup), version=job.ledger.version)
+    job_after = _make_job(job.model, ledger, ShardDispatcher(len(setup.rings), clock=clock), clock)
+    job_after.is_announced, job_after.position, job_after.resumed = True, job.position, job.resumed
+    return job_after
+
+
+def restore_job(
+    job: ServerJob, snapshot: ServerSnapshot, resumed: ResumePoint, clock: Callable[[], float] = time.monotonic
+) -> ServerJob:
+    """Return the job, whose rings have pushed nothing yet, with the parameters of a fitting snapshot."""
+    ledger = Ledger(_staleness_policy(job.setup), version=snapshot.version)
+    job_after = _make_job(
+        snapshots.restore_model(snapshot), ledger, ShardDispatcher(len(job.setup.rings), clock=clock), clock
+    )
+    job_after.gone, job_after.away_s, job_after.barrier, job_after.checkpoint_offers = (
+        job.gone,
+        job.away_s,
+        job.barrier,
+        job.checkpoint_offers,
+    )
+    job_after.is_announced, job_after.position, job_after.resumed = True, resumed.position, resumed
+    return job_after
+
+
+def server_status(job: ServerJob | None, counts: ServerCounts, copying_bytes: int) -> ServerStatus:
+    """Return the state of the server; `copying_bytes` are held for copies that are being written."""
+    return ServerStatus(
+        version=job.ledger.version if job else 0,
+        staleness={str(age): number for age, number in sorted(counts.staleness.items())},
+        pushes={str(ring): number for ring, number in sorted(counts.pushes.items())},
+        samples=counts.samples,
+        repeats=counts.repeats,
+        received_bytes=counts.received_bytes,
+        sent_bytes=counts.sent_bytes,
+        most_peers=counts.most_peers,
+        train_steps=job.model.progress.total if job else 0.0,
+        memory_bytes=copying_bytes + (job.memory_bytes if job else 0),
+    )
+
+
+def _staleness_policy(setup: ServerSetup) -> StalenessPolicy:
+    return StalenessPolicy(num_rings=len(setup.rings), overlaps=setup.overlaps, compensation=setup.compensation)
+
+
+def _make_job(
+    model: AccumulatingModel, ledger: Ledger, dispatcher: ShardDispatcher, clock: Callable[[], float]
+) -> ServerJob:
+    """Make the job, with buffers for one push and one copy at once for all quick rings together.
+
+    The others wait on their links without loss: they share the server's link, and while a push is applied or a copy
+    made, the kernel's buffers keep the link busy.
+    """
+    setup, link_speed = model.setup, LinkSpeed()
+    num_rings, sizes = len(setup.rings), flat.buffer_sizes(setup.tensors)
+    pools = [
+        LinkBufferPools(
+            sizes, num_rings=num_rings, num_kept=num_kept, max_held_s=lambda: link_speed.push_timeout_s, clock=clock
+        )
+        for num_kept in (0, num_rings if setup.compensation else 0)
+    ]
+    return ServerJob(
+        setup=setup,
+        ledger=ledger,
+        model=model,
+        dispatcher=dispatcher,
+        receiving=pools[0],
+        sending=pools[1],
+        link_speed=link_speed,
+        barrier=RingBarrier(num_rings),
+    )
+
+
+def may_pull(job: ServerJob, pull: Pull) -> bool:
+    """Return whether the push named by the ring is applied, and the ring may continue."""
+    last = job.ledger.pushed.get(pull.ring)
+    return (last.sequence if last else 0) >= pull.after_sequence and job.ledger.can_grant(pull.ring)
+
+
+def grant_parameters(job: ServerJob, pull: Pull, buffers: Sequence[memoryview]) -> tuple[int, float]:
+    """Copy the parameters for a ring that may continue into that memory.
+
+    Returns:
+        Their version, and how many train steps ahead they are.
+    """
+    job.gone.discard(pull.ring)
+    version, ahead = job.ledger.grant(pull.ring), job.prediction.steps_ahead(pull.ring, job.model.progress.total)
+    copy = FlatTensors.over_buffers(job.setup.tensors, buffers)
+    job.model.read_parameters(copy, ahead)
+    if job.setup.compensation:
+        job.model.keep_base(pull.ring, copy)
+    return version, ahead
+
+
+def check_buffers(setup: ServerSetup, sizes: Sequence[int]) -> None:
+    """Refuse buffers that are not of the model's sizes.
+
+    Raises:
+        TrainingError: The sizes differ.
+    """
+    expected = flat.buffer_sizes(setup.tensors)
+    if tuple(sizes) != expected:
+        raise TrainingError(
+            explain(
+                "bytes of a push",
+                got=list(sizes),
+                expected=f"{list(expected)}, those of the model",
+                do="Train the same model",
+            )
+        )

@@ -1,0 +1,292 @@
+"""Sessions of rings at the server: registration of leaders, pauses, barriers, assignments and silence."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ringweave.errors import DeadlineError, RefusedError, explain
+from ringweave.membership.failure_detector import HEARTBEAT_TIMEOUT, ArrivalHistory
+from ringweave.param_server.barrier import BarrierResult
+from ringweave.param_server.job import ServerJob
+from ringweave.param_server.messages import (
+    BarrierArrival,
+    BarrierReply,
+    LeaderStatus,
+    LeaderStatusRequest,
+    PauseRing,
+    RegisterRingLeader,
+    RingAssignmentReply,
+    RingAssignmentRequest,
+)
+from ringweave.param_server.replication import Replicator
+from ringweave.rpc import Ack, Identity, PeerStatus, RpcCall, RpcHandler
+
+_SERVER_STALL_S = 0.5
+"""Time between two checks above which this process itself was stopped, saved, or starved."""
+
+
+class RingSilenceDetector:
+    """Detects silent rings: learns the usual gaps between their messages, as membership does.
+
+    The gaps include the delay of this process, so there is no extra grace. A false detection costs little, since a ring
+    that no other waits for goes on all the same.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        """Start with no ring heard."""
+        self._last_checked_s = now_s
+        self._arrivals: dict[int, ArrivalHistory] = {}
+        self._received: dict[tuple[Identity, str], float] = {}
+
+    def silent_rings(
+        self, peers: Sequence[PeerStatus], ring_of: Callable[[Identity], int | None], now_s: float
+    ) -> set[int]:
+        """Return the rings that are silent for unusually long; called regularly.
+
+        Args:
+            peers: All connected peers.
+            ring_of: Returns the ring of a peer; None if it is in none.
+            now_s: Seconds of any clock.
+        """
+        if now_s - self._last_checked_s > _SERVER_STALL_S:
+            for history in self._arrivals.values():
+                history.excuse(now_s)
+        self._last_checked_s = now_s
+        received = {(peer.identity, peer.address): peer.traffic["bytes_received"] for peer in peers}
+        heard = {ring_of(peer[0]) for peer, num_bytes in received.items() if num_bytes > self._received.get(peer, 0)}
+        self._received = received
+        for ring in heard:
+            if ring is not None:
+                history = self._arrivals.setdefault(ring, ArrivalHistory(HEARTBEAT_TIMEOUT, now_s))
+                if history.is_overdue(now_s):  # it was away: the gap is not usual
+                    history.excuse(now_s)
+                history.observe(now_s)
+        return {ring for ring, history in self._arrivals.items() if history.is_overdue(now_s)}
+
+
+RING_ABSENT_S = 15.0
+"""Barriers do not wait for a ring after its connection closed abruptly and it was silent for so long: all of its
+members are dead, or none has replaced its representative. Regrouping takes a second or two."""
+_BARRIER_POLL_S = 0.5
+
+
+class RingJobAccess(Protocol):
+    """Access to the service's job."""
+
+    changed: threading.Condition
+    job: ServerJob | None
+
+    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob:
+        """Return the job, if that peer belongs to that ring."""
+        ...
+
+    def find_job_for_leader(self, term: int, ring: int, peer: Identity) -> ServerJob:
+        """Return the job, if that peer is the ring's current representative."""
+        ...
+
+
+class RingSessions:
+    """Handlers for sessions of rings: registration, pauses, barriers, assignments."""
+
+    def __init__(self, job_access: RingJobAccess, replicator: Replicator, clock: Callable[[], float]) -> None:
+        """`replicator` knows whether this server leads, and replicates the rings' messages to the standby."""
+        self._job_access, self._replicator, self._clock = job_access, replicator, clock
+        self._silence_detector = RingSilenceDetector(clock())
+
+    def handlers(self) -> list[RpcHandler]:
+        """Return the handlers for the RPC server."""
+        return [
+            RpcHandler(
+                message=LeaderStatusRequest,
+                handle=lambda _: LeaderStatus(term=self._replicator.term, leads=self._replicator.may_answer),
+            ),
+            RpcHandler(message=RegisterRingLeader, handle=self._register_leader),
+            RpcHandler(message=PauseRing, handle=self._pause_ring),
+            RpcHandler(message=BarrierArrival, handle=self._wait_at_barrier),
+            RpcHandler(message=RingAssignmentRequest, handle=self._assign_ring),
+        ]
+
+    def note_disconnect(self, peer: Identity) -> None:
+        """Note an abrupt disconnect of a process: its ring regroups, is dead or cut off, and no ring waits for it.
+
+        Where rings lose no members only a connection has broken: the ring computes, and returns with its push. The
+        others wait for it at the staleness bound; if it is dead, the run ends.
+        """
+        with self._job_access.changed:
+            job = self._job_access.job
+            ring = ring_of(job, peer) if job and peer.role == "worker" else None
+            if job is None or ring is None or ring in job.gone:
+                return
+            self._mark_away(job, ring)
+            self._job_access.changed.notify_all()
+
+    def check_silence(self, peers: Sequence[PeerStatus]) -> set[int]:
+        """Check which rings are silent; called regularly. They delay no other ring until they are heard again.
+
+        They may only be stopped, or cut off for a moment, so barriers wait for them until their connections end.
+
+        Returns:
+            The rings that no other waits for from now on.
+        """
+        with self._job_access.changed:
+            job = self._job_access.job
+            if job is None or not job.setup.may_lose_members:
+                return set()
+            ring = lambda peer: ring_of(job, peer) if peer.role == "worker" else None  # noqa: E731 - for this job
+            found = (
+                self._silence_detector.silent_rings(peers, ring, self._clock())
+                - job.silent
+                - job.gone
+                - job.away_s.keys()
+            )
+            for each in found:
+                self._stop_waiting_for(job, each)
+            job.silent |= found
+            if found:
+                self._job_access.changed.notify_all()
+            return found
+
+    def note_takeover(self, connected: Iterable[Identity]) -> None:
+        """Note that this server leads from now on: rings without a connection to it may be dead.
+
+        A ring whose representative lives has a connection to both servers. No ring waits for the others until they are
+        heard, and barriers give them as long as after a disconnect at this moment.
+        """
+        with self._job_access.changed:
+            job = self._job_access.job
+            if job is None:
+                return
+            connected_rings = {ring_of(job, peer) for peer in connected if peer.role == "worker"} - job.away_s.keys()
+            for ring in set(range(len(job.setup.rings))) - connected_rings - job.gone:
+                self._mark_away(job, ring)
+            self._job_access.changed.notify_all()
+
+    def present_rings(self) -> set[int]:
+        """Return the rings that are present, as far as known; none before the job has started."""
+        with self._job_access.changed:
+            job = self._job_access.job
+            return set(range(len(job.setup.rings))) - job.gone - job.away_s.keys() if job else set()
+
+    def _mark_away(self, job: ServerJob, ring: int) -> None:
+        """Note that the ring has no representative."""
+        self._stop_waiting_for(job, ring)
+        job.away_s[ring] = self._clock()
+
+    @staticmethod
+    def _stop_waiting_for(job: ServerJob, ring: int) -> None:
+        """Stop waiting for the ring until it is heard again."""
+        if job.setup.may_lose_members:
+            job.ledger.pause(ring)
+        job.dispatcher.note_away(ring)
+
+    def _register_leader(self, call: RpcCall) -> Ack:
+        registration: RegisterRingLeader = call.message
+        job = self._job_access.find_job(registration.term, registration.ring, call.peer)
+        with self._job_access.changed:
+            job.leader_fence.register_leader(registration.ring, registration.ballot, call.peer.name)
+            self._job_access.changed.notify_all()  # a previous representative stops waiting
+        return Ack()
+
+    def _pause_ring(self, call: RpcCall) -> Ack:
+        pause: PauseRing = call.message
+        job = self._job_access.find_job(pause.term, pause.ring, call.peer)
+        with self._job_access.changed:
+            job.ledger.pause(pause.ring)
+            self._job_access.changed.notify_all()
+        self._replicator.replicate_fact(pause)
+        return Ack()
+
+    def _wait_at_barrier(self, call: RpcCall) -> BarrierReply:
+        arrival: BarrierArrival = call.message
+        job = self._job_access.find_job_for_leader(arrival.term, arrival.ring, call.peer)
+        with self._job_access.changed:
+            job.record_arrival(arrival)
+            self._job_access.changed.notify_all()
+        self._replicator.replicate_fact(arrival)
+        result = BarrierResult(number=arrival.number, said=self._wait_for_result(job, call))
+        self._replicator.replicate_fact(result)  # another server gives the same answer
+        return BarrierReply(said={str(ring): said for ring, said in result.said.items()})
+
+    def _wait_for_result(self, job: ServerJob, call: RpcCall) -> dict[int, str]:
+        """Return the texts of the rings, once all present ones have arrived at the barrier."""
+        arrival: BarrierArrival = call.message
+        with self._job_access.changed:
+            while (result := job.barrier.result_of(arrival.number, self.absent_rings(job), job.ring_progress)) is None:
+                if call.left_s() <= 0 or call.cancelled.is_set():
+                    raise DeadlineError(
+                        explain(
+                            f"meeting {arrival.number} of the rings",
+                            got="not all of them",
+                            expected="all that are there",
+                            do="Look which ring does not get on",
+                        )
+                    )
+                self._job_access.changed.wait(min(_BARRIER_POLL_S, max(0.0, call.left_s())))
+        return result
+
+    def absent_rings(self, job: ServerJob) -> set[int]:
+        """Return the rings that barriers do not wait for."""
+        now_s = self._clock()
+        return job.gone | {ring for ring, since_s in job.away_s.items() if now_s - since_s > RING_ABSENT_S}
+
+    def _assign_ring(self, call: RpcCall) -> RingAssignmentReply:
+        request: RingAssignmentRequest = call.message
+        self._replicator.check_term(request.term)
+        with self._job_access.changed:
+            job = self._job_access.job
+            if job is None or not job.is_announced:
+                return RingAssignmentReply(rings=[])
+            rings = job.setup.rings
+            ring = next((index for index, each in enumerate(rings) if request.slot in each), None)
+            if ring is None:
+                return RingAssignmentReply(rings=rings)
+            if request.begins:  # drop what earlier members had requested for the ring
+                job.last_pull_sequence.pop(ring, None)
+                job.leader_fence.clear_ring(ring)
+            last = job.ledger.pushed.get(ring)
+            shard = next((each for each in job.dispatcher.last if each.ring == ring), None)
+            num_barriers, epoch = job.barrier.restart_point(ring)
+            resumed = job.resumed
+            return RingAssignmentReply(
+                rings=rings,
+                shares=job.setup.shares,
+                local_steps=job.setup.local_steps,
+                num_pushed=last.sequence if last else 0,
+                num_tickets=shard.number if shard else 0,
+                num_meetings=num_barriers,
+                epoch=max(epoch, shard.epoch if shard else 0, resumed.position.epoch if resumed else 0),
+                testament=job.ring_progress.get(ring, ""),
+                resumed=list(resumed.position.done) if resumed else [],
+                resumed_epoch=resumed.position.epoch if resumed else 0,
+                resumed_seed=resumed.seed if resumed else None,
+            )
+
+
+def check_ring_member(job: ServerJob, ring: int, peer: Identity) -> None:
+    """Refuse a caller that does not belong to that ring.
+
+    Raises:
+        RefusedError: It is none of the ring's ranks.
+    """
+    members = job.setup.rings[ring] if ring < len(job.setup.rings) else []
+    if peer.role == "worker" and worker_slot(peer.name) not in members:
+        raise RefusedError(
+            explain(
+                f"caller for ring {ring}",
+                got=peer.name,
+                expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
+                do="Join that ring first",
+            )
+        )
+
+
+def worker_slot(name: str) -> int:
+    """Return the start rank of a worker by its name; in an elastic job the first part of `SLOT.INCARNATION`."""
+    slot = name.partition(".")[0]
+    return int(slot) if slot.isdecimal() else -1
+
+
+def ring_of(job: ServerJob, peer: Identity) -> int | None:
+    """Return the ring of a worker; None if it is in none."""
+    slot = worker_slot(peer.name)
+    return next((index for index, each in enumerate(job.setup.rings) if slot in each), None)

@@ -1,1 +1,0 @@
-"""The server's side: the parameters with their optimizer, what is done with a message, snapshots, the process."""

@@ -1,1 +1,0 @@
-"""Draws what others computed, as PNG or SVG; matplotlib is loaded only when something is drawn."""

@@ -1,0 +1,385 @@
+"""Migration of blocks between stages while training continues; a failed migration changes nothing.
+
+```text
+ end of step t-1   headers announce the blocks; receivers allocate memory        vote: can all ranks continue?
+ step t            state is copied while the stages compute (it changes only in the optimizer's step)
+ optimizer's step  before it: gradients, buffers, extra state follow             vote: has everything arrived?
+                   in it: sender and receiver make the same update
+                   after it: both compare 63-bit digests of all tensors          vote: are they equal?
+ step t+1          runs with the new partition; the sender's copies are dropped
+```
+
+Until the last vote the senders' blocks are the ones that train. A rank that fails reports it in the next vote, and all
+ranks drop what they received; the failed rank frees its received blocks at once, so that its own update has the same
+memory as without a migration. If a rank dies, the vote fails with an error on the others, which keep the old partition.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ringweave.errors import PeerError, RingweaveError, UsageError, explain, shorten
+from ringweave.pipeline import block_transfer
+from ringweave.pipeline.block_transfer import BlockReceiver, BlockSender
+from ringweave.pipeline.pipeline import Pipeline, broadcast_text
+from ringweave.pipeline.stage_layout import Layout
+from ringweave.planning.repartition import BlockMove, block_moves
+
+
+def first_failure(cause: str, group: dist.ProcessGroup) -> str:
+    """The failure of the first rank that cannot continue; empty if all can.
+
+    Args:
+        cause: This rank's failure; empty if it can continue.
+        group: All ranks, on CPU tensors.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    first = torch.tensor([rank if cause else size])
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    if int(first) == size:
+        return ""
+    return f"rank {int(first)}: {broadcast_text(cause, group, int(first))}"
+
+
+def find_mismatches(
+    sent: dict[int, int], received: dict[int, int], num_items: int, group: dist.ProcessGroup
+) -> list[int]:
+    """Items whose sender and receiver have different numbers.
+
+    Args:
+        sent: Item -> number, 0 to 2**63 - 1, for items that this rank sent.
+        received: The same for items that it received.
+        num_items: Number of items over all ranks.
+        group: All ranks.
+    """
+    table = torch.zeros(2, num_items, dtype=torch.int64)
+    for row, numbers in enumerate((sent, received)):
+        for item, number in numbers.items():
+            table[row, item] = number
+    dist.all_reduce(table, group=group)
+    return (table[0] != table[1]).nonzero().flatten().tolist()
+
+
+FAILURE_POINTS = ("packing", "making room", "copying", "changes", "arrived", "updating", "updated", "voted")
+"""Names of the failure points, which tests use to make a rank fail; each is passed to `at_failure_point`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MigrationOutcome:
+    """Outcome of a migration, the same on all ranks."""
+
+    splits: tuple[int, ...]
+    """Splits that were to be reached."""
+    at_step: int
+    """Number of the first train step after it."""
+    is_done: bool
+    """False: the old partition is kept."""
+    cause: str = ""
+    """Reason of a failure, with the rank."""
+    pause_s: float = 0.0
+    """Seconds that the slowest rank spent on it while it did nothing else."""
+
+
+@dataclass(slots=True)
+class _PendingMigration:
+    """A migration in progress, on one rank."""
+
+    layout: Layout
+    sent: dict[int, BlockMove] = field(default_factory=dict)
+    """Number of the block move among all moves -> move."""
+    received: dict[int, BlockMove] = field(default_factory=dict)
+    num_moves: int = 0
+    blocks: dict[int, nn.Module] = field(default_factory=dict)
+    """Arriving blocks, by index."""
+    receivers: dict[int, BlockReceiver] = field(default_factory=dict)
+    senders: list[BlockSender] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+    cause: str = ""
+    is_copying: bool = False
+    is_installed: bool = False
+    """All blocks have arrived, and are held beside the old ones."""
+    spent_s: float = 0.0
+    begun_s: float = 0.0
+    """Start of the present phase, by the clock."""
+
+
+class BlockMigrator:
+    """Migrates the blocks of one pipeline.
+
+    All ranks construct it, and start the same migrations between the same steps.
+
+    It works inside `pipeline.optimizer.step()`, which every training loop calls once gradients are final: clipped,
+    unscaled, averaged over replicas. A step that a `GradScaler` skips only delays the migration.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        on_done: Callable[[MigrationOutcome], None] = lambda _: None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        at_failure_point: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_done` is called with each migration's outcome, in the optimizer's step that ends it."""
+        self._pipeline, self._on_done, self._clock, self._at_failure_point = pipeline, on_done, clock, at_failure_point
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._pending: _PendingMigration | None = None
+        pipeline.optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        pipeline.optimizer.register_step_post_hook(lambda *_: self._after_update())
+
+    @property
+    def is_migrating(self) -> bool:
+        return self._pending is not None
+
+    def start(self, splits: tuple[int, ...]) -> bool:
+        """Start moving all blocks that the new partition places elsewhere; the next update completes it.
+
+        Returns:
+            False if a rank could not continue; `on_done` got the reason, and nothing has changed.
+
+        Raises:
+            UsageError: The splits are for another number of stages, or a migration is in progress.
+            PeerError: A rank has died.
+        """
+        self._pending = self._new_migration(splits)
+        self._time_phase(self._prepare)
+        return self.is_migrating
+
+    def _new_migration(self, splits: tuple[int, ...]) -> _PendingMigration:
+        old = self._pipeline.layout
+        if self._pending is not None:
+            do = "Wait until it has ended, with the next update"
+            raise UsageError(explain("move of blocks", got=splits, expected="no other under way", do=do))
+        if len(splits) != len(old.splits):
+            do = "A pipeline keeps its number of stages; leave one empty if need be"
+            raise UsageError(explain("splits", got=splits, expected=f"{len(old.splits)} splits", do=do))
+        new = Layout(num_blocks=old.num_blocks, splits=splits, num_replicas=old.num_replicas)
+        pending, planned = _PendingMigration(new), block_moves(old.splits, splits, old.num_blocks)
+        replica, stage = old.replica_of_rank(self._pipeline.rank), self._pipeline.stage
+        for place, move in enumerate(planned):
+            number = replica * len(planned) + place
+            if stage == move.src:
+                pending.sent[number] = move
+            elif stage == move.dst:
+                pending.received[number] = move
+        pending.num_moves = len(planned) * old.num_replicas
+        return pending
+
+    def _prepare(self, pending: _PendingMigration) -> None:
+        """Exchange headers, allocate memory, and start the copy if all ranks can continue."""
+        headers = self._exchange_headers(pending, self._pack_state)
+        for number, header in headers.items():
+            self._try_locally(pending, lambda n=number, h=header: self._allocate_block(pending, n, h))
+        if not self._all_can_continue(pending):
+            return
+        pending.is_copying = True
+        self._start_tensors(pending)
+        self._try_locally(pending, lambda: self._at_failure_point("copying"))
+
+    def _before_update(self) -> None:
+        if self._pending is not None and self._pending.is_copying:
+            self._time_phase(self._send_changes)
+
+    def _send_changes(self, pending: _PendingMigration) -> None:
+        """Send the changes of the step after the state; afterwards the blocks exist twice."""
+        self._wait_for_works(pending)
+        for receiver in pending.receivers.values():
+            self._try_locally(pending, receiver.copy_into_place)
+        states = dict(pending.receivers)
+        headers = self._exchange_headers(pending, self._pack_changes)
+        for number, header in headers.items():
+            self._try_locally(pending, lambda n=number, h=header: self._expect_changes(pending, n, h))
+        if not self._all_can_continue(pending):
+            return
+        self._start_tensors(pending)
+        self._wait_for_works(pending)
+        for number, move in pending.received.items():
+            if not pending.cause:
+                self._try_locally(pending, lambda n=number, m=move: self._install_block(pending, m.block, states[n], n))
+        if pending.cause:
+            self._free_received(pending)
+        pending.is_installed = True
+
+    def _after_update(self) -> None:
+        if self._pending is not None and self._pending.is_installed:
+            self._time_phase(self._commit)
+
+    def _commit(self, pending: _PendingMigration) -> None:
+        """Compare digests, vote for the last time, and switch to the new partition."""
+        sent, arrived = {}, {}
+        for numbers, moved in () if pending.cause else ((sent, pending.sent), (arrived, pending.received)):
+            for number, move in moved.items():
+                self._try_locally(
+                    pending, lambda into=numbers, n=number, m=move: into.update({n: self._digest(m.block)})
+                )
+        self._try_locally(pending, lambda: self._at_failure_point("updated"))
+        if not self._all_can_continue(pending):
+            return
+        different = self._communicate(lambda: find_mismatches(sent, arrived, pending.num_moves, self._group))
+        if different:
+            got, expected = f"{len(different)} blocks differ", "the same bits where they were and where they go"
+            do = "Take an optimizer whose update depends on the block alone"
+            self._cancel(pending, explain("blocks after the same update", got=got, expected=expected, do=do))
+            return
+        self._at_failure_point("voted")
+        self._pending = None
+        for move in pending.received.values():
+            self._pipeline.optimizer.confirm_block(move.block)
+        self._pipeline.repartition(pending.layout.splits)
+        pause = torch.tensor([pending.spent_s + self._clock() - pending.begun_s], dtype=torch.float64)
+        self._communicate(lambda: dist.all_reduce(pause, op=dist.ReduceOp.MAX, group=self._group))
+        self._report_outcome(pending, is_done=True, pause_s=float(pause))
+
+    def _pack_state(self, block: int) -> BlockSender:
+        self._at_failure_point("packing")
+        return BlockSender(
+            block_transfer.block_state(self._pipeline.blocks[block], self._pipeline.optimizer.for_block(block))
+        )
+
+    def _pack_changes(self, block: int) -> BlockSender:
+        self._at_failure_point("changes")
+        return BlockSender(block_transfer.block_changes(self._pipeline.blocks[block]))
+
+    def _allocate_block(self, pending: _PendingMigration, number: int, header: block_transfer.BlockHeader) -> None:
+        self._at_failure_point("making room")
+        block = pending.received[number].block
+        module = copy.deepcopy(self._pipeline.blocks[block]).to_empty(device=self._pipeline.device)
+        pending.receivers[number] = BlockReceiver(header, module)
+        pending.blocks[block] = module
+
+    def _expect_changes(self, pending: _PendingMigration, number: int, header: block_transfer.BlockHeader) -> None:
+        pending.receivers[number] = BlockReceiver(header, pending.blocks[pending.received[number].block])
+
+    def _install_block(self, pending: _PendingMigration, block: int, state: BlockReceiver, number: int) -> None:
+        """Hold a block that has arrived; the optimizer's step that follows updates it."""
+        changes, module = pending.receivers[number], pending.blocks[block]
+        changes.copy_into_place()
+        self._at_failure_point("arrived")
+        for name, requires_grad in state.received.metadata["requires_grad"].items():
+            module.get_parameter(name).requires_grad_(requires_grad)
+        block_transfer.load_changes(module, changes.received)
+        self._pipeline.blocks.set_block(block, module)
+        optimizer = self._pipeline.optimizer.add_block(block, guard=lambda update: self._guard_update(pending, update))
+        block_transfer.load_optimizer_state(optimizer, state.received)
+
+    def _guard_update(self, pending: _PendingMigration, update: Callable[[], None]) -> None:
+        """Update a block that has arrived; unlike an update of the stage's own blocks it may fail."""
+
+        def make() -> None:
+            self._at_failure_point("updating")
+            update()
+
+        self._try_locally(pending, make)
+        if pending.cause:
+            self._free_received(pending)
+
+    def _digest(self, block: int) -> int:
+        return block_transfer.block_digest(self._pipeline.blocks[block], self._pipeline.optimizer.for_block(block))
+
+    def _exchange_headers(
+        self, pending: _PendingMigration, pack: Callable[[int], BlockSender]
+    ) -> dict[int, block_transfer.BlockHeader]:
+        """Headers of arriving blocks, except those whose sender failed; the sender reports that in the next vote."""
+        self._finish_sending(pending)
+        for move in pending.sent.values():
+            sender = self._try_locally(pending, lambda m=move: pack(m.block)) or BlockSender(None, error=pending.cause)
+            pending.senders.append(sender)
+            dst = self._rank_of_stage(move.dst)
+            pending.works += self._communicate(lambda s=sender, d=dst: s.send_header(d, self._group))
+        headers = {
+            number: self._communicate(
+                lambda m=move: block_transfer.receive_header(self._rank_of_stage(m.src), self._group)
+            )
+            for number, move in pending.received.items()
+        }
+        return {number: header for number, header in headers.items() if not header["error"]}
+
+    def _start_tensors(self, pending: _PendingMigration) -> None:
+        for sender, move in zip(pending.senders, pending.sent.values(), strict=True):
+            dst = self._rank_of_stage(move.dst)
+            pending.works += self._communicate(lambda s=sender, d=dst: s.send_tensors(d, self._group))
+        for number, move in pending.received.items():
+            src, receiver = self._rank_of_stage(move.src), pending.receivers[number]
+            pending.works += self._communicate(lambda r=receiver, s=src: r.receive_tensors(s, self._group))
+
+    def _rank_of_stage(self, stage: int) -> int:
+        layout = self._pipeline.layout
+        return layout.ranks_of_replica(layout.replica_of_rank(self._pipeline.rank))[stage]
+
+    def _wait_for_works(self, pending: _PendingMigration) -> None:
+        works, pending.works = pending.works, []
+        for work in works:
+            self._communicate(work.wait)
+
+    def _finish_sending(self, pending: _PendingMigration) -> None:
+        self._wait_for_works(pending)
+        pending.senders = []
+
+    def _all_can_continue(self, pending: _PendingMigration) -> bool:
+        """Vote; cancel the migration if a rank cannot continue."""
+        cause = self._communicate(lambda: first_failure(pending.cause, self._group))
+        if cause:
+            self._cancel(pending, cause)
+        return not cause
+
+    def _cancel(self, pending: _PendingMigration, cause: str) -> None:
+        """Cancel the migration; the old partition is intact."""
+        self._wait_for_works(pending)
+        self._discard_pending()
+        self._report_outcome(pending, is_done=False, cause=cause)
+
+    def _discard_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._free_received(pending)
+
+    def _free_received(self, pending: _PendingMigration) -> None:
+        """Free the memory of all blocks that have arrived here."""
+        own = self._pipeline.layout.ranges[self._pipeline.stage]
+        for block in pending.blocks:
+            if block not in own:
+                self._pipeline.optimizer.remove_block(block)
+                self._pipeline.blocks.drop_values(block)
+
+    def _report_outcome(
+        self, pending: _PendingMigration, *, is_done: bool, cause: str = "", pause_s: float = 0.0
+    ) -> None:
+        at_step = self._pipeline.train_step_index
+        splits = pending.layout.splits
+        self._on_done(MigrationOutcome(splits=splits, at_step=at_step, is_done=is_done, cause=cause, pause_s=pause_s))
+
+    def _time_phase(self, work: Callable[[_PendingMigration], None]) -> None:
+        pending = self._pending
+        assert pending is not None
+        pending.begun_s = self._clock()
+        try:
+            work(pending)
+        finally:
+            pending.spent_s += self._clock() - pending.begun_s
+
+    def _try_locally(self, pending: _PendingMigration, action: Callable[[], Any]) -> Any:
+        """Run an action of this rank alone; a failure is reported in the next vote."""
+        try:
+            return action()
+        except Exception as cause:
+            pending.cause = pending.cause or (str(cause) if isinstance(cause, RingweaveError) else shorten(cause))
+            return None
+
+    def _communicate(self, action: Callable[[], Any]) -> Any:
+        """Run a communication; if it fails, the migration is off on this rank and training cannot continue."""
+        try:
+            return action()
+        except (RuntimeError, ValueError) as cause:
+            self._discard_pending()
+            do = "Start again from a checkpoint"
+            where = f"rank {self._pipeline.rank}, holding the partition {self._pipeline.layout.splits}"
+            text = explain("move of blocks", got=cause, expected="answers of all ranks", do=do, where=where)
+            raise PeerError(text) from cause

@@ -1,1 +1,0 @@
-"""From gradients to new parameters: an optimizer for each block, one norm over all stages, scaled losses."""

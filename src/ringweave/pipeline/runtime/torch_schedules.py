@@ -1,0 +1,167 @@
+"""Torch's pipeline schedules for a stage; other orders run in torch's runtime for schedules given as data.
+
+`gpipe` and `1f1b` are `ScheduleGPipe` and `Schedule1F1B`. Any other order goes to `_PipelineScheduleRuntime`, with our
+transfers. Over Gloo all receives of a step are posted at its start: each has its own buffer and needs no compute, so a
+transfer begins when its data is there. NCCL keeps the order of posted operations, and a receive occupies the device
+until it is done; there torch's own lowering places each receive near its use.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _PipelineScheduleRuntime
+
+from ringweave.errors import UsageError, explain
+from ringweave.pipeline.runtime.stopwatch import Stopwatch, TimedStage
+from ringweave.sim import pipeline_schedules, pipeline_simulation
+from ringweave.sim.pipeline_schedules import ActionKind, PipelineAction, PipelineSchedule
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+_ValueT = TypeVar("_ValueT")
+
+
+def resolve_order(schedule: str | PipelineSchedule, num_stages: int, num_microbatches: int) -> PipelineSchedule:
+    """Return the actions of each stage, in order.
+
+    Raises:
+        UsageError: An unknown name; fewer microbatches than stages for `1f1b`; an order for another number of stages.
+        ScheduleError: Stages of the order wait for each other for ever.
+    """
+    if isinstance(schedule, PipelineSchedule):
+        if schedule.num_stages != num_stages:
+            do = "Generate it for this number, or start as many workers"
+            got, expected = schedule.num_stages, f"{num_stages}, as the pipeline has"
+            raise UsageError(explain("stages of the order", got=got, expected=expected, do=do))
+        pipeline_simulation.PipelineTimeline(schedule)
+        return schedule
+    if schedule == "1f1b" and num_microbatches < num_stages:
+        expected = f"at least {num_stages}, the number of stages, for 1f1b"
+        do = "Cut the batch finer, or take gpipe or 1f1b-overlap"
+        raise UsageError(explain("microbatches", got=num_microbatches, expected=expected, do=do))
+    return pipeline_schedules.generate_pipeline_schedule(schedule, num_stages, num_microbatches)
+
+
+def build_schedule(
+    schedule: str | PipelineSchedule, order: PipelineSchedule, stage: PipelineStage, loss_fn: LossFunction
+) -> _PipelineSchedule:
+    """Build torch's schedule that runs an order on a stage.
+
+    It never divides gradients: torch would divide all present gradients, also those of earlier batches.
+
+    Args:
+        schedule: The name, or the order itself.
+        order: Result of `resolve_order`.
+        stage: This rank's stage.
+        loss_fn: Loss of the output and target of one microbatch, where backward starts.
+    """
+    num = order.num_microbatches
+    if schedule == "gpipe":
+        return ScheduleGPipe(stage, num, loss_fn=loss_fn, scale_grads=False)
+    if schedule == "1f1b":
+        return Schedule1F1B(stage, num, loss_fn=loss_fn, scale_grads=False)
+    runtime = _AnyOrderRuntime([stage], num, loss_fn=loss_fn, scale_grads=False)
+    runtime.microbatches = stage_microbatches(order, stage.stage_index)
+    if stage.device.type == "cpu":
+        lowered = {rank: _add_transfers(rank, order) for rank in range(order.num_stages)}
+        runtime._prepare_schedule_with_comms(lowered, format="compute_comms")
+    else:
+        plain = {
+            rank: [_Action.from_str(str(action)) for action in actions] for rank, actions in enumerate(order.stages)
+        }
+        runtime._prepare_schedule_with_comms(plain)
+    return runtime
+
+
+def stage_microbatches(
+    order: PipelineSchedule, stage_index: int, kind: ActionKind = ActionKind.FORWARD
+) -> tuple[int, ...]:
+    """Return the microbatches of a stage's forwards (or backwards), in their order."""
+    return tuple(action.microbatch_index for action in order.stages[stage_index] if action.kind == kind)
+
+
+def sort_by_microbatch(microbatches: Sequence[int], values: Sequence[_ValueT]) -> list[_ValueT]:
+    """Sort values of microbatches into batch order.
+
+    Args:
+        microbatches: Index of each value's microbatch.
+        values: One value for each.
+    """
+    by_index: Mapping[int, _ValueT] = dict(zip(microbatches, values, strict=True))
+    return [by_index[index] for index in sorted(by_index)]
+
+
+class _AnyOrderRuntime(_PipelineScheduleRuntime):
+    """Torch's runtime, for a last stage with its microbatches in any order.
+
+    Torch's own assigns the first computed loss and output to microbatch 0, and so on.
+    """
+
+    microbatches: tuple[int, ...]
+    """Indices in the order of the stage's forwards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._losses: dict[int, Tensor] = {}
+        """Losses of microbatches whose backward has not run yet."""
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        if self._should_compute_loss(stage):
+            self._losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+        return self._losses.pop(mb_index) if self._should_compute_loss(stage) else None
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        return super()._merge_outputs(sort_by_microbatch(self.microbatches, output_chunks))
+
+
+def _add_transfers(stage: int, order: PipelineSchedule) -> list[_Action | None]:
+    """Add all receives at the start, and each send right after its result is computed.
+
+    Messages carry no microbatch index: the neighbour's first send matches this stage's first receive. So receives are
+    in the order of the neighbour's sends, which need not be the order of use.
+    """
+    is_first, is_last = stage == 0, stage == order.num_stages - 1
+    forwards = () if is_first else stage_microbatches(order, stage - 1)
+    backwards = () if is_last else stage_microbatches(order, stage + 1, ActionKind.BACKWARD)
+    receives = [PipelineAction(stage, ActionKind.RECEIVE_FORWARD, index) for index in forwards]
+    receives += [PipelineAction(stage, ActionKind.RECEIVE_BACKWARD, index) for index in backwards]
+    rest = []
+    for action in order.stages[stage]:
+        is_forward = action.kind == ActionKind.FORWARD
+        rest.append(action)
+        if not (is_last if is_forward else is_first):
+            kind = ActionKind.SEND_FORWARD if is_forward else ActionKind.SEND_BACKWARD
+            rest.append(PipelineAction(stage, kind, action.microbatch_index))
+    texts = [*map(str, receives), *map(str, rest), f"{stage}REDUCE_GRAD"]
+    return [_Action.from_str(text) for text in texts]
+
+
+def make_stage(
+    module: torch.nn.Module,
+    place: tuple[int, int],
+    device: torch.device,
+    crossing: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    group: torch.distributed.ProcessGroup,
+    stopwatch: Stopwatch,
+) -> PipelineStage:
+    """Make a stage with given shapes, so that torch infers nothing.
+
+    Args:
+        module: Module that the stage computes.
+        place: (stage index, number of stages).
+        device: Device of the stage.
+        crossing: (input tensors, output tensors), on the meta device.
+        group: Ranks of the replica; stage i is rank i.
+        stopwatch: Counts the stage's compute time.
+    """
+    index, num_stages = place
+    arriving, leaving = crossing
+    stage = TimedStage(module, index, num_stages, device, input_args=arriving, output_args=leaving, group=group)
+    stage.stopwatch = stopwatch
+    return stage

@@ -1,0 +1,141 @@
+"""Layout and settings of a pipeline: consecutive blocks on stages, stages on ranks, one or more replicas."""
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from ringweave.errors import UsageError, explain
+from ringweave.sim.pipeline_schedules import PipelineSchedule, num_warmup_forwards
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Placement of blocks on ranks. Pure: computed alike on every rank, without communication.
+
+    The ranks of a replica are consecutive: stage s of replica r is rank r x stages + s.
+
+    Raises:
+        UsageError: The splits are no partition of the blocks, or there is less than one replica.
+    """
+
+    num_blocks: int
+    """Blocks of the whole model."""
+    splits: tuple[int, ...]
+    """Last blocks, counted from 1, of all stages but the last, as `ringweave partition` prints them. Equal neighbours
+    make an empty stage between them, which passes its input on."""
+    num_replicas: int = 1
+    """Copies of the whole pipeline; each computes its own samples, and their gradients are averaged."""
+
+    def __post_init__(self) -> None:
+        edges = (0, *self.splits, self.num_blocks)
+        if self.num_blocks < 1 or any(left > right for left, right in itertools.pairwise(edges)):
+            expected = f"numbers from 0 to {self.num_blocks}, the blocks there are, none smaller than the one before it"
+            raise UsageError(
+                explain("splits", got=self.splits, expected=expected, do="Take what `ringweave partition` prints")
+            )
+        if self.num_replicas < 1:
+            do = "Start a whole number of workers for each stage"
+            raise UsageError(explain("replicas of the pipeline", got=self.num_replicas, expected="1 or more", do=do))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.splits) + 1
+
+    @property
+    def world_size(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        edges = (0, *self.splits, self.num_blocks)
+        return tuple(range(first, end) for first, end in itertools.pairwise(edges))
+
+    def stage_of_rank(self, rank: int) -> int:
+        return rank % self.num_stages
+
+    def replica_of_rank(self, rank: int) -> int:
+        return rank // self.num_stages
+
+    def stage_of_block(self, block: int) -> int:
+        return bisect.bisect_right(self.splits, block)
+
+    def ranks_of_replica(self, replica: int) -> tuple[int, ...]:
+        return tuple(range(replica * self.num_stages, (replica + 1) * self.num_stages))
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        return tuple(range(stage, self.world_size, self.num_stages))
+
+
+def even_splits(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Split into stages with equal numbers of blocks; earlier stages get one more if the number is uneven."""
+    each, more = divmod(num_blocks, num_stages)
+    return tuple(stage * each + min(stage, more) for stage in range(1, num_stages))
+
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings of pipeline training, the same on every rank.
+
+    Raises:
+        UsageError: A value that makes no sense.
+    """
+
+    num_microbatches: int
+    """Microbatches per batch; the batch size must be a multiple of it."""
+    schedule: str | PipelineSchedule = "1f1b"
+    """`gpipe`, `1f1b`, `1f1b-overlap`, or any order that has each microbatch's forward and backward in each stage and
+    no deadlock."""
+    splits: tuple[int, ...] | None = None
+    """Last blocks, from 1, of all stages but the last, as `ringweave partition` prints them; None: equal numbers of
+    blocks."""
+    num_stages: int | None = None
+    """None: follows from `splits`, or without splits, all ranks are stages of one pipeline. Fewer stages than ranks
+    make replicas."""
+    reduction: str = "mean"
+    """`mean` if the loss of a batch is the mean over its microbatches and replicas, `sum` if it is their sum."""
+    seed: int = 0
+    """Seed of the blocks' random numbers (dropout). Each block draws by seed, block, train step, microbatch and
+    replica, so that the partition does not matter."""
+    autocast: torch.dtype | None = None
+    """Blocks and loss are computed under torch.autocast with this type; None: without. It is set here and not around
+    the loop, because the activations between stages may have this type."""
+    device: torch.device | None = None
+    """Device of this rank; None: its own GPU (LOCAL_RANK) if there is one, else the CPU."""
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            do = "Say how many parts a batch is cut into"
+            raise UsageError(explain("microbatches", got=self.num_microbatches, expected="1 or more", do=do))
+        if isinstance(self.schedule, str):
+            num_warmup_forwards(self.schedule, 0, 1, self.num_microbatches)
+        elif self.schedule.num_microbatches != self.num_microbatches:
+            expected = f"{self.num_microbatches}, as in num_microbatches"
+            got = self.schedule.num_microbatches
+            do = "Generate the order for this number"
+            raise UsageError(explain("microbatches of the order", got=got, expected=expected, do=do))
+        if self.reduction not in REDUCTIONS:
+            do = "Say how the loss of a batch follows from those of its microbatches"
+            raise UsageError(explain("reduction", got=self.reduction, expected="mean or sum", do=do))
+        _check_stages(self.num_stages, self.splits)
+
+    @property
+    def schedule_name(self) -> str:
+        """Name of the schedule; `order` for one that was given as data."""
+        return self.schedule if isinstance(self.schedule, str) else "order"
+
+
+def _check_stages(num_stages: int | None, splits: tuple[int, ...] | None) -> None:
+    if num_stages is None:
+        return
+    if num_stages < 1:
+        raise UsageError(
+            explain("stages", got=num_stages, expected="1 or more", do="Leave it out for one on each rank")
+        )
+    if splits is not None and len(splits) + 1 != num_stages:
+        expected = f"{len(splits) + 1}, one more than there are splits"
+        raise UsageError(explain("stages", got=num_stages, expected=expected, do="Give one of the two"))

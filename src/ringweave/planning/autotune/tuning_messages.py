@@ -1,0 +1,99 @@
+"""Tuning messages: the report that all ranks combine, and the decision that all ranks follow. Pure data."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from ringweave.errors import ScheduleError, explain, shorten
+from ringweave.files import file_io
+from ringweave.planning import plans
+
+REPORT_WINDOW = 16
+"""Collectives of one size class in a report."""
+REPORT_LENGTH = 3 + REPORT_WINDOW
+"""Numbers in the vector."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningReport:
+    """Report of one rank, or of several combined.
+
+    It has two kinds of times. A *trial* begins with a barrier, so its time is that of the slowest rank. Any other
+    collective begins when the last rank arrives; earlier ranks wait, which is not the network's fault. After the last
+    arrival no rank waits, so the *shortest* time of any rank is the network's.
+    """
+
+    num_bytes: int
+    """Size of the message that is about to be reduced; infinite if ranks differ."""
+    is_equal: bool = True
+    """All ranks have a message of that size."""
+    trial_s: float = math.nan
+    """Time of the last trial on the slowest rank; not a number without a trial."""
+    window: tuple[float, ...] = ()
+    """Seconds per byte of the newest collectives of the class, on the rank that waited least."""
+
+    def to_vector(self) -> list[float]:
+        """Return numbers whose minimum over ranks, ignoring not-a-number, is the combined report."""
+        window = [*self.window[-REPORT_WINDOW:], *[math.nan] * (REPORT_WINDOW - len(self.window))]
+        return [float(self.num_bytes), -float(self.num_bytes), -self.trial_s, *window]
+
+    @classmethod
+    def from_vector(cls, vector: Sequence[float]) -> "TuningReport":
+        """Return the report of a combined vector."""
+        smallest, largest, trial, *window = vector
+        return cls(
+            num_bytes=int(smallest),
+            is_equal=smallest == -largest,
+            trial_s=-trial,
+            window=tuple(seconds for seconds in window if not math.isnan(seconds)),
+        )
+
+
+MAX_DECISION_BYTES = 3 * plans.MAX_PLAN_BYTES
+"""Limit on a text that is read: a plan in it, whose quotation marks take two bytes each, and a survey."""
+
+
+class SurveyStream(NamedTuple):
+    """One stream of a survey, between nodes numbered in the order in which the group's ranks first name them."""
+
+    src: int
+    dst: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningDecision:
+    """The next action. `parse(str(decision)) == decision`."""
+
+    num_bytes: int
+    """Size of the message that it was made for."""
+    schedule: str = ""
+    """Schedule of that message; empty if a survey has to come first."""
+    is_trial: bool = False
+    """This collective is a trial: it runs alone, and its time is reported."""
+    next_in: int = 1
+    """Collectives of the class until the ranks consult again."""
+    phases: tuple[tuple[SurveyStream, ...], ...] = ()
+    """Streams of a survey, phase by phase."""
+    plan: str = ""
+    """Text of a new plan that holds from this collective on; empty keeps the plan."""
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str) -> "TuningDecision":
+        """Parse a decision.
+
+        Raises:
+            ScheduleError: The text is no decision.
+        """
+        try:
+            document = file_io.parse_json(text, MAX_DECISION_BYTES)
+            document["phases"] = tuple(tuple(SurveyStream(*stream) for stream in phase) for phase in document["phases"])
+            return cls(**document)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
+            do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
+            raise ScheduleError(explain("ruling", got=text, expected="what the first rank sent", do=do)) from cause

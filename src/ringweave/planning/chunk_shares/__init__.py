@@ -1,0 +1,15 @@
+"""Chunk shares: the leaders of each part of a message, as fractions by a linear program, then as whole units."""
+
+from ringweave.planning.chunk_shares.fractions import LeaderFractions, solve_fractions
+from ringweave.planning.chunk_shares.share_tree import ShareTree, build_share_tree
+from ringweave.planning.chunk_shares.stripes import MessageLayout, lay_out_message, make_stripes
+
+__all__ = [
+    "LeaderFractions",
+    "MessageLayout",
+    "ShareTree",
+    "build_share_tree",
+    "lay_out_message",
+    "make_stripes",
+    "solve_fractions",
+]

@@ -1,0 +1,237 @@
+"""Stripes: leader fractions laid out in a message as whole units, and the domain trees for the schedule generator.
+
+The parts of the message lie one after the other. In each part, from the root down, a domain v knows for each unit how
+far up it leads (its *reach*): to the root, to some domain between, or only itself. For each reach the units are
+distributed among its members in the ratio of the fractions, in the order of the message. A member leads all other units
+only for itself. All choices therefore nest by construction.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringweave.planning.chunk_shares.fractions import LeaderFractions, solve_fractions
+from ringweave.planning.chunk_shares.share_tree import MessagePart, ShareTree, busiest_link_s_per_byte
+from ringweave.schedules import Domain, Stripe
+
+_GRIDS = (60, 120, 240, 360, 720, 1260, 2520, 5040, 10080, 27720, 55440, 110880, 360360, 720720, 1441440)
+_TOLERANCE = 1.005
+
+UnitRange = tuple[int, int, int]
+"""First unit, unit after the last, and their reach or member."""
+
+
+@dataclass(frozen=True, slots=True)
+class StripeLayout:
+    """Layout of a part of the message."""
+
+    tree: ShareTree
+    """Tree that the part goes through."""
+    num_units: int
+    """Units of this part."""
+    led_by: list[list[UnitRange]]
+    """For each domain, the member that leads it, in the order of the part; empty for a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLayout:
+    """Layout of the fractions in a message."""
+
+    stripes: tuple[StripeLayout, ...]
+    """Parts in the order of the message."""
+    busiest_s_per_byte: float
+    """Largest tau with whole units."""
+
+    @property
+    def num_units(self) -> int:
+        return sum(stripe.num_units for stripe in self.stripes)
+
+
+def lay_out_message(solved: LeaderFractions) -> MessageLayout:
+    """Return the coarsest grid on which the busiest link is at most 0.5 % busier than with exact fractions.
+
+    Where all members of every domain are alike, there is one unit per rank, and no link is busier.
+
+    Cost:
+        Linear in vertices and stretches, for each grid that is tried.
+    """
+    tree = solved.parts[0].tree
+    if solved.is_symmetric:
+        return MessageLayout(
+            (StripeLayout(tree, tree.num_leaves, [*_lay_out_symmetric(tree)]),), solved.busiest_s_per_byte
+        )
+    grids = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
+    for grid in grids:
+        found = _lay_out_on_grid(solved.parts, grid)
+        if found.busiest_s_per_byte <= solved.busiest_s_per_byte * _TOLERANCE:
+            break
+    return found
+
+
+def _lay_out_on_grid(parts: Sequence[MessagePart], grid: int) -> MessageLayout:
+    stripes, got = [], []
+    for part, num_units in zip(parts, _apportion_units(grid, [part.weight for part in parts]), strict=True):
+        if num_units:
+            led_by, led = _lay_out_stripe(part.tree, part.led, num_units)
+            stripes.append(StripeLayout(part.tree, num_units, led_by))
+            got.append(MessagePart(part.tree, num_units / grid, led))
+    return MessageLayout(tuple(stripes), busiest_link_s_per_byte(got))
+
+
+def _lay_out_stripe(
+    tree: ShareTree, led: Sequence[Sequence[float]], grid: int
+) -> tuple[list[list[UnitRange]], list[list[float]]]:
+    """Return `led_by` of a stripe, and the resulting fractions."""
+    led_by: list[list[UnitRange]] = [[] for _ in tree.parents]
+    reaches: list[list[UnitRange]] = [[] for _ in tree.parents]
+    reaches[0] = [(0, grid, 0)]
+    got: list[list[float]] = [[] for _ in tree.parents]
+    for domain, members in enumerate(tree.children):
+        if not members:
+            continue
+        given, stretches = _distribute_units(reaches[domain], [led[member] for member in members])
+        led_by[domain] = [(first, end, members[place]) for first, end, place, _ in stretches]
+        for place, member in enumerate(members):
+            got[member] = [units / grid for units in itertools.accumulate(given[place])]
+        _pass_reaches_down(stretches, members, reaches, (grid, tree.depths[domain] + 1))
+        reaches[domain] = []
+    return led_by, got
+
+
+def _distribute_units(
+    reaches: Sequence[UnitRange], led: Sequence[Sequence[float]]
+) -> tuple[list[list[int]], list[tuple[int, int, int, int]]]:
+    """Return the units of each member by reach, and the stretches as (first, end, place of the member, reach)."""
+    num_reaches = len(led[0])
+    available = [0] * num_reaches
+    for first, end, reach in reaches:
+        available[reach] += end - first
+    given = [[0] * num_reaches for _ in led]
+    for reach in range(num_reaches):
+        wanted = [z[reach] - (z[reach - 1] if reach else 0.0) for z in led]
+        for place, units in enumerate(_apportion_units(available[reach], wanted)):
+            given[place][reach] = units
+    left = [[given[place][reach] for place in range(len(led))] for reach in range(num_reaches)]
+    at = [0] * num_reaches
+    stretches = []
+    for first, end, reach in reaches:
+        start = first
+        while start < end:
+            while not left[reach][at[reach]]:
+                at[reach] += 1
+            units = min(end - start, left[reach][at[reach]])
+            stretches.append((start, start + units, at[reach], reach))
+            left[reach][at[reach]] -= units
+            start += units
+    return given, stretches
+
+
+def _apportion_units(units: int, wanted: Sequence[float]) -> list[int]:
+    """Return whole units in the wanted ratio, the largest remainders first."""
+    positive = [max(0.0, value) for value in wanted]
+    total = sum(positive)
+    ideal = [units * value / total if total > 0 else units / len(wanted) for value in positive]
+    given = [int(exact) for exact in ideal]
+    by_remainder = sorted(range(len(given)), key=lambda place: given[place] - ideal[place])
+    for place in by_remainder[: units - sum(given)]:
+        given[place] += 1
+    return given
+
+
+def _pass_reaches_down(
+    stretches: Sequence[tuple[int, int, int, int]],
+    members: Sequence[int],
+    reaches: list[list[UnitRange]],
+    whole: tuple[int, int],
+) -> None:
+    """Append to each member's reaches the stretches that it was given; between them it leads only itself."""
+    grid, own = whole
+    for first, end, place, reach in stretches:
+        mine = reaches[members[place]]
+        before = mine[-1][1] if mine else 0
+        if before < first:
+            mine.append((before, first, own))
+        mine.append((first, end, reach))
+    for member in members:
+        before = reaches[member][-1][1] if reaches[member] else 0
+        if before < grid:
+            reaches[member].append((before, grid, own))
+
+
+def _lay_out_symmetric(tree: ShareTree) -> Iterator[list[UnitRange]]:
+    """Give each rank one unit, numbered with the member of the deepest domain as first digit and the root's as last.
+
+    Then the units that a member leads for the domain above it lie together, on every level.
+    """
+    num_units = tree.num_leaves
+    sizes = {tree.depths[vertex]: len(children) for vertex, children in enumerate(tree.children) if children}
+    below = {0: 1}
+    for depth in range(1, len(sizes)):
+        below[depth] = below[depth - 1] * sizes[depth - 1]
+    for domain, members in enumerate(tree.children):
+        if not members:
+            yield []
+            continue
+        width = below[tree.depths[domain]]
+        yield [(first, first + width, members[first // width % len(members)]) for first in range(0, num_units, width)]
+
+
+def make_stripes(tree: ShareTree, bound_s_per_byte: float | None = None) -> tuple[Stripe, ...]:
+    """Return the parts of the message with their chunks and leaders, with a nearly least busy busiest link.
+
+    Args:
+        tree: At least two ranks.
+        bound_s_per_byte: If the whole tree misses this, parts of the message go through trees without some domains.
+
+    Returns:
+        The parts of the message: their trees of domains, and the sizes of their chunks, in common units. A chunk lies
+        between any two places of a part at which some domain changes its leader.
+
+    Raises:
+        RingweaveError: The linear program's solver fails.
+    """
+    return tuple(
+        build_stripe(laid_out) for laid_out in lay_out_message(solve_fractions(tree, bound_s_per_byte)).stripes
+    )
+
+
+def build_stripe(laid_out: StripeLayout) -> Stripe:
+    """Return the domain tree and the shares of a stripe."""
+    tree = laid_out.tree
+    borders = sorted({0, laid_out.num_units, *(first for led in laid_out.led_by for first, _, _ in led)})
+    starts = np.array(borders[:-1])
+    members: dict[int, Domain | int] = {}
+    leaders: dict[int, NDArray[np.int32]] = {}
+    for vertex in range(len(tree) - 1, -1, -1):
+        if tree.ranks[vertex] >= 0:
+            members[vertex] = tree.ranks[vertex]
+            continue
+        leading = _leading_ranks(tree, laid_out, vertex, starts, leaders)
+        children = tree.children[vertex]
+        members[vertex] = Domain(tuple(members.pop(child) for child in children), tuple(leading.tolist()))
+        leaders[vertex] = leading
+    top = members[0]
+    assert isinstance(top, Domain)
+    return Stripe(top, tuple(np.diff(borders).tolist()))
+
+
+def _leading_ranks(
+    tree: ShareTree,
+    laid_out: StripeLayout,
+    vertex: int,
+    starts: NDArray[np.int64],
+    leaders: dict[int, NDArray[np.int32]],
+) -> NDArray[np.int32]:
+    """Return the rank that leads the domain, chunk by chunk."""
+    led_by = laid_out.led_by[vertex]
+    stretch = np.searchsorted([first for first, _, _ in led_by], starts, side="right") - 1
+    member = np.array([member for _, _, member in led_by])[stretch]
+    leading = np.array(tree.ranks, np.int32)[member]
+    for child in tree.children[vertex]:
+        if child in leaders:
+            mine = member == child
+            leading[mine] = leaders.pop(child)[mine]
+    return leading

@@ -1,0 +1,314 @@
+"""Group planner: from a cluster and the nodes of a group to its rank layout, root node and plan."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ringweave import cost, schedules
+from ringweave.cost import Assumptions, GroupNetwork, ScheduleDemand
+from ringweave.errors import RingweaveError
+from ringweave.planning import chunk_shares
+from ringweave.planning.chunk_shares import ShareTree
+from ringweave.planning.plans import Plan, best_pipelining
+from ringweave.schedules import Domain, Schedule, Stripe
+from ringweave.topology import Cluster, Node, placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestConnectedNode:
+    """A node, and the rate that makes it the best connected one."""
+
+    node: str
+    inflow_bytes_per_s: float
+    """Predicted rate at which all other nodes together can send to it; infinite if there are none."""
+
+
+def find_best_connected(cluster: Cluster, rates: Mapping[str, float] | None = None) -> BestConnectedNode:
+    """Return the node with the highest total rate from and to all others; of equals the first.
+
+    Args:
+        cluster: The machines.
+        rates: Measured bytes per second by directed link name, in place of the cluster's.
+
+    Cost: O(nodes and switches).
+    """
+    if cluster.num_nodes == 1:
+        return BestConnectedNode(node=cluster.nodes[0].name, inflow_bytes_per_s=float("inf"))
+    net = cost.group_network(cluster, rates=rates)
+    inwards = _max_inflow(net, net.up_bytes_per_s, net.down_bytes_per_s)
+    outwards = _max_inflow(net, net.down_bytes_per_s, net.up_bytes_per_s)
+    worst = np.minimum(inwards, outwards)
+    order = {node.name: place for place, node in enumerate(cluster.nodes)}
+    best = max(
+        (vertex for vertex in range(len(net)) if net.is_node[vertex]),
+        key=lambda vertex: (worst[vertex], -order[net.names[vertex]]),
+    )
+    return BestConnectedNode(node=net.names[best], inflow_bytes_per_s=float(worst[best]))
+
+
+def _max_inflow(net: "cost.GroupNetwork", up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Return for each vertex the rate at which the rest of the network can send to it: a tree's maximum flows add up.
+
+    `up` has the rates from each vertex to the one above it, `down` those from there to the vertex.
+    """
+    count = len(net)
+    inside = np.where(net.is_node, np.inf, 0.0)  # a node sends at its link's rate
+    rising, falling = np.zeros(count), np.zeros(count)
+    for vertex in range(count - 1, 0, -1):
+        rising[vertex] = min(up[vertex], inside[vertex])
+        inside[net.parents[vertex]] += rising[vertex]
+    for vertex in range(1, count):
+        parent = net.parents[vertex]
+        beside = inside[parent] - rising[vertex] + (falling[parent] if parent else 0.0)
+        falling[vertex] = min(down[vertex], beside)
+    return falling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLayout:
+    """Topology of a group as the schedule generators need it."""
+
+    ring_order: tuple[int, ...]
+    """Ranks of a node together, nodes of a switch together: the ring passes every link once in each direction."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of each node (or of each of its NICs), the leader first, in the order of the ring."""
+    racks: tuple[tuple[int, ...], ...]
+    """Indices of `groups` on the same switch."""
+    root: int
+    """First leader of the best connected node."""
+
+
+def lay_out_ranks(
+    cluster: Cluster, net: GroupNetwork, nodes: Sequence[str], *, leader_per_nic: bool = False
+) -> RankLayout:
+    """Return the layout of a group.
+
+    Args:
+        cluster: The machines.
+        net: The network between the nodes of the group.
+        nodes: Name of the node of each rank.
+        leader_per_nic: Give each NIC of a node a leader, not just each node.
+    """
+    ranks_on: dict[str, list[int]] = {}
+    for rank, name in enumerate(nodes):
+        ranks_on.setdefault(name, []).append(rank)
+    groups: list[tuple[int, ...]] = []
+    racks: dict[int, list[int]] = {}
+    leaders: dict[int, int] = {}
+    for vertex, name in enumerate(net.names):
+        if net.is_node[vertex]:
+            split = _node_groups(cluster.node(name), ranks_on[name], leader_per_nic)
+            racks.setdefault(int(net.parents[vertex]), []).extend(range(len(groups), len(groups) + len(split)))
+            leaders[vertex] = split[0][0]
+            groups += split
+    return RankLayout(
+        ring_order=tuple(rank for group in groups for rank in sorted(group)),
+        groups=tuple(groups),
+        racks=tuple(map(tuple, racks.values())),
+        root=leaders[_best_connected_vertex(net)],
+    )
+
+
+def column_count_candidates(layout: RankLayout) -> list[int | None]:
+    """Return numbers of columns worth comparing: the most square matrix, and those whose rows lie inside racks.
+
+    Rows that cross racks put n times more on the uplinks, so n divides the number of leaders of every rack.
+    """
+    inside = math.gcd(*map(len, layout.racks))
+    smaller = max((n for n in range(1, inside) if inside % n == 0), default=inside)
+    counts: list[int | None] = [None]
+    return counts + [count for count in dict.fromkeys((inside, smaller)) if count > 1]
+
+
+def tier_candidates(layout: RankLayout) -> list[tuple[tuple[int, ...], ...]]:
+    """Return groups worth comparing for the hierarchical schedule: of nodes, and of racks.
+
+    Nodes of one rank each would make it a ring, which is considered anyway.
+    """
+    racks = tuple(tuple(rank for group in rack for rank in layout.groups[group]) for rack in layout.racks)
+    return list(dict.fromkeys((layout.groups, racks) if max(map(len, layout.groups)) > 1 else (racks,)))
+
+
+def _node_groups(node: Node, ranks: Sequence[int], leader_per_nic: bool) -> list[tuple[int, ...]]:
+    """Return the ranks of a node, leader first, in one group or one per NIC.
+
+    If all devices of the node take part, ranks are on them in order. A device then belongs to its nearest NIC, and
+    leads there if it is the nearest of all (`topology.discovery.leader_choice`).
+    """
+    nics = placement.preferred_nics(node.nics)[: len(ranks) if leader_per_nic else 1]
+    is_whole = len(ranks) == node.num_devices
+    far = [[placement.device_distance(node, nic, i) if is_whole else 0 for i in range(len(ranks))] for nic in nics]
+    members: list[list[int]] = [[] for _ in nics]
+    for place in range(len(ranks)):
+        members[min(range(len(nics)), key=lambda i: (far[i][place], len(members[i]), i))].append(place)
+    groups = []
+    for index, places in enumerate(members):
+        if places:
+            leader = min(places, key=lambda place: (far[index][place], place))
+            groups.append(tuple(ranks[place] for place in sorted(places, key=lambda place: (place != leader, place))))
+    return groups
+
+
+def _best_connected_vertex(net: GroupNetwork) -> int:
+    """Return the node with the fastest path to the root of the tree, the first of several."""
+    rates = [math.inf]
+    for vertex, parent in enumerate(net.parents.tolist()[1:], start=1):
+        rates.append(min(rates[parent], float(net.up_bytes_per_s[vertex]), float(net.down_bytes_per_s[vertex])))
+    return max((vertex for vertex in range(len(net)) if net.is_node[vertex]), key=lambda vertex: rates[vertex])
+
+
+_VariantT = TypeVar("_VariantT")
+
+_REFERENCE_BYTES = 25_000_000
+"""Message size for the comparison of layouts: that of a bucket of DistributedDataParallel."""
+_MAX_OPERATIONS = 4_000_000
+"""Schedules with more operations are not counted; only the ring is, whose rounds are alike."""
+_MAX_PLANNED_LEADERS = 4_000_000
+"""Limit on chunks times domains of a multi-level schedule that is kept."""
+_MAX_SWITCH_DEPTH = 64
+
+
+def plan_group(
+    cluster: Cluster,
+    nodes: Sequence[str],
+    *,
+    rates: Mapping[str, float] | None = None,
+    assumptions: Assumptions | None = None,
+    leader_per_nic: bool = False,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Plan:
+    """Return the plan of a group of ranks.
+
+    Args:
+        cluster: The machines.
+        nodes: Name of the node of each group rank.
+        rates: Measured bytes per second by directed link name (`a0->r0`), in place of the cluster's.
+        assumptions: Values that the cluster file lacks; None is the default ones.
+        leader_per_nic: Give each NIC of a node a leader in the matrix, not just each node.
+        on_progress: Called with a short text at each stage of the computation.
+
+    Raises:
+        ClusterError: A node or a link is not in the cluster, or a rate is not positive.
+
+    Cost:
+        About 10 ms for 8 ranks; where unequal racks need the linear program, the first use imports scipy.
+    """
+    net = cost.group_network(cluster, nodes, rates)
+    layout = lay_out_ranks(cluster, net, nodes, leader_per_nic=leader_per_nic)
+    candidates = _CandidateSet(net, nodes, assumptions or Assumptions(), on_progress)
+    count = len(nodes)
+    candidates.consider("ring", [layout.ring_order], lambda order: schedules.ring(count, order))
+    num_columns = candidates.consider(
+        "leader-matrix",
+        column_count_candidates(layout),
+        lambda columns: schedules.leader_matrix(layout.groups, columns),
+    )
+    tiers = candidates.consider("hierarchical", tier_candidates(layout), schedules.hierarchical)
+    bound = cost.network_bound(net, 1)
+    on_progress("planning who leads what")
+    direct_shares, stripes = candidates.direct_shares(), candidates.level_stripes(bound.seconds)
+    if candidates.is_affordable("ps"):
+        candidates.consider("ps", [layout.root], lambda root: schedules.parameter_server(count, root))
+    if candidates.is_affordable("direct"):
+        candidates.consider("direct", [direct_shares], lambda each: schedules.direct(count, each))
+    if stripes:
+        candidates.consider("multi-level", [stripes], schedules.multi_level_striped)
+    candidates.consider("halving-doubling", [count], schedules.halving_doubling)
+    return Plan(
+        nodes=tuple(nodes),
+        ring_order=layout.ring_order,
+        groups=layout.groups,
+        num_columns=len(schedules.arrange_leaders([group[0] for group in layout.groups], num_columns)[0]),
+        tiers=tiers,
+        root=layout.root,
+        direct_shares=direct_shares,
+        stripes=stripes,
+        demands=tuple(candidates.demands.items()),
+        left_out=tuple(candidates.left_out.items()),
+        bound_s_per_byte=bound.seconds,
+        binding=bound.binding,
+    )
+
+
+class _CandidateSet:
+    """Schedules considered so far."""
+
+    def __init__(
+        self, net: cost.GroupNetwork, nodes: Sequence[str], assumptions: Assumptions, on_progress: Callable[[str], None]
+    ) -> None:
+        self.demands: dict[str, ScheduleDemand] = {}
+        self.left_out: dict[str, str] = {}
+        self._net = net
+        self._assumptions, self._on_progress = assumptions, on_progress
+        self._vertices = cost.vertices_of_ranks(net, nodes)
+
+    def consider(
+        self, name: str, variants: Sequence[_VariantT], generate: Callable[[_VariantT], Schedule]
+    ) -> _VariantT:
+        """Return the variant of the least predicted time for a message of usual size; keep its demand."""
+        best: tuple[float, _VariantT, ScheduleDemand] | None = None
+        for number, variant in enumerate(variants, start=1):
+            self._on_progress(
+                f"planning {name}" + (f", layout {number} of {len(variants)}" if len(variants) > 1 else "")
+            )
+            demand = cost.schedule_demand(generate(variant), self._net, self._vertices, self._assumptions)
+            predicted_s = best_pipelining(name, demand, _REFERENCE_BYTES).predicted_s
+            if best is None or predicted_s < best[0]:
+                best = predicted_s, variant, demand
+        assert best is not None
+        self.demands[name] = best[2]
+        return best[1]
+
+    def is_affordable(self, name: str) -> bool:
+        """Return True if there are few enough ranks for a schedule of 2 N^2 operations."""
+        return self._check_num_operations(name, 2 * len(self._vertices) ** 2)
+
+    def _check_num_operations(self, name: str, num_operations: int) -> bool:
+        if num_operations > _MAX_OPERATIONS:
+            self.left_out[name] = f"{num_operations} operations are too many to count"
+        return num_operations <= _MAX_OPERATIONS
+
+    def direct_shares(self) -> tuple[int, ...]:
+        """Return each rank's share if all were on one switch, the ranks of a node sharing its link."""
+        count = len(self._vertices)
+        if count == 1:
+            return (1,)
+        rates, on_node = [], [0] * len(self._net)
+        for vertex in self._vertices.tolist():
+            on_node[vertex] += 1
+        for vertex in self._vertices.tolist():
+            up, down = self._net.up_bytes_per_s[vertex], self._net.down_bytes_per_s[vertex]
+            rates.append(min(float(min(up, down)), self._assumptions.memory_bytes_per_s) / on_node[vertex])
+        flat = ShareTree([-1] + [0] * count, [1.0, *rates], [-1, *range(count)])
+        owned = [0] * count
+        for first, end, leaf in chunk_shares.lay_out_message(chunk_shares.solve_fractions(flat)).stripes[0].led_by[0]:
+            owned[leaf - 1] += end - first
+        return tuple(owned)
+
+    def level_stripes(self, bound_s_per_byte: float) -> tuple[Stripe, ...]:
+        """Return trees and shares of the multi-level schedule; if none, the reason goes to `left_out`."""
+        if len(self._vertices) == 1:
+            return (Stripe(Domain((0,), (0,)), (1,)),)
+        tree = chunk_shares.build_share_tree(self._net, self._vertices.tolist(), self._assumptions.memory_bytes_per_s)
+        num_domains = len(tree) - tree.num_leaves
+        num_operations = _num_operations(map(len, tree.children))
+        if max(tree.depths) > _MAX_SWITCH_DEPTH:
+            self.left_out["multi-level"] = f"switches below each other more than {_MAX_SWITCH_DEPTH} deep"
+        elif tree.num_leaves * num_domains > _MAX_PLANNED_LEADERS:
+            self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
+        elif self._check_num_operations("multi-level", num_operations):
+            try:
+                stripes = chunk_shares.make_stripes(tree, bound_s_per_byte)
+                sizes = (len(domain.members) for stripe in stripes for domain in stripe.domain.walk())
+                return stripes if _num_operations(sizes) <= _MAX_OPERATIONS else chunk_shares.make_stripes(tree)
+            except RingweaveError as error:
+                self.left_out["multi-level"] = str(error)
+        return ()
+
+
+def _num_operations(domain_sizes: Iterable[int]) -> int:
+    """Return a multi-level schedule's approximate operations: up and down, each member of a domain to each leader."""
+    return 2 * sum(size**2 for size in domain_sizes)

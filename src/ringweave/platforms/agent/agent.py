@@ -1,0 +1,422 @@
+"""Node agent: its state machine, and how a platform's main program runs it.
+
+    PENDING: stop what runs, report READY --barrier released--> RUNNING --all succeed--> SUCCEEDED, and leave
+       ^                                              |-- killed, or the script failed --> FAILED, and leave
+       +----- restarted in another round -------------+-- another node failed, or the round is over by the time
+                                                          that workers start --> INTERRUPTED, and wait for that
+
+In an elastic job the barrier of its round may be released already: the agent then replaces one that was lost.
+The agent holds no state that has to survive: if it dies, its attempt is over.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+from ringweave import environment, topology
+from ringweave.errors import LaunchError, RingweaveError, explain
+from ringweave.jobs.records import EndCause, GroupPhase
+from ringweave.launcher import run_dir
+from ringweave.launcher.node_context import NodeContext
+from ringweave.launcher.outcome import RunRecorder
+from ringweave.launcher.output import OutputConsole, OutputStream
+from ringweave.launcher.processes import LocalLauncher, ProcessContext
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, WorkerSpec
+from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState, EndpointOffer, RendezvousResult
+from ringweave.platforms.agent.credentials import CredentialDistribution, CredentialPool, RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.node_workers import NodeOutcome, NodeWorkers, ProgressReader, Sidecar
+from ringweave.platforms.agent.round_services import RoundCoordinatorFactory, RoundServerFactory
+from ringweave.rpc import Credentials
+
+RUNNING_POLL_S = 0.05
+"""Time between two polls of running workers."""
+IDLE_POLL_S = 0.5
+"""Upper limit of the time between two reads of the desired state."""
+PROGRESS_INTERVAL_S = 0.5
+"""Minimum time between two reports that differ only in progress."""
+_NO_OFFER = {"meeting": None, "server": None, "coordinator": None}
+
+
+class NodeAgent:
+    """Follows the desired state until it may leave."""
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        *,
+        make_offer: Callable[[DesiredState], EndpointOffer],
+        start_workers: Callable[[RendezvousResult], NodeWorkers],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Create an agent in phase PENDING.
+
+        Args:
+            channel: Channel to the platform.
+            make_offer: Prepares the desired round, and picks addresses on this node.
+            start_workers: Starts this node's workers with a rendezvous result.
+            clock: Seconds since 1970.
+        """
+        self._channel, self._make_offer, self._start_workers, self._clock = channel, make_offer, start_workers, clock
+        self._status = AgentStatus(round=0, phase=GroupPhase.PENDING, pid=os.getpid())
+        self._workers: NodeWorkers | None = None
+        self._reported_s = 0.0
+        self._leave_reason = ""
+        self._round = 0
+
+    def request_leave(self, reason: str) -> None:
+        """Leave as if the desired state said so; a signal handler may call it."""
+        self._leave_reason = reason
+
+    def stop_reason(self) -> str:
+        """Return the reason why the current round is obsolete, in words; empty while it is not.
+
+        Waiting code calls it.
+        """
+        desired = self._desired_state()
+        if desired.leave:
+            return desired.why or "it was told to leave"
+        return f"round {desired.round} is called" if desired.round > self._round else ""
+
+    def serve_until_done(self) -> GroupPhase:
+        """Follow the desired state to the end; return the last phase. No process of the workers is left then."""
+        while True:
+            desired = self._desired_state()
+            self._advance_running(desired) if self._workers else self._advance_idle(desired)
+            if self._is_over:
+                return self._status.phase
+            self._channel.wait_for_change(RUNNING_POLL_S if self._workers else IDLE_POLL_S)
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._workers and not self._status.phase.is_alive
+
+    def _desired_state(self) -> DesiredState:
+        desired = self._channel.desired_state()
+        return replace(desired, leave=True, why=self._leave_reason) if self._leave_reason else desired
+
+    def _advance_idle(self, desired: DesiredState) -> None:
+        """Follow the desired state while no workers run."""
+        rendezvous = desired.opening
+        if desired.leave:
+            self._finish(NodeOutcome(phase=GroupPhase.STOPPED, text=desired.why or "it was told to leave"))
+        elif desired.round > self._status.round:
+            self._join_round(desired)
+        elif self._status.phase is GroupPhase.READY and rendezvous and rendezvous.round == self._status.round:
+            self._start_round(rendezvous)
+
+    def _advance_running(self, desired: DesiredState) -> None:
+        """Follow the desired state while workers run."""
+        assert self._workers is not None
+        is_restarted = desired.round > self._status.round
+        if desired.leave or is_restarted:
+            self._workers.request_stop()
+        outcome = self._workers.poll()
+        if outcome is None:
+            self._report_progress()
+            return
+        self._status = self._with_progress()
+        self._workers = None
+        desired = (
+            self._desired_state()
+        )  # again: whatever ends all processes of a node ends workers shortly before or after us
+        if is_restarted and not desired.leave:
+            self._join_round(desired)
+        elif outcome.phase is GroupPhase.STOPPED or (desired.leave and outcome.cause is EndCause.PLATFORM):
+            self._finish(replace(outcome, phase=GroupPhase.STOPPED, text=desired.why or outcome.text))
+        else:
+            self._finish(outcome)
+
+    def _join_round(self, desired: DesiredState) -> None:
+        self._round = desired.round
+        try:
+            offer = self._make_offer(desired)
+        except RoundOverError:  # the next read of the desired state says what is wanted instead
+            return
+        except (RingweaveError, OSError) as error:
+            self._finish(NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=str(error)))
+            return
+        ready = AgentStatus(round=desired.round, phase=GroupPhase.READY, pid=os.getpid(), meeting=offer.master_address)
+        addresses = {"server": offer.server, "coordinator": offer.coordinator}
+        self._report_status(
+            replace(ready, **addresses, iterations=self._status.iterations, last_loss=self._status.last_loss)
+        )
+
+    def _start_round(self, rendezvous: RendezvousResult) -> None:
+        try:
+            self._workers = self._start_workers(rendezvous)
+        except RoundOverError as error:
+            self._finish(NodeOutcome(phase=GroupPhase.INTERRUPTED, text=str(error)))
+            return
+        except (RingweaveError, OSError) as error:
+            self._finish(NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=str(error)))
+            return
+        self._report_status(replace(self._status, phase=GroupPhase.RUNNING, **_NO_OFFER))
+
+    def _finish(self, outcome: NodeOutcome) -> None:
+        changes = {"phase": outcome.phase, "exit_code": outcome.exit_code, "text": outcome.text}
+        cause = outcome.cause if outcome.phase is GroupPhase.FAILED else None
+        self._report_status(replace(self._status, **changes, cause=cause, ended_s=self._clock(), **_NO_OFFER))
+
+    def _report_progress(self) -> None:
+        now_s = self._clock()
+        if abs(now_s - self._reported_s) < PROGRESS_INTERVAL_S:
+            return
+        self._reported_s = now_s
+        status = self._with_progress()
+        if status != self._status:
+            self._report_status(status)
+
+    def _with_progress(self) -> AgentStatus:
+        assert self._workers is not None
+        progress = self._workers.progress()
+        status = replace(self._status, epoch=progress.generation, members=progress.members, out=progress.evicted)
+        if progress.iterations is None:
+            return status
+        return replace(status, iterations=progress.iterations, last_loss=progress.last_loss)
+
+    def _report_status(self, status: AgentStatus) -> None:
+        self._status = status
+        self._channel.report_status(status)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentAssignment:
+    """Identity of a node agent, its files, and the objects of its platform."""
+
+    config: JobConfig
+    node: int
+    """Index of the node in the request."""
+    attempt: int
+    home: Path
+    """Folder of this attempt; it contains a run directory per round (`round_run_dir`)."""
+    cpus_shared_by: int
+    """Number of workers that share this machine's CPUs: the node's own, or those of all nodes on the same machine."""
+    node_context: NodeContext
+    """Context that runs processes on the node."""
+    credential_distribution: CredentialDistribution
+    """Distribution of the workers' credentials between agents, for jobs with a parameter server."""
+    credential_pool: CredentialPool | None = None
+    """Pool of credentials of an elastic job's processes; None if the platform has no elastic jobs."""
+    host: str | None = None
+    """Name by which other nodes reach this node, even after another agent has replaced this one; None if its address
+    stays the same."""
+    process_context: ProcessContext = field(default_factory=ProcessContext)
+    """Descriptors and children of this process that are not the workers': locks of the group, unrelated processes."""
+    echoes_output: bool = True
+    """Also print the workers' output on this process's own output, with the rank in front."""
+
+
+def round_run_dir(home: Path, round_: int) -> RunDir:
+    """Return the run directory of a round: logs, events, cluster file, run.json."""
+    return RunDir(root=home.absolute() / f"round-{round_}")
+
+
+def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mapping[str, str]) -> GroupPhase:
+    """Run as a node agent until it may leave; SIGTERM and SIGINT make it leave.
+
+    Args:
+        assignment: Identity and platform objects of the agent.
+        channel: Channel to the platform.
+        environ: Environment that workers inherit; the job's own variables override it.
+    """
+    node = assignment.config.node(assignment.node)
+
+    def why_stop() -> str:
+        return agent.stop_reason()
+
+    starter = _RoundStarter(assignment, environ, why_stop)
+
+    def offer(orders: DesiredState) -> EndpointOffer:
+        starter.prepare_round(orders.round)
+        return EndpointOffer(
+            master_address=assignment.node_context.pick_address(node.name), **starter.prepare_sidecars(orders)
+        )
+
+    agent = NodeAgent(channel, make_offer=offer, start_workers=starter.start_workers)
+
+    def leave(number: int, _: FrameType | None) -> None:
+        agent.request_leave(f"it got {signal.Signals(number).name}")
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, leave)
+    return agent.serve_until_done()
+
+
+def _server_factory(assignment: AgentAssignment) -> RoundServerFactory | None:
+    """Create the server factory, if this node has the parameter server."""
+    name = assignment.config.node(assignment.node).name
+    if node_layout.server_node(assignment.config) != name:
+        return None
+    return RoundServerFactory(assignment.config, name, assignment.node_context, assignment.credential_distribution)
+
+
+def _coordinator_factory(assignment: AgentAssignment) -> RoundCoordinatorFactory | None:
+    """Create the coordinator factory, if the job is elastic.
+
+    Raises:
+        LaunchError: The job is elastic, and its platform has no elastic jobs.
+    """
+    config = assignment.config
+    if config.least is None:
+        return None
+    if assignment.credential_pool is None:
+        do = "Submit it to a place that has elastic jobs"
+        got, expected = f"elastic, at least {config.least} workers", "a job that is not elastic"
+        raise LaunchError(explain(f"job {config.job}", got=got, expected=expected, do=do))
+    name = config.node(assignment.node).name
+    return RoundCoordinatorFactory(config, name, assignment.node_context, assignment.credential_pool, assignment.host)
+
+
+class _RoundStarter:
+    """Starts the workers of each round; what needs no rendezvous result is prepared before the round starts."""
+
+    def __init__(self, assignment: AgentAssignment, environ: Mapping[str, str], stop_reason: Callable[[], str]) -> None:
+        """`stop_reason` returns the reason to stop waiting; empty while there is none."""
+        self._stop_reason = stop_reason
+        self._assignment, self._config = assignment, assignment.config
+        self._environ = {**environ, **self._config.environment}
+        self._versions = run_dir.software_versions()
+        self._server_factory, self._coordinator_factory = _server_factory(assignment), _coordinator_factory(assignment)
+        self._program = WorkerProgram(target=self._config.script)
+
+    def prepare_round(self, round_: int) -> None:
+        run_dir = round_run_dir(self._assignment.home, round_)
+        (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
+        self._program = node_layout.worker_program(self._config, self._assignment.home)
+        self._write_cluster_file(run_dir, {})
+
+    def prepare_sidecars(self, desired: DesiredState) -> dict[str, HostPort | None]:
+        """Prepare the services of the round that this node runs; return the addresses of server and coordinator."""
+        return {
+            "server": self._server_factory.prepare_round(desired.round, self._stop_reason)
+            if self._server_factory
+            else None,
+            "coordinator": self._coordinator_factory.prepare_round(desired, self._stop_reason)
+            if self._coordinator_factory
+            else None,
+        }
+
+    def start_workers(self, rendezvous: RendezvousResult) -> NodeWorkers:
+        """Start the workers of a round."""
+        assignment = self._assignment
+        run_dir = round_run_dir(assignment.home, rendezvous.round)
+        if rendezvous.addresses:
+            self._write_cluster_file(run_dir, rendezvous.addresses)
+        group = _build_node_group(assignment, rendezvous, run_dir, self._program)
+        credentials = _take_credentials(assignment, rendezvous, group, self._stop_reason)
+        if self._coordinator_factory:
+            group = _with_member_names(group, credentials)
+        outputs: dict[OutputStream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+        launcher = LocalLauncher(
+            run_dir.worker_log,
+            OutputConsole(outputs if assignment.echoes_output else {}, self._environ),
+            self._environ,
+            wrap_command=assignment.node_context.wrap_worker_command,
+            open_credentials=lambda worker: _open_credentials(credentials, worker),
+            process_context=assignment.process_context,
+        )
+        recorder = RunRecorder(run_dir, group, self._versions | _round_record(assignment, rendezvous, self._program))
+        names = [each.identity.name for each in credentials.values()]
+        sidecar = self._create_sidecar(rendezvous, run_dir, names)
+        is_elastic = self._coordinator_factory is not None
+        progress_reader = ProgressReader(run_dir.events, names if is_elastic else ())
+        return NodeWorkers(group, launcher, recorder, progress_reader, sidecar, is_elastic=is_elastic)
+
+    def _create_sidecar(
+        self, rendezvous: RendezvousResult, run_dir: RunDir, initial_members: list[str]
+    ) -> Sidecar | None:
+        if self._coordinator_factory:
+            return self._coordinator_factory.create_coordinator(
+                rendezvous, run_dir, self._environ, initial_members=initial_members
+            )
+        return (
+            self._server_factory.create_server(rendezvous.round, run_dir, self._environ)
+            if self._server_factory
+            else None
+        )
+
+    def _write_cluster_file(self, run_dir: RunDir, addresses: Mapping[str, str]) -> None:
+        cluster = node_layout.build_cluster(self._config, addresses)
+        run_dir.cluster_file.write_text(topology.dumps(cluster), encoding="utf-8")
+
+
+def _take_credentials(
+    assignment: AgentAssignment, rendezvous: RendezvousResult, group: WorkerGroup, stop_reason: Callable[[], str]
+) -> dict[int, Credentials]:
+    """Take the workers' credentials for server or coordinators: global rank -> credentials.
+
+    Empty if there is neither.
+    """
+    ranks = [worker.global_rank for worker in group.workers]
+    if rendezvous.coordinators and assignment.credential_pool is not None:
+        return {
+            rank: assignment.credential_pool.take(rendezvous.round, f"worker-{rank}", stop_reason) for rank in ranks
+        }
+    if rendezvous.server is not None:
+        return {rank: assignment.credential_distribution.take(rendezvous.round, rank, stop_reason) for rank in ranks}
+    return {}
+
+
+def _with_member_names(group: WorkerGroup, credentials: Mapping[int, Credentials]) -> WorkerGroup:
+    """Return the workers with the member names of their credentials."""
+    members = {rank: {environment.MEMBER: each.identity.name} for rank, each in credentials.items()}
+    workers = [replace(each, environ={**each.environ, **members[each.global_rank]}) for each in group.workers]
+    return replace(group, workers=tuple(workers))
+
+
+def _open_credentials(credentials: Mapping[int, Credentials], worker: WorkerSpec) -> int | None:
+    found = credentials.get(worker.global_rank)
+    return None if found is None else found.to_descriptor()
+
+
+def _build_node_group(
+    assignment: AgentAssignment, rendezvous: RendezvousResult, run_dir: RunDir, program: WorkerProgram
+) -> WorkerGroup:
+    cpus = max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by)
+    group = node_layout.node_worker_group(
+        assignment.config,
+        assignment.node,
+        rendezvous,
+        run_dir=run_dir,
+        program=program,
+        python=sys.executable,
+        cpus=cpus,
+    )
+    workers = [
+        replace(each, environ={**each.environ, **assignment.node_context.node_environ(each.node)})
+        for each in group.workers
+    ]
+    return replace(group, workers=tuple(workers))
+
+
+def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, program: WorkerProgram) -> dict[str, Any]:
+    config = assignment.config
+    return {
+        "command": program.command_words(),
+        "job": config.job,
+        "node": config.node(assignment.node).name,
+        "attempt": assignment.attempt,
+        "round": rendezvous.round,
+        "cluster": {
+            "name": config.job,
+            "path": None,
+            "nodes": [{"name": node.name, "workers": node.workers} for node in config.nodes],
+        },
+        "world_size": config.world_size,
+        "schedule": None,
+        "tuning": None,
+        "mode": config.mode,
+        "elastic": None if config.least is None else f"{config.least}:{config.world_size}",
+        "server": {"address": f"{rendezvous.server.host}:{rendezvous.server.port}"} if rendezvous.server else None,
+        "order": "block",
+        "lab": assignment.node_context.lab_name,
+    }

@@ -1,0 +1,205 @@
+"""Channel between a node agent and its platform: desired state in, status out. JSON on every platform."""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter
+
+from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
+from ringweave.launcher.workers import HostPort
+from ringweave.platforms.agent.job_config import JobConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOffer:
+    """Addresses that a ready node offers for a round."""
+
+    master_address: HostPort
+    """Possible master address, used if this is the first node."""
+    server: HostPort | None = None
+    """Address of the job's parameter server; None if this node has none."""
+    coordinator: HostPort | None = None
+    """Address of this node's coordinator of an elastic job; None if it has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RendezvousResult:
+    """Result of a round's rendezvous: the start barrier is released, because all nodes were ready."""
+
+    round: int
+    meeting: HostPort
+    """Master address: the offer of the first node for this round."""
+    server: HostPort | None = None
+    """Address of the job's parameter server in this round; None if it has none."""
+    coordinators: tuple[HostPort, ...] = ()
+    """Addresses of an elastic job's coordinators in this round, the active one first; empty for other jobs."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Node name -> address, for nodes that cannot be found by their names; empty if all are on one machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DesiredState:
+    """Desired state of a node agent; it can be read at any time and any number of times."""
+
+    round: int
+    """Round to be ready for, or to run in; workers of an earlier round are stopped."""
+    opening: RendezvousResult | None = None
+    """Last rendezvous result; None if there was none. It counts only for the same round."""
+    leave: bool = False
+    """Stop the workers, and leave."""
+    why: str = ""
+    """Reason to leave, for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentStatus:
+    """Status of a node agent; each replaces the previous one."""
+
+    round: int
+    phase: GroupPhase
+    pid: int
+    """Process id of the agent."""
+    meeting: HostPort | None = None
+    """Possible master address, of a ready node."""
+    server: HostPort | None = None
+    """Address of the job's parameter server, of a ready node that has it."""
+    coordinator: HostPort | None = None
+    """Address of an elastic job's coordinator, of a ready node that has one."""
+    cause: EndCause | None = None
+    """Cause of a failure."""
+    exit_code: int | None = None
+    """Exit code of the first failed worker, if there is one."""
+    text: str = ""
+    """Description of the end, in words."""
+    ended_s: float | None = None
+    """Time of the end or interruption, seconds since 1970."""
+    iterations: int | None = None
+    last_loss: float | None = None
+    epoch: tuple[int, int] = (0, 0)
+    """Newest known generation (term, number) of an elastic job's membership; zeros if none is known."""
+    members: tuple[str, ...] = ()
+    """Member names of its own workers in an elastic job, `RANK.INCARNATION`."""
+    out: tuple[str, ...] = ()
+    """Members of an elastic job that are not in that generation any more and have not finished."""
+
+    def to_group(self, node: int, attempt: int, *, requested_round: int = 0, leaving: bool = False) -> ObservedGroup:
+        """Return the group for `reconcile`."""
+        return ObservedGroup(
+            node=node,
+            attempt=attempt,
+            round=self.round,
+            requested_round=requested_round,
+            phase=self.phase,
+            cause=self.cause,
+            exit_code=self.exit_code,
+            text=self.text,
+            ended_s=self.ended_s,
+            is_terminating=leaving,
+            iterations=self.iterations,
+            last_loss=self.last_loss,
+            generation=self.epoch,
+            members=self.members,
+            evicted=self.out,
+        )
+
+
+class AgentChannel(abc.ABC):
+    """Channel of a node agent to its platform: desired state in, status out."""
+
+    @abc.abstractmethod
+    def desired_state(self) -> DesiredState:
+        """Return the desired state without waiting.
+
+        It says to leave if its source is gone and the platform wants agents to end then.
+        """
+
+    @abc.abstractmethod
+    def report_status(self, status: AgentStatus) -> None:
+        """Store the status where the supervisor finds it complete, even after the agent has ended."""
+
+    @abc.abstractmethod
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until the desired state may have changed, at most for this time."""
+
+
+def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, AgentStatus]) -> RendezvousResult | None:
+    """Return the rendezvous result of a round in which all nodes are ready; None if an address is missing.
+
+    Args:
+        config: Config of the job.
+        round_: Number of the round.
+        offers: Node name -> its status when it was ready.
+    """
+    first_status, coordinators = offers.get(config.nodes[0].name), coordinator_addresses(config, offers)
+    if first_status is None or first_status.meeting is None or coordinators is None:
+        return None
+    hosts = {name: status.meeting.host for name, status in offers.items() if status.meeting}
+    return RendezvousResult(
+        round=round_,
+        meeting=first_status.meeting,
+        server=next((status.server for status in offers.values() if status.server), None),
+        coordinators=coordinators,
+        addresses=hosts if len(set(hosts.values())) > 1 else {},
+    )
+
+
+def coordinator_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) -> tuple[HostPort, ...] | None:
+    """Return the coordinators' addresses, the active one first; empty for a job without, None if one is missing.
+
+    Args:
+        config: Config of the job.
+        offers: Node name -> its status when it was ready.
+    """
+    offered = [offers[name].coordinator if name in offers else None for name in config.coordinator_nodes]
+    addresses = tuple(address for address in offered if address is not None)
+    return addresses if len(addresses) == len(config.coordinator_nodes) else None
+
+
+def dump_status(status: AgentStatus) -> str:
+    """Return the status as JSON."""
+    return _STATUS_ADAPTER.dump_json(status).decode()
+
+
+def parse_status(text: str | bytes) -> AgentStatus:
+    """Parse the JSON of a status.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _STATUS_ADAPTER.validate_json(text)
+
+
+def dump_desired_state(desired: DesiredState) -> str:
+    """Return the desired state as JSON."""
+    return _DESIRED_STATE_ADAPTER.dump_json(desired).decode()
+
+
+def parse_desired_state(text: str | bytes) -> DesiredState:
+    """Parse the JSON of a desired state.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _DESIRED_STATE_ADAPTER.validate_json(text)
+
+
+def dump_rendezvous(rendezvous: RendezvousResult) -> str:
+    """Return the rendezvous result as JSON."""
+    return _RENDEZVOUS_ADAPTER.dump_json(rendezvous).decode()
+
+
+def parse_rendezvous(text: str | bytes) -> RendezvousResult:
+    """Parse the JSON of a rendezvous result.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _RENDEZVOUS_ADAPTER.validate_json(text)
+
+
+_STATUS_ADAPTER, _DESIRED_STATE_ADAPTER, _RENDEZVOUS_ADAPTER = (
+    TypeAdapter(AgentStatus),
+    TypeAdapter(DesiredState),
+    TypeAdapter(RendezvousResult),
+)

@@ -1,0 +1,150 @@
+"""Job config: what all nodes of a job need to know of it, made once from the job. Pure; JSON on every platform."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ringweave.errors import JobError, explain
+from ringweave.jobs.records import Job
+from ringweave.jobs.request import SERVER_MODES
+
+MAX_SCRIPT_BYTES = 2**20
+"""Upper limit of a script that travels with the job: the capacity of a ConfigMap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeConfig:
+    """A node, and its number of workers by the split."""
+
+    index: int
+    """Index in the request; actions and statuses name the node by it."""
+    name: str
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """Part of a job that its node agents need."""
+
+    job: str
+    """Name of the job."""
+    device: str
+    """`cuda` or `cpu`."""
+    mode: str
+    nodes: tuple[NodeConfig, ...]
+    """Nodes that have workers, in the order of the request; global ranks follow it."""
+    script: str
+    """A path below `directory`, or the name of the file written from `script_text`."""
+    script_text: str | None = None
+    """Text of the script if it travels with the job; None if it is in `directory`."""
+    directory: str | None = None
+    """Working directory of the workers, which contains the script; None if the script travels with the job."""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    data: str | None = None
+    least: int | None = None
+    """Minimum number of workers with which the others go on when a node is lost; None for a job that is not elastic."""
+    lab: str | None = None
+    """Name of the lab that contains these nodes; None outside of a lab."""
+    cluster: str | None = None
+    """Text of the cluster file with these nodes; None if their links are not described."""
+
+    @property
+    def has_server(self) -> bool:
+        """True if its training mode needs a parameter server."""
+        return self.mode in SERVER_MODES
+
+    @property
+    def coordinator_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes with a coordinator: the first two of an elastic job, the active one first."""
+        return () if self.least is None else tuple(node.name for node in self.nodes[:2])
+
+    @property
+    def world_size(self) -> int:
+        return sum(node.workers for node in self.nodes)
+
+    def ranks_of_node(self, index: int) -> range:
+        """Return the global ranks of the workers of a node, given by its index in the request."""
+        first = sum(node.workers for node in self.nodes if node.index < index)
+        return range(first, first + self.node(index).workers)
+
+    def node(self, index: int) -> NodeConfig:
+        """Return a node by its index in the request."""
+        return next(node for node in self.nodes if node.index == index)
+
+
+def job_config(job: Job, *, directory: str | None, script_text: str | None, cluster: str | None = None) -> JobConfig:
+    """Create the config of a job.
+
+    Args:
+        job: Admitted job.
+        directory: Path of the job's directory on its platform; None if the request has none.
+        script_text: Text of the script if it travels with the job; see `read_script`.
+        cluster: Text of the cluster file with its nodes.
+    """
+    request = job.request
+    return JobConfig(
+        job=request.name,
+        device=request.device,
+        mode=request.mode,
+        nodes=tuple(
+            NodeConfig(index=index, name=job.node_name(index), workers=job.counts[index]) for index in job.used_nodes
+        ),
+        script=request.script if script_text is None else Path(request.script).name,
+        script_text=script_text,
+        directory=directory,
+        arguments=request.arguments,
+        environment=dict(request.environment),
+        data=request.data,
+        least=request.elastic.min if request.elastic else None,
+        lab=request.lab,
+        cluster=cluster,
+    )
+
+
+def read_script(path: Path) -> str:
+    """Read a script that travels with its job.
+
+    Raises:
+        JobError: It cannot be read, is no text, or is too long to travel.
+    """
+    do = "Check the path, or give the folder that it needs around it as directory"
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
+        raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
+    check_script_text(text, str(path))
+    return text
+
+
+def check_script_text(text: str, path: str) -> None:
+    """Refuse a script that cannot travel with its job.
+
+    Raises:
+        JobError: It is too long, or has characters that no file can have.
+    """
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        do, got = "Write it as UTF-8", "characters that are no UTF-8"
+        raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
+    if num_bytes > MAX_SCRIPT_BYTES:
+        do = "Put what it needs beside it, and give that folder as directory"
+        expected = f"at most {MAX_SCRIPT_BYTES} (1 MiB), which travel with the job"
+        raise JobError(explain(f"bytes of script {path}", got=num_bytes, expected=expected, do=do, where="script"))
+
+
+def dump_job_config(config: JobConfig) -> str:
+    """Return the config as JSON, which `parse_job_config` reads."""
+    return _CONFIG_ADAPTER.dump_json(config, indent=2).decode() + "\n"
+
+
+def parse_job_config(text: str) -> JobConfig:
+    """Parse the JSON of a config."""
+    return _CONFIG_ADAPTER.validate_json(text)
+
+
+_CONFIG_ADAPTER = TypeAdapter(JobConfig)

@@ -1,0 +1,105 @@
+"""Layout of one node: its part of the job's cluster and of the job's worker group. Pure."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ringweave import topology
+from ringweave.environment import WorkerEnvironment
+from ringweave.launcher import entry
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_group
+from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.topology import Cluster, Device, Nic, Node
+
+
+def build_cluster(config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
+    """Build the cluster of the split: its nodes with as many devices as workers.
+
+    Without a cluster file the rate of the links is assumed, as for `ringweave run --workers`, and probing measures it.
+
+    Raises:
+        ClusterError: A name is no valid node name, or not a node of the described cluster.
+    """
+    if config.cluster is not None:
+        return _restrict_cluster(topology.loads(config.cluster), config, addresses)
+    nics = (Nic(name="lo", rate_bytes_per_s=topology.ASSUMED_RATE_BYTES_PER_S),)
+    device = Device(kind=config.device)
+    nodes = [
+        Node(name=node.name, devices=(device,) * node.workers, nics=nics, address=addresses.get(node.name))
+        for node in config.nodes
+    ]
+    return Cluster(name=config.job, nodes=tuple(nodes))
+
+
+def _restrict_cluster(whole: Cluster, config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
+    """Return the job's part of a cluster: its nodes, the devices that it uses, and the switches above them."""
+    nodes = []
+    for each in config.nodes:
+        node = whole.node(each.name)
+        address = addresses.get(each.name, node.address)
+        nodes.append(replace(node, devices=node.devices[: each.workers], address=address))
+    switch_names = {switch for node in nodes for switch in whole.ancestors(node.name)}
+    switches = tuple(switch for switch in whole.switches if switch.name in switch_names)
+    return replace(whole, nodes=tuple(nodes), switches=switches)
+
+
+def server_node(config: JobConfig) -> str | None:
+    """Return the node of the parameter server, the best connected one; None if the job needs no server."""
+    if not config.has_server:
+        return None
+    from ringweave.planning import group_planner  # brings numpy, which most jobs need not wait for
+
+    return group_planner.find_best_connected(build_cluster(config, {})).node
+
+
+def node_worker_group(
+    config: JobConfig,
+    index: int,
+    rendezvous: RendezvousResult,
+    *,
+    run_dir: RunDir,
+    program: WorkerProgram,
+    python: str,
+    cpus: int,
+) -> WorkerGroup:
+    """Return the workers of one node, with their ranks in the whole job.
+
+    Args:
+        config: Config of the job.
+        index: Index of the node in the request.
+        rendezvous: Rendezvous result of the round.
+        run_dir: Run directory of this round on this node; contains the cluster file.
+        program: Program of the workers.
+        python: Path of the interpreter.
+        cpus: CPUs for each worker (OMP_NUM_THREADS).
+    """
+    common = WorkerEnvironment(
+        cluster_path=run_dir.cluster_file,
+        run_dir=run_dir.root,
+        mode=None if config.mode == "auto" else config.mode,
+        data=config.data,
+        coordinators=tuple((address.host, address.port) for address in rendezvous.coordinators),
+        server=f"{rendezvous.server.host}:{rendezvous.server.port}" if rendezvous.server else None,
+    )
+    cluster = build_cluster(config, rendezvous.addresses)
+    argv = program.argv(python, entry=entry.__file__ if config.least is not None else None)
+    group = build_worker_group(
+        cluster.nodes, argv, rendezvous.meeting, num_cpus=cpus * config.world_size, common_environment=common
+    )
+    name = config.node(index).name
+    return replace(group, workers=tuple(worker for worker in group.workers if worker.node == name))
+
+
+def worker_program(config: JobConfig, home: Path) -> WorkerProgram:
+    """Return the workers' program; write a script that travelled with its job below `home`."""
+    if config.script_text is None:
+        return WorkerProgram(target=str(Path(config.directory or ".") / config.script), arguments=config.arguments)
+    path = home / "script" / config.script
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(config.script_text, encoding="utf-8")
+    temporary.replace(path)
+    return WorkerProgram(target=str(path), arguments=config.arguments)

@@ -1,0 +1,322 @@
+"""Interface of a platform, the view of a job that it returns (also as JSON), and tombstones of removed jobs."""
+
+import abc
+import contextlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ringweave.jobs import records
+from ringweave.jobs.records import AttemptEnd, EndCause, Job, JobRecord, NodeRecord
+from ringweave.jobs.request import JobRequest
+from ringweave.jobs.states import JobState, NodeState, Reason
+
+TOMBSTONE_FILE = "farewell.json"
+"""Name of the file in the job's folder; it exists if a process watches the job."""
+MAX_WATCHED_JOBS = 64
+"""Upper limit of watched jobs of one platform; above it the oldest is dropped."""
+
+
+def write_tombstone(folder: Path, record: JobRecord) -> None:
+    """Write the final record of a job for the processes that watch its folder; does nothing if there are none."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(folder / TOMBSTONE_FILE, os.O_WRONLY | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(records.dump_record(record))
+
+
+class Tombstones:
+    """Tombstones of the jobs that a platform was asked about."""
+
+    def __init__(self) -> None:
+        self._watched: OrderedDict[str, tuple[Job, int]] = OrderedDict()
+
+    def watch_job(self, folder: Path, job: Job) -> None:
+        """Watch the job, as it was just seen, for its end, if it has a TTL."""
+        name = job.request.name
+        known = self._watched.pop(name, None)
+        if known is not None and known[0].created_s == job.created_s:
+            self._watched[name] = (job, known[1])
+            return
+        if known is not None:
+            os.close(known[1])
+        if job.request.ttl_s is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(folder / TOMBSTONE_FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._watched[name] = (job, descriptor)
+        if len(self._watched) > MAX_WATCHED_JOBS:
+            os.close(self._watched.popitem(last=False)[1][1])
+
+    def take_final_job(self, name: str) -> Job | None:
+        """Return the final state of a watched job that its TTL has removed; only once."""
+        job, descriptor = self._watched.pop(name, (None, -1))
+        if job is None:
+            return None
+        with os.fdopen(descriptor, encoding="utf-8") as file:
+            text = file.read()
+        record = records.parse_record(text) if text else job.record
+        if record.outcome is None:
+            return None
+        reason = record.outcome_reason
+        return replace(job, record=replace(record, state=record.outcome, reason=reason, deleting=False))
+
+    def close(self) -> None:
+        """Stop watching."""
+        while self._watched:
+            os.close(self._watched.popitem()[1][1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptView:
+    """One attempt of a node."""
+
+    attempt: int
+    """Number of the attempt, from 1; with the node it names the worker group and its logs."""
+    cause: EndCause | None = None
+    """Cause of its end; None while it runs, and after a good end."""
+    charged: bool = False
+    """It cost one of the node's retries."""
+    exit_code: int | None = None
+    """Exit code of the first failed worker, if there is one."""
+    text: str = ""
+    """Description of its end, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeView:
+    """One node of a job."""
+
+    name: str
+    workers: int
+    """Number of GPUs or CPU workers by the split; 0 for an unused node."""
+    capacity: int
+    """Maximum number of workers."""
+    state: NodeState
+    reason: Reason | None
+    """Reason of the state, with a hint; None only while the node runs."""
+    retries: int
+    """Number of replacements after its own failures in this run."""
+    max_retries: int
+    iterations: int | None
+    """Train steps done, as last reported; None without a report."""
+    last_loss: float | None
+    attempts: tuple[AttemptView, ...]
+    """All attempts, oldest first; the last one is the current one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventView:
+    """An event of a job."""
+
+    time_s: float
+    """Seconds since 1970."""
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobView:
+    """A job, with everything that `status`, `why` and `events` print."""
+
+    name: str
+    place: str
+    """Name of the platform: `local`, `slurm`, `kubernetes`, ..."""
+    requester: str
+    """User who submitted it, by the platform."""
+    state: JobState
+    reason: Reason | None
+    """Reason of the state, with a hint; None only while the job runs."""
+    created_s: float
+    """Seconds since 1970."""
+    since_s: float
+    """Start of its present state, seconds since 1970."""
+    ended_s: float | None
+    """Time of its outcome, seconds since 1970; None before."""
+    workers: int
+    """Number of GPUs or CPU workers in all."""
+    device: str
+    """`cuda` or `cpu`."""
+    mode: str
+    run: int
+    """Number of the run: 1, and one more for each `retry`."""
+    round: int
+    """Number of rounds so far, which is the number of times that all nodes had to become ready."""
+    ttl_s: float | None
+    nodes: tuple[NodeView, ...]
+    """Nodes in the order of the request."""
+    events: tuple[EventView, ...] = ()
+    """Events, oldest first; empty in lists of jobs."""
+    files: str = ""
+    """Folder of logs and run directories, for people; empty if the platform has none."""
+
+    @property
+    def used_nodes(self) -> tuple[NodeView, ...]:
+        """Nodes that have workers."""
+        return tuple(node for node in self.nodes if node.workers)
+
+
+def job_view(job: Job, *, platform: str, events: Sequence[EventView] = (), files: str = "") -> JobView:
+    """Return the view of a job, from its last saved record."""
+    record, request = job.record, job.request
+    return JobView(
+        name=request.name,
+        place=platform,
+        requester=job.requester,
+        state=record.state,
+        reason=record.reason,
+        created_s=job.created_s,
+        since_s=record.since_s,
+        ended_s=record.ended_s,
+        workers=request.num_workers,
+        device=request.device,
+        mode=request.mode,
+        run=record.run,
+        round=record.round,
+        ttl_s=request.ttl_s,
+        nodes=tuple(_node_view(job, index) for index in range(len(request.nodes))),
+        events=tuple(events),
+        files=files,
+    )
+
+
+def job_view_document(view: JobView) -> dict[str, Any]:
+    """Return the view as a JSON object, which `parse_job_view` reads."""
+    return _JOB_VIEW_ADAPTER.dump_python(view, mode="json")
+
+
+def parse_job_view(content: object) -> JobView:
+    """Parse the JSON object of a view.
+
+    Raises:
+        ValueError: The object is no view.
+    """
+    return _JOB_VIEW_ADAPTER.validate_json(json.dumps(content))
+
+
+def _node_view(job: Job, index: int) -> NodeView:
+    node_request, node_record = job.request.nodes[index], job.record.nodes[index]
+    return NodeView(
+        name=node_request.name,
+        workers=job.counts[index],
+        capacity=node_request.capacity,
+        state=node_record.state,
+        reason=node_record.reason,
+        retries=node_record.retries,
+        max_retries=node_request.max_retries,
+        iterations=node_record.iterations,
+        last_loss=node_record.last_loss,
+        attempts=_attempt_views(node_record) if job.counts[index] else (),
+    )
+
+
+def _attempt_views(node_record: NodeRecord) -> tuple[AttemptView, ...]:
+    current = (
+        AttemptView(attempt=node_record.attempt) if node_record.ended is None else _attempt_view(node_record.ended)
+    )
+    return (*map(_attempt_view, node_record.history), current)
+
+
+def _attempt_view(ended: AttemptEnd) -> AttemptView:
+    return AttemptView(
+        attempt=ended.attempt, cause=ended.cause, charged=ended.charged, exit_code=ended.exit_code, text=ended.text
+    )
+
+
+_JOB_VIEW_ADAPTER = TypeAdapter(JobView)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderedObject:
+    """Object of a job on its platform, as text: a file, a batch script, a manifest."""
+
+    name: str
+    """Name on the platform: `config.json`, `ConfigMap/text`."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """An admitted request."""
+
+    job: JobView
+    """Initial state of the job."""
+    objects: tuple[RenderedObject, ...] = ()
+    """Objects of the job on its platform, in order; for `--dry-run=full`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogQuery:
+    """Filter of a job's log lines."""
+
+    node: str | None = None
+    """Only this node; None: all."""
+    rank: int | None = None
+    """Only this worker, by global rank; None: all."""
+    attempt: int | None = None
+    """Only this attempt of the nodes; None: all attempts, oldest first."""
+    follow: bool = False
+    """Wait for more lines until the job has ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogLine:
+    """One line that a worker printed, or a remark of the platform about its log."""
+
+    node: str
+    attempt: int
+    round: int
+    """Round of the job: an attempt whose node was restarted has one log for each round."""
+    rank: int | None
+    """Global rank of the worker; None: the agent's log, or a remark about a log."""
+    text: str
+    """Without the end of the line."""
+
+
+class Platform(abc.ABC):
+    """Interface of a platform; it identifies the requester by itself (OS user, Kubernetes user).
+
+    Every method raises JobError for a refusal (no permission, a verb that does not apply now), with a fix in its text,
+    UnknownJobError if there is no such job, and LaunchError if the platform cannot be reached or does not work.
+    """
+
+    @abc.abstractmethod
+    def submit(
+        self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
+        """Admit the request and start its job; return when the job is recorded, before any process of it runs.
+
+        The name is taken atomically: only one of several concurrent submissions gets it.
+
+        Args:
+            request: Well-formed request.
+            base: Base of the request's relative paths; the folder has to exist as long as the job.
+            script_text: Script that came with a request without a directory; no file is read then. None: it is read
+                from its path.
+            dry_run: Make all checks, and change nothing.
+        """
+
+    @abc.abstractmethod
+    def jobs(self) -> Sequence[JobView]:
+        """Return all jobs that the requester may see, oldest first, without events."""
+
+    @abc.abstractmethod
+    def job(self, name: str) -> JobView:
+        """Return one job, with its events."""
+
+    @abc.abstractmethod
+    def act(self, name: str, verb: str) -> JobView:
+        """Apply one of `jobs.life.verbs.NAMES` to a job; return when that is recorded, before it is done.
+
+        The call is idempotent.
+        """
+
+    @abc.abstractmethod
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        """Yield the output of its workers, of all attempts until the job is deleted."""

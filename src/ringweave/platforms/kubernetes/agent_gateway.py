@@ -1,0 +1,512 @@
+"""Agent gateway of the operator: HTTPS endpoint where agents read their desired state and send status and credentials.
+
+Pods have no rights in the API server. An agent authenticates with the token in its job's Secret. The gateway writes an
+agent's status into the status of its Pod, where the next operator finds it.
+
+Uploads (credentials of a round, logs of Pods that end) are stored only while the job is not being removed. This is
+checked before and after the write, since a removal may come in between.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from base64 import b64decode
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from ringweave.errors import LaunchError, explain
+from ringweave.jobs.records import GroupPhase
+from ringweave.platforms.agent import channel
+from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.kubernetes import (
+    api_client,
+    credential_secrets,
+    job_objects,
+    job_resource,
+    names,
+    objects,
+    pod_logs,
+    pod_status,
+)
+from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.certificates import ServerCertificate
+from ringweave.platforms.kubernetes.job_objects import ObservedJob
+from ringweave.platforms.kubernetes.objects import JobOwner
+
+
+class UploadRejectedError(LaunchError):
+    """Upload that is not wanted any more or cannot be stored; a retry does not help."""
+
+
+class RoundPassedError(LaunchError):
+    """The requested credentials belong to a round that is over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uploader:
+    """Pod whose agent uploads something."""
+
+    owner: JobOwner
+    """TrainingJob of the Pod."""
+    node: int
+    attempt: int
+
+
+class CredentialStore:
+    """Store for uploads, in the API server, so that they outlive this operator."""
+
+    def __init__(self, client: KubernetesClient) -> None:
+        self._client = client
+
+    async def store_credentials(self, uploader: Uploader, round_: int, texts: Mapping[str, str]) -> None:
+        """Store credentials by global rank in the job's Secret, in place of those of an earlier version.
+
+        Raises:
+            UploadRejectedError: The job is being removed, or a later attempt has uploaded its own.
+            ApiError: A concurrent upload; it may be tried again.
+        """
+        await self._store_secret(uploader, names.server_secret_name(uploader.owner.name), round_, texts)
+
+    async def fill_pool(self, uploader: Uploader, round_: int, node: int, texts: Mapping[str, str]) -> None:
+        """Store credentials by `HOLDER.INCARNATION` in a node's Secret, in place of those of an earlier version.
+
+        Raises:
+            UploadRejectedError: The job is being removed, a later attempt has uploaded its own, or the node is unknown.
+            ApiError: A concurrent upload; it may be tried again.
+        """
+        name = names.credential_pool_name(uploader.owner.name, node)
+        resource = await job_objects.fetch_training_job(self._client, (uploader.owner.namespace, uploader.owner.name))
+        if resource is not None and name not in credential_secrets.secret_names(resource):
+            raise UploadRejectedError(
+                f"credentials of node {node}: job {uploader.owner.name} has no such node, or is not elastic"
+            )
+        await self._store_secret(uploader, name, round_, texts)
+
+    async def take_from_pool(self, uploader: Uploader, round_: int, holders: Sequence[str]) -> dict[str, str] | None:
+        """Take the next credentials of each of these processes of the node out of the pool.
+
+        None if they are not there, or not yet.
+
+        None where they are not there, or not yet.
+
+        Raises:
+            RoundPassedError: A later round has replaced them, or one of the processes has none left.
+            ApiError: A concurrent request takes some; it may be tried again.
+        """
+        found = await self._find_secret_of_round(
+            uploader.owner, names.credential_pool_name(uploader.owner.name, uploader.node), round_
+        )
+        if found is None:
+            return None
+        keys = credential_secrets.next_credential_keys(found, holders)
+        if missing := sorted(set(holders) - keys.keys()):
+            raise RoundPassedError(
+                f"round {round_} of job {uploader.owner.name}: no credentials are left for {', '.join(missing)}"
+            )
+        texts = credential_secrets.credential_texts(found, set(keys.values()))
+        metadata = found["metadata"]
+        body = {
+            # Of this read: credentials taken meanwhile by another request are not taken again.
+            "metadata": {"resourceVersion": metadata["resourceVersion"]},
+            "data": dict.fromkeys(keys.values()),
+        }
+        await self._client.patch(api_client.SECRETS, metadata["namespace"], metadata["name"], body)
+        return {holder: texts[key] for holder, key in keys.items()}
+
+    async def get_credentials(self, owner: JobOwner, round_: int, ranks: Collection[str]) -> dict[str, str] | None:
+        """Return the credentials of these workers for this round; None if they are not there, or not yet.
+
+        Raises:
+            RoundPassedError: A later round has replaced them.
+        """
+        found = await self._find_secret_of_round(owner, names.server_secret_name(owner.name), round_)
+        return None if found is None else credential_secrets.credential_texts(found, ranks)
+
+    async def archive_log(self, uploader: Uploader, text: str) -> None:
+        """Archive the log of an attempt, unless it is archived already or its Pod is kept.
+
+        Raises:
+            UploadRejectedError: The job is being removed.
+        """
+        await self._check_job_wanted(uploader.owner)
+        name = names.pod_name(uploader.owner.name, uploader.node, uploader.attempt)
+        pod = await self._find_object(api_client.PODS, uploader.owner, name)
+        if pod is not None and _is_kept_pod(pod):
+            return
+        labels = {names.NODE_LABEL: str(uploader.node), names.ATTEMPT_LABEL: str(uploader.attempt)}
+        body = pod_logs.log_config_map(
+            uploader.owner, {"metadata": {"name": name, "labels": labels}}, text.splitlines()
+        )
+        try:
+            made = await self._client.create(api_client.CONFIG_MAPS, uploader.owner.namespace, body)
+        except ApiError as error:
+            if not error.already_exists:
+                raise
+            return
+        await self._delete_if_unwanted(uploader.owner, api_client.CONFIG_MAPS, made)
+
+    async def _store_secret(self, uploader: Uploader, name: str, round_: int, texts: Mapping[str, str]) -> None:
+        version = (round_, uploader.attempt)
+        found = await self._find_secret(uploader.owner, name)
+        if found is not None and credential_secrets.upload_version(found) > version:
+            raise UploadRejectedError(f"credentials of round {round_}: those of a later attempt are there")
+        await self._check_job_wanted(uploader.owner)
+        if found is not None:
+            await self._delete_object(api_client.SECRETS, found)
+        body = credential_secrets.credential_secret(uploader.owner, name, version, texts)
+        made = await self._client.create(api_client.SECRETS, uploader.owner.namespace, body)
+        await self._delete_if_unwanted(uploader.owner, api_client.SECRETS, made)
+
+    async def _find_secret_of_round(self, owner: JobOwner, name: str, round_: int) -> Object | None:
+        """Return the Secret if it is of this round; None if there is none, or not yet."""
+        found = await self._find_secret(owner, name)
+        latest = 0 if found is None else credential_secrets.upload_version(found)[0]
+        if latest > round_:
+            raise RoundPassedError(f"round {round_} of job {owner.name} is over: round {latest} has begun")
+        return found if latest == round_ else None
+
+    async def _find_secret(self, owner: JobOwner, name: str) -> Object | None:
+        found = await self._find_object(api_client.SECRETS, owner, name)
+        if found is not None and not owner.owns(found):
+            do = f"Remove the Secret, or give the job {owner.name} another name"
+            text = explain(f"Secret {name}", got="somebody else's", expected=f"none, or one of job {owner.name}", do=do)
+            raise UploadRejectedError(text)
+        return found
+
+    async def _find_object(self, kind: api_client.ResourceKind, owner: JobOwner, name: str) -> Object | None:
+        try:
+            return await self._client.get(kind, owner.namespace, name)
+        except ApiError as error:
+            if error.is_not_found:
+                return None
+            raise
+
+    async def _delete_if_unwanted(self, owner: JobOwner, kind: api_client.ResourceKind, made: Object) -> None:
+        try:
+            await self._check_job_wanted(owner)
+        except UploadRejectedError:
+            await self._delete_object(kind, made)
+            raise
+
+    async def _check_job_wanted(self, owner: JobOwner) -> None:
+        resource = await job_objects.fetch_training_job(self._client, (owner.namespace, owner.name))
+        job = (
+            job_resource.job_from_resource(resource)
+            if resource is not None and resource["metadata"]["uid"] == owner.uid
+            else None
+        )
+        if job is None or job.desired.delete or job.record.deleting:
+            raise UploadRejectedError(f"job {owner.name}: it is being removed")
+
+    async def _delete_object(self, kind: api_client.ResourceKind, found: Mapping[str, Any]) -> None:
+        metadata = found["metadata"]
+        await self._client.delete(kind, metadata["namespace"], metadata["name"], preconditions={"uid": metadata["uid"]})
+
+
+def _is_kept_pod(pod: Mapping[str, Any]) -> bool:
+    """Return whether the operator stopped the Pod and keeps it: then the kubelet has its log."""
+    metadata = pod["metadata"]
+    return names.STOPPED_ANNOTATION in metadata.get("annotations", {}) and "deletionTimestamp" not in metadata
+
+
+LONG_POLL_S = 25.0
+"""Duration of a long poll for the desired state; proxies close a connection after a silent minute."""
+PROGRESS_WRITE_INTERVAL_S = 10.0
+"""Interval between two writes for a Pod that differ in training progress only."""
+TOKEN_REREAD_INTERVAL_S = 2.0
+"""Interval between two reads of a job's Secret that an unknown token causes."""
+TAG_HEADER = "X-Ringweave-Orders"
+_MAX_REQUEST_BYTES = 2**20 + 2**16
+"""Maximum request size: all workers' credentials, or the end of a log, within the size of an API object."""
+_AT_BARRIER_PHASES = (GroupPhase.READY, GroupPhase.RUNNING, GroupPhase.SUCCEEDED)
+PodKey = tuple[str, str, int, int]
+"""Namespace, job, node, attempt."""
+
+
+@dataclass(slots=True)
+class _PodState:
+    """State of one Pod in the gateway."""
+
+    desired_state: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    written_status: AgentStatus | None = None
+    written_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _JobToken:
+    """Token in a job's Secret."""
+
+    uid: str
+    """Uid of the job."""
+    text: str
+    read_s: float
+
+
+class AgentGateway:
+    """Gateway for agents; lives in the operator's event loop."""
+
+    def __init__(self, client: KubernetesClient, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds since 1970."""
+        self._client, self._clock = client, clock
+        self._credential_store = CredentialStore(client)
+        self._pod_states: dict[PodKey, _PodState] = {}
+        self._tokens: dict[tuple[str, str], _JobToken] = {}
+        """(namespace, job) -> token."""
+        self._uids: dict[tuple[str, str], str] = {}
+
+    def publish_desired_states(self, observed: ObservedJob) -> None:
+        """Publish the desired states of a job's Pods after an observation."""
+        owner, rendezvous = observed.owner, observed.objects.rendezvous
+        job = (owner.namespace, owner.name)
+        self._uids[job] = owner.uid
+        if observed.objects.config is None:
+            self._tokens.pop(job, None)  # its Secret is deleted too; the next one has another token
+        current = {(*job, *key): pod for key, pod in observed.objects.pods.items()}
+        for key in [key for key in self._pod_states if key[:2] == job and key not in current]:
+            self._set_desired_state(key, DesiredState(round=0, leave=True, why="its Pod is gone"))
+            del self._pod_states[key]
+        for key, pod in current.items():
+            metadata = pod["metadata"]
+            must_leave = "deletionTimestamp" in metadata or names.STOPPED_ANNOTATION in metadata.get("annotations", {})
+            why = "it was stopped" if must_leave else ""
+            self._set_desired_state(
+                key, DesiredState(round=pod_status.requested_round(pod), opening=rendezvous, leave=must_leave, why=why)
+            )
+
+    def forget_job(self, job: tuple[str, str]) -> None:
+        """Forget a job (namespace, name) that is gone."""
+        self._uids.pop(job, None)
+        self._tokens.pop(job, None)
+        for key in [key for key in self._pod_states if key[:2] == job]:
+            del self._pod_states[key]
+
+    async def start_serving(self, host: str, port: int, certificate: ServerCertificate | None) -> web.AppRunner:
+        """Start serving. The runner's `addresses` are the endpoints; its `cleanup` stops it."""
+        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
+        path = r"/v1/{namespace}/{job}/{node:\d{1,9}}/{attempt:\d{1,9}}"
+        app.router.add_get(path + "/orders", self._get_desired_state)
+        app.router.add_put(path + "/report", self._put_status)
+        app.router.add_put(path + r"/credentials/{round:\d{1,9}}", self._put_credentials)
+        app.router.add_get(path + r"/credentials/{round:\d{1,9}}", self._get_credentials)
+        app.router.add_put(path + r"/spares/{round:\d{1,9}}/{of:\d{1,9}}", self._put_pool)
+        app.router.add_post(path + r"/spares/{round:\d{1,9}}", self._take_from_pool)
+        app.router.add_put(path + "/log", self._put_log)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, host, port, ssl_context=certificate.ssl_context() if certificate else None).start()
+        return runner
+
+    def _set_desired_state(self, key: PodKey, desired: DesiredState) -> None:
+        pod_state = self._pod_states.setdefault(key, _PodState())
+        text = channel.dump_desired_state(desired)
+        if text != pod_state.desired_state:
+            pod_state.desired_state = text
+            pod_state.changed.set()
+            pod_state.changed = asyncio.Event()
+
+    async def _get_desired_state(self, request: web.Request) -> web.Response:
+        key = await self._authenticate(request)
+        pod_state = self._pod_states.get(key)
+        if pod_state is None:
+            return web.Response(status=404, text="no such Pod is known; ask again")
+        known = request.headers.get(TAG_HEADER)
+        if _content_tag(pod_state.desired_state) == known:
+            try:
+                async with asyncio.timeout(LONG_POLL_S):
+                    await pod_state.changed.wait()
+            except TimeoutError:
+                return web.Response(status=204)
+        return web.Response(
+            text=pod_state.desired_state,
+            headers={TAG_HEADER: _content_tag(pod_state.desired_state)},
+            content_type="application/json",
+        )
+
+    async def _put_status(self, request: web.Request) -> web.Response:
+        key = await self._authenticate(request)
+        try:
+            status = channel.parse_status(await request.read())
+        except ValueError:
+            return web.Response(status=400, text="no report")
+        pod_state = self._pod_states.get(key)
+        if pod_state is None:
+            return web.Response(status=404, text="no such Pod is known; ask again")
+        status = self._with_operator_time(pod_state, status)
+        if self._should_write(pod_state, status):
+            try:
+                await self._write_condition(key, status)
+            except ApiError as error:
+                return web.Response(status=410 if error.is_not_found else 503, text=str(error))
+            except LaunchError as error:
+                return web.Response(status=503, text=str(error))
+            pod_state.written_status, pod_state.written_s = status, self._clock()
+        return web.Response(status=204)
+
+    async def _put_credentials(self, request: web.Request) -> web.Response:
+        uploader, round_ = await self._authenticate_upload(request)
+        texts = await _read_credential_texts(request)
+        return (
+            _no_credentials_response()
+            if texts is None
+            else await _upload_response(self._credential_store.store_credentials(uploader, round_, texts))
+        )
+
+    async def _put_pool(self, request: web.Request) -> web.Response:
+        uploader, round_ = await self._authenticate_upload(request)
+        node, texts = int(request.match_info["of"]), await _read_credential_texts(request)
+        return (
+            _no_credentials_response()
+            if texts is None
+            else await _upload_response(self._credential_store.fill_pool(uploader, round_, node, texts))
+        )
+
+    async def _get_credentials(self, request: web.Request) -> web.Response:
+        uploader, round_ = await self._authenticate_upload(request)
+        return await _credentials_response(
+            self._credential_store.get_credentials(uploader.owner, round_, request.query.get("ranks", "").split(",")),
+            round_,
+        )
+
+    async def _take_from_pool(self, request: web.Request) -> web.Response:
+        uploader, round_ = await self._authenticate_upload(request)
+        return await _credentials_response(
+            self._credential_store.take_from_pool(uploader, round_, request.query.get("holders", "").split(",")), round_
+        )
+
+    async def _put_log(self, request: web.Request) -> web.Response:
+        uploader = self._uploader(await self._authenticate(request))
+        text = (await request.read()).decode("utf-8", "replace")
+        return await _upload_response(self._credential_store.archive_log(uploader, text))
+
+    async def _authenticate_upload(self, request: web.Request) -> tuple[Uploader, int]:
+        """Authenticate a request about credentials; return the uploader and the round."""
+        return self._uploader(await self._authenticate(request)), int(request.match_info["round"])
+
+    def _uploader(self, key: PodKey) -> Uploader:
+        namespace, job, node, attempt = key
+        owner = JobOwner(name=job, namespace=namespace, uid=self._uids.get(key[:2], ""))
+        return Uploader(owner=owner, node=node, attempt=attempt)
+
+    def _with_operator_time(self, pod_state: _PodState, status: AgentStatus) -> AgentStatus:
+        """Return the status with its end time on our clock, at its first arrival: the node's clock may differ."""
+        if status.ended_s is None:
+            return status
+        written = pod_state.written_status
+        is_known = written is not None and (written.round, written.phase) == (status.round, status.phase)
+        return replace(status, ended_s=written.ended_s if written is not None and is_known else self._clock())
+
+    def _should_write(self, pod_state: _PodState, status: AgentStatus) -> bool:
+        written = pod_state.written_status
+        is_same = written is not None and (written.round, written.phase) == (status.round, status.phase)
+        return not is_same or (written != status and self._clock() - pod_state.written_s >= PROGRESS_WRITE_INTERVAL_S)
+
+    async def _write_condition(self, key: PodKey, status: AgentStatus) -> None:
+        namespace, job, node, attempt = key
+        condition = barrier_condition(status, self._clock())
+        body = {"status": {"conditions": [condition]}}
+        await self._client.patch(
+            api_client.PODS, namespace, names.pod_name(job, node, attempt), body, subresource="status"
+        )
+
+    async def _authenticate(self, request: web.Request) -> PodKey:
+        found = request.match_info
+        key = (found["namespace"], found["job"], int(found["node"]), int(found["attempt"]))
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not await self._is_token(key[:2], shown):
+            raise web.HTTPForbidden(text="not the token of this job")
+        return key
+
+    async def _is_token(self, job: tuple[str, str], shown: str) -> bool:
+        """Return whether the text is the token of a job that this operator manages."""
+        uid = self._uids.get(job)
+        if uid is None:
+            return False
+        known = self._tokens.get(job)
+        if known is None or known.uid != uid:
+            known = await self._read_token(job, uid, before=None)
+        elif not _tokens_equal(shown, known.text) and not 0 <= self._clock() - known.read_s < TOKEN_REREAD_INTERVAL_S:
+            # The Secret of the same job was created again (resume, retry) between two passes.
+            known = await self._read_token(job, uid, before=known)
+        return known is not None and _tokens_equal(shown, known.text)
+
+    async def _read_token(self, job: tuple[str, str], uid: str, before: _JobToken | None) -> _JobToken | None:
+        """Return the current token of the Secret, or the one before if the Secret cannot be read."""
+        if before is not None:
+            self._tokens[job] = replace(before, read_s=self._clock())  # concurrent requests do not read it too
+        try:
+            found = await self._client.get(api_client.SECRETS, job[0], names.config_name(job[1]))
+        except LaunchError:
+            return before
+        text = b64decode(found["data"][objects.TOKEN_KEY]).decode()
+        known = _JobToken(uid=uid, text=text, read_s=self._clock())
+        if self._uids.get(job) == uid:
+            self._tokens[job] = known
+        return known
+
+
+def barrier_condition(status: AgentStatus, now: float) -> dict[str, str | None]:
+    """Return an agent's status as a condition of its Pod."""
+    return {
+        "type": names.BARRIER_CONDITION,
+        "status": "True" if status.phase in _AT_BARRIER_PHASES else "False",
+        "reason": str(status.phase),
+        "message": channel.dump_status(status),
+        "lastProbeTime": None,
+        "lastTransitionTime": names.format_time(now),
+    }
+
+
+async def _upload_response(upload: Awaitable[None]) -> web.Response:
+    """Return 204 after success, else the error and whether to retry."""
+    try:
+        await upload
+    except LaunchError as error:
+        return _error_response(error)
+    return web.Response(status=204)
+
+
+async def _credentials_response(lookup: Awaitable[dict[str, str] | None], round_: int) -> web.Response:
+    """Return the credentials, else the error and whether to retry."""
+    try:
+        texts = await lookup
+    except RoundPassedError as error:
+        return web.Response(status=410, text=str(error))
+    except LaunchError as error:
+        return _error_response(error)
+    if texts is None:
+        return web.Response(status=404, text=f"nobody has lodged credentials of round {round_}; ask again")
+    return web.json_response(texts)
+
+
+async def _read_credential_texts(request: web.Request) -> dict[str, str] | None:
+    """Return the uploaded credentials; None if the body holds none."""
+    try:
+        return _CREDENTIAL_TEXTS_ADAPTER.validate_json(await request.read())
+    except ValueError:
+        return None
+
+
+def _no_credentials_response() -> web.Response:
+    return web.Response(status=400, text="no credentials")
+
+
+def _error_response(error: LaunchError) -> web.Response:
+    is_final = isinstance(error, UploadRejectedError) or (isinstance(error, ApiError) and error.is_refusal)
+    return web.Response(status=409 if is_final else 503, text=str(error))
+
+
+def _tokens_equal(shown: str, token: str) -> bool:
+    return hmac.compare_digest(shown.encode(), token.encode())
+
+
+def _content_tag(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_CREDENTIAL_TEXTS_ADAPTER = TypeAdapter(dict[str, str])

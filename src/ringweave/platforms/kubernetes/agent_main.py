@@ -1,0 +1,452 @@
+"""Main program of a Pod's container: the node agent, with the operator's agent gateway as its channel.
+
+    python -m ringweave.platforms.kubernetes.agent_main
+
+Its input is in the environment and in the mounted files of the job's ConfigMap and Secret.
+"""
+
+import bisect
+import http.client
+import json
+import os
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter
+
+from ringweave.errors import LaunchError, explain
+from ringweave.jobs.records import GroupPhase
+from ringweave.launcher.node_context import HostContext
+from ringweave.platforms.agent import channel
+from ringweave.platforms.agent.agent import AgentAssignment, run_agent
+from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState
+from ringweave.platforms.agent.credentials import (
+    CredentialDistribution,
+    CredentialPool,
+    RoundOverError,
+    StopReason,
+    never_stop,
+)
+from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.kubernetes import names, objects, pod_logs
+from ringweave.rpc import Credentials
+
+TAG_HEADER = "X-Ringweave-Orders"
+_REQUEST_TIMEOUT_S = 60.0
+"""The gateway answers within 25 s."""
+GATEWAY_RETRY_S = 0.5
+"""Delay before the next try to reach the gateway."""
+FINAL_STATUS_TIMEOUT_S = 10.0
+"""Time for sending the final status; the kubelet reports it as well."""
+
+MAX_TERMINATION_MESSAGE_BYTES = 4096
+"""Maximum size of a termination message that the kubelet reads; of a longer one it keeps the end, which does not parse.
+"""
+
+MAX_GATEWAY_ANSWER_BYTES = 4 * 2**20
+"""Maximum size of an answer: a node's credentials, within the size of an API object; quoting doubles some of it."""
+
+LOG_UPLOAD_TIMEOUT_S = 5.0
+"""Time for uploading a log before the final status; a deleted Pod has 30 s for both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayClient:
+    """Client of the operator's agent gateway, with the agent's credentials."""
+
+    url: str
+    group: str
+    """`NAMESPACE/JOB/NODE/ATTEMPT`."""
+    token: Callable[[], str]
+    """Returns the token, read anew for each request: a Secret that is removed is created again with another token."""
+    certificate: str = ""
+    """Certificate of the gateway, as PEM; empty without TLS."""
+
+    def request(self, method: str, path: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+        """Send a request; return status, text and tag of the answer.
+
+        Raises:
+            OSError: The gateway does not answer.
+            http.client.HTTPException: The answer is no gateway's: no HTTP, no UTF-8, or too long.
+        """
+        url = urlsplit(self.url)
+        host, port = url.hostname or "", url.port or 443
+        connection: http.client.HTTPConnection
+        if url.scheme == "https":
+            context = ssl.create_default_context(cadata=self.certificate)
+            connection = http.client.HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_S, context=context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self.token()}", **({TAG_HEADER: tag} if tag else {})}
+        try:
+            content = None if body is None else body.encode()  # http.client would write Latin-1
+            connection.request(method, f"/v1/{self.group}/{path}", body=content, headers=headers)
+            with connection.getresponse() as answer:
+                return answer.status, _read_answer_text(answer), answer.headers.get(TAG_HEADER, "")
+        finally:
+            connection.close()
+
+
+def _read_answer_text(answer: http.client.HTTPResponse) -> str:
+    content = answer.read(MAX_GATEWAY_ANSWER_BYTES + 1)
+    if len(content) > MAX_GATEWAY_ANSWER_BYTES:
+        raise http.client.HTTPException(f"an answer of more than {MAX_GATEWAY_ANSWER_BYTES} bytes")
+    if answer.length:
+        raise http.client.IncompleteRead(content, answer.length)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise http.client.HTTPException(f"an answer that is no text ({error.reason})") from error
+
+
+def _parse_desired_state(text: str) -> DesiredState | None:
+    try:
+        return channel.parse_desired_state(text)
+    except ValueError:  # no gateway, or one of another version: poll again
+        return None
+
+
+def termination_message(status: AgentStatus) -> str:
+    """Return the status as JSON that the kubelet reads whole, with a long text cut.
+
+    Members are dropped first: the coordinators of other nodes know them too.
+    """
+    message = channel.dump_status(status)
+    if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
+        return message
+    status = replace(status, members=(), out=())
+    message = channel.dump_status(status)
+    if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
+        return message
+
+    def cut(num_characters: int) -> str:
+        return channel.dump_status(replace(status, text=f"{status.text[:num_characters]}..."))
+
+    too_many = bisect.bisect(
+        range(len(status.text)), MAX_TERMINATION_MESSAGE_BYTES, key=lambda count: len(cut(count).encode())
+    )
+    return cut(max(0, too_many - 1))
+
+
+class GatewayChannel(AgentChannel):
+    """Agent channel to the gateway. Only the final status is sent synchronously."""
+
+    def __init__(
+        self, gateway: GatewayClient, termination_log: Path | None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Send nothing before `start_threads`.
+
+        Args:
+            gateway: Client of the operator's gateway.
+            termination_log: File of the container's termination message; None: none.
+            sleep: Waits before a retry.
+        """
+        self._gateway, self._termination_log, self._sleep = gateway, termination_log, sleep
+        self._desired_state = DesiredState(round=0)
+        self._changed = threading.Event()
+        self._unsent_status: AgentStatus | None = None
+        self._status_changed = threading.Condition()
+
+    def start_threads(self) -> None:
+        """Start polling the desired state and sending statuses."""
+        threading.Thread(target=self._poll_desired_state, name="orders", daemon=True).start()
+        threading.Thread(target=self._send_statuses, name="reports", daemon=True).start()
+
+    def desired_state(self) -> DesiredState:
+        """Return the last desired state that arrived; at first none is wanted."""
+        return self._desired_state
+
+    def report_status(self, status: AgentStatus) -> None:
+        """Send a status to the gateway; write the final one into the termination message too."""
+        with self._status_changed:
+            self._unsent_status = status
+            self._status_changed.notify_all()
+        if status.phase.is_alive:
+            return
+        if self._termination_log is not None:
+            self._termination_log.write_text(termination_message(status), encoding="utf-8")
+        with self._status_changed:
+            self._status_changed.wait_for(lambda: self._unsent_status is None, FINAL_STATUS_TIMEOUT_S)
+
+    def wait_for_change(self, timeout_s: float) -> None:
+        self._changed.wait(timeout_s)
+        self._changed.clear()
+
+    def upload_log(self, text: str) -> None:
+        """Upload a log to the gateway for readers after this Pod is gone; retry for a while."""
+        deadline_s = time.monotonic() + LOG_UPLOAD_TIMEOUT_S
+        while self._request_or_503("PUT", "log", text)[0] == 503 and time.monotonic() < deadline_s:
+            self._sleep(GATEWAY_RETRY_S)
+
+    def _poll_desired_state(self) -> None:
+        tag = ""
+        while not self._desired_state.leave:
+            status, text, new_tag = self._request_or_503("GET", "orders", tag=tag)
+            desired = _parse_desired_state(text) if status == 200 else None
+            if desired is not None:
+                tag, self._desired_state = new_tag, desired
+                self._changed.set()
+            elif status != 204:
+                self._sleep(GATEWAY_RETRY_S)
+
+    def _send_statuses(self) -> None:
+        """Send the newest status, without those that it replaced while the gateway could not be reached."""
+        while True:
+            with self._status_changed:
+                self._status_changed.wait_for(lambda: self._unsent_status is not None)
+                unsent = self._unsent_status
+            assert unsent is not None
+            status, _, _ = self._request_or_503("PUT", "report", channel.dump_status(unsent))
+            if status not in (204, 410):
+                self._sleep(GATEWAY_RETRY_S)
+                continue
+            with self._status_changed:
+                if self._unsent_status is unsent:
+                    self._unsent_status = None
+                    self._status_changed.notify_all()
+
+    def _request_or_503(self, method: str, path: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+        try:
+            return self._gateway.request(method, path, body, tag)
+        except (OSError, http.client.HTTPException):
+            return 503, "", ""
+
+
+GATEWAY_TIMEOUT_S = 120.0
+"""Tolerated outage of the gateway: the lease of a lost operator, and the start of the next one."""
+_OK_STATUSES = (200, 204)
+_GONE_STATUS = 410
+
+
+class RetryingGatewayClient:
+    """Gateway client that retries until it gets a good answer or a timeout."""
+
+    def __init__(self, gateway: GatewayClient, sleep: Callable[[float], None], clock: Callable[[], float]) -> None:
+        """`sleep` waits before a retry; `clock` is monotonic, in seconds."""
+        self._gateway, self._sleep, self._clock = gateway, sleep, clock
+
+    def request(self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: StopReason) -> str:
+        """Send a request and return the text of the answer.
+
+        Args:
+            method: HTTP method.
+            path: Path below the group's own.
+            body: Body of the request.
+            round_: Round of the credentials.
+            stop_reason: Called before each attempt.
+
+        Raises:
+            RoundOverError: The credentials are not wanted any more, or their round is over.
+            LaunchError: The gateway refuses, or does not answer for too long.
+        """
+        deadline_s = self._clock() + GATEWAY_TIMEOUT_S
+        while True:
+            if reason := stop_reason():
+                raise RoundOverError(round_, reason)
+            try:
+                status, text, _ = self._gateway.request(method, path, body)
+            except (OSError, http.client.HTTPException) as error:
+                status, text = 503, str(error) or type(error).__name__
+            if status in _OK_STATUSES:
+                return text
+            if status == _GONE_STATUS:
+                raise RoundOverError(round_, f"{status} {text}")
+            if status in (409, 413) or self._clock() >= deadline_s:
+                do = "See what the operator says: kubectl -n ringweave-system logs deploy/ringweave-operator"
+                got = f"{status} {text}"
+                raise LaunchError(explain("credentials at the operator's desk", got=got, expected="its yes", do=do))
+            self._sleep(GATEWAY_RETRY_S)
+
+
+class GatewayCredentialDistribution(CredentialDistribution):
+    """Credential distribution of a job with a parameter server."""
+
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        ranks: Sequence[int],
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            gateway: Client of the operator's gateway.
+            ranks: Global ranks of this node's workers.
+            sleep: Waits before a retry.
+            clock: Monotonic clock, in seconds.
+        """
+        self._gateway, self._ranks = RetryingGatewayClient(gateway, sleep, clock), tuple(ranks)
+        self._fetched: tuple[int, dict[str, str]] = (0, {})
+
+    def publish(
+        self, round_: int, credentials: Mapping[int, Credentials], stop_reason: StopReason = never_stop
+    ) -> None:
+        """Upload the credentials. Repeating it is safe."""
+        body = json.dumps({str(rank): each.to_text() for rank, each in credentials.items()})
+        self._gateway.request("PUT", f"credentials/{round_}", body, round_=round_, stop_reason=stop_reason)
+
+    def take(self, round_: int, global_rank: int, stop_reason: StopReason = never_stop) -> Credentials:
+        """Return the worker's credentials of the round, fetched for all workers of this node at once.
+
+        Raises:
+            RoundOverError: The credentials are not wanted any more, or their round is over.
+            LaunchError: The gateway does not return them.
+        """
+        if self._fetched[0] != round_:
+            ranks = ",".join(map(str, self._ranks))
+            text = self._gateway.request(
+                "GET", f"credentials/{round_}?ranks={ranks}", round_=round_, stop_reason=stop_reason
+            )
+            self._fetched = (round_, _parse_credential_texts(text))
+        return _pop_credentials(str(global_rank), self._fetched[1], where=f"worker {global_rank}")
+
+
+class GatewayCredentialPool(CredentialPool):
+    """Credential pool of an elastic job: a Secret for each node, from which each set of credentials is taken once."""
+
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        config: JobConfig,
+        node: int,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            gateway: Client of the operator's gateway.
+            config: Config of the job.
+            node: Index of this node in the request.
+            sleep: Waits before a retry.
+            clock: Monotonic clock, in seconds.
+        """
+        self._gateway, self._config = RetryingGatewayClient(gateway, sleep, clock), config
+        self._workers = frozenset(f"worker-{rank}" for rank in config.ranks_of_node(node))
+        self._fetched: tuple[int, dict[str, str]] = (0, {})
+
+    def fill(
+        self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
+    ) -> None:
+        """Upload the credentials node by node. Repeating it is safe."""
+        for node in self._config.nodes:
+            holders = {f"worker-{rank}" for rank in self._config.ranks_of_node(node.index)}
+            if node.name in self._config.coordinator_nodes:
+                holders.add(f"coordinator-{self._config.coordinator_nodes.index(node.name)}")
+            texts = {
+                f"{holder}.{incarnation}": each.to_text()
+                for holder in sorted(holders)
+                for incarnation, each in enumerate(credentials[holder])
+            }
+            path = f"spares/{round_}/{node.index}"
+            self._gateway.request("PUT", path, json.dumps(texts), round_=round_, stop_reason=stop_reason)
+
+    def take(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
+        """Return the holder's next credentials, taken for all workers of this node at once.
+
+        Raises:
+            RoundOverError: The credentials are not wanted any more, or their round is over.
+            LaunchError: The gateway does not return them.
+        """
+        if self._fetched[0] != round_:
+            self._fetched = (round_, {})
+        if holder not in self._fetched[1]:
+            wanted = ",".join(sorted(self._workers if holder in self._workers else {holder}))
+            text = self._gateway.request(
+                "POST", f"spares/{round_}?holders={wanted}", round_=round_, stop_reason=stop_reason
+            )
+            self._fetched[1].update(_parse_credential_texts(text))
+        return _pop_credentials(holder, self._fetched[1], where=holder)
+
+
+def _parse_credential_texts(text: str) -> dict[str, str]:
+    """Parse the gateway's answer. An error does not show the text, since it holds keys."""
+    try:
+        return _CREDENTIAL_TEXTS_ADAPTER.validate_json(text)
+    except ValueError:
+        raise _bad_credentials_error(f"{len(text)} characters of something else", "") from None
+
+
+def _pop_credentials(holder: str, texts: dict[str, str], where: str) -> Credentials:
+    if holder not in texts:
+        raise _bad_credentials_error("those of others", where)
+    return Credentials.from_text(texts.pop(holder), where=where)
+
+
+def _bad_credentials_error(got: str, where: str) -> LaunchError:
+    what, do = "credentials from the operator's desk", "Run the same ringweave in the operator and in its Pods"
+    return LaunchError(explain(what, got=got, expected="those that were asked for", do=do, where=where))
+
+
+_CREDENTIAL_TEXTS_ADAPTER = TypeAdapter(dict[str, str])
+
+
+TERMINATION_LOG = "/dev/termination-log"
+_EXIT_CODES = {GroupPhase.SUCCEEDED: 0, GroupPhase.STOPPED: 143}
+
+
+class LoggingGatewayChannel(GatewayChannel):
+    """Gateway channel that also marks the start of each round in the log, and uploads the log before the Pod ends."""
+
+    def __init__(self, gateway: GatewayClient, termination_log: Path | None, home: Path) -> None:
+        """`home` is the folder of the attempt."""
+        super().__init__(gateway, termination_log)
+        self._home = home
+
+    def report_status(self, status: AgentStatus) -> None:
+        if status.phase is GroupPhase.STOPPED:  # perhaps this Pod is being removed, with its log
+            self.upload_log("\n".join(pod_logs.read_worker_logs(self._home)))
+        if status.phase is GroupPhase.RUNNING and status.iterations is None:
+            sys.stdout.write(f"{pod_logs.ROUND_LINE_PREFIX}{status.round}\n")
+            sys.stdout.flush()
+        super().report_status(status)
+
+
+def main(environ: Mapping[str, str]) -> int:
+    """Run the agent of this Pod until its workers have ended; return the container's exit code."""
+    data = {path.name: path.read_text() for path in _config_files(Path(environ["RINGWEAVE_CONFIG_DIR"]))}
+    config = objects.parse_config_data(data)
+    namespace, job, node, attempt = environ["RINGWEAVE_POD"].split("/")
+    gateway = GatewayClient(
+        url=environ["RINGWEAVE_DESK"],
+        group=f"{namespace}/{job}/{node}/{attempt}",
+        token=(Path(environ["RINGWEAVE_SECRET_DIR"]) / objects.TOKEN_KEY).read_text,
+        certificate=environ.get("RINGWEAVE_DESK_AUTHORITY", ""),
+    )
+    home = Path(environ["RINGWEAVE_HOME"])
+    assignment = AgentAssignment(
+        config=config,
+        node=int(node),
+        attempt=int(attempt),
+        home=home,
+        cpus_shared_by=config.node(int(node)).workers,
+        node_context=HostContext(environ.get("POD_IP") or "127.0.0.1"),
+        credential_distribution=GatewayCredentialDistribution(gateway, config.ranks_of_node(int(node))),
+        credential_pool=GatewayCredentialPool(gateway, config, int(node)),
+        host=names.pod_dns_name(job, int(node), namespace),
+    )
+    os.chdir(config.directory or home)
+    termination_log = Path(environ.get("RINGWEAVE_LAST_WORDS", TERMINATION_LOG))
+    channel = LoggingGatewayChannel(gateway, termination_log if termination_log.exists() else None, home)
+    channel.start_threads()
+    hidden = {"RINGWEAVE_DESK_AUTHORITY", "RINGWEAVE_SECRET_DIR", "RINGWEAVE_DESK"}
+    phase = run_agent(assignment, channel, {name: value for name, value in environ.items() if name not in hidden})
+    return _EXIT_CODES.get(phase, 1)
+
+
+def _config_files(folder: Path) -> list[Path]:
+    """Return the files of a mounted ConfigMap's keys, without the kubelet's own links beside them."""
+    return [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.environ))

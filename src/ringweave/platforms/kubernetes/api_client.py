@@ -1,0 +1,462 @@
+"""Kubernetes API client: connection settings, resource kinds, JSON requests, and access reviews."""
+
+import asyncio
+import io
+import json
+import socket
+import subprocess
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import kopf
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.files import file_io
+from ringweave.jobs.admission import Permission
+from ringweave.platforms.kubernetes import api_errors, names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResourceKind:
+    """Resource kind of the Kubernetes API."""
+
+    api_version: str
+    kind: str
+    plural: str
+    is_namespaced: bool = True
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """Return the path of an object, or of the list of objects; without a namespace, of all namespaces."""
+        root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
+        space = f"/namespaces/{namespace}" if namespace and self.is_namespaced else ""
+        return root + space + "/" + "/".join(part for part in (self.plural, name, subresource) if part)
+
+
+TRAINING_JOBS = ResourceKind(api_version=names.API_VERSION, kind=names.CRD_KIND, plural=names.CRD_PLURAL)
+PODS = ResourceKind(api_version="v1", kind="Pod", plural="pods")
+CONFIG_MAPS = ResourceKind(api_version="v1", kind="ConfigMap", plural="configmaps")
+SECRETS = ResourceKind(api_version="v1", kind="Secret", plural="secrets")
+SERVICES = ResourceKind(api_version="v1", kind="Service", plural="services")
+EVENTS = ResourceKind(api_version="v1", kind="Event", plural="events")
+NAMESPACES = ResourceKind(api_version="v1", kind="Namespace", plural="namespaces", is_namespaced=False)
+LEASES = ResourceKind(api_version="coordination.k8s.io/v1", kind="Lease", plural="leases")
+DEFINITIONS = ResourceKind(
+    api_version="apiextensions.k8s.io/v1",
+    kind="CustomResourceDefinition",
+    plural="customresourcedefinitions",
+    is_namespaced=False,
+)
+ACCESS_REVIEWS = ResourceKind(
+    api_version="authorization.k8s.io/v1",
+    kind="SubjectAccessReview",
+    plural="subjectaccessreviews",
+    is_namespaced=False,
+)
+SELF_ACCESS_REVIEWS = ResourceKind(
+    api_version="authorization.k8s.io/v1",
+    kind="SelfSubjectAccessReview",
+    plural="selfsubjectaccessreviews",
+    is_namespaced=False,
+)
+SELF_REVIEWS = ResourceKind(
+    api_version="authentication.k8s.io/v1",
+    kind="SelfSubjectReview",
+    plural="selfsubjectreviews",
+    is_namespaced=False,
+)
+
+
+_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_POLL_S = 0.005
+
+
+class ConnectionPool:
+    """HTTP session that closes all of its sockets; for use inside one event loop."""
+
+    def __init__(self, connection: kopf.ConnectionInfo, *, limit: int, **options: Any) -> None:
+        """Connect with the first request.
+
+        Args:
+            connection: Address, proxy and trusted certificates.
+            limit: Maximum number of connections at a time; 0: no limit.
+            options: Options of `aiohttp.ClientSession`.
+        """
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        is_tls = connection.server.startswith("https:")
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=limit, ssl=connection.as_ssl_context() if is_tls else False, socket_factory=self._open_socket
+            ),
+            proxy=connection.proxy_url,
+            **options,
+        )
+        """Session of aiohttp."""
+
+    async def close(self) -> None:
+        """Close the session and all sockets.
+
+        A connection closed in the middle of an answer, such as a watch, first shuts down TLS with the server. The
+        session does not wait for that, and an event loop that ends meanwhile would leave the socket open.
+        """
+        await self.session.close()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _CLOSE_TIMEOUT_S
+        while any(each.fileno() >= 0 for each in self._sockets) and loop.time() < deadline_s:
+            await asyncio.sleep(_CLOSE_POLL_S)
+
+    def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, *_ = address
+        opened = socket.socket(family=family, type=kind, proto=protocol)
+        self._sockets.add(opened)
+        return opened
+
+
+Object = dict[str, Any]
+MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
+"""Merges conditions by type; supported for built-in resources only."""
+_TIMEOUT_S = 60.0
+_MAX_SMALL_BODY_BYTES = 2**16
+
+
+class KubernetesClient:
+    """Client of one API server with a connection pool; a context manager for use inside one event loop."""
+
+    def __init__(self, connect: Callable[[], kopf.ConnectionInfo]) -> None:
+        """Connect with the first request.
+
+        Args:
+            connect: Returns address and credentials; called again when the credentials are rejected, as those of a
+                service account change every hour.
+        """
+        self._connect = connect
+        self._connection = connection = connect()
+        self._server = connection.server.rstrip("/")
+        self._headers = connection.as_http_headers()
+        self._pool: ConnectionPool | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Return the user's default namespace."""
+        return self._connection.default_namespace or "default"
+
+    @property
+    def server(self) -> str:
+        """Return the address of the API server."""
+        return self._server
+
+    async def __aenter__(self) -> "KubernetesClient":
+        self._pool = ConnectionPool(
+            self._connection,
+            limit=64,
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            read_bufsize=2**18,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._pool is not None
+        await self._pool.close()
+
+    async def get(self, kind: ResourceKind, namespace: str | None, name: str) -> Object:
+        """Return one object.
+
+        Raises:
+            ApiError: It does not exist, or may not be read.
+        """
+        return await self.request("GET", kind.path(namespace, name))
+
+    async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> list[Object]:
+        """Return all objects that the parameters select."""
+        return (await self.request("GET", kind.path(namespace), params=params))["items"] or []
+
+    async def create(self, kind: ResourceKind, namespace: str | None, body: Object, **params: str) -> Object:
+        """Create an object.
+
+        Raises:
+            ApiError: The object exists (`already_exists`), or is refused.
+        """
+        whole = {"apiVersion": kind.api_version, "kind": kind.kind, **body}
+        return await self.request("POST", kind.path(namespace), params=params, body=whole)
+
+    async def replace(
+        self, kind: ResourceKind, namespace: str | None, body: Object, *, subresource: str | None = None
+    ) -> Object:
+        """Replace the object with this resourceVersion.
+
+        Raises:
+            ApiError: The object was changed meanwhile (`is_stale`).
+        """
+        path = kind.path(namespace, body["metadata"]["name"], subresource)
+        return await self.request("PUT", path, body={"apiVersion": kind.api_version, "kind": kind.kind, **body})
+
+    async def patch(
+        self, kind: ResourceKind, namespace: str | None, name: str, body: Object, *, subresource: str | None = None
+    ) -> Object:
+        """Merge the fields into the object. Lists are replaced whole, conditions of a subresource merge by type."""
+        path = kind.path(namespace, name, subresource)
+        is_built_in = kind.api_version == "v1"
+        return await self.request(
+            "PATCH", path, body=body, content_type=STRATEGIC_MERGE_PATCH if is_built_in else MERGE_PATCH
+        )
+
+    async def delete(self, kind: ResourceKind, namespace: str | None, name: str, **options: Any) -> None:
+        """Delete the object. It may be gone already, or be another one than the preconditions name."""
+        try:
+            await self.request("DELETE", kind.path(namespace, name), body=options or None)
+        except api_errors.ApiError as error:
+            if not error.is_not_found and not (error.is_stale and "preconditions" in options):
+                raise
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """Send a request and return the answer.
+
+        Raises:
+            ApiError: The request was refused.
+            LaunchError: The server did not answer.
+        """
+        data = None if body is None else json.dumps(body, separators=(",", ":"))
+        headers = {"Accept": "application/json", **({"Content-Type": content_type} if data else {})}
+        status, answer = await self._send_request(method, path, params, data, headers)
+        if status == 401:
+            self._headers = self._connect().as_http_headers()
+            status, answer = await self._send_request(method, path, params, data, headers)
+        if status >= 400:
+            raise api_errors.error_from_answer(f"{method} {path}", status, answer)
+        return answer
+
+    async def _send_request(
+        self, method: str, path: str, params: Mapping[str, str] | None, data: str | None, headers: Mapping[str, str]
+    ) -> tuple[int, Object]:
+        assert self._pool is not None
+        whole = {**self._headers, **headers}
+        content = None if data is None else _request_content(data.encode())
+        try:
+            async with self._pool.session.request(
+                method, self._server + path, params=params, data=content, headers=whole
+            ) as response:
+                return response.status, _parse_answer(await response.read())
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise api_errors.unreachable_error(self._server, error) from error
+
+    async def stream_lines(self, path: str, params: Mapping[str, str]) -> AsyncIterator[str]:
+        """Yield the answer line by line: of a watch, or of a followed log.
+
+        Raises:
+            ApiError: The request was refused.
+            LaunchError: The server did not answer, or the connection broke.
+        """
+        assert self._pool is not None
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S)
+        try:
+            async with self._pool.session.get(
+                self._server + path, params=params, timeout=timeout, headers=self._headers
+            ) as response:
+                if response.status >= 400:
+                    raise api_errors.error_from_answer(
+                        f"GET {path}", response.status, _parse_answer(await response.read())
+                    )
+                rest = b""
+                async for chunk in response.content.iter_any():
+                    *whole, rest = (rest + chunk).split(b"\n")
+                    for line in whole:
+                        yield line.decode("utf-8", "replace")
+                if rest:
+                    yield rest.decode("utf-8", "replace")
+        except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            raise api_errors.unreachable_error(self._server, error) from error
+
+
+def _request_content(data: bytes) -> bytes | io.BytesIO:
+    """Return a small body as bytes, sent with the headers at half the cost, and a large one as a stream."""
+    return data if len(data) <= _MAX_SMALL_BODY_BYTES else io.BytesIO(data)
+
+
+def _parse_answer(content: bytes) -> Object:
+    try:
+        answer = json.loads(content) if content else {}
+    except (ValueError, RecursionError):
+        return {"reason": "NotJson", "message": content[:200].decode("utf-8", "replace")}
+    return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}
+
+
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_PLUGIN_TIMEOUT_S = 60
+
+
+def connection_info(
+    environ: Mapping[str, str], *, context: str | None = None, home: Path | None = None
+) -> kopf.ConnectionInfo:
+    """Return address and credentials of the API server.
+
+    Args:
+        environ: KUBECONFIG, KUBERNETES_SERVICE_HOST and _PORT count, as for kubectl.
+        context: Context of the kubeconfig; None: the current one.
+        home: The user's home folder, for ~/.kube/config.
+
+    Raises:
+        UsageError: The kubeconfig cannot be read or is invalid.
+        LaunchError: There is no kubeconfig or service account, or the exec plugin returns no credentials.
+    """
+    paths = [Path(part) for part in environ.get("KUBECONFIG", "").split(":") if part]
+    usual = (home or Path.home()) / ".kube" / "config"
+    if not paths and usual.exists():
+        paths = [usual]
+    if paths:
+        return _from_kubeconfigs(paths, context, environ)
+    if environ.get("KUBERNETES_SERVICE_HOST") and (SERVICE_ACCOUNT_DIR / "token").exists():
+        return _from_service_account(environ)
+    do = "Set KUBECONFIG to a kubeconfig, or run it in a Pod with a service account"
+    raise LaunchError(explain("Kubernetes", got="no kubeconfig", expected="one, or a service account", do=do))
+
+
+def _from_service_account(environ: Mapping[str, str]) -> kopf.ConnectionInfo:
+    host, port = environ["KUBERNETES_SERVICE_HOST"], environ.get("KUBERNETES_SERVICE_PORT", "443")
+    namespace = SERVICE_ACCOUNT_DIR / "namespace"
+    return kopf.ConnectionInfo(
+        server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}",
+        ca_path=str(SERVICE_ACCOUNT_DIR / "ca.crt"),
+        token=(SERVICE_ACCOUNT_DIR / "token").read_text().strip(),
+        default_namespace=namespace.read_text().strip() if namespace.exists() else None,
+    )
+
+
+def _from_kubeconfigs(paths: list[Path], context: str | None, environ: Mapping[str, str]) -> kopf.ConnectionInfo:
+    """Merge the kubeconfigs as kubectl does: the first value of each name wins."""
+    contexts: dict[str, Any] = {}
+    clusters: dict[str, tuple[Path, Any]] = {}
+    users: dict[str, tuple[Path, Any]] = {}
+    for path in paths:
+        config = _read_kubeconfig(path)
+        context = context or config.get("current-context")
+        for item in config.get("contexts") or ():
+            contexts.setdefault(item["name"], item.get("context") or {})
+        for item in config.get("clusters") or ():
+            clusters.setdefault(item["name"], (path.parent, item.get("cluster") or {}))
+        for item in config.get("users") or ():
+            users.setdefault(item["name"], (path.parent, item.get("user") or {}))
+    where = ":".join(map(str, paths))
+    chosen = _find_section(contexts, context, "context", where)
+    cluster = _find_section(clusters, chosen.get("cluster"), "cluster", where)
+    user = _find_section(users, chosen.get("user"), "user", where) if chosen.get("user") else (Path(), {})
+    return _make_connection_info(cluster, user, chosen.get("namespace"), environ)
+
+
+def _make_connection_info(
+    cluster: tuple[Path, Any], user: tuple[Path, Any], namespace: str | None, environ: Mapping[str, str]
+) -> kopf.ConnectionInfo:
+    (base, cluster_fields), (home, user_fields) = cluster, user
+    plugin_fields = _from_plugin(user_fields["exec"], home, environ) if "exec" in user_fields else {}
+    token = plugin_fields.get("token") or user_fields.get("token")
+    if not token and user_fields.get("tokenFile"):
+        token = (home / user_fields["tokenFile"]).read_text().strip()
+    return kopf.ConnectionInfo(
+        server=cluster_fields["server"],
+        ca_path=_path_unless_data(base, cluster_fields, "certificate-authority"),
+        ca_data=cluster_fields.get("certificate-authority-data"),
+        insecure=cluster_fields.get("insecure-skip-tls-verify"),
+        certificate_path=_path_unless_data(home, user_fields, "client-certificate"),
+        certificate_data=plugin_fields.get("clientCertificateData") or user_fields.get("client-certificate-data"),
+        private_key_path=_path_unless_data(home, user_fields, "client-key"),
+        private_key_data=plugin_fields.get("clientKeyData") or user_fields.get("client-key-data"),
+        username=user_fields.get("username"),
+        password=user_fields.get("password"),
+        token=token,
+        default_namespace=namespace,
+        proxy_url=cluster_fields.get("proxy-url"),
+    )
+
+
+def _path_unless_data(base: Path, section: Mapping[str, Any], key: str) -> str | None:
+    """Return the path of a file, or None if the section holds the data, which takes precedence as in kubectl."""
+    path = section.get(key)
+    return str(base / path) if path and f"{key}-data" not in section else None
+
+
+def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the credentials of the kubeconfig's exec plugin, as cloud providers use."""
+    version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")
+    info = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
+    own = {item["name"]: item["value"] for item in plugin.get("env") or ()}
+    command = plugin["command"] if "/" not in plugin["command"] else str(home / plugin["command"])
+    try:
+        done = subprocess.run(
+            [command, *(plugin.get("args") or ())],
+            env={**environ, **own, "KUBERNETES_EXEC_INFO": json.dumps(info)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PLUGIN_TIMEOUT_S,
+        )
+        return dict(file_io.parse_json(done.stdout)["status"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        do = plugin.get("installHint") or "See whether it runs by itself"
+        text = explain(f"credentials by {command}", got=str(error), expected="an ExecCredential", do=str(do))
+        raise LaunchError(text) from error
+
+
+def _read_kubeconfig(path: Path) -> Any:
+    do = "Point KUBECONFIG to a kubeconfig that you may read"
+    try:
+        return YAML(typ="safe", pure=True).load(path) or {}
+    except (OSError, YAMLError, ValueError, RecursionError) as error:
+        got = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        text = explain("kubeconfig", got=got, expected="a YAML file that can be read", do=do, where=str(path))
+        raise UsageError(text) from error
+
+
+def _find_section(sections: Mapping[str, Any], name: str | None, section: str, where: str) -> Any:
+    if name is None or name not in sections:
+        expected = f"one of {', '.join(sections) or 'none'}"
+        do = "Correct the kubeconfig (kubectl config view shows it)"
+        raise UsageError(explain(f"{section} of the kubeconfig", got=name, expected=expected, do=do, where=where))
+    return sections[name]
+
+
+SUBMIT_VERB = "submit"
+
+
+async def fetch_permission(
+    client: KubernetesClient, namespace: str, verb: str, *, user: str | None = None, groups: Sequence[str] = ()
+) -> Permission:
+    """Ask the API server for a permission.
+
+    Args:
+        client: The client to ask with.
+        namespace: Namespace of the jobs.
+        verb: The verb.
+        user: The user; None: the client's own.
+        groups: Groups of the user.
+
+    Raises:
+        ApiError: The client may not ask.
+        LaunchError: The server did not answer.
+    """
+    attributes = {"namespace": namespace, "verb": verb, "group": names.API_GROUP, "resource": names.CRD_PLURAL}
+    kind = SELF_ACCESS_REVIEWS if user is None else ACCESS_REVIEWS
+    subject = {} if user is None else {"user": user, "groups": list(groups)}
+    status = (await client.create(kind, None, {"spec": {**subject, "resourceAttributes": attributes}})).get(
+        "status", {}
+    )
+    if status.get("allowed"):
+        return Permission(allowed=True, text=status.get("reason", "") or "the roles of the cluster", any_owner=True)
+    reason = status.get("reason") or status.get("evaluationError") or "no role says so"
+    return Permission(allowed=False, text=f"no role allows {verb} on {names.CRD_PLURAL}.{names.API_GROUP} ({reason})")

@@ -1,0 +1,541 @@
+"""CustomResourceDefinition of TrainingJob: OpenAPI fields, CEL rules, status schema and printer columns.
+
+Every key of the job file has its field; a test compares the two. Limits on lists keep the cost of the CEL rules below
+what an API server grants. The rules refuse invalid requests in the API server itself, before anything is stored.
+
+The split without sorting: a total N is feasible on capacities c with at least m on each used node iff N >= m and the
+K = N div m largest usable capacities sum to at least N: more than K nodes would get less than m each. The sum of the K
+largest of c is the smallest of K t + sum(max(c - t, 0)) over t among c and 0, so N has to be at most each of these.
+
+The largest loss of an elastic job, without sorting: the split takes the largest nodes that hold N, and fills them in
+node order with m for each later node. So with T the smallest used capacity, X the unused capacity (less than T), and c
+the capacity of the last used node in node order, the smallest node gets max(m, min(T, c - X)).
+"""
+
+from typing import Any
+
+from ringweave.jobs import request
+from ringweave.jobs.request import MAX_WORKERS, RESERVED_PREFIX, SERVER_MODES, DeletionPolicy, NodeRequest
+from ringweave.jobs.split import MIN_PER_NODE
+from ringweave.jobs.states import JobState
+from ringweave.platforms.kubernetes import names
+
+Schema = dict[str, Any]
+
+MAX_NODES = 128
+"""With more nodes the quadratic rule of the split would cost more than an API server allows for one check."""
+MAX_ARGUMENTS = 1000
+MAX_VARIABLES = 200
+MAX_SOURCE = 2**20
+"""Maximum characters of a script; its bytes are counted when the ConfigMap is created."""
+_HOST_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
+_ELASTIC_MIN_TEXT = (
+    "With so many workers at least the others go on, with fewer all begin again from the last checkpoint. At most all "
+    "but those of the smallest node that the split uses."
+)
+_VISIBLE_CHARACTER = r"[^\p{C}\p{Z}]"
+"""Neither a control character nor a separator, in the API server's regular expressions (RE2)."""
+_MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
+
+IMMUTABLE_FIELDS = (
+    *("gpus", "cpuWorkers", "script", "source", "directory", "arguments", "environment", "data", "image", "claim"),
+    *("mode", "elastic", "nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
+)
+"""Fields that never change after creation; verbs set the others."""
+
+
+def spec_schema() -> Schema:
+    """Return the schema of `spec`, without its rules."""
+    properties = {**_program_fields(), **_node_fields(), **_lifecycle_fields()}
+    return {
+        "type": "object",
+        "description": "What is asked for; only suspend, stopRun and retryRun can change.",
+        "required": ["script", "nodes"],
+        "properties": properties,
+    }
+
+
+def job_name_schema() -> Schema:
+    """Return the schema of a job's name, from which the names of Pods and hosts are made."""
+    return {"type": "string", "maxLength": 40, "pattern": "^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"}
+
+
+def _program_fields() -> Schema:
+    return {
+        "gpus": _count_schema("GPUs in all, shared out over the nodes. Either gpus or cpuWorkers."),
+        "cpuWorkers": _count_schema("Workers without a GPU in all. Either gpus or cpuWorkers."),
+        "script": _line_schema(
+            "Path of the Python program: below directory where there is one, else its name.", 4096, least=1
+        ),
+        "source": _limited_text_schema(
+            "Text of the script, at most 1 MiB with the rest of the ConfigMap. Absent: the image has the script.",
+            MAX_SOURCE,
+        ),
+        "directory": _line_schema("Folder in the image that the script needs around it.", 4096, least=1),
+        "arguments": {
+            "type": "array",
+            "description": "What the script is called with.",
+            "maxItems": MAX_ARGUMENTS,
+            "x-kubernetes-list-type": "atomic",
+            "items": _limited_text_schema("One argument.", 16384),
+            "default": [],
+        },
+        "environment": {
+            "type": "array",
+            "description": "Variables of the workers.",
+            "maxItems": MAX_VARIABLES,
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+            "items": _variable_schema(),
+            "default": [],
+        },
+        "data": _line_schema("Where the training data is; workers see it as RINGWEAVE_DATA.", 4096, least=1),
+        "image": _line_schema("Container image with Python and ringweave. Absent: the operator's.", 1024, least=1),
+        "claim": {
+            **_limited_text_schema(
+                "PersistentVolumeClaim that all Pods mount at /claim, which RINGWEAVE_CLAIM says.", 253, least=1
+            ),
+            "pattern": _HOST_NAME_PATTERN,
+        },
+        "mode": {
+            "type": "string",
+            "description": "How to train; auto leaves the choice to the planner. ps-hra, ps: with a parameter server.",
+            "enum": list(request.MODES),
+            "default": "auto",
+        },
+        "elastic": {
+            "type": "object",
+            "description": "Absent: when a node is lost all begin again from the last checkpoint. Present: the others "
+            "go on without losing a train step, its Pod alone is replaced, and its workers join the others.",
+            "required": ["min"],
+            "properties": {"min": _count_schema(_ELASTIC_MIN_TEXT)},
+        },
+    }
+
+
+def _variable_schema() -> Schema:
+    name = _limited_text_schema(f"Name of the variable; {request.RESERVED_PREFIX} is ours.", 255)
+    return {
+        "type": "object",
+        "description": "A variable.",
+        "required": ["name", "value"],
+        "properties": {
+            "name": {**name, "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+            "value": _limited_text_schema("Its value.", 32768),
+        },
+    }
+
+
+def _node_fields() -> Schema:
+    return {
+        "nodes": {
+            "type": "array",
+            "description": "The nodes that may be used, in node order; the split takes the fewest that can hold all.",
+            "minItems": 1,
+            "maxItems": MAX_NODES,
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+            "items": _node_schema(),
+        },
+        "minPerNode": {**_count_schema("The least that a used node gets."), "default": MIN_PER_NODE},
+    }
+
+
+def _node_schema() -> Schema:
+    return {
+        "type": "object",
+        "description": "A node that may be used.",
+        "required": ["name", "capacity"],
+        "properties": {
+            "name": {
+                **_limited_text_schema("What it is called in this job.", 63, least=1),
+                "pattern": _HOST_NAME_PATTERN,
+            },
+            "host": {
+                **_limited_text_schema(
+                    "Kubernetes node that it must be (kubernetes.io/hostname). Absent: any.", 63, least=1
+                ),
+                "pattern": _HOST_NAME_PATTERN,
+            },
+            "capacity": {**_count_schema("How many GPUs (or CPU workers) it may run."), "minimum": 0},
+            "maxRetries": {
+                "type": "integer",
+                "format": "int32",
+                "description": "How often its Pod is replaced after a failure that is not the script's.",
+                "minimum": 0,
+                "maximum": request.MAX_RETRIES,
+                "default": _MAX_RETRIES,
+            },
+            "deletionPolicy": {
+                "type": "string",
+                "description": "What becomes of its Pod when the job has ended; a TTL or delete removes all.",
+                "enum": [str(policy) for policy in DeletionPolicy],
+                "default": str(DeletionPolicy.DELETE),
+            },
+        },
+    }
+
+
+def _lifecycle_fields() -> Schema:
+    return {
+        "ttlSecondsAfterFinished": {
+            "type": "number",
+            "description": "So long after its end the job is removed with all it left. Absent: kept until deleted.",
+            "minimum": 0,
+            "maximum": request.MAX_TTL_S,
+        },
+        "suspend": {
+            "type": "boolean",
+            "description": "Nothing of it runs until it is false. Kueue sets it, and ringweave suspend and resume.",
+            "default": False,
+        },
+        "stopRun": _level_schema("Runs up to this one shall stop; ringweave stop sets it."),
+        "retryRun": _level_schema(
+            "This run, once it ended badly, shall be followed by another; ringweave retry sets it."
+        ),
+        "managedBy": _limited_text_schema(
+            "Who leads it; absent or ringweave.dev/operator: this operator, else it keeps away.", 63
+        ),
+        "requester": {
+            "type": "object",
+            "description": "Who asks, as the API server says; set or checked by the admission policies.",
+            "required": ["username"],
+            "properties": {
+                "username": _limited_text_schema("The user's name.", 1024, least=1),
+                "groups": {
+                    "type": "array",
+                    "description": "The user's groups, for the question whether they may.",
+                    "maxItems": 500,
+                    "x-kubernetes-list-type": "atomic",
+                    "items": _limited_text_schema("A group.", 1024),
+                },
+            },
+        },
+    }
+
+
+def _count_schema(description: str) -> Schema:
+    limits = {"minimum": 1, "maximum": request.MAX_WORKERS}
+    return {"type": "integer", "format": "int64", "description": description, **limits}
+
+
+def _level_schema(description: str) -> Schema:
+    return {"type": "integer", "format": "int32", "description": description, "minimum": 0, "default": 0}
+
+
+def _limited_text_schema(description: str, most: int, *, least: int | None = None) -> Schema:
+    limits = {"maxLength": most} if least is None else {"minLength": least, "maxLength": most}
+    return {"type": "string", "description": description, **limits}
+
+
+def _line_schema(description: str, most: int, *, least: int) -> Schema:
+    """Return the schema of text on one line that is not blank, as in a request: visible characters and spaces."""
+    return {
+        **_limited_text_schema(description, most, least=least),
+        "pattern": rf"^({_VISIBLE_CHARACTER}| )*{_VISIBLE_CHARACTER}({_VISIBLE_CHARACTER}| )*$",
+    }
+
+
+ValidationRule = dict[str, Any]
+
+_TOTAL = "(has(self.gpus) ? self.gpus : has(self.cpuWorkers) ? self.cpuWorkers : 0)"
+_USABLE = "self.nodes.filter(n, n.capacity >= self.minPerNode)"
+_TOTAL_CAPACITY = f"{_USABLE}.map(n, n.capacity).sum()"
+_FITS_LARGEST_NODES = (
+    # An unusable n is smaller than t and adds nothing; a filter would double the cost.
+    f"self.nodes.all(t, t.capacity < self.minPerNode || {_TOTAL} <= ({_TOTAL} / self.minPerNode) * t.capacity + "
+    "self.nodes.map(n, n.capacity > t.capacity ? n.capacity - t.capacity : 0).sum())"
+)
+OPTIONAL_FIELDS = (
+    *("gpus", "cpuWorkers", "source", "directory", "data", "image", "claim", "elastic"),
+    *("ttlSecondsAfterFinished", "managedBy"),
+)
+
+
+def spec_rules() -> list[ValidationRule]:
+    """Return the rules of the whole spec, in reading order for users."""
+    return [
+        _make_rule(
+            "has(self.gpus) != has(self.cpuWorkers)", "write either gpus or cpuWorkers, not both and not neither"
+        ),
+        _make_rule(
+            f"{_TOTAL} >= self.minPerNode",
+            "the total is less than one used node gets at least: ask for more, or lower minPerNode",
+            message_expression="'a total of %d is less than the %d that a used node gets at least: "
+            f"ask for %d or more, or lower minPerNode'.format([{_TOTAL}, self.minPerNode, self.minPerNode])",
+        ),
+        _make_rule(
+            f"{_TOTAL} <= {_TOTAL_CAPACITY}",
+            "the nodes have not enough room in all: ask for less, add a node or raise a capacity",
+            message_expression="'a total of %d is more than the %d that the nodes with room for at least %d can run: "
+            f"ask for less, add a node or raise a capacity'.format([{_TOTAL}, {_TOTAL_CAPACITY}, self.minPerNode])",
+        ),
+        _make_rule(
+            # If all usable nodes may be used, their total capacity decides: the previous rule.
+            f"{_TOTAL} < self.minPerNode || {_TOTAL} / self.minPerNode >= {_USABLE}.size() || {_FITS_LARGEST_NODES}",
+            "no split gives every used node minPerNode: as many nodes as are needed would get too few each; "
+            "ringweave split names the nearest totals that can be",
+        ),
+        *_elastic_rules(),
+        _make_rule(
+            "!(has(self.source) && has(self.directory))",
+            "source and directory exclude each other: with a directory the image has the script",
+        ),
+        _make_rule(
+            " && ".join(f"has(self.{name}) == has(oldSelf.{name})" for name in OPTIONAL_FIELDS),
+            "a field that was absent stays absent, one that was there stays: delete the job and submit it anew",
+        ),
+        _make_rule(
+            "self.stopRun >= oldSelf.stopRun && self.retryRun >= oldSelf.retryRun", "stopRun and retryRun only grow"
+        ),
+        _make_rule("!has(oldSelf.requester) || has(self.requester)", "the requester stays"),
+    ]
+
+
+def _elastic_rules() -> list[ValidationRule]:
+    served = " || ".join(f"self.mode == '{mode}'" for mode in SERVER_MODES)
+    most = _max_elastic_min()
+    return [
+        _make_rule(
+            f"!has(self.elastic) || !({served})",
+            "elastic excludes a parameter server, which dies with its node: leave elastic out, or write mode balanced",
+        ),
+        _make_rule(
+            f"!has(self.elastic) || self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
+            "an elastic job needs two nodes or more, as one can be lost, and here one node gets all: leave elastic "
+            "out, or lower its capacity",
+        ),
+        _make_rule(
+            f"!has(self.elastic) || {_TOTAL} < 1 || {_USABLE}.size() == 0 || self.elastic.min <= {most}",
+            "elastic.min is more than is left without the smallest node that the split uses",
+            message_expression="'elastic.min of %d is more than the %d that are left without the smallest node that "
+            "the split uses: write %d, or less to survive the loss of larger nodes'"
+            f".format([self.elastic.min, {most}, {most}])",
+        ),
+    ]
+
+
+def _max_elastic_min() -> str:
+    """Return the total without the smallest node's part; a number above all totals if there is no such split.
+
+    `[x].map(name, ...)[0]` binds a value to a name: CEL has no other way that all API servers support.
+    """
+    larger = "self.nodes.map(n, n.capacity > {0} ? n.capacity : 0).sum()"
+    smallest_taken = (
+        f"self.nodes.filter(t, t.capacity >= self.minPerNode && {larger.format('t.capacity')} < {_TOTAL})"
+        ".map(t, t.capacity).min()"
+    )
+    large, alike = "self.nodes.filter(n, n.capacity > least)", "self.nodes.filter(n, n.capacity == least)"
+    # Of equal nodes the first are used. Without indexOf, whose cost is that of the longest possible text.
+    taken = "self.nodes.filter(n, n.capacity > least || n.name == mark)"
+    last = f"[{alike}[count - 1].name].map(mark, {taken}[{taken}.size() - 1].capacity)[0]"
+    is_none = (
+        f"{alike}.size() < count || ({large}.size() + count) * self.minPerNode > {_TOTAL}"
+        f" || {large}.size() + count == 1"
+    )
+    left_over = f"(above + count * least - {_TOTAL})"
+    smallest = f"[self.minPerNode, [least, {last} - {left_over}].min()].max()"
+    value = f"{is_none} ? {MAX_WORKERS} : {_TOTAL} - {smallest}"
+    counted = f"[({_TOTAL} - above + least - 1) / least].map(count, {value})[0]"
+    return f"[{smallest_taken}].map(least, [{larger.format('least')}].map(above, {counted})[0])[0]"
+
+
+def field_rules(name: str) -> list[ValidationRule]:
+    """Return the rules of one field of the spec."""
+    found = []
+    if name in IMMUTABLE_FIELDS:
+        found.append(_make_rule("self == oldSelf", f"{name} cannot change: delete the job and submit it anew"))
+    if name == "environment":
+        reserved = f"!self.exists(v, v.name.startsWith('{RESERVED_PREFIX}'))"
+        found.append(_make_rule(reserved, f"a variable begins with {RESERVED_PREFIX}: those are set by the launcher"))
+    return found
+
+
+def _make_rule(rule: str, message: str, *, message_expression: str | None = None) -> ValidationRule:
+    """Return a rule with its message, and optionally with an expression for a message with numbers.
+
+    Numbers go into it by `format`: the API server estimates the text of `string(number)` as unbounded, so that a `+`
+    with it costs more than the whole definition may.
+    """
+    return {
+        "rule": rule,
+        "message": message,
+        **({"messageExpression": message_expression} if message_expression else {}),
+    }
+
+
+CONDITION_TEXTS = {
+    "Admitted": "It may run: the requester may submit it, and the total can be split.",
+    "Running": "All its nodes train; of an elastic job enough of them do.",
+    "Suspended": "It is suspended.",
+    "Succeeded": "All nodes finished with exit code 0; of an elastic job all that did not hang.",
+    "Failed": "The script failed, a node failed too often, or somebody stopped it.",
+}
+"""Condition type -> meaning of True."""
+REFUSED_STATE = "Refused"
+"""State of a job that was not admitted."""
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """Return the whole CustomResourceDefinition."""
+    version = {
+        "name": names.CRD_VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": _resource_schema()},
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": _printer_columns(),
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{names.CRD_PLURAL}.{names.API_GROUP}",
+            "labels": {"app.kubernetes.io/name": "ringweave"},
+        },
+        "spec": {
+            "group": names.API_GROUP,
+            "names": {
+                "plural": names.CRD_PLURAL,
+                "singular": "trainingjob",
+                "kind": names.CRD_KIND,
+                "listKind": f"{names.CRD_KIND}List",
+                "shortNames": ["tj"],
+                "categories": ["all"],
+            },
+            "scope": "Namespaced",
+            "versions": [version],
+        },
+    }
+
+
+def _resource_schema() -> Schema:
+    spec = spec_schema()
+    spec["x-kubernetes-validations"] = spec_rules()
+    for name, field in spec["properties"].items():
+        found = field_rules(name)
+        if found:
+            field["x-kubernetes-validations"] = found
+    return {
+        "type": "object",
+        "description": "A training job: N GPUs in all over nodes that may run unequal numbers of them.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": "Version of this schema."},
+            "kind": {"type": "string", "description": f"{names.CRD_KIND}."},
+            "metadata": {"type": "object", "properties": {"name": job_name_schema()}},
+            "spec": spec,
+            "status": _status_schema(),
+        },
+    }
+
+
+def _status_schema() -> Schema:
+    states = ", ".join([*JobState, REFUSED_STATE])
+    properties = {
+        "observedGeneration": _integer_schema("The generation of the spec that this tells of."),
+        "state": _text_schema(f"One of {states}."),
+        "reason": _text_schema("Why it does not run, as one word; empty while it does."),
+        "message": _text_schema("What it waits for, or what happened."),
+        "helps": _text_schema("What would help."),
+        "ready": _text_schema("How many of the used nodes are at the gate or beyond, such as 2/3."),
+        "workers": _integer_schema("GPUs, or CPU workers, in all."),
+        "run": _integer_schema("1, and one more for each retry of the whole job."),
+        "round": _integer_schema("How often all nodes have been gathered at the gate."),
+        "admittedAt": _time_schema("When it was admitted."),
+        "endedAt": _time_schema("When its outcome was decided; the TTL counts from here."),
+        "nodes": _list_schema("What each node does, in the order of the spec.", ["name"], _node_status_schema()),
+        "conditions": _list_schema("Conditions.", ["type"], _condition_schema()),
+        "events": _list_schema("The last things that happened, oldest first.", ["key"], _event_schema()),
+        "record": _text_schema("What the operator knows, as JSON; the fields above say the same for people."),
+    }
+    return {"type": "object", "description": "What became of it; written by the operator.", "properties": properties}
+
+
+def _node_status_schema() -> Schema:
+    return _object_schema(
+        "A node.",
+        ["name"],
+        {
+            "name": _text_schema("Its name in the spec."),
+            "workers": _integer_schema("What the split gave it; 0: not used."),
+            "state": _text_schema("What it does."),
+            "reason": _text_schema("Why it does not run, as one word."),
+            "message": _text_schema("What it waits for, or what happened."),
+            "helps": _text_schema("What would help."),
+            "attempt": _integer_schema("The current attempt."),
+            "retries": _integer_schema("Replacements after failures of its own in this run."),
+            "iterations": _integer_schema("Training steps done, as last reported."),
+            "lastLoss": {"type": "number", "description": "The last loss reported."},
+        },
+    )
+
+
+def _condition_schema() -> Schema:
+    return _object_schema(
+        "A condition.",
+        ["type", "status", "lastTransitionTime", "reason", "message"],
+        {
+            "type": _text_schema(f"One of {', '.join(CONDITION_TEXTS)}."),
+            "status": {
+                "type": "string",
+                "description": "True, False or Unknown.",
+                "enum": ["True", "False", "Unknown"],
+            },
+            "reason": _text_schema("One word for programs."),
+            "message": _text_schema("In words."),
+            "lastTransitionTime": _time_schema("When the status changed last."),
+            "observedGeneration": _integer_schema("The generation of the spec that this tells of."),
+        },
+    )
+
+
+def _event_schema() -> Schema:
+    return _object_schema(
+        "Something that happened.",
+        ["key"],
+        {
+            "key": _text_schema("Unique within the job."),
+            "time": _time_schema("When."),
+            "kind": _text_schema("A reason's code, or a state."),
+            "text": _text_schema("In words."),
+        },
+    )
+
+
+def _printer_columns() -> list[dict[str, Any]]:
+    def column(name: str, path: str, description: str, kind: str = "string", *, wide: bool = False) -> dict[str, Any]:
+        shown = {"name": name, "type": kind, "jsonPath": path, "description": description}
+        return {**shown, "priority": 1} if wide else shown
+
+    return [
+        column("State", ".status.state", "What it does."),
+        column("Reason", ".status.reason", "Why it does not run."),
+        column("Ready", ".status.ready", "Nodes at the gate or beyond, of those used."),
+        column("Workers", ".status.workers", "GPUs, or CPU workers, in all.", "integer"),
+        column("Requester", ".spec.requester.username", "Who asked for it."),
+        column("Age", ".metadata.creationTimestamp", "Since when it is there.", "date"),
+        column("Message", ".status.message", "What it waits for, or what happened.", wide=True),
+        column("Helps", ".status.helps", "What would help.", wide=True),
+    ]
+
+
+def _object_schema(description: str, required: list[str], properties: Schema) -> Schema:
+    return {"type": "object", "description": description, "required": required, "properties": properties}
+
+
+def _list_schema(description: str, keys: list[str], items: Schema) -> Schema:
+    kind = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": keys}
+    return {"type": "array", "description": description, **kind, "items": items}
+
+
+def _text_schema(description: str) -> Schema:
+    return {"type": "string", "description": description}
+
+
+def _integer_schema(description: str) -> Schema:
+    return {"type": "integer", "format": "int64", "description": description}
+
+
+def _time_schema(description: str) -> Schema:
+    return {"type": "string", "format": "date-time", "description": description}

@@ -1,0 +1,66 @@
+"""Secrets with the credentials of a round's processes, uploaded by one agent for the others.
+
+A job with a parameter server has one Secret with one text for each worker. An elastic job has one Secret for each node
+with several texts for each of its processes, each removed when it is used.
+"""
+
+from base64 import b64decode
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ringweave.platforms.agent.credentials import NUM_INCARNATIONS
+from ringweave.platforms.kubernetes import names
+from ringweave.platforms.kubernetes.objects import JobOwner, Object
+
+MAX_SERVER_WORKERS = 512
+"""Limit for a job with a parameter server: about 1,700 bytes for each worker in one Secret, which holds 1 MiB."""
+MAX_ELASTIC_WORKERS_PER_NODE = MAX_SERVER_WORKERS // NUM_INCARNATIONS - 1
+"""Limit for a node of an elastic job: the same Secret holds all incarnations, and perhaps those of a coordinator."""
+
+UploadVersion = tuple[int, int]
+"""Round, and attempt of the uploading node; a later upload has the larger version."""
+
+
+def credential_secret(owner: JobOwner, name: str, version: UploadVersion, texts: Mapping[str, str]) -> Object:
+    """Return the Secret with the credentials of a round. No Pod mounts it; only the gateway reads it.
+
+    Args:
+        owner: The TrainingJob.
+        name: Name of the Secret.
+        version: Version of the upload.
+        texts: Global rank -> credentials; for an elastic job `HOLDER.INCARNATION` -> credentials.
+    """
+    metadata = owner.metadata(name)
+    metadata["annotations"] = {names.ROUND_ANNOTATION: str(version[0]), names.ATTEMPT_LABEL: str(version[1])}
+    return {"metadata": metadata, "type": "Opaque", "stringData": dict(texts)}
+
+
+def upload_version(found: Mapping[str, Any]) -> UploadVersion:
+    """Return the upload version of a Secret of `credential_secret`."""
+    annotations = found["metadata"]["annotations"]
+    return int(annotations[names.ROUND_ANNOTATION]), int(annotations[names.ATTEMPT_LABEL])
+
+
+def credential_texts(found: Mapping[str, Any], keys: Collection[str]) -> dict[str, str]:
+    """Return the credentials under these keys, as far as they exist."""
+    return {key: b64decode(text).decode() for key, text in (found.get("data") or {}).items() if key in keys}
+
+
+def next_credential_keys(found: Mapping[str, Any], holders: Sequence[str]) -> dict[str, str]:
+    """Return holder -> key of the next incarnation's credentials, without holders that have none left."""
+    incarnations: dict[str, list[int]] = {}
+    for key in found.get("data") or {}:
+        holder, _, incarnation = key.rpartition(".")
+        incarnations.setdefault(holder, []).append(int(incarnation))
+    return {holder: f"{holder}.{min(incarnations[holder])}" for holder in holders if holder in incarnations}
+
+
+def secret_names(resource: Mapping[str, Any]) -> list[str]:
+    """Return the names of all Secrets that a TrainingJob may have."""
+    spec, name = resource["spec"], resource["metadata"]["name"]
+    nodes = range(len(spec["nodes"])) if "elastic" in spec else ()
+    return [
+        names.config_name(name),
+        names.server_secret_name(name),
+        *(names.credential_pool_name(name, node) for node in nodes),
+    ]

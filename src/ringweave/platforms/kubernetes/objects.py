@@ -1,0 +1,295 @@
+"""Objects of a job in the API server: ConfigMap, Secret, headless Service and Pods. Pure."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ringweave.errors import JobError, explain
+from ringweave.jobs.records import CreateGroup, Job
+from ringweave.platforms.agent import channel, job_config
+from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.kubernetes import names
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOwner:
+    """TrainingJob that owns an object."""
+
+    name: str
+    namespace: str
+    uid: str
+    """Unique id; a later job of the same name has another one."""
+
+    @classmethod
+    def from_resource(cls, resource: Mapping[str, Any]) -> "JobOwner":
+        """Return the owner for a TrainingJob."""
+        metadata = resource["metadata"]
+        return cls(name=metadata["name"], namespace=metadata["namespace"], uid=metadata["uid"])
+
+    def metadata(self, name: str, **labels: str) -> Object:
+        reference = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.CRD_KIND,
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+        ours = {"app.kubernetes.io/managed-by": "ringweave", names.JOB_LABEL: self.name}
+        return {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": {**ours, **labels},
+            "ownerReferences": [reference],
+        }
+
+    def owns(self, found: Mapping[str, Any]) -> bool:
+        """Return whether the object belongs to this job, and not to an earlier job of this name or to anything else."""
+        references = found["metadata"].get("ownerReferences", ())
+        return any(reference["uid"] == self.uid for reference in references)
+
+    @property
+    def selector(self) -> str:
+        """Return the label selector of all objects of jobs of this name."""
+        return f"{names.JOB_LABEL}={self.name}"
+
+
+MAX_CONFIG_MAP_BYTES = 2**20
+"""Maximum size of keys and values of a ConfigMap, as the API server counts them."""
+CONFIG_KEY = "config.json"
+SCRIPT_KEY = "script"
+RENDEZVOUS_KEY = "opening.json"
+_RENDEZVOUS_RESERVE_BYTES = 16 * 1024
+"""Reserve for the rendezvous result: addresses of 128 nodes."""
+TOKEN_KEY = "token"
+
+
+def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
+    """Return the ConfigMap: node names with worker counts, the script, and a closed start barrier.
+
+    Raises:
+        JobError: The ConfigMap would be too large.
+    """
+    whole = job_config.job_config(job, directory=job.request.directory, script_text=source)
+    data = {CONFIG_KEY: job_config.dump_job_config(replace(whole, script_text=None))}
+    if source is not None:
+        data[SCRIPT_KEY] = source
+    num_bytes = sum(len(key) + len(value.encode()) for key, value in data.items())
+    if num_bytes > MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES:
+        do = "Put the script into the image and name its folder as directory; then it need not travel with the job"
+        expected = f"at most {MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES} (1 MiB less the opening of the gate)"
+        raise JobError(
+            explain(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
+        )
+    return {"metadata": owner.metadata(names.config_name(owner.name)), "data": data}
+
+
+def parse_config_data(data: Mapping[str, str]) -> job_config.JobConfig:
+    """Parse the data of `config_map`, with the script."""
+    known = job_config.parse_job_config(data[CONFIG_KEY])
+    return replace(known, script_text=data.get(SCRIPT_KEY))
+
+
+def rendezvous_in(found: Mapping[str, Any] | None) -> RendezvousResult | None:
+    """Return the last rendezvous result in a ConfigMap."""
+    text = (found or {}).get("data", {}).get(RENDEZVOUS_KEY)
+    return None if text is None else channel.parse_rendezvous(text)
+
+
+def token_secret(owner: JobOwner) -> Object:
+    """Return the Secret with a token that authenticates the agents of the job."""
+    metadata = owner.metadata(names.config_name(owner.name))
+    return {"metadata": metadata, "type": "Opaque", "stringData": {TOKEN_KEY: secrets.token_urlsafe(32)}}
+
+
+def headless_service(owner: JobOwner) -> Object:
+    """Return the headless Service; it publishes Pods before they are ready, since they meet at the barrier."""
+    return {
+        "metadata": owner.metadata(names.service_name(owner.name)),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_LABEL: owner.name},
+        },
+    }
+
+
+CONFIG_DIR = "/etc/ringweave/config"
+SECRET_DIR = "/etc/ringweave/secret"
+HOME_DIR = "/var/lib/ringweave"
+CLAIM_DIR = "/claim"
+WORKER_CONTAINER = "workers"
+AGENT_COMMAND = ("python", "-m", "ringweave.platforms.kubernetes.agent_main")
+TERMINATION_GRACE_S = 30
+
+
+_SECURITY_CONTEXT = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Workers need no more, and a namespace that enforces `restricted` accepts no more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """Resource quantity of the API: `500m`, `16Gi`."""
+
+    number: int
+    suffix: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Quantity":
+        """Parse a quantity.
+
+        Raises:
+            ValueError: The text is no quantity.
+        """
+        match = _QUANTITY_PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        return cls(number=int(match[1]), suffix=match[2])
+
+    def multiplied(self, count: int) -> str:
+        """Return a multiple of the quantity."""
+        return f"{self.number * count}{self.suffix}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toleration:
+    """Tolerated taint."""
+
+    key: str
+    value: str | None = None
+    """None: any value."""
+    effect: str | None = None
+    """None: all effects."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Toleration":
+        """Parse `KEY`, `KEY=VALUE`, `KEY:EFFECT` or `KEY=VALUE:EFFECT`.
+
+        Raises:
+            ValueError: The text has another form.
+        """
+        match = _TOLERATION_PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        return cls(key=match[1], value=match[2], effect=match[3])
+
+    def to_object(self) -> Object:
+        """Return the toleration in the form of a Pod."""
+        match = {"operator": "Exists"} if self.value is None else {"operator": "Equal", "value": self.value}
+        return {"key": self.key, **match, **({"effect": self.effect} if self.effect else {})}
+
+
+_QUANTITY_PATTERN = re.compile(r"([1-9]\d*)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
+_TOLERATION_PATTERN = re.compile(r"([^=:\s]+)(?:=([^=:\s]+))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodSettings:
+    """Settings of the operator for all Pods."""
+
+    image: str | None = None
+    """Image of jobs that name none; None: each job must name one."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Resource name of a GPU in this cluster."""
+    gateway_url: str = "https://ringweave-operator.ringweave-system.svc:8443"
+    """URL of the operator's gateway for agents."""
+    gateway_certificate: str = ""
+    """Certificate of the gateway, as PEM; empty without TLS."""
+    user: int | None = None
+    """User id of the workers, never root; None: the image's."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints that the Pods tolerate."""
+    worker_cpu: Quantity | None = None
+    """CPUs of each worker, as request and limit; None: a request of one for a CPU worker, and no limit."""
+    worker_memory: Quantity | None = None
+    """Memory of each worker, as request and limit; None: neither."""
+
+
+def worker_pod(job: Job, owner: JobOwner, action: CreateGroup, *, host: str | None, settings: PodSettings) -> Object:
+    """Return the Pod for a `CreateGroup` action.
+
+    Args:
+        job: As admitted.
+        owner: Its TrainingJob.
+        action: Node, attempt, number of workers and round.
+        host: Required Kubernetes node; None: any.
+        settings: Settings of the operator.
+    """
+    labels = {names.NODE_LABEL: str(action.node), names.ATTEMPT_LABEL: str(action.attempt)}
+    metadata = owner.metadata(names.pod_name(owner.name, action.node, action.attempt), **labels)
+    metadata["annotations"] = {names.ROUND_ANNOTATION: str(action.round)}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
+        "hostname": names.pod_hostname(owner.name, action.node),
+        "subdomain": names.service_name(owner.name),
+        "readinessGates": [{"conditionType": names.BARRIER_CONDITION}],
+        "containers": [_worker_container(job, owner, action, settings)],
+        "volumes": [
+            {"name": "config", "configMap": {"name": names.config_name(owner.name)}},
+            # Root owns the files, and the image may run as any user.
+            {"name": "secret", "secret": {"secretName": names.config_name(owner.name), "defaultMode": 0o444}},
+            {"name": "home", "emptyDir": {}},
+            # The default of Docker and containerd is 64 MB; workers of one node exchange gradients through it.
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if job.request.claim is not None:
+        spec["volumes"].append({"name": "claim", "persistentVolumeClaim": {"claimName": job.request.claim}})
+        spec["containers"][0]["volumeMounts"].append({"name": "claim", "mountPath": CLAIM_DIR})
+        spec["containers"][0]["env"].append({"name": "RINGWEAVE_CLAIM", "value": CLAIM_DIR})
+    if settings.user is not None:
+        user = settings.user
+        spec["securityContext"] = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
+    if settings.tolerations:
+        spec["tolerations"] = [each.to_object() for each in settings.tolerations]
+    if host is not None:
+        spec["nodeSelector"] = {"kubernetes.io/hostname": host}
+    return {"metadata": metadata, "spec": spec}
+
+
+def _worker_container(job: Job, owner: JobOwner, action: CreateGroup, settings: PodSettings) -> Object:
+    field = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    variables = {
+        "RINGWEAVE_DESK": settings.gateway_url,
+        "RINGWEAVE_DESK_AUTHORITY": settings.gateway_certificate,
+        "RINGWEAVE_POD": f"{owner.namespace}/{owner.name}/{action.node}/{action.attempt}",
+        "RINGWEAVE_CONFIG_DIR": CONFIG_DIR,
+        "RINGWEAVE_SECRET_DIR": SECRET_DIR,
+        "RINGWEAVE_HOME": HOME_DIR,
+    }
+    return {
+        "name": WORKER_CONTAINER,
+        "image": job.request.image or settings.image,
+        "command": list(AGENT_COMMAND),
+        "env": [field, *({"name": name, "value": value} for name, value in variables.items() if value)],
+        "resources": _resources(job, action, settings),
+        "securityContext": _SECURITY_CONTEXT,
+        "terminationMessagePolicy": "File",
+        "volumeMounts": [
+            {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+            {"name": "secret", "mountPath": SECRET_DIR, "readOnly": True},
+            {"name": "home", "mountPath": HOME_DIR},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+
+
+def _resources(job: Job, action: CreateGroup, settings: PodSettings) -> Object:
+    """Return the resources: one GPU or one CPU for each worker, and the operator's settings."""
+    is_cuda, count = job.request.device == "cuda", action.workers
+    per_worker = {"cpu": settings.worker_cpu, "memory": settings.worker_memory}
+    amounts = {name: each.multiplied(count) for name, each in per_worker.items() if each is not None}
+    limits = {**({settings.gpu_resource: str(count)} if is_cuda else {}), **amounts}
+    requests = {**({} if is_cuda else {"cpu": str(count)}), **amounts}
+    return {name: each for name, each in (("limits", limits), ("requests", requests)) if each}

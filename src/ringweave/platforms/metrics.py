@@ -1,0 +1,114 @@
+"""Prometheus metrics of the jobs of a platform, looked up anew for every request."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.states import JobState
+from ringweave.platforms.api import JobView, NodeView, Platform
+
+_JOB_LABELS = ("place", "job", "requester")
+
+
+class JobsCollector(Collector):
+    """Lists the jobs at every scrape, so that metrics are as fresh as `ringweave jobs`."""
+
+    def __init__(self, list_jobs: Callable[[], Sequence[JobView]]) -> None:
+        self._list_jobs = list_jobs
+
+    def collect(self) -> Iterator[Metric]:
+        yield from job_metrics(self._list_jobs())
+
+
+def job_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
+    """Yield the metrics of these jobs. Pure."""
+    state = GaugeMetricFamily(
+        "ringweave_job_state", "1 for the state that the job is in.", labels=(*_JOB_LABELS, "state")
+    )
+    rows = {
+        "ringweave_job_workers": ("Workers that the job asks for in all.", lambda job: job.workers),
+        "ringweave_job_rounds": ("How often all nodes were gathered at the gate.", lambda job: job.round),
+        "ringweave_job_created_timestamp_seconds": ("When it was submitted.", lambda job: job.created_s),
+        "ringweave_job_state_timestamp_seconds": ("When it came into its state.", lambda job: job.since_s),
+    }
+    of_jobs = {name: GaugeMetricFamily(name, text, labels=_JOB_LABELS) for name, (text, _) in rows.items()}
+    for job in found:
+        labels = (job.place, job.name, job.requester)
+        for each in JobState:
+            state.add_metric((*labels, str(each)), float(job.state is each))
+        for name, (_, value) in rows.items():
+            of_jobs[name].add_metric(labels, float(value(job)))
+    yield state
+    yield from of_jobs.values()
+    yield from _node_metrics(found)
+
+
+def metrics_text(found: Sequence[JobView]) -> str:
+    """Return the metrics of these jobs in Prometheus' text format."""
+    return generate_latest(_collector_registry(lambda: found)).decode()
+
+
+def serve_metrics(platform: Platform, port: int) -> int:
+    """Serve /metrics at 127.0.0.1 until SIGINT or SIGTERM; return the exit code.
+
+    Raises:
+        LaunchError: The port cannot be used.
+    """
+    ended = threading.Event()
+    for how in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(how, lambda *_: ended.set())
+    try:
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=_collector_registry(platform.jobs))
+    except OSError as error:
+        raise LaunchError(f"metrics: port {port} cannot be had ({error}). Give another. [--serve-metrics]") from error
+    try:
+        ended.wait()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    return 0
+
+
+def _collector_registry(list_jobs: Callable[[], Sequence[JobView]]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(JobsCollector(list_jobs))
+    return registry
+
+
+def _node_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
+    rows = {
+        "ringweave_node_workers": ("Workers of the node.", _workers),
+        "ringweave_node_retries": ("Replacements after failures of its own in this run.", _retries),
+        "ringweave_node_iterations": ("Training steps done, as last reported.", _iterations),
+        "ringweave_node_last_loss": ("The last loss reported.", _last_loss),
+    }
+    for name, (text, value) in rows.items():
+        family = GaugeMetricFamily(name, text, labels=(*_JOB_LABELS, "node"))
+        for job in found:
+            for node in job.used_nodes:
+                measured = value(node)
+                if measured is not None:
+                    family.add_metric((job.place, job.name, job.requester, node.name), float(measured))
+        yield family
+
+
+def _workers(node: NodeView) -> float:
+    return node.workers
+
+
+def _retries(node: NodeView) -> float:
+    return node.retries
+
+
+def _iterations(node: NodeView) -> float | None:
+    return node.iterations
+
+
+def _last_loss(node: NodeView) -> float | None:
+    return node.last_loss

@@ -1,0 +1,274 @@
+"""Allocation monitor: requests, cancels and cleans up allocations of jobs whose controller does not run.
+
+The controller does the rest. Both read the same files and decide by the same `reconcile`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ringweave.jobs import advance
+from ringweave.jobs.records import GroupPhase, Job, JobEvent, ObservedGroup, ObservedJobState, PendingCause
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.slurm import batch_script
+from ringweave.platforms.slurm.commands import Allocation, SlurmClient, SlurmTimeoutError
+from ringweave.platforms.slurm.controller import (
+    SlurmController,
+    make_deps,
+    timeout_arguments,
+    wants_allocation,
+    without_slurm_variables,
+)
+from ringweave.platforms.slurm.job_runtime import ALLOCATION_REVOKED
+from ringweave.platforms.slurm.lease import SlurmTimeouts
+from ringweave.platforms.slurm.registry import AllocationState, SlurmJobRegistry, SlurmRegistryEntry
+
+PENDING_REASON_TEXTS: Mapping[str, str] = {
+    "None": "Slurm has not looked at it yet",
+    "Resources": "the machines that it needs are in use; it goes on by itself when other jobs end (squeue shows them)",
+    "Priority": "other jobs of its partition come first; it goes on by itself (squeue --start says when)",
+    "BeginTime": "it was requeued, and Slurm waits until the machines have forgotten the former try; at most 2 minutes",
+    "Dependency": "a job that it depends on has not ended",
+    "JobHeldUser": "somebody holds it; scontrol release {job_id} lets it go",
+    "JobHeldAdmin": "whoever runs the cluster holds it; ask them",
+    "ReqNodeNotAvail": "a machine that it names is down, drained or reserved; sinfo -R says why. "
+    "Leave its name out to take another, or have it mended",
+    "PartitionDown": "its partition is down; sinfo shows others, SBATCH_PARTITION chooses one",
+    "PartitionInactive": "its partition takes no jobs now; sinfo shows others, SBATCH_PARTITION chooses one",
+    "PartitionNodeLimit": "it asks for more machines than its partition allows; ask for fewer nodes",
+    "PartitionTimeLimit": "it asks for more time than its partition allows; set SBATCH_TIMELIMIT",
+    "Reservation": "it waits for its reservation to begin",
+    "Licenses": "it waits for a licence",
+    "NodeDown": "a machine that it needs is down; sinfo -R says why",
+    "BadConstraints": "no machine has what it asks for; see sinfo and ask for less",
+    "InvalidAccount": "its account is not valid; set SBATCH_ACCOUNT",
+    "InvalidQOS": "its quality of service is not valid; set SBATCH_QOS",
+    "AssocGrpGRES": "the GPUs of its account are in use up to their limit; it goes on when jobs of the account end",
+    "AssocGrpCpuLimit": "the CPUs of its account are in use up to their limit; it goes on when jobs of the account end",
+    "AssocMaxJobsLimit": "the account has as many jobs as it may; it goes on when one of them ends",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs as you may; it goes on when one of them ends",
+    "QOSMaxGRESPerUser": "you have as many GPUs as you may; it goes on when one of your jobs ends",
+    "QOSGrpGRES": "the GPUs of its quality of service are in use up to their limit",
+    "launch_failed_requeued_held": "its start failed, and Slurm holds it; see sinfo -R, then scontrol release {job_id}",
+    "job_requeued_in_held_state": "it was requeued and is held; scontrol release {job_id} lets it go",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": "machines that it "
+    "needs are down, drained or reserved; sinfo -R says why. Have them mended, or ask for less",
+}
+"""Slurm's reason -> meaning and hint."""
+_LIMIT_TEXT = "a limit of account or quality of service is reached; sacctmgr show assoc says which"
+
+
+def pending_text(allocation: Allocation) -> str:
+    """Return the text about a pending job, with Slurm's own reason in it."""
+    word = allocation.reason.partition("(")[0].rstrip(",") or "None"
+    known = PENDING_REASON_TEXTS.get(word) or PENDING_REASON_TEXTS.get(word.split(",")[0])
+    if known is None:
+        known = _LIMIT_TEXT if word.startswith(("Assoc", "QOS")) else "see the job reason codes in squeue's manual"
+    start = f". Slurm expects to start it at {allocation.start}" if allocation.start else ""
+    return f"Slurm job {allocation.job_id} ({word}): {known.format(job_id=allocation.job_id)}{start}"
+
+
+CANCEL_TIMEOUT_S = 10.0
+"""Time for a cancelled pending job to leave Slurm's queue; a later exit is found by the next command."""
+CLEAR_TIMEOUT_S = 2.0
+"""Time for the files of a job to be cleaned up."""
+CANCEL_POLL_S = 0.1
+ANSWER_TTL_S = 2.0
+"""Cache time of Slurm's answer for commands that only look."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitoredJob:
+    """Job with Slurm's state of its allocation."""
+
+    entry: SlurmRegistryEntry
+    allocation: Allocation | None
+    """None if the job has no allocation, or Slurm does not know it any more."""
+
+
+class AllocationMonitor:
+    """Monitor of the allocations of a registry's jobs."""
+
+    def __init__(
+        self,
+        registry: SlurmJobRegistry,
+        slurm: SlurmClient,
+        *,
+        environ: Mapping[str, str],
+        timeouts: SlurmTimeouts,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._registry, self._slurm, self._environ, self._timeouts = registry, slurm, environ, timeouts
+        self._clock, self._sleep = clock, sleep
+        self._answers: dict[int, tuple[float, str, Allocation | None]] = {}
+        """Slurm job -> time of the query, controller key at that time, and answer."""
+
+    def refresh(self, name: str, *, may_request: bool = False) -> MonitoredJob | None:
+        """Return the job after everything that can be done for it now; None once it is forgotten.
+
+        Args:
+            name: Name of the job.
+            may_request: Request an allocation if one is wanted. Commands that only look never do: a job must not start
+                because a user looks at it hours later.
+        """
+        entry = self._find_unconfirmed(self._registry.find_by_name(name))
+        if entry is None:
+            return None
+        allocation = self._query_allocation(entry.hold, fresh=may_request)
+        if allocation is not None and allocation.is_pending and not wants_allocation(entry):
+            allocation = self._cancel_pending(allocation)
+        if entry.hold.allocation is not None and (allocation is None or allocation.is_over):
+            self._record_allocation_end(name, entry.hold.allocation, allocation)
+        elif allocation is not None:
+            return MonitoredJob(entry=entry, allocation=allocation)
+        if may_request:
+            self._request_allocation(name)
+        return self._clean_without_controller(name)
+
+    def batch_script(self, entry: SlurmRegistryEntry) -> str:
+        """Return the batch script of a job."""
+        folder = self._registry.folder(entry.job.request.name).root
+        return batch_script.render_batch_script(
+            entry.job, entry.id, entry.components, folder, self._controller_command(folder)
+        )
+
+    def _find_unconfirmed(self, entry: SlurmRegistryEntry | None) -> SlurmRegistryEntry | None:
+        """Return the entry with the Slurm job of an unconfirmed submission, if Slurm has it."""
+        if entry is None or not entry.hold.unsure or entry.hold.allocation is not None:
+            return entry
+        job_id = self._slurm.find_job_id(batch_script.slurm_job_name(entry.job), entry.id)
+        if job_id is None:
+            return entry
+        name = entry.job.request.name
+        with self._registry.locked_entry(name) as latest:
+            if latest is not None and latest.hold.allocation is None:
+                hold = replace(latest.hold, allocation=job_id, unsure=False)
+                self._registry.save_record(name, latest.job.record, hold)
+        return self._registry.find_by_name(name)
+
+    def _request_allocation(self, name: str) -> None:
+        """Submit the batch script. If this process is killed after that, the Slurm job takes over by itself."""
+        with self._registry.locked_entry(name) as entry:
+            if entry is None or entry.hold.allocation is not None or not wants_allocation(entry):
+                return
+            try:
+                job_id = self._slurm.submit_script(
+                    self.batch_script(entry), without_slurm_variables(entry.origin.environ)
+                )
+            except SlurmTimeoutError as error:
+                self._registry.save_record(name, entry.job.record, replace(entry.hold, unsure=True))
+                again = f"ringweave resume {name} --on slurm"
+                do = f"Look again with ringweave status {name} --on slurm, or ask again with {again}"
+                raise SlurmTimeoutError(f"{error} Slurm may have taken job {name}. {do}.") from error
+            hold = replace(entry.hold, allocation=job_id, unsure=False)
+            self._registry.save_record(name, entry.job.record, hold)
+
+    def _cancel_pending(self, allocation: Allocation) -> Allocation | None:
+        """Cancel a pending Slurm job; a job that starts meanwhile is left to its controller."""
+        deadline = self._clock() + CANCEL_TIMEOUT_S
+        self._slurm.cancel(str(allocation.job_id), only_pending=True)
+        latest: Allocation | None = allocation
+        while latest is not None and latest.is_pending and self._clock() < deadline:
+            self._sleep(CANCEL_POLL_S)
+            latest = self._slurm.get_allocation(allocation.job_id)
+        return latest
+
+    def _record_allocation_end(self, name: str, job_id: int, allocation: Allocation | None) -> None:
+        """Record the end of an allocation that was not released: by scancel, a time limit or an administrator."""
+        with self._registry.locked_entry(name) as entry:
+            if entry is None or entry.hold.allocation != job_id:
+                return
+            if wants_allocation(entry):
+                slurm_state = (
+                    f"{allocation.state} {allocation.reason}".strip()
+                    if allocation is not None
+                    else "Slurm does not know it any more"
+                )
+                text = (
+                    f"Slurm job {job_id} ended before the job did: {slurm_state}. "
+                    f"ringweave retry {name} asks for another."
+                )
+                event = JobEvent(key=f"allocation/{job_id}", kind="AllocationEnded", text=text)
+                self._registry.add_events(name, [event], self._clock())
+                self._registry.update_desired(name, replace(entry.job.desired, stop_run=entry.job.record.run))
+            self._registry.save_record(name, entry.job.record, replace(entry.hold, allocation=None))
+
+    def _clean_without_controller(self, name: str) -> MonitoredJob | None:
+        """Do the controller's work that needs no hosts, unless a controller runs."""
+        folder = self._registry.folder(name).root
+        try:
+            lock = job_folder.try_lock_file(folder / "controller.lock")
+        except FileNotFoundError:
+            return None
+        entry = self._registry.find_by_name(name)
+        if lock is not None and entry is not None and entry.hold.allocation is None:
+            deps = make_deps(self._slurm, entry.origin.environ, self._timeouts)
+            controller = SlurmController(self._registry, name, None, deps, clock=self._clock)
+            deadline = self._clock() + CLEAR_TIMEOUT_S
+            while (wait_s := controller.reconcile_once()) is not None and self._clock() < deadline:
+                self._sleep(wait_s)
+        if lock is not None:
+            os.close(lock)
+        entry = self._registry.find_by_name(name)
+        if entry is None:
+            return None
+        return MonitoredJob(entry=entry, allocation=self._query_allocation(entry.hold, fresh=True))
+
+    def _query_allocation(self, hold: AllocationState, *, fresh: bool) -> Allocation | None:
+        """Return Slurm's state of a job, cached for a while for commands that follow the job.
+
+        An answer is valid only for the same controller: one that started later is not in an earlier answer.
+        """
+        job_id = hold.allocation
+        if job_id is None:
+            return None
+        known = self._answers.get(job_id)
+        is_known = known is not None and known[1] == hold.adopted and 0 <= self._clock() - known[0] < ANSWER_TTL_S
+        if fresh or known is None or not is_known:
+            known = self._answers[job_id] = (self._clock(), hold.adopted, self._slurm.get_allocation(job_id))
+        return known[2]
+
+    def _controller_command(self, folder: Path) -> Sequence[str]:
+        words = [str(folder), *timeout_arguments(self._timeouts)]
+        return [sys.executable, "-P", "-m", "ringweave.platforms.slurm.controller", *words]
+
+
+def displayed_slurm_job(monitored: MonitoredJob, now: float) -> Job:
+    """Return the job to display: the record that its controller saved last, or why there is none yet."""
+    entry, allocation = monitored.entry, monitored.allocation
+    job, pending_cause = entry.job, PendingCause.CAPACITY
+    if not wants_allocation(entry):
+        return job
+    if allocation is None and entry.hold.unsure:
+        resume = f"ringweave resume {job.request.name}"
+        text = f"Slurm did not answer when it was asked, and has no such job by now; {resume} asks again"
+    elif allocation is None:
+        text = f"it is recorded, and Slurm was not asked; ringweave resume {job.request.name} asks"
+    elif allocation.is_pending:
+        text = pending_text(allocation)
+    elif entry.hold.adopted != f"{allocation.job_id}.{allocation.restarts}":
+        text, pending_cause = f"Slurm job {allocation.job_id} ({allocation.state}): its controller starts", None
+    else:
+        return advance.with_pending_retry(job, now)
+    if advance.is_retry_pending(job):
+        job = advance.with_pending_retry(job, now)
+    elif entry.hold.adopted:
+        job = replace(job, record=advance.record_after_preemption(job.record, f"{ALLOCATION_REVOKED}; {text}"))
+        pending_cause = None  # the new round has its own reason
+    groups = tuple(
+        ObservedGroup(
+            node=node,
+            attempt=job.record.nodes[node].attempt,
+            round=job.record.round,
+            phase=GroupPhase.PENDING,
+            text=text,
+            pending_cause=pending_cause,
+        )
+        for node in job.used_nodes
+        if job.record.nodes[node].ended is None
+    )
+    return replace(job, record=advance.advance_record(job, ObservedJobState(groups=groups), now))

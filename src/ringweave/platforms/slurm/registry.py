@@ -1,0 +1,207 @@
+"""Slurm job registry: jobs as folders of a shared file system. A job's folder is created whole, in one step.
+
+No server and no database:
+
+```text
+ROOT/submit.lock                    held while a name is reserved
+ROOT/jobs/NAME/                     all of one job; also the contents that local/job_folder.py lists
+    job.json                        the admitted job; never changes
+    desired.json                    desired state; written by commands
+    state.json                      record and allocation state; written by the controller
+    events.jsonl                    events
+    change.lock                     held while one of these files is changed
+    controller.lock                 held by the running controller
+    controller.log, beat.json       errors of the controller; its lease
+ROOT/gone/                          folders being removed
+```
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from ringweave import telemetry
+from ringweave.errors import LaunchError, explain
+from ringweave.files import file_io
+from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
+from ringweave.platforms.api import EventView
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.local.job_folder import JobFolder, replace_text
+from ringweave.platforms.slurm.batch_script import AllocationComponent
+from ringweave.platforms.submission import JobOrigin
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocationState:
+    """State of the job's allocation."""
+
+    allocation: int | None = None
+    """Slurm job that was requested and not released; None: Slurm has no job for it."""
+    unsure: bool = False
+    """Slurm did not confirm the submission; the job is looked up in Slurm by its id."""
+    claim: str = ""
+    """Key (`12.1`: Slurm job, restarts) of the controller that may control the job; any other controller exits."""
+    adopted: str = ""
+    """Key of the last allocation whose start the record includes."""
+    num_fruitless: int = 0
+    """Number of requeues in a row before all nodes ran."""
+    sweeper: int | None = None
+    """Slurm job that removes this one after its TTL; None if there is none."""
+    sweeps_at_s: float | None = None
+    """Time of that removal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmRegistryEntry:
+    """Registered job."""
+
+    id: str
+    """Unique id; never reused, unlike the name."""
+    job: Job
+    origin: JobOrigin
+    components: tuple[AllocationComponent, ...]
+    """Components of the allocation, in Slurm's order."""
+    hold: AllocationState = AllocationState()
+
+
+class SlurmJobRegistry:
+    """Job registry below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        """Create the folder if it is missing.
+
+        Raises:
+            LaunchError: The folder cannot be used.
+        """
+        self._root = root
+        try:
+            for folder in (root, root / "jobs", root / "gone"):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            do = "Make it writable, or set XDG_STATE_HOME to a folder that all machines share"
+            raise LaunchError(
+                explain("folder of jobs", got=str(error), expected="one that can be written", do=do, where=str(root))
+            ) from error
+
+    def folder(self, name: str) -> JobFolder:
+        return JobFolder(root=self._root / "jobs" / name)
+
+    def insert(self, make: Callable[[Sequence[Job]], SlurmRegistryEntry]) -> SlurmRegistryEntry:
+        """Register the entry that `make` makes from the existing jobs; nothing changes if it raises.
+
+        One process at a time runs this. Even if locks do not work between hosts, the folder of the name is created by
+        one rename, which fails if the folder exists. Then `make` is called again and refuses the second request.
+        """
+        with self.admission_lock() as existing:
+            self._remove_leftovers()
+            entry = make(existing)
+            temporary = self._root / "gone" / f"new-{entry.id}"
+            temporary.mkdir(mode=0o700)
+            (temporary / "job.json").write_bytes(_ENTRY_ADAPTER.dump_json(entry))
+            try:
+                temporary.rename(self.folder(entry.job.request.name).root)
+            except OSError:
+                shutil.rmtree(temporary, ignore_errors=True)
+                make([each.job for each in self.all_entries()])
+                raise
+            return entry
+
+    @contextmanager
+    def admission_lock(self) -> Iterator[Sequence[Job]]:
+        """Yield all jobs. Within this block no other process takes a name, or GPUs of a limit."""
+        with job_folder.lock_file(self._root / "submit.lock"):
+            yield [each.job for each in self.all_entries()]
+
+    def all_entries(self) -> list[SlurmRegistryEntry]:
+        """Return all jobs, oldest first."""
+        names = [path.name for path in (self._root / "jobs").iterdir()]
+        found = [entry for name in names if (entry := self.find_by_name(name)) is not None]
+        return sorted(found, key=lambda entry: (entry.job.created_s, entry.job.request.name))
+
+    def find_by_name(self, name: str) -> SlurmRegistryEntry | None:
+        """Return the job of that name; None also after it was forgotten."""
+        root = self.folder(name).root
+        try:
+            entry = _ENTRY_ADAPTER.validate_json((root / "job.json").read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        desired = _read_json_file(root / "desired.json", _DESIRED_ADAPTER, entry.job.desired)
+        record, hold = _read_json_file(root / "state.json", _STATE_ADAPTER, (entry.job.record, entry.hold))
+        return replace(entry, job=replace(entry.job, desired=desired, record=record), hold=hold)
+
+    @contextmanager
+    def locked_entry(self, name: str) -> Iterator[SlurmRegistryEntry | None]:
+        """Yield the current job. Within this block no other process changes it."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(FileNotFoundError):  # the job was forgotten
+                stack.enter_context(job_folder.lock_file(self.folder(name).root / "change.lock"))
+            yield self.find_by_name(name)
+
+    def update_desired(self, name: str, desired: DesiredJobState) -> None:
+        """Save the desired state of a job. Call it inside `locked_entry`."""
+        replace_text(self.folder(name).root / "desired.json", _DESIRED_ADAPTER.dump_json(desired).decode())
+
+    def save_record(self, name: str, record: JobRecord, hold: AllocationState) -> None:
+        """Save record and allocation state of a job in one step. Call it inside `locked_entry`."""
+        replace_text(self.folder(name).root / "state.json", _STATE_ADAPTER.dump_json((record, hold)).decode())
+
+    def add_events(self, name: str, events: Sequence[JobEvent], now: float) -> None:
+        """Append events; known events are left out."""
+        path = self.folder(name).root / "events.jsonl"
+        known = {event["key"] for event in _read_event_lines(path)}
+        lines = [
+            json.dumps({"key": event.key, "time_s": now, "kind": event.kind, "text": event.text})
+            for event in events
+            if event.key not in known
+        ]
+        if lines:
+            with path.open("a", encoding="utf-8") as log:
+                log.write("".join(f"{line}\n" for line in lines))
+
+    def events(self, name: str) -> tuple[EventView, ...]:
+        """Return the events of a job, oldest first."""
+        found = _read_event_lines(self.folder(name).root / "events.jsonl")
+        return tuple(EventView(time_s=each["time_s"], kind=each["kind"], text=each["text"]) for each in found)
+
+    def delete(self, entry: SlurmRegistryEntry) -> None:
+        """Remove the job; its name is free at once."""
+        with contextlib.suppress(FileNotFoundError):
+            self.folder(entry.job.request.name).root.rename(self._root / "gone" / entry.id)
+        shutil.rmtree(self._root / "gone" / entry.id, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        """Remove leftovers of killed processes. The held lock keeps others from creating anything there."""
+        for path in (self._root / "gone").iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_json_file(path: Path, adapter: TypeAdapter[T], absent: T) -> T:
+    try:
+        return adapter.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return absent
+
+
+def _read_event_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines; a line cut short by a crash is skipped."""
+    found = []
+    for line in telemetry.LineReader(path).read_new():
+        with contextlib.suppress(ValueError):
+            event = file_io.parse_json(line)
+            if isinstance(event, dict) and event.keys() >= _EVENT_KEYS:
+                found.append(event)
+    return found
+
+
+_EVENT_KEYS = {"key", "time_s", "kind", "text"}
+_ENTRY_ADAPTER, _DESIRED_ADAPTER = TypeAdapter(SlurmRegistryEntry), TypeAdapter(DesiredJobState)
+_STATE_ADAPTER = TypeAdapter(tuple[JobRecord, AllocationState])

@@ -1,0 +1,164 @@
+"""Checks and inputs of a submission on any platform: requester, policy, script text, lab, log queries."""
+
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from ringweave import lab, topology
+from ringweave.errors import JobError, explain
+from ringweave.files.problems import shorten_names, suggest_closest
+from ringweave.jobs import admission
+from ringweave.jobs.admission import AccessPolicy
+from ringweave.jobs.records import Job
+from ringweave.jobs.request import JobRequest
+from ringweave.platforms.agent import job_config
+from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.api import LogQuery
+
+POLICY_FILE = "policy.yaml"
+MACHINE_CONFIG_DIR = Path("/etc/xdg/ringweave")
+"""Folder of the machine's configuration, whatever a user's XDG_CONFIG_DIRS says."""
+
+_SINGLE_PLATFORM_KEYS = {
+    "lab": ("local", "Leave lab out, or submit it --on local"),
+    "claim": ("kubernetes", "Leave claim out: the nodes share files there; or submit it --on kubernetes"),
+}
+"""Features of one platform only: key in a request, the platform, and a fix for others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOrigin:
+    """Data that a job takes with it from its submission."""
+
+    directory: str
+    """Working directory of the workers: the request's directory, or the base of its relative paths."""
+    script_text: str | None
+    """Text of the script if it travels with the job; None if it is in the directory."""
+    environ: dict[str, str]
+    """Environment that its workers inherit."""
+    cluster: str | None = None
+    """Text of the cluster file with its nodes; None for nodes without one."""
+
+    def config(self, job: Job) -> JobConfig:
+        """Return the config for the node agents of the job."""
+        words = {"directory": self.directory, "script_text": self.script_text, "cluster": self.cluster}
+        return job_config.job_config(job, **words)
+
+
+def load_policy() -> AccessPolicy:
+    """Load the policy of this machine, or else of the user; without one everything is allowed.
+
+    Raises:
+        JobError: The file is wrong.
+    """
+    folders = (MACHINE_CONFIG_DIR, platformdirs.user_config_path("ringweave"))
+    found = next((folder / POLICY_FILE for folder in folders if (folder / POLICY_FILE).is_file()), None)
+    return admission.load_policy(found) if found else admission.OPEN_POLICY
+
+
+def os_user() -> str:
+    """Return the name of the OS user who runs this process, as Slurm and the file system know it."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.geteuid())
+
+
+def read_request_script(request: JobRequest, base: Path, script_text: str | None) -> str:
+    """Return the text of a script that travels with its job.
+
+    Args:
+        request: Request of the job.
+        base: Base of its relative paths.
+        script_text: Script that came with the request; no file is read then.
+
+    Raises:
+        JobError: The script does not exist, or cannot travel.
+    """
+    if script_text is None:
+        return job_config.read_script(base / request.script)
+    job_config.check_script_text(script_text, request.script)
+    return script_text
+
+
+def create_origin(
+    request: JobRequest, base: Path, environ: Mapping[str, str], script_text: str | None = None
+) -> JobOrigin:
+    """Create the origin of a job.
+
+    Args:
+        request: Request of the job.
+        base: Base of its relative paths.
+        environ: Environment that workers inherit.
+        script_text: Script that came with the request.
+
+    Raises:
+        JobError: Script or directory does not exist.
+    """
+    if request.directory is None:
+        text = read_request_script(request, base, script_text)
+        return JobOrigin(directory=str(base.absolute()), script_text=text, environ=dict(environ))
+    directory = (base / request.directory).absolute()
+    if not (directory / request.script).is_file():
+        do = "Correct the script or the directory; the script's path is below the directory"
+        expected = "the path of a Python file"
+        text = explain("script", got=str(directory / request.script), expected=expected, do=do, where=request.name)
+        raise JobError(text)
+    return JobOrigin(directory=str(directory), script_text=None, environ=dict(environ))
+
+
+def lab_cluster_text(request: JobRequest) -> str | None:
+    """Return the text of the cluster file of the request's lab; None if it names no lab.
+
+    Raises:
+        JobError: A node is not in the lab, or its capacity exceeds its devices there.
+        UsageError: The lab is not up.
+    """
+    if request.lab is None:
+        return None
+    cluster = lab.find(request.lab).cluster
+    names = [node.name for node in cluster.nodes]
+    for node in request.nodes:
+        if node.name not in names:
+            do = suggest_closest(node.name, names) or "Name nodes of the lab"
+            expected = f"a node of lab {request.lab}: {shorten_names(names, len(names))}"
+            raise JobError(explain("node", got=node.name, expected=expected, do=do, where=request.name))
+        num_devices = cluster.node(node.name).num_devices
+        if node.capacity > num_devices:
+            expected = f"at most {num_devices}, its devices in lab {request.lab}"
+            do = "Give it less, or the node more devices in the lab's cluster file"
+            what = f"capacity of node {node.name}"
+            raise JobError(explain(what, got=node.capacity, expected=expected, do=do, where=request.name))
+    return topology.dumps(cluster)
+
+
+def check_platform_keys(request: JobRequest, platform: str) -> None:
+    """Refuse keys of a request that only another platform has: a lab, a PersistentVolumeClaim.
+
+    Raises:
+        JobError: The request has such a key.
+    """
+    for key, (home, do) in _SINGLE_PLATFORM_KEYS.items():
+        got = getattr(request, key)
+        if got is not None and platform != home:
+            raise JobError(explain(key, got=got, expected=f"none on {platform}", do=do, where=request.name))
+
+
+def check_log_query(job: Job, which: LogQuery) -> None:
+    """Refuse a log query for a node or rank that the job does not have.
+
+    Raises:
+        JobError: The job has no such node or rank.
+    """
+    names = [job.node_name(node) for node in job.used_nodes]
+    if which.node is not None and which.node not in names:
+        do = suggest_closest(which.node, names) or "Leave --node out for all of them"
+        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
+    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
+        expected = f"0 to {job.request.num_workers - 1}"
+        do = "Leave --rank out for all of them"
+        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))

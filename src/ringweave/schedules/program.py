@@ -1,0 +1,400 @@
+"""Program of one rank: a straight list of instructions that runs its part of a schedule in pipelined segments.
+
+The message is cut into segments, and each segment runs the whole schedule for itself, so that while one segment is
+being combined the next ones are on the wire. All decisions are taken here, once per message size: how far ahead each
+receive is posted and into which buffer, when each send may leave, which operations must complete before a region is
+overwritten. The executor then only follows.
+
+Pieces (one transfer of one segment) carry a key, (round + lag * segment, segment, place in the round), that is the same
+on both sides. Every rank waits in the order of the keys and never for anything that comes later than the piece it
+waits for; so the piece with the smallest key that has not arrived can always move, and there is no deadlock. A piece
+for a rank of this node may leave only when that rank takes it, at its turn; its place in the round is not the same on
+both sides, so it is not waited for before a turn of the same round and segment.
+
+Content for ranks of the same node goes through shared memory. Content for several of them is staged once. Only the
+segments of a window have slots of their own: segment s uses those of segment s - window again, so the memory stays
+small and in the caches.
+"""
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ringweave.schedules.schedule import ReceiveOp, Schedule
+
+_ALIGNMENT_ELEMENTS = 64
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StagingSlot:
+    """A place in shared memory for one content that ranks of this node read."""
+
+    offset: int
+    """Its offset, in elements."""
+    num_readers: int
+    """Number of ranks that read it."""
+    previous_slot: int
+    """Slot used before at the same place: its readers must be done; NO_SLOT if the place is unused."""
+    is_reused: bool
+    """A later slot of the program uses the same place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingLayout:
+    """All staging slots of a program."""
+
+    slots: tuple[StagingSlot, ...] = ()
+    num_elements: int = 0
+    """Size of the memory that they need, in elements."""
+
+
+class StagedContent(NamedTuple):
+    """Staged content; equal contents are staged once."""
+
+    segment: int
+    start: int
+    stop: int
+    written_by: tuple[int, ...]
+    """Pieces that wrote it last; with the region they identify the content."""
+
+
+def plan_staging(
+    staged_sends: Iterable[tuple[StagedContent, int]], num_segments: int, lag: int
+) -> tuple[StagingLayout, Mapping[StagedContent, int]]:
+    """Plan the staging slot of each content.
+
+    The window of segments is as narrow as possible without a deadlock: in the order of the keys, each reader of a place
+    reads the content of segment s - window before any rank needs the content of segment s there.
+
+    Args:
+        staged_sends: Content and round of each send to a rank of this node, in the order of the keys.
+        num_segments: Segments of the message.
+        lag: Rounds by which a segment follows the one before it in that order.
+
+    Returns:
+        The layout, and the slot of each content.
+    """
+    rounds: dict[StagedContent, list[int]] = {}
+    for content, round_index in staged_sends:
+        rounds.setdefault(content, []).append(round_index)
+    places, counts = dict[StagedContent, int](), dict[int, int]()
+    for content in rounds:
+        places[content] = counts.get(content.segment, 0)
+        counts[content.segment] = places[content] + 1
+    window = _segment_window(rounds, places, num_segments, lag)
+    offsets, slot_elements = _place_offsets(places)
+    slots, last_at = list[StagingSlot](), dict[tuple[int, int], int]()
+    for number, content in enumerate(rounds):
+        slot, place = content.segment % window, places[content]
+        before = last_at.get((slot, place), NO_SLOT)
+        if before != NO_SLOT:
+            slots[before] = dataclasses.replace(slots[before], is_reused=True)
+        offset = slot * slot_elements + offsets[place]
+        slots.append(StagingSlot(offset, len(rounds[content]), before, is_reused=False))
+        last_at[slot, place] = number
+    numbers = {content: number for number, content in enumerate(rounds)}
+    return StagingLayout(tuple(slots), window * slot_elements), numbers
+
+
+def _segment_window(
+    rounds: Mapping[StagedContent, list[int]], places: Mapping[StagedContent, int], num_segments: int, lag: int
+) -> int:
+    first, last = dict[int, int](), dict[int, int]()
+    for content, when in rounds.items():
+        place = places[content]
+        first[place] = min(first.get(place, when[0]), when[0])
+        last[place] = max(last.get(place, when[-1]), when[-1])
+    span = max((last[place] - first[place] for place in first), default=0)
+    return min(num_segments, max(2, span // lag + 1)) if lag else num_segments
+
+
+def _place_offsets(places: Mapping[StagedContent, int]) -> tuple[list[int], int]:
+    """Return the offset of each place of one segment, sized for its largest content, and their total size."""
+    sizes: list[int] = []
+    for content, place in places.items():
+        if place == len(sizes):
+            sizes.append(0)
+        sizes[place] = max(sizes[place], -(-(content.stop - content.start) // _ALIGNMENT_ELEMENTS))
+    ends = list(itertools.accumulate((size * _ALIGNMENT_ELEMENTS for size in sizes), initial=0))
+    return ends[:-1], ends[-1]
+
+
+IN_PLACE = -1
+"""Buffer of a receive that lands directly in the message."""
+
+
+class Opcode(enum.IntEnum):
+    """Kind of an instruction."""
+
+    POST_RECV = 0
+    """Post the receive of a piece, into a scratch buffer or in place."""
+    SEND = 1
+    """Start sending a piece."""
+    WAIT_RECV = 2
+    """Wait until a posted piece has arrived; combine a piece in a scratch buffer with the message."""
+    WAIT_SEND = 3
+    """Wait until a sent piece has left: its region may be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation on one piece: elements `start .. stop` of the message."""
+
+    opcode: Opcode
+    piece: int
+    peer: int
+    start: int
+    stop: int
+    buffer: int
+    """Scratch buffer of a receive, or IN_PLACE; staging slot of a send to a rank of this node, or NO_SLOT."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """Instructions of one rank for one message size."""
+
+    instructions: tuple[Instruction, ...]
+    num_pieces: int
+    num_buffers: int
+    buffer_elements: int
+    num_sends: int
+    """Messages that this rank puts on the wire."""
+    peers: frozenset[int]
+    """Group ranks that it exchanges messages with."""
+    layout: StagingLayout
+    """Staging slots that it shows to the ranks of its node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipelining:
+    """Division of a message into segments that overlap in time."""
+
+    num_segments: int = 1
+    """Segments that run the schedule independently."""
+    lag: int = 0
+    """Rounds by which a segment follows the one before it in the order of waiting."""
+    window: int = 2
+    """Receives that are posted and not yet waited for."""
+
+    def __post_init__(self) -> None:
+        if self.num_segments < 1 or self.lag < 0 or self.window < 1:
+            raise ValueError(f"pipelining: {self}, expected num_segments >= 1, lag >= 0, window >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A send or a receive of one rank."""
+
+    round_index: int
+    peer: int
+    sends: bool
+    first_chunk: int
+    num_chunks: int
+    how: ReceiveOp
+
+
+def project_rank(schedule: Schedule, rank: int) -> tuple[Transfer, ...]:
+    """Return the transfers of `rank` in the order of the rounds; within a round sends come first.
+
+    Cost:
+        One pass over the rounds.
+    """
+    transfers: list[Transfer] = []
+    for index, round_ in enumerate(schedule.rounds):
+        for sends, mine in ((True, round_.src == rank), (False, round_.dst == rank)):
+            for src, dst, first, count, how in round_.select(mine).rows():
+                transfers.append(Transfer(index, dst if sends else src, sends, first, count, how))
+    return tuple(transfers)
+
+
+def project_all_ranks(schedule: Schedule) -> list[tuple[Transfer, ...]]:
+    """Return the transfers of every rank, as `project_rank` returns them.
+
+    Cost:
+        One pass over the rounds, and an object for each side of each operation.
+    """
+    parts: list[list[Transfer]] = [[] for _ in range(schedule.num_ranks)]
+    for index, round_ in enumerate(schedule.rounds):
+        for sends in (True, False):
+            for src, dst, first, count, how in round_.rows():
+                own, peer = (src, dst) if sends else (dst, src)
+                parts[own].append(Transfer(index, peer, sends, first, count, how))
+    return [tuple(part) for part in parts]
+
+
+@dataclass(slots=True)
+class _Piece:
+    transfer: Transfer
+    start: int
+    stop: int
+    key: tuple[int, int, int]
+    after_arrivals: list[int] = field(default_factory=list)
+    """Pieces that must have arrived before this one is sent, or posted in place."""
+    after_departures: list[int] = field(default_factory=list)
+    """Sends that must be complete before this piece may touch its region."""
+    slot: int = NO_SLOT
+    """Its staging slot, if it is sent to a rank of this node."""
+
+    @property
+    def in_place(self) -> bool:
+        return self.transfer.how == ReceiveOp.COPY
+
+
+def compile_program(
+    schedule: Schedule,
+    transfers: Sequence[Transfer],
+    num_elements: int,
+    pipelining: Pipelining,
+    neighbours: Set[int] = frozenset(),
+) -> RankProgram:
+    """Return the instructions of the rank with these transfers, for messages of `num_elements`.
+
+    `neighbours` are the ranks of its node: they read its pieces from shared memory.
+
+    Cost:
+        Linear in transfers x segments x chunks per transfer.
+    """
+    pieces = _cut_pieces(schedule, transfers, num_elements, pipelining)
+    layout = _assign_slots([p for p in pieces if p.transfer.sends and p.transfer.peer in neighbours], pipelining)
+    emitter = _ProgramEmitter(pieces, pipelining.window)
+    emitter.run()
+    sends = sum(piece.transfer.sends for piece in pieces)
+    largest = max((p.stop - p.start for p in pieces if not (p.transfer.sends or p.in_place)), default=0)
+    peers = frozenset(piece.transfer.peer for piece in pieces)
+    return RankProgram(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends, peers, layout)
+
+
+def _cut_pieces(
+    schedule: Schedule, transfers: Sequence[Transfer], num_elements: int, pipelining: Pipelining
+) -> list[_Piece]:
+    """Return all pieces in the order of their keys, with their dependencies; empty pieces are left out."""
+    pieces: list[_Piece] = []
+    count = pipelining.num_segments
+    for segment in range(count):
+        begin, end = num_elements * segment // count, num_elements * (segment + 1) // count
+        offsets = [begin + offset for offset in schedule.offsets(end - begin)]
+        for place, transfer in enumerate(transfers):
+            start, stop = offsets[transfer.first_chunk], offsets[transfer.first_chunk + transfer.num_chunks]
+            if start < stop:
+                key = (transfer.round_index + pipelining.lag * segment, segment, place)
+                pieces.append(_Piece(transfer, start, stop, key))
+    pieces.sort(key=lambda piece: piece.key)
+    _find_hazards(pieces)
+    return pieces
+
+
+def _find_hazards(pieces: list[_Piece]) -> None:
+    """Record per segment and chunk: reads after writes, writes after reads, writes after writes."""
+    last_write: dict[tuple[int, int], int] = {}
+    reads_since: dict[tuple[int, int], list[int]] = {}
+    for number, piece in enumerate(pieces):
+        transfer = piece.transfer
+        for chunk in range(transfer.first_chunk, transfer.first_chunk + transfer.num_chunks):
+            region = (piece.key[1], chunk)
+            if region in last_write and last_write[region] not in piece.after_arrivals:
+                piece.after_arrivals.append(last_write[region])
+            if transfer.sends:
+                reads_since.setdefault(region, []).append(number)
+            else:
+                piece.after_departures.extend(n for n in reads_since.pop(region, ()) if n not in piece.after_departures)
+                last_write[region] = number
+
+
+def _assign_slots(staged: Sequence[_Piece], pipelining: Pipelining) -> StagingLayout:
+    """Assign a staging slot to each piece for a rank of this node."""
+    contents = [StagedContent(p.key[1], p.start, p.stop, tuple(sorted(p.after_arrivals))) for p in staged]
+    rounds = [piece.transfer.round_index for piece in staged]
+    staged_sends = zip(contents, rounds, strict=True)
+    layout, stages = plan_staging(staged_sends, pipelining.num_segments, pipelining.lag)
+    for piece, content in zip(staged, contents, strict=True):
+        piece.slot = stages[content]
+    return layout
+
+
+class _ProgramEmitter:
+    """Walks the receives in the order of their keys and emits everything else as early as is safe."""
+
+    def __init__(self, pieces: list[_Piece], window: int) -> None:
+        self.instructions: list[Instruction] = []
+        self.num_buffers = 0
+        self._pieces = pieces
+        self._window = window
+        self._receives = [n for n, piece in enumerate(pieces) if not piece.transfer.sends]
+        self._sends: dict[int, list[int]] = {}
+        for number in reversed([n for n, piece in enumerate(pieces) if piece.transfer.sends]):
+            self._sends.setdefault(pieces[number].transfer.peer, []).append(number)
+        self._num_posted = 0
+        self._arrived: set[int] = set()
+        self._in_flight: set[int] = set()
+        self._departed: set[int] = set()
+        self._buffer_of: dict[int, int] = {}
+        self._free_buffers: list[int] = []
+
+    def run(self) -> None:
+        """Emit the whole program."""
+        for place, number in enumerate(self._receives):
+            self._send_ready()
+            self._post_ahead(place)
+            piece = self._pieces[number]
+            if piece.transfer.how == ReceiveOp.REDUCE:
+                self._wait_for_sends(piece.after_departures)
+            buffer = self._buffer_of[number]
+            self._emit(Opcode.WAIT_RECV, number, buffer)
+            self._arrived.add(number)
+            if buffer != IN_PLACE:
+                self._free_buffers.append(buffer)
+        self._send_ready()
+        self._wait_for_sends(sorted(self._in_flight))
+        assert not any(self._sends.values()), "a send depends on nothing that arrives"
+
+    def _send_ready(self) -> None:
+        """Emit every send whose content has arrived, to each peer in the order of the keys."""
+        for waiting in self._sends.values():
+            while waiting and self._arrived.issuperset(self._pieces[waiting[-1]].after_arrivals):
+                number = waiting.pop()
+                self._emit(Opcode.SEND, number, self._pieces[number].slot)
+                self._in_flight.add(number)
+
+    def _post_ahead(self, place: int) -> None:
+        """Post receives in order while the window is open and their regions are free."""
+        turn = self._receives[place]
+        while self._num_posted < min(place + self._window, len(self._receives)):
+            number = self._receives[self._num_posted]
+            piece = self._pieces[number]
+            if piece.in_place:
+                if not self._arrived.issuperset(piece.after_arrivals):
+                    break
+                if any(self._may_be_in_flight_after(sent, turn) for sent in piece.after_departures):
+                    break  # it depends on a later send
+                self._wait_for_sends(piece.after_departures)
+            self._buffer_of[number] = IN_PLACE if piece.in_place else self._take_buffer()
+            self._emit(Opcode.POST_RECV, number, self._buffer_of[number])
+            self._num_posted += 1
+
+    def _may_be_in_flight_after(self, sent: int, turn: int) -> bool:
+        """Return whether a piece may be in flight until our turn, or a peer's in the same round, is over."""
+        if self._pieces[sent].slot == NO_SLOT:
+            return sent >= turn
+        return self._pieces[sent].key[:2] >= self._pieces[turn].key[:2]
+
+    def _take_buffer(self) -> int:
+        if self._free_buffers:
+            return self._free_buffers.pop()
+        self.num_buffers += 1
+        return self.num_buffers - 1
+
+    def _wait_for_sends(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if number not in self._departed:
+                self._in_flight.remove(number)
+                self._departed.add(number)
+                self._emit(Opcode.WAIT_SEND, number, IN_PLACE)
+
+    def _emit(self, do: Opcode, number: int, buffer: int) -> None:
+        piece = self._pieces[number]
+        self.instructions.append(Instruction(do, number, piece.transfer.peer, piece.start, piece.stop, buffer))

@@ -1,1 +1,0 @@
-"""What is checked of objects and of those who ask: schemas, rules in CEL, admission policies, roles."""

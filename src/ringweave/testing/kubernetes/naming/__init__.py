@@ -1,1 +1,0 @@
-"""What processes that play Pods have on their path."""

@@ -1,1 +1,0 @@
-"""The API server itself: objects in memory, what may be done with them, and HTTP."""

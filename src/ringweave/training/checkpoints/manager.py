@@ -1,0 +1,338 @@
+"""`ringweave.Checkpoints`: saves and loads the state that a training needs to go on after a failure."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ringweave.comm import generation_group
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import RingweaveError, TrainingError, explain
+from ringweave.training import gradients
+from ringweave.training.checkpoints import exchange, format, store
+from ringweave.training.checkpoints.exchange import CheckpointReporter
+from ringweave.training.checkpoints.format import StateEncoder
+from ringweave.training.checkpoints.server_state import ServerCheckpoint
+from ringweave.training.checkpoints.store import (
+    CheckpointContent,
+    CheckpointFile,
+    CheckpointWriter,
+    StagingBuffers,
+    WriteJob,
+)
+from ringweave.training.elastic.elastic_loader import ElasticLoader
+from ringweave.training.rings.ring_resume import ServerBackedLoader
+
+_RNG_PART = "random numbers"
+
+
+class Checkpoints:
+    """Keeps the last few checkpoints of a training in a folder.
+
+    ```python
+    checkpoints = ringweave.Checkpoints("runs/text/checkpoints", model=model, optimizer=optimizer, loader=loader)
+    for train_step in range(checkpoints.load() + 1, steps + 1):
+        ...
+        if train_step % 100 == 0:
+            checkpoints.save(train_step)
+    ```
+
+    `save` copies the state in memory and returns; a thread writes it while training goes on. A disk that is full,
+    broken or gone costs checkpoints, which the log and the event log report, and never the training. Rank 0 writes the
+    state, which is the same on all ranks, and each rank writes its random numbers. In rings, the first ring writes the
+    parameter server's state.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, rng: bool = True, **parts: Any) -> None:
+        """Set the parts of a checkpoint and the folder.
+
+        Args:
+            folder: Folder of the checkpoints, on a disk that all ranks can reach, or at least rank 0, also next time.
+            keep: Number of checkpoints to keep; older ones are removed when a newer one is on the disk. Checkpoints
+                of later steps from an earlier training, and damaged ones, do not count.
+            rng: Save and load the random numbers of each rank as well.
+            parts: The model, the optimizer, the loader that `prepare` returned, a learning-rate schedule: any objects
+                with state_dict and load_state_dict, under names of your own. The module inside of
+                DistributedDataParallel is saved.
+
+        Raises:
+            TrainingError: Rank 0 cannot save a part for all ranks.
+        """
+        exchange.check_parts(keep, parts)
+        self.folder = Path(folder).absolute()
+        self._keep, self._rng = keep, rng
+        self._parts = {name: gradients.unwrap_ddp(part) for name, part in parts.items()}
+        self._damaged_paths: set[Path] = set()
+        self._reporter = CheckpointReporter(WorkerEnvironment.from_environ(os.environ))
+        self._staging = StagingBuffers()
+        self._writer = CheckpointWriter(self._write_job, self._report_replaced)
+        self._elastic = next((part for part in parts.values() if isinstance(part, ElasticLoader)), None)
+        self._elastic_name = next((name for name, part in parts.items() if part is self._elastic), "")
+        if self._elastic is not None:
+            self._elastic.register_final_save(self._save_final)
+        ring = next((name for name, part in parts.items() if isinstance(part, ServerBackedLoader)), "")
+        self._server_checkpoint: ServerCheckpoint | None = None
+        if ring:
+            served_loader = self._parts.pop(ring)
+            self._server_checkpoint = ServerCheckpoint(ring, served_loader, self._parts, self._reporter)
+            served_loader.register_final_save(self._save_final_of_rings)
+
+    def save(self, train_step: int) -> None:
+        """Save the state after so many train steps; every rank calls it, and no rank waits for another.
+
+        In rings the number is not used: the checkpoint is named by the train steps of all rings by then.
+
+        Returns when the state is copied. If the disk is still busy with an earlier checkpoint, this one waits, and is
+        dropped when a third one comes.
+
+        Raises:
+            TrainingError: The state cannot be saved without pickle.
+        """
+        rank, _ = _rank_and_world_size()
+        if self._server_checkpoint is not None:
+            job = self._server_checkpoint.begin_save(train_step)
+            if job is not None:
+                self._writer.submit(job)
+            return
+        if self._elastic is not None:
+            self._elastic.count_train_steps(train_step)
+        started_s = time.perf_counter()
+        states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
+        if self._rng:
+            states[_RNG_PART] = format.capture_rng_state()
+        if states:
+            self._submit(train_step, rank, states, started_s)
+
+    def _submit(self, train_step: int, rank: int, states: dict[str, Any], started_s: float) -> None:
+        """Copy these states and submit them to the writer."""
+        encoder = StateEncoder()
+        trees = {name: encoder.encode(state, name) for name, state in states.items()}
+        try:
+            staged = self._staging.stage(encoder.tensors)
+        except (MemoryError, RuntimeError) as error:
+            self._reporter.report_failed(rank, train_step, self.folder, f"no memory for a copy ({error}).")
+            return
+        document = {"train_step": train_step, "rank": rank, "world_size": _rank_and_world_size()[1], "parts": trees}
+        copy_s = time.perf_counter() - started_s
+        self._writer.submit(WriteJob(train_step=train_step, staged=staged, document=document, copy_s=copy_s))
+
+    def load(self) -> int:
+        """Restore all parts from the newest complete checkpoint; every rank calls it, after `prepare`.
+
+        A damaged checkpoint is skipped and reported. Ranks that cannot reach the folder get the state from a rank that
+        can. The number of ranks may differ; the random numbers then start again. A worker that has joined an elastic
+        job has the others' state, which is newer than any checkpoint, and keeps it. In rings the server gets the state,
+        and the steps are those of all rings.
+
+        Returns:
+            Train steps of the checkpoint; 0 if there is no checkpoint.
+
+        Raises:
+            TrainingError: It holds other parts than these, or does not fit them; or the loader of an elastic job is
+                missing among the parts; or, in rings, training has begun.
+        """
+        self.wait()
+        if self._server_checkpoint is not None:
+            return self._server_checkpoint.load(self._read_newest, self._read_by_checksum)
+        if self._has_joined_late():
+            return self._report_joined()
+        messages = exchange.rank_messages(os.environ)
+        own_newest = self._read_newest()
+        found = own_newest if messages is None else exchange.agree_on_checkpoint(own_newest, messages)
+        if found is None:
+            return 0
+        saved, content = found
+        self._restore(saved, content)
+        rank, world_size = _rank_and_world_size()
+        self._reporter.report_loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
+        if self._elastic is not None:
+            self._elastic.count_train_steps(content.train_step)
+        return content.train_step
+
+    def clear(self) -> int:
+        """Remove the checkpoints of an earlier training in this folder; every rank calls it.
+
+        Returns:
+            0 train steps. A worker that has joined an elastic job removes nothing; it returns the number of `load`.
+
+        Raises:
+            OSError: They cannot be removed.
+            TrainingError: The loader of an elastic job is missing among the parts.
+        """
+        self.wait()
+        if self._server_checkpoint is not None:
+            return self._server_checkpoint.clear(self._remove_all)
+        if self._has_joined_late():
+            return self._report_joined()
+        if _rank_and_world_size()[0] == 0:
+            self._remove_all()
+        if dist.is_initialized():
+            dist.barrier()
+        return 0
+
+    def _remove_all(self) -> None:
+        store.remove_files(iter(store.list_checkpoints(self.folder)))
+        store.remove_partials(self.folder)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saved checkpoints are on the disk or have failed; return False on a timeout.
+
+        Not needed at the end of a script: Python itself waits.
+        """
+        return self._writer.wait_idle(timeout_s)
+
+    def _has_joined_late(self) -> bool:
+        """Return whether the other members of an elastic job are training already, and would not answer."""
+        if self._elastic is None and generation_group.is_generation_group():
+            raise TrainingError(
+                explain(
+                    "parts of checkpoints of an elastic job",
+                    got=", ".join(sorted(self._parts)) or "none",
+                    expected="the loader that ringweave.prepare returned among them",
+                    do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
+                )
+            )
+        return self._elastic is not None and self._elastic.has_joined_late
+
+    def _report_joined(self) -> int:
+        assert self._elastic is not None, "who joins has a loader that knows"
+        self._reporter.report_joined(self._elastic.num_train_steps)
+        return self._elastic.num_train_steps
+
+    def _save_final(self, position: dict[str, int]) -> str:
+        """Save the final checkpoint of a job that ends early; return a text about the outcome."""
+        assert self._elastic is not None, "it asks for this"
+        train_step, started_s = self._elastic.num_train_steps, time.perf_counter()
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        self._submit(train_step, 0, {**states, self._elastic_name: position}, started_s)
+        return self._describe_final_save(train_step)
+
+    def _save_final_of_rings(self) -> str:
+        """Save the final checkpoint for this member's ring: the server's state."""
+        assert self._server_checkpoint is not None, "its loader asks for this"
+        self.wait()
+        try:
+            job = self._server_checkpoint.take_final(self._staging)
+        except (RingweaveError, MemoryError, RuntimeError) as error:
+            self._reporter.report_failed(0, 0, self.folder, f"{_error_text(error)}.")
+            return f"The parameter server's state could not be saved in {self.folder}: see the warning."
+        if job is None:
+            return "Another ring saves the parameter server's state. Start the run again to go on from it."
+        self._writer.submit(job)
+        return self._describe_final_save(job.train_step)
+
+    def _describe_final_save(self, train_step: int) -> str:
+        self.wait()
+        if not any(saved.train_step == train_step for saved in store.list_checkpoints(self.folder, rank=0)):
+            return f"The state after {train_step} train steps could not be saved in {self.folder}: see the warning."
+        return f"The state after {train_step} train steps is in {self.folder}. Start the run again to go on from it."
+
+    def _read_newest(self) -> tuple[CheckpointFile, CheckpointContent] | None:
+        """Return the newest complete checkpoint that this rank can read."""
+        for saved in store.list_checkpoints(self.folder, rank=0):
+            content = self._read_or_report(saved)
+            if content is not None:
+                return saved, content
+        return None
+
+    def _read_by_checksum(self, checksum: str) -> tuple[CheckpointFile, CheckpointContent] | None:
+        """Return the checkpoint with this checksum, if this rank can read it."""
+        for saved in store.list_checkpoints(self.folder, rank=0):
+            content = self._read_or_report(saved) if saved.checksum == checksum else None
+            if content is not None:
+                return saved, content
+        return None
+
+    def _read_or_report(self, saved: CheckpointFile) -> CheckpointContent | None:
+        try:
+            return store.read_checkpoint(saved)
+        except TrainingError as error:
+            self._damaged_paths.add(saved.path)
+            self._reporter.report_damaged(_rank_and_world_size()[0], saved, str(error))
+            return None
+
+    def _restore(self, saved: CheckpointFile, content: CheckpointContent) -> None:
+        states = dict(content.parts)
+        rng_state = states.pop(_RNG_PART, None)
+        exchange.check_part_names(saved, states, self._parts)
+        for name, part in self._parts.items():
+            exchange.load_part(saved, name, part, states[name])
+        if self._rng:
+            self._restore_rng(saved, content, rng_state)
+
+    def _restore_rng(self, saved: CheckpointFile, content: CheckpointContent, first_rank_state: Any) -> None:
+        rank, world_size = _rank_and_world_size()
+        state, reason = first_rank_state, "they were not saved"
+        if content.world_size != world_size:
+            state, reason = None, f"{content.world_size} ranks saved, {world_size} go on"
+        elif rank > 0:
+            own = [
+                each for each in store.list_checkpoints(self.folder, rank=rank) if each.train_step == saved.train_step
+            ]
+            contents = [found for found in map(self._read_or_report, own) if found is not None]
+            state, reason = contents[0].parts.get(_RNG_PART) if contents else None, "their file is damaged or gone"
+        if state is None:
+            self._reporter.report_new_rng(rank, saved.train_step, reason)
+        else:
+            format.restore_rng_state(state)
+
+    def _write_job(self, job: WriteJob) -> None:
+        """Write a checkpoint in the writer's thread; errors are reported, never raised."""
+        rank, started_s, staged = job.document["rank"], time.perf_counter(), job.staged
+        try:
+            if self._server_checkpoint is not None and staged is None:
+                completed = self._server_checkpoint.complete(job, self._staging)
+                if completed is None:  # another ring saves
+                    return
+                job, staged, started_s = completed, completed.staged, time.perf_counter()
+            assert staged is not None, "complete"
+            staged.wait_copied()
+            place = {"rank": rank, "train_step": job.train_step}
+            saved = store.write_checkpoint(self.folder, **place, document=job.document, staged=staged)
+            write_s = time.perf_counter() - started_s
+            self._reporter.report_saved(saved, num_bytes=staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
+            self._damaged_paths.discard(saved.path)
+            self._remove_old(saved)
+        except Exception as error:
+            self._reporter.report_failed(rank, job.train_step, self.folder, f"{_error_text(error)}.")
+        finally:
+            if staged is not None:
+                self._staging.recycle(staged)
+
+    def _report_replaced(self, job: WriteJob) -> None:
+        if job.staged is not None:
+            self._staging.recycle(job.staged)
+        text = "the disk was still busy with an earlier one when a later one came."
+        self._reporter.report_failed(job.document["rank"], job.train_step, self.folder, text)
+
+    def _remove_old(self, written: CheckpointFile) -> None:
+        """Remove all but the newest complete checkpoints, up to the one just written.
+
+        Also remove files of other ranks that belong to no kept checkpoint: those ranks may be gone forever.
+        """
+        own = [
+            each
+            for each in store.list_checkpoints(self.folder, rank=written.rank)
+            if each.train_step <= written.train_step
+        ]
+        logged = [each for each in own if each.path not in self._damaged_paths][: self._keep]
+        oldest = min((each.train_step for each in logged), default=written.train_step)
+        old = [each for each in own if each.train_step < oldest] if len(logged) == self._keep else []
+        if written.rank == 0:
+            old += [each for each in store.list_checkpoints(self.folder) if each.rank > 0 and each.train_step < oldest]
+        try:
+            store.remove_files(iter(old))
+        except OSError as error:
+            self._reporter.report_not_removed(self.folder, _error_text(error))
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    """Return (rank, world size) of the process group; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _error_text(error: Exception) -> str:
+    """Return the text of an error without the path, which is reported separately."""
+    return f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) and error.errno else str(error)

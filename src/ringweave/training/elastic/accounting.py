@@ -1,0 +1,193 @@
+"""Sample accounting of an elastic job: every sample of an epoch is trained on once, or is known to be lost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ringweave.errors import TrainingError
+from ringweave.planning import balancing
+from ringweave.planning.balancing import SampleAccount
+from ringweave.planning.balancing.epochs import Indices
+from ringweave.training.elastic.retained_reductions import Commit
+from ringweave.training.elastic.share_table import BatchShares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticAccount:
+    """Account of the samples of one epoch."""
+
+    epoch: int
+    expected: SampleAccount
+    """All samples of the epoch."""
+    total: SampleAccount
+    """Samples whose gradients are in committed reductions."""
+    lost: SampleAccount
+    """Samples of members that were gone before their gradients were committed."""
+
+    @property
+    def is_accounted(self) -> bool:
+        """Every sample is in exactly one of the two accounts."""
+        return self.total + self.lost == self.expected
+
+    @property
+    def is_exact(self) -> bool:
+        """Every sample was trained on exactly once."""
+        return self.total == self.expected
+
+
+class SampleAccounting:
+    """Sample accounting of an epoch, kept alike by all members from the committed reductions."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._expected, self._total, self._lost = SampleAccount(), SampleAccount(), SampleAccount()
+        self._open_batches: list[tuple[Indices, BatchShares]] = []
+        self._cached_parts: _OpenParts | None = None
+        """Parts of the open batches, cached. The member computes them when it hands in gradients, so that no commit
+        waits for it."""
+
+    def open_epoch(self, epoch: int) -> None:
+        """Start the account of a new epoch."""
+        self.epoch = epoch
+        self._expected, self._total, self._lost = SampleAccount(), SampleAccount(), SampleAccount()
+
+    def record_batch(self, batch: Indices, batch_shares: BatchShares) -> None:
+        """Record a batch that the members compute now; the next reduction commits it."""
+        self._open_batches.append((batch, batch_shares))
+        self._cached_parts = None
+
+    def check_received(self, received: Indices, member: str) -> None:
+        """Compare the samples that a member received of the last batch with those that it has to compute.
+
+        Raises:
+            TrainingError: The samples differ.
+        """
+        expected = samples_of_member(*self._open_batches[-1], member)
+        if not np.array_equal(received, expected):
+            raise TrainingError(
+                f"samples of worker {member}: {_preview_indices(received)}, expected {_preview_indices(expected)}. "
+                "Samples were lost or doubled; this is a bug of ringweave, please report it."
+            )
+
+    @property
+    def drawn_account(self) -> SampleAccount:
+        """All recorded batches of the epoch, and earlier ones whose gradients are not reduced yet."""
+        return sum((SampleAccount.from_indices(batch) for batch, _ in self._open_batches), self._expected)
+
+    def check_drawn(self, expected: SampleAccount) -> None:
+        """Compare the recorded batches with the expected ones, at the end of an epoch.
+
+        Raises:
+            TrainingError: The samples differ.
+        """
+        if self.drawn_account != expected:
+            raise TrainingError(
+                f"batches of epoch {self.epoch}: {self.drawn_account}, expected {expected}. "
+                "Batches were skipped or doubled; this is a bug of ringweave, please report it."
+            )
+
+    def discard_open_batches(self) -> None:
+        """Discard the batches that are not reduced yet."""
+        self._clear_open_batches()
+
+    @property
+    def num_planned(self) -> int:
+        """Samples of the batches in the next reduction."""
+        return sum(len(batch) for batch, _ in self._open_batches)
+
+    def account_of(self, member: str) -> SampleAccount:
+        """Return a member's part of the open batches."""
+        return self._open_parts.by_member.get(member, SampleAccount())
+
+    @property
+    def _open_parts(self) -> "_OpenParts":
+        if self._cached_parts is None:
+            parts: dict[str, SampleAccount] = {}
+            for batch, batch_shares in self._open_batches:
+                for member in batch_shares.members:
+                    part = SampleAccount.from_indices(samples_of_member(batch, batch_shares, member))
+                    parts[member] = parts.get(member, SampleAccount()) + part
+            self._cached_parts = _OpenParts(
+                parts, sum((SampleAccount.from_indices(batch) for batch, _ in self._open_batches), SampleAccount())
+            )
+        return self._cached_parts
+
+    def _clear_open_batches(self) -> None:
+        self._open_batches.clear()
+        self._cached_parts = None
+
+    def record_commit(self, commit: Commit) -> int:
+        """Record that the open batches are committed.
+
+        Returns:
+            Number of their samples that are lost.
+
+        Raises:
+            TrainingError: The samples that members report differ from those that they had to compute.
+        """
+        total, lost, parts = SampleAccount(), SampleAccount(), self._open_parts
+        for member, part in parts.by_member.items():
+            if member in commit.members:
+                total += part
+            else:
+                lost += part
+        if total != commit.account:
+            raise TrainingError(
+                f"account of reduction {commit.number}: {commit.account}, expected {total}. "
+                "Samples were lost or doubled; this is a bug of ringweave, please report it."
+            )
+        self._clear_open_batches()
+        self._expected, self._total, self._lost = self._expected + parts.whole, self._total + total, self._lost + lost
+        return lost.num_samples
+
+    def epoch_account(self) -> ElasticAccount:
+        """Account of the present epoch so far."""
+        return ElasticAccount(epoch=self.epoch, expected=self._expected, total=self._total, lost=self._lost)
+
+    def to_json(self) -> list[list[int]]:
+        """Return the accounts as JSON numbers, for a joining member."""
+        return [[each.num_samples, each.fingerprint] for each in (self._expected, self._total, self._lost)]
+
+    def load_json(self, epoch: int, document: Sequence[Sequence[int]]) -> None:
+        """Load the accounts that `to_json` returned."""
+        self.epoch = epoch
+        self._clear_open_batches()
+        self._expected, self._total, self._lost = (
+            SampleAccount(num_samples=number, fingerprint=fingerprint) for number, fingerprint in document
+        )
+
+
+class _OpenParts(NamedTuple):
+    """Accounts of the open batches."""
+
+    by_member: Mapping[str, SampleAccount]
+    """Part of each member."""
+    whole: SampleAccount
+    """Account of the whole batches."""
+
+
+def _preview_indices(indices: Indices) -> str:
+    return f"{len(indices)} ({', '.join(map(str, indices[:8]))}{', ...' if len(indices) > 8 else ''})"
+
+
+def samples_of_member(batch: Indices, batch_shares: BatchShares, member: str) -> Indices:
+    """Return a member's part of a batch; empty if the member has no share of it.
+
+    The shares are scaled if the batch has another size: the last batch of an epoch is smaller, and a batch that a ring
+    took before it lost a member is larger.
+    """
+    return np.asarray(batch[slice_of_member(len(batch), batch_shares, member)])
+
+
+def slice_of_member(num_samples: int, batch_shares: BatchShares, member: str) -> slice:
+    """Return a member's part of a batch of so many samples, as a slice of it."""
+    if member not in batch_shares.members:
+        return slice(0, 0)
+    shares = (
+        batch_shares.shares
+        if num_samples == sum(batch_shares.shares)
+        else balancing.scale_shares(batch_shares.shares, num_samples)
+    )
+    return balancing.rank_slice(shares, batch_shares.members.index(member))

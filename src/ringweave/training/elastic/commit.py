@@ -1,0 +1,251 @@
+"""Commit protocol of one reduction or broadcast: from the first bucket to the commit that all members know of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringweave.membership.member_rules import resolve_reduction
+from ringweave.membership.records import Membership
+from ringweave.training.elastic import retained_reductions, trainer_interface
+from ringweave.training.elastic.retained_reductions import (
+    Commit,
+    FetchedJson,
+    FetchOnceBroadcast,
+    ReductionRow,
+    RetainedReduction,
+    SumBuffers,
+)
+from ringweave.training.elastic.session_state import SessionState
+
+_FutureT = TypeVar("_FutureT")
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedCommit:
+    """Results of a reduction, applied when it is committed."""
+
+    commit: Commit
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    """(buffer of the model, its new value)."""
+
+
+class CommitProtocol:
+    """Commit protocol of one member, through all generations. Called without the lock, unless noted."""
+
+    def __init__(
+        self, state: SessionState, buffers: Callable[[], list[Tensor]], *, is_mean: bool, num_parameters: int
+    ) -> None:
+        """Create it; every reduction sets the tensors `buffers` to the first member's values."""
+        self._state, self._buffers, self._is_mean = state, buffers, is_mean
+        self._num_parameters = num_parameters
+        self._sum_buffers = SumBuffers()
+        self._prepared: _PreparedCommit | None = None
+        self._is_delivering = False
+        """A reduction is committed and the script does not have it yet; guarded by the lock."""
+        self.buffer_source = 0
+        """Rank of the member whose buffers all get."""
+
+    # The training thread.
+
+    def add_bucket(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+        """Add a bucket of this backward pass; the future has the mean once all buckets are committed."""
+        return self._add_to_reduction(lambda reduction: reduction.add_bucket(bucket, self._sum_buffers))
+
+    def end_backward(self, used_bits: int) -> torch.futures.Future[int]:
+        """Complete the buckets of this backward pass; the future has the parameters that any member has used."""
+
+        def end(reduction: RetainedReduction) -> torch.futures.Future[int]:
+            footing = self._state
+            future = reduction.complete(footing.trainer.reduction_row(), used_bits, self._sum_buffers)
+            footing.layout, footing.is_waiting = reduction.layout, True
+            return future
+
+        return self._add_to_reduction(end)
+
+    def _add_to_reduction(
+        self, add: Callable[[RetainedReduction], torch.futures.Future[_FutureT]]
+    ) -> torch.futures.Future[_FutureT]:
+        state = self._state
+        with state.lock:
+            state.num_progress += 1
+            reduction = self._current_reduction()
+            future = add(reduction)
+            error, abort_count = state.start_reduction(), state.abort_count
+            if state.stop is not None and state.catch_up is None:
+                reduction.fail(trainer_interface.stop_error(state.stop))
+            if reduction.is_complete:  # else no thread waits for it
+                state.lock.notify_all()
+        state.report_broken_group(error, abort_count)
+        return future
+
+    def _current_reduction(self) -> RetainedReduction:
+        """Return the reduction of the script's backward pass; needs the lock."""
+        state = self._state
+        if state.catch_up is not None:
+            return state.catch_up.current_backward()
+        reduction = state.reduction or RetainedReduction(number=state.status.committed + 1)
+        assert isinstance(reduction, RetainedReduction), "what is spread is waited for"
+        state.reduction = reduction
+        return reduction
+
+    def begin_broadcast(self, fetch: Callable[[], FetchedJson], tensors: Sequence[Tensor]) -> FetchOnceBroadcast:
+        """Start a fetch by the first member, for all members."""
+        state = self._state
+        with state.lock:
+            state.num_progress += 1
+            broadcast = FetchOnceBroadcast(state.status.committed + 1, fetch, tensors, lambda: state.abort_count)
+            state.reduction, state.is_waiting = broadcast, True
+            state.status = replace(state.status, at_border=False)  # a member that joined now would have no part in it
+            error, abort_count = state.start_reduction(), state.abort_count
+            state.lock.notify_all()
+        state.report_broken_group(error, abort_count)
+        return broadcast
+
+    def wait_committed(self) -> None:
+        """Wait until the reduction is committed and delivered.
+
+        Raises:
+            MembershipError: It never will be: this member was evicted, or the job is over.
+        """
+        state = self._state
+        with state.saves_final_checkpoint(), state.lock:
+            state.lock.wait_for(lambda: not self._is_delivering and (state.reduction is None or state.has_ended))
+            if state.reduction is not None or state.error is not None:
+                state.raise_if_stopped()
+
+    # The session's own thread.
+
+    def commit_reduction(self, reduction: RetainedReduction | FetchOnceBroadcast, abort_count: int) -> None:
+        """Sum the rest, learn that all members have all sums, and commit."""
+        state = self._state
+        assert state.membership is not None, "a group is up"
+        try:
+            if _contributes_zeros(reduction):
+                reduction.wait_done()  # its script may have caught up by then, which the row reports
+            with state.lock:
+                row = self._own_row(reduction)
+            received = state.groups.allgather_small(
+                retained_reductions.row_to_tensor(row, reduction.used_bits, self._num_parameters)
+            )
+            every, used_bits = retained_reductions.rows_of_tensor(received)
+            commit = Commit(number=reduction.number, members=state.membership.members, rows=every, used_bits=used_bits)
+            reduction.wait_done()  # the others wait for everything that follows
+            buffers = self._sync_buffers(self._buffers() if isinstance(reduction, RetainedReduction) else ())
+            with state.lock:
+                if abort_count != state.abort_count:
+                    return
+                prepared = self._prepared = _PreparedCommit(commit, buffers)
+                state.status = replace(state.status, is_prepared=True)
+                wants_pause = state.wants_pause and row.may_pause
+            pauses = state.groups.all_agree(agrees=wants_pause)
+        except RuntimeError as error:
+            state.report_broken_group(error, abort_count)
+            return
+        with state.lock:
+            if abort_count != state.abort_count:
+                return  # an order came first: the next generation decides about this reduction
+            state.pauses_at_boundary = pauses
+            self._apply_commit(prepared, reduction)
+        self._deliver(prepared, reduction)
+
+    def settle_unfinished(self, membership: Membership, abort_count: int) -> bool:
+        """Settle the unfinished reduction: commit it if a member may have done so, else repeat it.
+
+        Returns:
+            False if this member has promised to follow another order meanwhile.
+        """
+        state = self._state
+        with state.lock:
+            reduction, outcome = state.reduction, resolve_reduction(state.current_status(), membership)
+        if reduction is not None:
+            reduction.detach_from_group()
+        if outcome != "take":
+            with state.lock:
+                if abort_count != state.abort_count:
+                    return False
+                state.status = replace(state.status, is_prepared=False)
+                if _contributes_zeros(reduction):
+                    state.reduction = None  # another one will be created
+                return True
+        prepared = self._prepared
+        assert reduction is not None, "it was prepared"
+        assert prepared is not None, "it was prepared"
+        with state.lock:
+            if abort_count != state.abort_count:
+                return False
+            self._apply_commit(prepared, reduction)
+        self._deliver(prepared, reduction)
+        return True
+
+    def _own_row(self, reduction: RetainedReduction | FetchOnceBroadcast) -> ReductionRow:
+        """Return this member's row; needs the lock."""
+        if not _contributes_zeros(reduction):
+            return reduction.row
+        catching = self._state.catch_up
+        return ReductionRow(is_recovering=True, is_caught_up=catching is not None and catching.announce_if_caught_up())
+
+    def _apply_commit(self, prepared: _PreparedCommit, reduction: RetainedReduction | FetchOnceBroadcast) -> None:
+        """Apply the commit to this member; needs the lock."""
+        state, commit = self._state, prepared.commit
+        if _contributes_zeros(reduction):
+            self._log_for_replay(prepared, reduction)
+            return
+        state.trainer.unpublish_state()
+        state.trainer.apply_commit(commit)
+        self._is_delivering = True  # not before: an error above ends training, and the script raises it
+        state.reduction = None
+        state.status = replace(state.status, committed=commit.number, is_prepared=False)
+        state.num_progress += 1
+        state.num_delivered += 1
+        state.is_waiting = False  # the script wakes up when the result is delivered, and not before
+
+    def _log_for_replay(self, prepared: _PreparedCommit, reduction: RetainedReduction) -> None:
+        """Log the commit for this member's script; needs the lock."""
+        state, commit = self._state, prepared.commit
+        assert state.catch_up is not None, "who takes part with nothing follows"
+        is_caught_up = state.catch_up.log_reduction(commit, reduction, prepared.buffers)
+        state.reduction = None
+        state.status = replace(
+            state.status,
+            committed=commit.number,
+            is_prepared=False,
+            has_state=is_caught_up,
+            is_following=not is_caught_up,
+            at_border=False,
+        )
+        state.num_progress += 1
+        state.lock.notify_all()
+
+    def _deliver(self, prepared: _PreparedCommit, reduction: RetainedReduction | FetchOnceBroadcast) -> None:
+        """Deliver the committed reduction to the script, unless the script replays it later."""
+        if _contributes_zeros(reduction):
+            return
+        try:
+            for own, first in prepared.buffers:
+                own.copy_(first)
+            reduction.deliver(prepared.commit, is_mean=self._is_mean)
+        except Exception as error:  # such as a device error: the script must raise it instead of waiting
+            reduction.fail(trainer_interface.as_ringweave_error(error))
+            raise
+        finally:
+            with self._state.lock:
+                self._is_delivering = False
+                self._state.lock.notify_all()
+
+    def _sync_buffers(self, buffers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return (buffer, the first member's value) for all buffers."""
+        found = []
+        for buffer in buffers:
+            first = buffer.detach().clone()
+            dist.broadcast(first, self.buffer_source, group=self._state.groups.reduce_group)
+            found.append((buffer, first))
+        return found
+
+
+def _contributes_zeros(reduction: RetainedReduction | FetchOnceBroadcast | None) -> TypeGuard[RetainedReduction]:
+    """Return whether this member contributes zeros to the reduction."""
+    return isinstance(reduction, RetainedReduction) and reduction.contributes_zeros

@@ -1,0 +1,406 @@
+"""Retained reductions: gradients, or data that one member fetched, are kept until all members have committed them.
+
+During a reduction every member sends one row of integers. Bits behind the row mark the parameters that the member has
+used, so a commit has those of all members without another collective.
+"""
+
+import functools
+import json
+import operator
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringweave.comm import peer_data
+from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.planning.balancing import SampleAccount, Speed
+
+NUM_ROW_WORDS = 7
+_HALF = 2**63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReductionRow:
+    """Row of one member in a reduction."""
+
+    account: SampleAccount = field(default_factory=SampleAccount)
+    """Samples of its gradients."""
+    num_planned: int = 0
+    """Samples that all members together were to compute; the same in all rows except those of recovering members."""
+    is_recovering: bool = False
+    """It has joined and contributes zeros to this reduction."""
+    is_caught_up: bool = False
+    """It has caught up: it waits for this reduction as all others do, and computes what comes next."""
+    speed: Speed | None = None
+
+    @property
+    def may_pause(self) -> bool:
+        """The member may vote for a pause. A recovering member may not: its script is not at a step boundary."""
+        return self.is_caught_up or not self.is_recovering
+
+    def to_list(self) -> list[int]:
+        """Return the row as seven integers of 64 bits."""
+        speed = self.speed
+        floats = (0.0, 0.0, 0.0) if speed is None else (speed.s_per_sample, speed.overhead_samples, speed.noise)
+        words = struct.unpack("<3q", struct.pack("<3d", *floats))
+        return [
+            self.account.num_samples,
+            self.account.fingerprint - _HALF,
+            self.num_planned,
+            self.is_recovering | self.is_caught_up << 1,
+            *words,
+        ]
+
+    @classmethod
+    def of_list(cls, words: Sequence[int]) -> "ReductionRow":
+        """Parse a row that `to_list` returned."""
+        each_s, overhead, noise = struct.unpack("<3d", struct.pack("<3q", *words[4:NUM_ROW_WORDS]))
+        return cls(
+            account=SampleAccount(num_samples=words[0], fingerprint=words[1] + _HALF),
+            num_planned=words[2],
+            is_recovering=bool(words[3] & 1),
+            is_caught_up=bool(words[3] & 2),
+            speed=Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise) if each_s > 0 else None,
+        )
+
+
+def row_to_tensor(row: ReductionRow, used_bits: int, num_parameters: int) -> Tensor:
+    """Return the row and the bits of so many parameters as a tensor, (width,) int64."""
+    num_words = row_width(num_parameters) - NUM_ROW_WORDS
+    words = struct.unpack(f"<{num_words}q", used_bits.to_bytes(8 * num_words, "little"))
+    return torch.tensor([*row.to_list(), *words], dtype=torch.int64)
+
+
+def row_width(num_parameters: int) -> int:
+    """Return the number of 64-bit words that a member sends."""
+    return NUM_ROW_WORDS + -(-num_parameters // 64)
+
+
+def rows_of_tensor(received: Tensor) -> tuple[tuple[ReductionRow, ...], int]:
+    """Return the row of each member and the union of their bits, from the received words, (num_members, width)."""
+    lists = received.tolist()
+    used_bits = (
+        int.from_bytes(struct.pack(f"<{len(words) - NUM_ROW_WORDS}q", *words[NUM_ROW_WORDS:]), "little")
+        for words in lists
+    )
+    return tuple(ReductionRow.of_list(words) for words in lists), functools.reduce(operator.or_, used_bits, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A committed reduction."""
+
+    number: int
+    members: tuple[str, ...]
+    """Members whose gradients are in it."""
+    rows: tuple[ReductionRow, ...]
+    """Rows in the order of the members."""
+    used_bits: int = 0
+    """Bit i: a member has used parameter i."""
+
+    @property
+    def account(self) -> SampleAccount:
+        """Samples of all its gradients."""
+        return sum((row.account for row in self.rows), SampleAccount())
+
+    @property
+    def num_planned(self) -> int:
+        """Samples that it would have if no member had gone."""
+        return max((row.num_planned for row in self.rows), default=0)
+
+    @property
+    def caught_up(self) -> tuple[str, ...]:
+        """Members that have recovered until now, and compute from now on."""
+        return tuple(member for member, row in zip(self.members, self.rows, strict=True) if row.is_caught_up)
+
+    @property
+    def scale(self) -> float:
+        """Factor that makes the sum of the weighted gradients a mean over exactly the samples in it."""
+        num_samples = self.account.num_samples
+        if not self.num_planned:  # gradients of no batch of the loader: all members have the same weight
+            return 1 / max(1, sum(not row.is_recovering for row in self.rows))
+        return self.num_planned / num_samples if num_samples else 0.0
+
+
+_FETCH_POLL_S = 0.05
+_FETCHED_WHAT = "what the first member has fetched"
+FetchedJson = dict[str, Any]
+"""JSON object that one member has fetched."""
+
+
+class SumBuffers:
+    """Memory for the sums, reused by one reduction after another: DDP has copied the sums by the next reduction."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+
+    def get(self, gradients: Tensor, numel: int, index: int) -> Tensor:
+        """Return memory for the sum of the message with this index, of so many elements like `gradients`."""
+        known = self._tensors.get(index)
+        if (
+            known is None
+            or known.numel() != numel
+            or known.dtype != gradients.dtype
+            or known.device != gradients.device
+        ):
+            self._tensors[index] = known = torch.empty(numel, dtype=gradients.dtype, device=gradients.device)
+        return known
+
+
+@dataclass(kw_only=True, slots=True)
+class _GradientBucket:
+    gradients: Tensor
+    """Memory of DDP itself; nothing writes to it before the future is resolved."""
+    future: torch.futures.Future[Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class _FusedMessage:
+    """Buckets that are summed together, adjacent in memory."""
+
+    buckets: list[_GradientBucket]
+    summed: Tensor
+    work: dist.Work | None = None
+
+    def bucket_sums(self) -> Iterator[tuple[_GradientBucket, Tensor]]:
+        """Yield each bucket with its part of the sum."""
+        first = 0
+        for bucket in self.buckets:
+            until = first + bucket.gradients.numel()
+            yield bucket, self.summed[first:until].view(bucket.gradients.shape)
+            first = until
+
+
+@dataclass(kw_only=True, slots=True)
+class RetainedReduction:
+    """All buckets of one synchronized backward pass, retained until they are committed.
+
+    A bucket too small for a schedule is fused with the next one: alone it would pass through the native backend beside
+    the large ones, and queue behind them on each link. The fusion depends on the sizes only, so it is the same on all
+    members.
+    """
+
+    number: int
+    is_complete: bool = False
+    """All buckets have been added."""
+    contributes_zeros: bool = False
+    """This rank has no gradients in it, and contributes zeros so that no member waits for it."""
+    row: ReductionRow = field(default_factory=ReductionRow)
+    """Row of this member; set once the reduction is complete."""
+    used_bits: int = 0
+    """Bit i: this member has used parameter i."""
+    messages: list[_FusedMessage] = field(default_factory=list)
+    _small_buckets: list[_GradientBucket] = field(default_factory=list)
+    """Small buckets that wait to be fused with the next one."""
+    _all_used_bits: torch.futures.Future[int] = field(default_factory=torch.futures.Future)
+    _num_started: int = 0
+
+    def add_bucket(self, gradients: Tensor, sum_buffers: SumBuffers) -> torch.futures.Future[Tensor]:
+        """Add a bucket of gradients; once committed, the future has the sum over all ranks."""
+        # A future of tensors on a device needs the device; torch accepts none for the CPU.
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[] if gradients.device.type == "cpu" else [gradients.device]
+        )
+        if self._small_buckets and (
+            self._small_buckets[0].gradients.dtype,
+            self._small_buckets[0].gradients.device,
+        ) != (gradients.dtype, gradients.device):
+            self._close_message(sum_buffers)
+        self._small_buckets.append(_GradientBucket(gradients=gradients, future=future))
+        if sum(bucket.gradients.nbytes for bucket in self._small_buckets) >= MIN_SCHEDULED_BYTES:
+            self._close_message(sum_buffers)
+        return future
+
+    def add_zeros(self, zeros: Tensor, summed: Tensor) -> None:
+        """Add a message of zeros, with the memory for its sum."""
+        bucket = _GradientBucket(gradients=zeros, future=torch.futures.Future())
+        self.messages.append(_FusedMessage(buckets=[bucket], summed=summed))
+
+    def complete(self, row: ReductionRow, used_bits: int, sum_buffers: SumBuffers) -> torch.futures.Future[int]:
+        """Note that all buckets are added; once committed, the future has the parameters that any member has used."""
+        if self._small_buckets:
+            self._close_message(sum_buffers)
+        self.row, self.used_bits, self.is_complete = row, used_bits, True
+        return self._all_used_bits
+
+    def _close_message(self, sum_buffers: SumBuffers) -> None:
+        buckets, self._small_buckets = (
+            [self._small_buckets[-1], *self._small_buckets[:-1]],
+            [],
+        )  # the large bucket need not be copied again
+        numel = sum(bucket.gradients.numel() for bucket in buckets)
+        self.messages.append(
+            _FusedMessage(buckets=buckets, summed=sum_buffers.get(buckets[0].gradients, numel, len(self.messages)))
+        )
+
+    def start(self, group: dist.ProcessGroup | None = None) -> None:
+        """Start to sum the added messages, in their order, in this group; None is the default group.
+
+        Raises:
+            RuntimeError: The group is broken.
+        """
+        while self._num_started < len(self.messages):
+            message = self.messages[self._num_started]
+            for bucket, summed in message.bucket_sums():
+                summed.copy_(bucket.gradients)
+            message.work = dist.all_reduce(message.summed, group=group, async_op=True)
+            self._num_started += 1
+
+    def wait_done(self) -> None:
+        """Wait until every started message is summed.
+
+        Raises:
+            RuntimeError: The group is broken.
+        """
+        for message in reversed(self.messages):  # the last one completes last: this thread wakes up once
+            assert message.work is not None
+            message.work.wait()
+        # Waiting for a device's collective only queues it, and a member that reports all sums must have them.
+        for device in {summed.device for summed in self.sums} - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)
+
+    def detach_from_group(self) -> None:
+        """Wait out the started messages after the group is gone; then nothing writes to the memory any more."""
+        for message in self.messages:
+            work, message.work = message.work, None
+            if work is not None:
+                _wait_quietly(work)
+        self._num_started = 0
+
+    def deliver(self, commit: Commit, *, is_mean: bool) -> None:
+        """Hand the committed sums to DDP."""
+        scale = commit.scale if is_mean else 1.0
+        for message in self.messages:
+            if scale != 1.0:
+                message.summed.mul_(scale)
+            for bucket, summed in message.bucket_sums():
+                # DDP assumes that a result starts at the beginning of its memory.
+                bucket.future.set_result(bucket.gradients.copy_(summed) if summed.storage_offset() else summed)
+        self._all_used_bits.set_result(commit.used_bits)
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """Sum of each message over all ranks; valid once committed."""
+        return [message.summed for message in self.messages]
+
+    @property
+    def layout(self) -> list[list[object]]:
+        """Description of the messages: a joining member takes part before it has gradients of its own."""
+        return [[summed.numel(), str(summed.dtype).removeprefix("torch."), summed.device.type] for summed in self.sums]
+
+    def fail(self, error: Exception) -> None:
+        """Fail all futures, so that the backward pass raises."""
+        buckets = [*(bucket for message in self.messages for bucket in message.buckets), *self._small_buckets]
+        for future in (*(bucket.future for bucket in buckets), self._all_used_bits):
+            if not future.done():
+                future.set_exception(error)  # pyrefly: ignore - torch's stub wants a value
+
+
+class FetchOnceBroadcast:
+    """Fetch by the generation's first member, broadcast to all members.
+
+    The session commits it like a reduction: a member that has committed it proves that all members have it. If the
+    first member dies before, the next one fetches again and no member has the first result, so a second fetch must be
+    correct too.
+    """
+
+    used_bits = 0
+    """It uses no parameters."""
+
+    def __init__(
+        self,
+        number: int,
+        fetch: Callable[[], FetchedJson],
+        tensors: Sequence[Tensor],
+        read_abort_count: Callable[[], int],
+    ) -> None:
+        """Create it without fetching.
+
+        Args:
+            number: Its number among all commits.
+            fetch: Returns a JSON object and fills the tensors. Called on one member, in a thread of its own.
+            tensors: Memory that is the same on all members afterwards.
+            read_abort_count: Returns the abort count; when it changes, the broadcast that was started is void.
+        """
+        self.number, self.is_complete, self.row = number, True, ReductionRow()
+        self.fetched: FetchedJson = {}
+        """The fetched object, once committed."""
+        self._fetch, self._tensors, self._read_abort_count = fetch, list(tensors), read_abort_count
+        self._started_at_abort_count = -1
+        self._group: dist.ProcessGroup | None = None
+        self._received: FetchedJson = {}
+        self._has_fetched = threading.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, group: dist.ProcessGroup | None = None) -> None:
+        """Start in the group of a new generation: the first member fetches, unless it has fetched before."""
+        self._started_at_abort_count, self._group = self._read_abort_count(), group
+        if self._has_fetched.is_set() and self._error is not None:  # in an earlier generation; no thread waited
+            self._has_fetched, self._error, self._thread = threading.Event(), None, None
+        if self._thread is None and dist.get_rank() == 0:
+            self._thread = threading.Thread(target=self._run_fetch, name="ringweave representative", daemon=True)
+            self._thread.start()
+
+    def wait_done(self) -> None:
+        """Wait until this member has received it.
+
+        Raises:
+            RuntimeError: The group is broken, or the generation is over.
+            RingweaveError: The fetch has failed.
+        """
+        text = json.dumps(self._wait_fetched()).encode() if dist.get_rank() == 0 else b""
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, 0, group=self._group)
+        peer_data.check_length(int(length), _FETCHED_WHAT, min_bytes=1)
+        payload = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if text
+            else torch.empty(int(length), dtype=torch.uint8)
+        )
+        dist.broadcast(payload, 0, group=self._group)
+        for tensor in self._tensors:
+            dist.broadcast(tensor, 0, group=self._group)
+        self._received = peer_data.decode_peer_data(
+            bytes(payload.tolist()), _FETCHED_WHAT, peer_data.require_object, expected="a JSON object"
+        )
+
+    def detach_from_group(self) -> None:
+        """Do nothing: no started work remains in the group."""
+
+    def deliver(self, commit: Commit, *, is_mean: bool) -> None:
+        """Make the committed object available."""
+        del commit, is_mean
+        self.fetched = self._received
+
+    def fail(self, error: Exception) -> None:
+        """Do nothing: the session tells the waiting thread."""
+
+    def _wait_fetched(self) -> FetchedJson:
+        while not self._has_fetched.wait(_FETCH_POLL_S):
+            if self._read_abort_count() != self._started_at_abort_count:
+                raise RuntimeError("the epoch is over")
+        if self._error is not None:
+            raise self._error
+        return self._received
+
+    def _run_fetch(self) -> None:
+        try:
+            with torch.no_grad():
+                self._received = self._fetch()
+        except Exception as error:  # raised by `wait_done`
+            self._error = error
+        self._has_fetched.set()
+
+
+def _wait_quietly(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError:
+        return

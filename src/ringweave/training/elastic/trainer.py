@@ -1,0 +1,260 @@
+"""Trainer state of a member: sample accounting, shares, speeds, and the state that joining members read."""
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from typing_extensions import Buffer
+
+from ringweave import rpc
+from ringweave.membership.records import Membership, furthest_status
+from ringweave.planning.balancing import ShareChange, Speed, SpeedEstimator
+from ringweave.rpc.state_transfer import ReadThrottle, StateServer
+from ringweave.training import collectives
+from ringweave.training.elastic import share_table
+from ringweave.training.elastic.accounting import SampleAccounting
+from ringweave.training.elastic.elastic_loader import DataProgress
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.share_table import ShareTable
+from ringweave.training.elastic.trainer_interface import check_trainer_details
+from ringweave.training.elastic.training_state import StateRead, TrainingState, copy_buffers
+from ringweave.training.timing import StepTimer
+
+_LOGGER = logging.getLogger("ringweave")
+STATE_READ_TIMEOUT_S = 600.0
+"""Time limit for a joining member to read the state."""
+_REBALANCE_INTERVAL = 2
+"""Reductions from one check of the speeds to the next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberDescription:
+    """Description of this member that does not change."""
+
+    member: str
+    state_address: str
+    """Address at which other members read its state, as `HOST PORT`."""
+    max_samples: int | None
+    """Limit of samples of one batch."""
+    assumed_speed: float
+    """Relative speed from the cluster file."""
+    must_match: dict[str, Any]
+    """Values that must be the same on all members."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTransport:
+    """Transport of the state between members."""
+
+    state_server: StateServer
+    authentication: rpc.PeerAuthentication
+
+
+class EventReporter(Protocol):
+    """Reporter of training events."""
+
+    def reduction_committed(self) -> None:
+        """Another reduction is committed; the next events belong to it."""
+        ...
+
+    def generation_begun(self) -> None: ...
+
+    def shares_changed(self, batch_number: int, change: ShareChange) -> None:
+        """The shares change from this batch on."""
+        ...
+
+    def samples_lost(self, commit: Commit, num_lost: int) -> None:
+        """A reduction is committed without the samples of members that are gone."""
+        ...
+
+    def members_caught_up(self, commit: Commit, batch_number: int) -> None:
+        """Joining members have caught up; they have samples from this batch on."""
+        ...
+
+
+class ElasticTrainerState:
+    """Trainer state of a member that trains by allreduce."""
+
+    def __init__(
+        self,
+        description: MemberDescription,
+        share_table: ShareTable,
+        timer: StepTimer,
+        state: TrainingState,
+        transport: StateTransport,
+        events: EventReporter,
+    ) -> None:
+        """Create the state; `events` reports events, and writes them on one of the members."""
+        self.accounting, self.progress, self.share_table = SampleAccounting(), DataProgress(), share_table
+        self._description, self._timer, self._state, self._transport = description, timer, state, transport
+        self._events = events
+        self._estimator = SpeedEstimator()
+        self._speed: Speed | None = None
+        """Speed after the last step. The membership client's thread reads it while the script measures the next step.
+        """
+        self._captured_buffers: dict[str, Buffer] = {}
+        self._published: dict[str, bool] = {}
+
+    def measure_step(self) -> None:
+        """Measure the step that has ended."""
+        self._timer.end_step()
+        for num_samples, seconds in self._timer.take_times():
+            self._estimator.observe(num_samples, seconds)
+        self._speed = self._estimator.speed
+
+    @property
+    def state_address(self) -> str:
+        return self._description.state_address
+
+    @property
+    def supports_replay(self) -> bool:
+        """True: the script itself computes everything of a step."""
+        return True
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No batch is open. During `no_sync` a joining member would have no part in the accumulated gradients."""
+        return self.progress.num_since_commit == 0
+
+    def reduction_row(self) -> ReductionRow:
+        return ReductionRow(
+            account=self.accounting.account_of(self._description.member),
+            num_planned=self.accounting.num_planned,
+            speed=self._speed,
+        )
+
+    def status_details(self) -> dict[str, Any]:
+        """Return the details that other members need when a generation begins."""
+        progress, speed = self.progress, self._speed
+        return {
+            "cap": self._description.max_samples,
+            "assumed_speed": self._description.assumed_speed,
+            "alike": self._description.must_match,
+            "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
+            "place": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
+            "books": self.accounting.to_json(),
+        }
+
+    def drawn_batches(self) -> tuple[int, str]:
+        end = self.progress.num_drawn
+        num_open = self.progress.num_since_commit
+        return end, share_table.shares_to_text(self.share_table.rows_between(end - num_open, end)) if num_open else ""
+
+    def apply_commit(self, commit: Commit) -> None:
+        """Record a committed reduction, and change the shares if members have caught up or if it pays."""
+        self._events.reduction_committed()
+        num_lost = self.accounting.record_commit(commit)
+        if num_lost:
+            self._events.samples_lost(commit, num_lost)
+        self.progress.num_since_commit = 0
+        self.progress.committed = (self.progress.epoch, self.progress.position)
+        self.share_table.forget_before(self.progress.num_drawn)
+        first = self.progress.num_drawn + self._description.must_match["num_prefetched"]
+        if commit.caught_up:
+            speeds = {member: row.speed for member, row in zip(commit.members, commit.rows, strict=True)}
+            self.share_table.admit(
+                first, commit.caught_up, [speeds.get(each) for each in self.share_table.latest.members]
+            )
+            self._events.members_caught_up(commit, first)
+        elif commit.number % _REBALANCE_INTERVAL == 0 and commit.members == self.share_table.latest.members:
+            change = self.share_table.rebalance(first, [row.speed for row in commit.rows])
+            if change is not None:
+                self._events.shares_changed(first, change)
+
+    def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:
+        """Refuse to join a job that has prepared something else; members that agree with the job continue.
+
+        Raises:
+            TrainingError: The details of a member are malformed.
+            DisagreementError: For the first value in which this member differs from the primary.
+        """
+        for status, member_details in zip(membership.standings, details, strict=True):
+            check_trainer_details(status, member_details)
+            share_table.shares_of_text(status.sharing)
+        primary = membership.primary
+        names = [f"worker {member}" for member in (primary, self._description.member)]
+        descriptions = [
+            details[membership.members.index(member)]["alike"] for member in (primary, self._description.member)
+        ]
+        collectives.check_equal(descriptions, list(self._description.must_match), names)
+
+    def begin_generation(
+        self,
+        membership: Membership,
+        details: Sequence[dict[str, Any]],
+        *,
+        is_joining: bool,
+        recovering: Collection[str],
+    ) -> None:
+        """Begin a generation; recovering members have no samples unless they have caught up."""
+        holders = [index for index, each in enumerate(membership.standings) if each.has_state]
+        if is_joining and holders:
+            progress = self.progress
+            progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before = details[holders[0]][
+                "place"
+            ]
+            epoch, progress.committed, progress.has_joined_late = (
+                progress.epoch,
+                (progress.epoch, progress.position),
+                True,
+            )
+            self.accounting.load_json(epoch, details[holders[0]]["books"])
+        still_recovering, furthest = (
+            self.share_table.still_recovering(recovering),
+            furthest_status(membership.standings),
+        )
+        self.share_table.adopt_rows(share_table.shares_of_text(furthest.sharing))
+        speeds = [
+            None if member_details["speed"] is None else _speed_of_json(member_details["speed"])
+            for member_details in details
+        ]
+        self.share_table.start_generation(
+            furthest.num_drawn,
+            membership.members,
+            [member_details["cap"] for member_details in details],
+            speeds,
+            [member_details["assumed_speed"] for member_details in details],
+            still_recovering,
+        )
+        self._events.generation_begun()
+
+    def capture_state(self) -> None:
+        """Capture the state. Large tensors are not copied: nothing changes them before the next reduction."""
+        self._captured_buffers = self._state.to_buffers()
+
+    def publish_state(self, name: str, *, is_lasting: bool) -> None:
+        """Publish the captured state; a lasting one is copied while the script computes its next gradients."""
+        captured, self._captured_buffers = self._captured_buffers, {}
+        try:
+            published = copy_buffers(captured) if is_lasting else captured
+        except MemoryError:  # training goes on; a member that gets no state asks again
+            _LOGGER.warning("state for a worker that joins: no memory for a copy of it. The worker begins anew.")
+            published = {}
+        self._transport.state_server.publish(name, published)
+        self._published[name] = is_lasting
+
+    def unpublish_state(self) -> None:
+        """Unpublish the state before it changes; copies stay published until no member is recovering."""
+        for name, is_lasting in list(self._published.items()):
+            if not (is_lasting and self.share_table.recovering):
+                self._transport.state_server.unpublish(name)
+                del self._published[name]
+
+    def fetch_state(self, address: str, name: str, state_read: StateRead, throttle: ReadThrottle | None = None) -> None:
+        """Read the state of the member at this address."""
+        host, port = address.split()
+        self._state.fetch_from_peer(
+            host,
+            int(port),
+            self._transport.authentication,
+            name,
+            timeout_s=STATE_READ_TIMEOUT_S,
+            throttle=throttle,
+            state_read=state_read,
+        )
+
+
+def _speed_of_json(numbers: Sequence[float]) -> Speed:
+    each_s, overhead, noise = numbers
+    return Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise)

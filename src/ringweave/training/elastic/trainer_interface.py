@@ -1,0 +1,247 @@
+"""Interface between a session and its trainer, checks of members' messages, and the errors of both."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+
+import pydantic
+from pydantic import ConfigDict, Field
+
+from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.errors import MembershipError, RingweaveError, TrainingError, explain
+from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.messages import ADDRESS_PATTERN, MAX_NOTE_CHARS
+from ringweave.membership.records import Membership, MemberStatus
+from ringweave.rpc.state_transfer import ReadThrottle
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.training_state import StateRead
+
+
+def record_exit_failures() -> None:
+    """Record a failure by `sys.exit` in `sys.last_value`, where the interpreter keeps the exception that ends a script.
+
+    The interpreter keeps no SystemExit, so exit handlers could not distinguish it from a successful end. The launcher's
+    entry module sees each SystemExit that ends a script. This function serves scripts that it does not run
+    (`ringweave run --elastic 3:8 -- python train.py`); there, `raise SystemExit(1)` goes unnoticed until the slot has
+    another process. A script that catches its own `sys.exit(1)` and continues is taken as failed; the others then end
+    their training as after a death.
+    """
+    original_exit = sys.exit
+
+    def noted(status: Any = None, /) -> NoReturn:
+        if status not in (None, 0):
+            sys.last_value = SystemExit(status)
+        original_exit(status)
+
+    sys.exit = noted
+
+
+def script_has_failed() -> bool:
+    """Return whether an exception or a failing `sys.exit` has ended the script."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def describe_validation_error(error: pydantic.ValidationError) -> str:
+    """Return the place and kind of the first validation error, without the invalid value."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"])) or "all of it"
+    return f"{where}: {first['msg']}"
+
+
+class TrainerState(Protocol):
+    """Trainer state behind a session: loader, accounting and model. Called with the lock held, unless noted."""
+
+    @property
+    def state_address(self) -> str:
+        """Address at which other members read this member's state, as `HOST PORT`."""
+        ...
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No batch is open whose gradients are still to be reduced."""
+        ...
+
+    @property
+    def supports_replay(self) -> bool:
+        """A joining member can replay steps with the same sums; otherwise the others wait until it has the state."""
+        ...
+
+    def reduction_row(self) -> ReductionRow:
+        """Return this member's row of the next reduction."""
+        ...
+
+    def status_details(self) -> dict[str, Any]:
+        """Return the details that other members need when a generation begins."""
+        ...
+
+    def drawn_batches(self) -> tuple[int, str]:
+        """Return the number of drawn batches, and the shares of uncommitted ones as text; see `MemberStatus`."""
+        ...
+
+    def apply_commit(self, commit: Commit) -> None:
+        """Record a committed reduction."""
+        ...
+
+    def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:
+        """Refuse to join members that have prepared something else."""
+        ...
+
+    def begin_generation(
+        self,
+        membership: Membership,
+        details: Sequence[dict[str, Any]],
+        *,
+        is_joining: bool,
+        recovering: Collection[str],
+    ) -> None:
+        """Begin a generation; recovering members have no samples unless they have caught up."""
+        ...
+
+    def capture_state(self) -> None:
+        """Capture the state while the script is paused; called without the lock."""
+        ...
+
+    def publish_state(self, name: str, *, is_lasting: bool) -> None:
+        """Publish the captured state for joining members, as a copy if it is to last; called without the lock."""
+        ...
+
+    def unpublish_state(self) -> None:
+        """Unpublish the state before it changes."""
+        ...
+
+    def fetch_state(self, address: str, name: str, state_read: StateRead, throttle: ReadThrottle | None = None) -> None:
+        """Read the state of the member at this address; called without the lock."""
+        ...
+
+
+def busy_s(schedstat: Path = Path("/proc/self/schedstat")) -> float:
+    """Return the seconds in which this process computed, or its main thread waited for a processor.
+
+    On a machine that is too busy, a process that makes no progress is still working, and not stuck.
+    """
+    try:
+        waited_ns = int(schedstat.read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # a kernel that does not count it
+        waited_ns = 0
+    return time.process_time() + waited_ns / 1e9
+
+
+def suspected_members(error: BaseException, membership: Membership) -> list[str]:
+    """Return the members that a failed transfer was with."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TransferFailedError) and cause.peer is not None:
+            return [membership.members[cause.peer]]
+        cause = cause.__cause__
+    return []
+
+
+def stop_error(stop: StopTraining) -> MembershipError:
+    """Return the error that the script raises when training stops."""
+    what = "job" if stop.is_end else "this worker"
+    state = "is over" if stop.is_end else "is no member any more"
+    do = "Start it again: it joins with the state of the others"
+    if stop.is_end:
+        do = "See the coordinator's log"
+    if stop.heir:
+        do = f"Start it again: worker {stop.heir} saves the state, if the script gave ringweave.Checkpoints its loader"
+    return MembershipError(f"{what} {state}: {stop.reason}. {do}.")
+
+
+def as_ringweave_error(error: Exception) -> RingweaveError:
+    """Return the error that the script raises for a failure in the session's own thread."""
+    if isinstance(error, RingweaveError):
+        return error
+    refusal = TrainingError(
+        explain("elastic training", got=repr(error), expected="no failure", do="Report this as a bug of ringweave")
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+_MAX_INT64 = 2**63
+_FINGERPRINTS = 2**64
+_NON_NEGATIVE_INT = Annotated[int, Field(ge=0, lt=_MAX_INT64)]
+_ADDRESS = Annotated[str, Field(pattern=ADDRESS_PATTERN)]
+_POSITIVE_FLOAT = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NON_NEGATIVE_FLOAT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_ACCOUNT = tuple[_NON_NEGATIVE_INT, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
+_STRICT = ConfigDict(strict=True, extra="allow")
+_AS_PREPARED = "what ringweave.prepare says"
+
+_ParsedT = TypeVar("_ParsedT")
+
+
+class _SessionDetails(pydantic.BaseModel):
+    """Details of every member."""
+
+    model_config = _STRICT
+
+    store: _ADDRESS
+
+
+class _TrainerDetails(pydantic.BaseModel):
+    """Details of a member that trains."""
+
+    model_config = _STRICT
+
+    cap: Annotated[int, Field(ge=1, lt=_MAX_INT64)] | None
+    assumed_speed: _POSITIVE_FLOAT
+    alike: dict[str, Any]
+    speed: tuple[_POSITIVE_FLOAT, _NON_NEGATIVE_FLOAT, Annotated[float, Field(ge=0)]] | None
+    place: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT]
+    books: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
+
+
+def parse_details(member: str, text: str) -> dict[str, Any]:
+    """Parse the details of a member of a session.
+
+    Raises:
+        TrainingError: The text is malformed.
+    """
+    return _parse_text(
+        "note", member, text, MAX_NOTE_CHARS, lambda: _SessionDetails.model_validate_json(text).model_dump()
+    )
+
+
+def parse_profile(member: str, text: str) -> dict[str, Any]:
+    """Parse the profile of a member of the startup rendezvous.
+
+    Raises:
+        TrainingError: The text is no JSON object.
+    """
+    adapter = pydantic.TypeAdapter(dict[str, Any])
+    return _parse_text("note", member, text, MAX_NOTE_CHARS, lambda: adapter.validate_json(text, strict=True))
+
+
+def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> None:
+    """Check that a status and its details have everything that members that train together need.
+
+    Raises:
+        TrainingError: Something is missing or malformed.
+    """
+    if not status.place:
+        raise _details_error("place", status.member, "none", "where its state can be read, as HOST PORT")
+    text = json.dumps(details)
+    _parse_text(
+        "note", status.member, text, MAX_NOTE_CHARS + len(text), lambda: _TrainerDetails.model_validate_json(text)
+    )
+
+
+def _parse_text(what: str, member: str, text: str, max_chars: int, read: Callable[[], _ParsedT]) -> _ParsedT:
+    if len(text) > max_chars:
+        raise _details_error(what, member, f"{len(text)} characters", f"at most {max_chars}")
+    try:
+        return read()
+    except pydantic.ValidationError as error:
+        raise _details_error(what, member, describe_validation_error(error), _AS_PREPARED) from None
+    except (ValueError, OverflowError, RecursionError, RingweaveError) as error:
+        raise _details_error(what, member, str(error) or type(error).__name__, _AS_PREPARED) from None
+
+
+def _details_error(what: str, member: str, got: str, expected: str) -> TrainingError:
+    do = "Run the same ringweave on all workers"
+    return TrainingError(explain(f"{what} of worker {member}", got=got, expected=expected, do=do))

@@ -1,0 +1,115 @@
+"""Gradients of unequal portions of a batch, summed to exactly the gradient of the whole batch.
+
+Two places take part. As soon as a parameter's gradient of this pass is ready, and before it is added to earlier ones,
+it is multiplied by N b_i / sum b (N ranks, b_i samples on this rank). DDP's communication hook then takes the mean over
+the ranks of the accumulated gradients. So passes without communication (`no_sync`) may have other shares than the last
+one, and passes with communication do not change gradients that are the same on all ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
+
+from ringweave.training.timing import StepTimer
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleWeights:
+    """Weights of this rank's portion of the present batch, as the loader sets them."""
+
+    num_ranks: int
+    is_mean: bool
+    """The loss is a mean over the samples of a batch; else their sum."""
+    num_samples: int = 1
+    """Samples on this rank."""
+    num_total: int = 0
+    """Samples over all ranks; 0 before the first batch, when all ranks have the same weight."""
+    batch_part: float = 1.0
+    """Train steps that these samples make. In rings it is less than one, and the server counts a push for just that
+    fraction; so a sum of losses is divided by it, to become that of a whole step, as a mean is."""
+
+    def set(self, num_samples: int, num_total: int, batch_part: float = 1.0) -> None:
+        """Set the batch that the next passes compute."""
+        self.num_samples, self.num_total, self.batch_part = num_samples, num_total, batch_part
+
+    @property
+    def fraction(self) -> float:
+        """This rank's fraction of the batch: the sum over ranks of fraction times mean is the mean of all samples."""
+        return self.num_samples / self.num_total if self.num_total else 1 / self.num_ranks
+
+    @property
+    def factor(self) -> float:
+        """Factor of the gradients before the mean over ranks."""
+        if self.num_total == 0:
+            return 1.0
+        if not self.is_mean:
+            return self.num_ranks / self.batch_part if self.num_samples else 0.0
+        return self.num_ranks * self.num_samples / self.num_total
+
+    @unserializable_hook
+    def weigh(self, gradient: Tensor) -> Tensor | None:
+        """Multiply a gradient by the factor; the hook of every parameter."""
+        factor = self.factor
+        if factor == 1.0:
+            return None
+        if factor == 0.0:  # a placeholder sample that only keeps DDP going; even its infinities do not count
+            return torch.zeros_like(gradient)
+        return gradient * factor
+
+
+@dataclass(kw_only=True, slots=True)
+class GradientReducer:
+    """State of DDP's communication hook: the one place where gradients of different ranks are summed."""
+
+    process_group: dist.ProcessGroup | None
+    """None is the default group."""
+    timer: StepTimer
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start the mean over all ranks of one bucket, in place."""
+        if bucket.is_last():
+            self.timer.gradients_ready()
+        buffer = bucket.buffer()
+        buffer.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def wrap_ddp(
+    model: nn.Module, weights: SampleWeights, reducer: GradientReducer, ddp_options: dict[str, Any]
+) -> DistributedDataParallel:
+    """Return the model under DDP, with weighted gradients and buckets reduced here; a DDP model stays in DDP.
+
+    DDP itself still communicates buffers and the map of used parameters: in the reducer's group from here on.
+    """
+    parallel = model
+    if not isinstance(parallel, DistributedDataParallel):
+        parallel = DistributedDataParallel(model, process_group=reducer.process_group, **ddp_options)
+    elif reducer.process_group is not None:
+        parallel._update_process_group(reducer.process_group)
+    weigh_gradients(parallel, weights)
+    parallel.register_comm_hook(reducer, _reduce_bucket)
+    return parallel
+
+
+def unwrap_ddp(model: Any) -> Any:
+    """Return the module inside of DDP; any other object as it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def weigh_gradients(parallel: DistributedDataParallel, weights: SampleWeights) -> None:
+    """Weight every gradient of the model by its samples."""
+    for parameter in parallel.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(weights.weigh)
+
+
+def _reduce_bucket(reducer: GradientReducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket; DDP wants a function with a name."""
+    return reducer.reduce(bucket)

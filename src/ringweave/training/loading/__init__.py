@@ -1,1 +1,0 @@
-"""Loaders that give each rank its part of every batch."""

@@ -1,0 +1,169 @@
+"""Recorder: writes the training events to the event log and to the script's log; one rank or member writes for all."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.planning.balancing import ShareChange
+from ringweave.planning.balancing.shares import Shares
+from ringweave.telemetry import EventLog
+from ringweave.training.data.shared_loader import EpochAccount
+from ringweave.training.elastic.accounting import ElasticAccount
+from ringweave.training.elastic.retained_reductions import Commit
+
+_LOGGER = logging.getLogger("ringweave")
+
+
+class Recorder:
+    """Recorder of rank 0: writes events if there is a run directory; other ranks write nothing."""
+
+    def __init__(self, environment: WorkerEnvironment, rank: int) -> None:
+        self._is_first_rank = rank == 0
+        path = environment.events_path
+        self._log = EventLog(path) if path and self._is_first_rank else None
+
+    def training_prepared(self, *, mode: str, options: str, reason: str, shares: Shares) -> None:
+        """Record that training begins."""
+        self._log_info("mode %s, because %s; shares %s", mode, reason, shares)
+        if self._log:
+            self._log.write(
+                "training_prepared",
+                rank=0,
+                mode=mode,
+                asked=options,
+                reason=reason,
+                batch_samples=sum(shares),
+                shares=list(shares),
+            )
+
+    def rings_formed(self, *, rings: Sequence[Sequence[int]], most_versions: int) -> None:
+        """Record that training continues in rings with a parameter server."""
+        self._log_info("rings %s; no push is older than %d versions", [list(ring) for ring in rings], most_versions)
+        if self._log:
+            self._log.write(
+                "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
+            )
+
+    def mode_reconsidered(self, rings: Sequence[Sequence[int]], reason: str) -> None:
+        """Record that `auto` regroups next."""
+        self._log_info("other rings %s, because %s", [list(ring) for ring in rings], reason)
+        if self._log:
+            self._log.write("mode_reconsidered", rank=0, rings=[list(ring) for ring in rings], reason=reason)
+
+    def shares_changed(self, batch_number: int, change: ShareChange) -> None:
+        """Record other shares from a batch on."""
+        text = "shares %s from batch %d on; computing predicted to take %.3g s instead of %.3g s"
+        self._log_info(text, change.shares, batch_number, change.after_s, change.before_s)
+        if self._log:
+            self._log.write(
+                "shares_changed",
+                rank=0,
+                batch=batch_number,
+                shares=list(change.shares),
+                predicted_before_s=change.before_s,
+                predicted_after_s=change.after_s,
+            )
+
+    def epoch_accounted(self, account: EpochAccount) -> None:
+        """Record a complete epoch."""
+        total, expected = account.total, account.expected
+        text = "epoch %d: %d of %d samples, %s"
+        verdict = "each exactly once" if account.is_exact else "not the right ones"
+        self._log_info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
+        if self._log:
+            write_account(self._log, account, [own.num_samples for own in account.by_rank])
+
+    def _log_info(self, text: str, *values: object) -> None:
+        if self._is_first_rank:
+            _LOGGER.info(text, *values)
+
+
+def write_account(log: EventLog, account: EpochAccount | ElasticAccount, by_rank: Sequence[int]) -> None:
+    """Write the event of a complete epoch; `by_rank` are the samples of each rank, if ranks stay the same."""
+    total, expected = account.total, account.expected
+    log.write(
+        "samples_accounted",
+        rank=0,
+        epoch=account.epoch,
+        samples=total.num_samples,
+        expected=expected.num_samples,
+        fingerprint=f"{total.fingerprint:016x}",
+        expected_fingerprint=f"{expected.fingerprint:016x}",
+        by_rank=list(by_rank),
+        exact=account.is_exact,
+    )
+
+
+_ELASTIC_LOGGER = logging.getLogger("ringweave")
+
+
+class ElasticRecorder:
+    """Recorder of an elastic job: writes events while this member is the primary."""
+
+    def __init__(self, environment: WorkerEnvironment, is_primary: Callable[[], bool]) -> None:
+        path = environment.events_path
+        self._log = EventLog(path) if path else None
+        self._recorder, self._is_primary = Recorder(environment, 0), is_primary
+        self._deferred_writes: list[Callable[[], None]] = []
+        """Events since the last committed reduction that another member had to write."""
+
+    def reduction_committed(self) -> None:
+        """Drop the deferred events: a primary that commits again has written them."""
+        self._deferred_writes.clear()
+
+    def generation_begun(self) -> None:
+        """Write the deferred events if this member has become the primary."""
+        deferred, self._deferred_writes = self._deferred_writes, []
+        for write in deferred:
+            self._write_if_primary(write)
+
+    def training_prepared(self, *, mode: str, options: str, reason: str, shares: tuple[int, ...]) -> None:
+        if self._is_primary():
+            self._recorder.training_prepared(mode=mode, options=options, reason=reason, shares=shares)
+
+    def shares_changed(self, batch_number: int, change: ShareChange) -> None:
+        self._write_if_primary(lambda: self._recorder.shares_changed(batch_number, change))
+
+    def samples_lost(self, commit: Commit, num_lost: int) -> None:
+        self._write_if_primary(lambda: self._write_lost(commit, num_lost))
+
+    def members_caught_up(self, commit: Commit, batch_number: int) -> None:
+        self._write_if_primary(lambda: self._write_caught_up(commit, batch_number))
+
+    def epoch_accounted(self, account: ElasticAccount) -> None:
+        self._write_if_primary(lambda: self._write_account(account))
+
+    def _write_if_primary(self, write: Callable[[], None]) -> None:
+        if self._is_primary():
+            write()
+        else:
+            self._deferred_writes.append(write)
+
+    def _write_lost(self, commit: Commit, num_lost: int) -> None:
+        num_samples = commit.account.num_samples
+        _ELASTIC_LOGGER.info("reduction %d: mean over %d samples, %d lost", commit.number, num_samples, num_lost)
+        if self._log:
+            self._log.write(
+                "samples_lost",
+                rank=0,
+                reduction=commit.number,
+                members=list(commit.members),
+                samples=num_samples,
+                lost=num_lost,
+            )
+
+    def _write_caught_up(self, commit: Commit, batch_number: int) -> None:
+        names = ", ".join(commit.caught_up)
+        _ELASTIC_LOGGER.info("reduction %d: worker %s is level, and has samples from then on", commit.number, names)
+        if self._log:
+            self._log.write(
+                "members_level", rank=0, reduction=commit.number, members=list(commit.caught_up), batch=batch_number
+            )
+
+    def _write_account(self, account: ElasticAccount) -> None:
+        total, expected, lost = account.total, account.expected, account.lost
+        verdict = "each exactly once" if account.is_exact else f"{lost.num_samples} lost with workers that were gone"
+        text = "epoch %d: %d of %d samples, %s"
+        _ELASTIC_LOGGER.info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
+        if self._log:
+            write_account(self._log, account, [])

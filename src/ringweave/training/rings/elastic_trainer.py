@@ -1,0 +1,330 @@
+"""Trainer state of a member of an elastic ring: its samples, and the ring's cursor at the parameter server."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ringweave.membership.records import Membership, parse_member_name
+from ringweave.param_server.data_shards import Span, Spans, spans_in_epoch
+from ringweave.param_server.messages import RingAssignmentReply
+from ringweave.param_server.worker import UnpushedSamples
+from ringweave.planning.balancing import SampleAccount
+from ringweave.planning.balancing.epochs import Indices
+from ringweave.rpc.state_transfer import ReadThrottle
+from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, slice_of_member
+from ringweave.training.elastic.elastic_loader import DataProgress
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.share_table import BatchShares, ShareTable
+from ringweave.training.elastic.trainer import ElasticTrainerState
+from ringweave.training.elastic.training_state import StateRead
+from ringweave.training.rings.ring_resume import ResumeStart, spans_of_json
+
+RingReport = Mapping[str, Any]
+"""Report of a ring at a barrier of all rings; see `ring_report`."""
+
+
+def ring_report(accounting: SampleAccounting, *, is_whole: bool) -> dict[str, Any]:
+    """Return a ring's report on its samples; `is_whole`: the ring took part from the start of the epoch."""
+    return {
+        "epoch": accounting.epoch,
+        "books": accounting.to_json(),
+        "is_whole": is_whole and not accounting.num_planned,
+    }
+
+
+def ring_progress_json(accounting: SampleAccounting) -> str:
+    """Return the report used if no member of the ring is left: its samples whose gradients the server has."""
+    return json.dumps({**ring_report(accounting, is_whole=False), "is_testament": True})
+
+
+def reporting_ring(by_ring: Mapping[int, RingReport]) -> int:
+    """Return the ring that writes the account for all: the first one that reported for itself."""
+    return min(ring for ring, report in by_ring.items() if not report.get("is_testament"))
+
+
+def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> ElasticAccount:
+    """Return the account of all rings. Samples that a lost ring had taken and not pushed are lost.
+
+    Args:
+        epoch: Number of the epoch.
+        expected: Samples of the epoch.
+        by_ring: Reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
+        num_rings: Number of rings at the start.
+    """
+    by_ring = [each for each in by_ring if each["epoch"] == epoch]
+    documents = [each["books"] for each in by_ring]
+    drawn, total, lost = (
+        sum(
+            (SampleAccount(num_samples=each[index][0], fingerprint=each[index][1]) for each in documents),
+            SampleAccount(),
+        )
+        for index in range(3)
+    )
+    may_miss = len(by_ring) < num_rings or not all(each["is_whole"] for each in by_ring)
+    if may_miss and drawn.num_samples <= expected.num_samples:
+        lost += expected - drawn
+    return ElasticAccount(epoch=epoch, expected=expected, total=total, lost=lost)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingPush:
+    """A push of local steps whose answer has not been applied yet."""
+
+    num_samples: int
+    batch_share: float
+    testament: str
+    num_batches: int = 1
+    epoch: int = 0
+    spans: Spans = ()
+
+    @classmethod
+    def of_json(cls, document: Mapping[str, Any]) -> "PendingPush":
+        own: dict[str, Any] = {**document, "spans": spans_of_json(document["spans"])}
+        return cls(**own)
+
+
+@dataclass(kw_only=True, slots=True)
+class RingCursor:
+    """Cursor of a ring at the parameter server; its representative continues from here."""
+
+    ring: int
+    num_pushed: int = 0
+    """Answered pushes of the ring."""
+    base_version: int = 0
+    """Version of the members' parameters."""
+    num_shards: int = 0
+    num_barriers: int = 0
+    next_version: int = 0
+    """With local steps: version of the parameters on which the push after the next one is computed."""
+    pending: PendingPush | None = None
+    start: ResumeStart | None = None
+    """Position in the data from a checkpoint, if the job resumed from one."""
+
+    def done_spans_of(self, epoch: int) -> Spans:
+        """Return the spans of an epoch that are not drawn."""
+        return self.start.done_spans_of(epoch) if self.start else ()
+
+    def to_json(self) -> list[Any]:
+        """Return the cursor as JSON values, for a joining member."""
+        pending = asdict(self.pending) if self.pending else None
+        start = asdict(self.start) if self.start else None
+        numbers = [self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version]
+        return [*numbers, pending, start]
+
+    def load_json(self, document: Sequence[Any]) -> None:
+        """Load the values that `to_json` returned."""
+        *numbers, pending, start = document
+        self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version = numbers
+        self.pending = PendingPush.of_json(pending) if pending else None
+        self.start = ResumeStart.of_json(start) if start else None
+
+    def count_answer(self, version: int | None) -> None:
+        """Count the pending push as answered; `version` is that of the new parameters, None if none were pulled."""
+        self.num_pushed += 1
+        self.pending = None
+        if version is not None:
+            self.base_version, self.next_version = self.next_version, version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotAssignment:
+    """Ring that a slot is assigned to."""
+
+    ring: int
+    slots: tuple[int, ...]
+    shares: dict[int, int]
+    """Slot -> samples of a whole batch of all rings."""
+    local_steps: int = 0
+    """Local steps of the ring from one push to the next; 0 pushes the gradients of each step."""
+
+    @classmethod
+    def of_slot(cls, slot: int, reply: RingAssignmentReply) -> "SlotAssignment | None":
+        """Return the assignment of a slot; None if it is in no ring."""
+        ring = next((index for index, each in enumerate(reply.rings) if slot in each), None)
+        if ring is None:
+            return None
+        slots = tuple(reply.rings[ring])
+        shares = dict(zip(slots, reply.shares[ring], strict=True))
+        local_steps = reply.local_steps[ring] if reply.local_steps else 0
+        return cls(ring=ring, slots=slots, shares=shares, local_steps=local_steps)
+
+    def shard_samples(self, members: Sequence[str]) -> int:
+        """Return the samples of a shard for these members; a ring that has lost one takes fewer, at the same rate."""
+        return sum(self.shares[parse_member_name(member)[0]] for member in members)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OpenBatch:
+    """A batch that is not reduced yet."""
+
+    batch_share: float
+    first: int
+    num_samples: int
+    batch_shares: BatchShares
+
+    def spans_of(self, members: Collection[str]) -> Iterator[Span]:
+        """Yield the spans of these members' parts."""
+        for member in self.batch_shares.members:
+            if member in members:
+                part = slice_of_member(self.num_samples, self.batch_shares, member)
+                yield self.first + part.start, part.stop - part.start
+
+
+class RingTrainerState:
+    """Trainer state of a ring member; also counts the samples of the next push, without lost members."""
+
+    def __init__(
+        self, trainer: ElasticTrainerState, ring_cursor: RingCursor, on_pause: Callable[[Membership], object]
+    ) -> None:
+        """Create it; `on_pause` gets each membership about to form, except the first with this member."""
+        self._trainer, self.ring_cursor, self._on_pause = trainer, ring_cursor, on_pause
+        self.samples = UnpushedSamples()
+        """Samples of the next push."""
+        self._open_batches: list[_OpenBatch] = []
+        """Batches that were drawn and are not reduced yet."""
+        self.has_whole_epoch = True
+        """The ring has taken part since the start of the epoch."""
+        self.is_broadcasting = False
+        """The next commit is a broadcast, without gradients."""
+        self._has_begun = False
+
+    @property
+    def accounting(self) -> SampleAccounting:
+        return self._trainer.accounting
+
+    @property
+    def progress(self) -> DataProgress:
+        return self._trainer.progress
+
+    @property
+    def share_table(self) -> ShareTable:
+        return self._trainer.share_table
+
+    @property
+    def state_address(self) -> str:
+        return self._trainer.state_address
+
+    @property
+    def supports_replay(self) -> bool:
+        """False: the server has the optimizer, and repeats no step."""
+        return False
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No batch is open or waits to be pushed. A joining member would not have the accumulated gradients."""
+        return self.samples.num_batches == 0 and self._trainer.is_between_steps
+
+    def record_batch(self, batch: Indices, batch_share: float, first: int = 0) -> None:
+        """Record a batch that the ring computes now.
+
+        Args:
+            batch: Its samples.
+            batch_share: Its fraction of a train step of all rings.
+            first: Position of its first sample in the remaining order of the epoch.
+        """
+        progress = self._trainer.progress
+        batch_shares = self._trainer.share_table.shares_of_batch(progress.num_drawn)
+        self._trainer.accounting.record_batch(batch, batch_shares)
+        self._open_batches.append(
+            _OpenBatch(batch_share=batch_share, first=first, num_samples=len(batch), batch_shares=batch_shares)
+        )
+        progress.num_drawn += 1
+        progress.num_since_commit += 1
+
+    @property
+    def batch_part(self) -> float:
+        """Train steps that the last drawn batch counts for."""
+        return self._open_batches[-1].batch_share if self._open_batches else 1.0
+
+    @property
+    def last_batch_shares(self) -> BatchShares:
+        """Shares of the last drawn batch; a new generation does not change them."""
+        return self._open_batches[-1].batch_shares
+
+    def open_epoch(self, number: int) -> None:
+        """Start a new epoch of the data."""
+        self._trainer.progress.epoch, self.has_whole_epoch = number, True
+        self._trainer.accounting.open_epoch(number)
+
+    def resume_ring(self, cursor: Sequence[int], epoch: int, ring_report: RingReport) -> None:
+        """Start or resume the ring in this epoch, from the server's cursor and the ring's own last report."""
+        self.ring_cursor.load_json(cursor)
+        if epoch != self._trainer.progress.epoch:
+            self.open_epoch(epoch)
+        if ring_report.get("epoch") == epoch:
+            self._trainer.accounting.load_json(epoch, ring_report["books"])
+        self.has_whole_epoch = self.ring_cursor.num_shards == 0
+
+    def discard_open_batches(self) -> None:
+        """Discard the samples that were drawn and not pushed: the pass was broken off."""
+        accounting, progress = self._trainer.accounting, self._trainer.progress
+        accounting.load_json(accounting.epoch, accounting.to_json())
+        self._open_batches.clear()
+        self.samples.clear()
+        progress.num_since_commit = 0
+
+    def measure_step(self) -> None:
+        self._trainer.measure_step()
+
+    def reduction_row(self) -> ReductionRow:
+        return self._trainer.reduction_row()
+
+    def status_details(self) -> dict[str, Any]:
+        ring = {"ring": self.ring_cursor.to_json(), "is_whole": self.has_whole_epoch}
+        return {**self._trainer.status_details(), **ring}
+
+    def drawn_batches(self) -> tuple[int, str]:
+        return self._trainer.drawn_batches()
+
+    def apply_commit(self, commit: Commit) -> None:
+        """Apply a commit: add its samples to the next push, unless it is a broadcast."""
+        if self.is_broadcasting:
+            return
+        if self._open_batches:
+            part = commit.account.num_samples / max(1, commit.num_planned)
+            self.samples.add(commit.account.num_samples, part * sum(each.batch_share for each in self._open_batches))
+            self._note_pushed_spans(commit.members)
+            self.samples.num_batches += len(self._open_batches) - 1
+            self._open_batches.clear()
+        self._trainer.apply_commit(commit)
+
+    def _note_pushed_spans(self, members: Collection[str]) -> None:
+        """Note the parts of these members in the ring's next push."""
+        epoch = self._trainer.progress.epoch
+        done = self.ring_cursor.done_spans_of(epoch)
+        spans = [span for each in self._open_batches for span in each.spans_of(members)]
+        self.samples.note_spans(epoch, epoch, [part for span in spans for part in spans_in_epoch(done, *span)])
+
+    def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:
+        self._trainer.check_membership(membership, details)
+        if self._has_begun:
+            self._on_pause(membership)
+
+    def begin_generation(
+        self,
+        membership: Membership,
+        details: Sequence[dict[str, Any]],
+        *,
+        is_joining: bool,
+        recovering: Collection[str],
+    ) -> None:
+        holders = [index for index, each in enumerate(membership.standings) if each.has_state]
+        if is_joining:
+            first = details[holders[0] if holders else 0]
+            self.ring_cursor.load_json(first["ring"])
+            self.has_whole_epoch = first["is_whole"]
+        self._trainer.begin_generation(membership, details, is_joining=is_joining, recovering=recovering)
+        self._has_begun = True
+
+    def capture_state(self) -> None:
+        self._trainer.capture_state()
+
+    def publish_state(self, name: str, *, is_lasting: bool) -> None:
+        self._trainer.publish_state(name, is_lasting=is_lasting)
+
+    def unpublish_state(self) -> None:
+        self._trainer.unpublish_state()
+
+    def fetch_state(self, address: str, name: str, state_read: StateRead, throttle: ReadThrottle | None = None) -> None:
+        self._trainer.fetch_state(address, name, state_read, throttle)

@@ -1,1 +1,0 @@
-"""What goes over a connection: frames, the messages in them, and the bounds of both."""

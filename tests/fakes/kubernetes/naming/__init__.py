@@ -1,0 +1,1 @@
+"""Import path of processes that run as Pods."""
