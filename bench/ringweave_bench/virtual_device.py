@@ -125,7 +125,7 @@ class _EnterBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.ending.end()
+        ctx.ending.wait_until_done()
         return None, *gradients
 
 
@@ -139,5 +139,5 @@ class _LeaveBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.beginning.begin()
+        ctx.beginning.start()
         return gradients[0], None

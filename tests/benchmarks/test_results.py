@@ -55,9 +55,9 @@ def test_without_limited_links_there_is_no_bound() -> None:
     ("before", "after", "used"),
     [
         ({}, {}, None),
-        ({"host": 2, "ring": 1}, {"host": 17, "ring": 16}, "ring"),
-        ({"host": 2, "ring": 9}, {"host": 40, "ring": 9}, "host"),
-        ({"ring": 3}, {"ring": 3, "direct": 15, "host": 15}, "direct"),
+        ({"native": 2, "ring": 1}, {"native": 17, "ring": 16}, "ring"),
+        ({"native": 2, "ring": 9}, {"native": 40, "ring": 9}, "native"),
+        ({"ring": 3}, {"ring": 3, "direct": 15, "native": 15}, "direct"),
     ],
 )
 def test_barriers_do_not_hide_the_schedule(before, after, used) -> None:

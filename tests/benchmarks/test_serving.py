@@ -26,7 +26,7 @@ def serving():
 def inputs_of(serving, num_elements: int, world_size: int, round_index: int, call: int) -> list[np.ndarray]:
     arrays = [np.empty(num_elements, np.float32) for _ in range(world_size)]
     for rank, array in enumerate(arrays):
-        serving.Inputs(num_elements, rank, world_size).fill(array, round_index, call)
+        serving.RankInputs(num_elements, rank, world_size).fill(array, round_index, call)
     return arrays
 
 
@@ -37,7 +37,7 @@ def test_the_sum_is_exact_in_any_order(serving, num_elements, world_size, round_
     total = arrays[0].copy()
     for array in arrays[1:]:
         total += array
-    checker = serving.Inputs(num_elements, 0, world_size)
+    checker = serving.RankInputs(num_elements, 0, world_size)
     assert checker.first_wrong(total, round_index, call) is None
 
 
@@ -45,7 +45,7 @@ def test_the_sum_is_exact_in_any_order(serving, num_elements, world_size, round_
 def test_a_wrong_sum_is_found(serving, what: str) -> None:
     arrays = inputs_of(serving, 1000, 4, 5, 2)
     total = np.sum(arrays, axis=0, dtype=np.float32)
-    checker = serving.Inputs(1000, 1, 4)
+    checker = serving.RankInputs(1000, 1, 4)
     assert checker.first_wrong(total, 5, 2) is None
     match what:
         case "one element":

@@ -48,7 +48,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_loads_no_verb() -> None:
     code = (
-        "import sys; from ringweave.cli import main; main.call(['--help']);"
+        "import sys; from ringweave.cli import main; main.run_command_line(['--help']);"
         "loaded = {'ringweave.cli.run', 'ringweave.launch', 'numpy', 'torch', 'pydantic', 'psutil'} & set(sys.modules);"
         "sys.exit(str(loaded) if loaded else 0)"
     )

@@ -197,7 +197,7 @@ def check_groups() -> None:
 
 
 def check_other_collectives() -> None:
-    """What the host library does inside our group."""
+    """What the native backend does inside our group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((4,), float(rank))
     dist.broadcast(tensor, src=1)
@@ -306,7 +306,7 @@ def check_schedules(names: list[str], num_elements: int) -> dict[str, list[int]]
 
 
 def check_rounds_by_the_host_library(names: list[str], num_elements: int) -> None:
-    """What an accelerator's tensors go through, on the CPU: rounds of messages of the host library."""
+    """What an accelerator's tensors go through, on the CPU: rounds of messages of the native backend."""
     group = dist.group.WORLD
     for name in names:
         schedule = schedules.generate(name, dist.get_world_size())

@@ -55,7 +55,7 @@ def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
         assert sent == 2 * (num_ranks - 1) * segments
         assert counters["sent_in_this_one"]["messages"] == sent
         assert counters["ring"] == {"collectives": 2, "bytes": 2 * 4 * num_elements, "messages": 2 * sent}
-        assert "host" not in counters
+        assert "native" not in counters
 
 
 def test_each_nic_has_a_leader_on_demand(tmp_path: Path) -> None:
@@ -74,15 +74,15 @@ def test_small_messages_go_to_the_host_library() -> None:
     num_elements = MIN_SCHEDULED_BYTES // 4 - 1
     for sent, counters in run_ranks(counting_functions.count_messages, 2, num_elements, "ring"):
         assert sent == 0
-        assert counters["host"]["collectives"] == 2
+        assert counters["native"]["collectives"] == 2
         assert "ring" not in counters
 
 
 def test_forced_host_sends_nothing_itself() -> None:
-    environ = {"RINGWEAVE_SCHEDULE": "host"}
+    environ = {"RINGWEAVE_SCHEDULE": "native"}
     for sent, counters in run_ranks(counting_functions.count_messages, 2, 1_000_000, "ring", environ=environ):
         assert sent == 0
-        assert counters["host"]["collectives"] == 2
+        assert counters["native"]["collectives"] == 2
 
 
 def test_an_operation_that_a_dtype_lacks_is_refused_and_the_group_goes_on() -> None:

@@ -39,7 +39,7 @@ def test_a_killed_peer_is_named_by_all_survivors(num_elements: int) -> None:
 
 
 def test_a_child_that_outlives_a_killed_peer_does_not_hide_its_death() -> None:
-    # By a schedule: the child keeps the sockets of the host library's trials open, whose death shows at the time-out.
+    # By a schedule: the child keeps the sockets of the native backend's trials open, whose death shows at the time-out.
     settings = {"timeout_s": GROUP_S, "nodes": NODES[:3], "environ": {"RINGWEAVE_TUNING": "0"}}
     with Ranks(fault_functions.fork_and_reduce_until_failure, 3, 500_000, **settings) as ranks:
         ranks.wait_for(*(f"{word}/{rank}" for word in ("child", "reducing") for rank in range(3)))

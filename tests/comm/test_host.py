@@ -1,4 +1,4 @@
-"""Failures of the host library."""
+"""Failures of the native backend."""
 
 from typing import Any
 

@@ -139,7 +139,7 @@ def test_unequal_nodes_have_the_losses_of_gloo_within_rounding_by_a_planned_sche
     record = record_of(ours)
     assert record["tuned"] == []
     counts = record["collectives_by_schedule"]
-    assert sum(count["collectives"] for name, count in counts.items() if name != "host") >= num_steps
+    assert sum(count["collectives"] for name, count in counts.items() if name != "native") >= num_steps
 
 
 def test_a_worker_is_killed_and_the_resumed_run_repeats_the_uninterrupted_one(by_ring: Path, tmp_path: Path) -> None:

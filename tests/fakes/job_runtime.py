@@ -56,7 +56,7 @@ class FakeJobRuntime:
             case records.StopGroup(node=node, attempt=attempt):
                 self._change_group((node, attempt), phase=GroupPhase.STOPPED, ended_s=self.clock_s)
             case records.DeleteGroup(node=node, attempt=attempt):
-                self._change_group((node, attempt), leaving=True)
+                self._change_group((node, attempt), is_terminating=True)
             case records.DeleteConfig():
                 self.has_config, self.released_round = False, 0
             case records.ForgetJob():

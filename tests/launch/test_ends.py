@@ -12,12 +12,12 @@ WAIT = "print('up'); time.sleep(1000)"
 
 
 def patient(**seconds: float) -> str:
-    """`ringweave` that waits so long before harder measures; see `supervision.Patience`."""
+    """`ringweave` that waits so long before harder measures; see `supervise.StopTimeouts`."""
     return f"""
 import functools
 from ringweave.cli import main
-from ringweave.launch import supervision
-supervision.Patience = functools.partial(supervision.Patience, **{seconds})
+from ringweave.launcher import supervise
+supervise.StopTimeouts = functools.partial(supervise.StopTimeouts, **{seconds})
 main.main()
 """
 

@@ -260,7 +260,7 @@ def test_without_a_file_every_nic_that_is_alike_is_measured_and_used(
     alone = "import os; os.environ.pop('GLOO_SOCKET_IFNAME')\n"
     discover = tmp_path / "discover.py"
     discover.write_text(
-        f"{alone}from ringweave.cli import main; main.call(['discover', '--probe', '--write', '{written}'])"
+        f"{alone}from ringweave.cli import main; main.run_command_line(['discover', '--probe', '--write', '{written}'])"
     )
     lab_run = ("lab", "run", "--lab", lab_name)
     run = start("--no-cluster-file", str(discover), verb=lab_run, XDG_CACHE_HOME=cache)

@@ -74,7 +74,7 @@ def watch(*workers: Fake, interrupts: dict[float, signal.Signals] | None = None)
 def test_all_end_well_and_nothing_is_sent() -> None:
     sent, took_s, exits, states = watch(Fake(ends_s=2), Fake(ends_s=1), Fake(ends_s=30))
     assert (sent, took_s, exits) == ([], 30.0, [1, 0, 2])
-    assert all(state.exit and state.exit.is_good for state in states)
+    assert all(state.exit and state.exit.is_success for state in states)
 
 
 def test_after_a_failure_the_rest_gets_sigterm_when_the_grace_is_over() -> None:
@@ -82,13 +82,13 @@ def test_after_a_failure_the_rest_gets_sigterm_when_the_grace_is_over() -> None:
     assert sent == [("SIGTERM", 2.5)]
     assert took_s == 2.5
     assert exits == [1, 0, 2]
-    assert [bool(state.exit and state.exit.stopped) for state in states] == [True, False, True]
+    assert [bool(state.exit and state.exit.was_stopped) for state in states] == [True, False, True]
 
 
 def test_who_dies_in_the_grace_died_by_itself() -> None:
     *_, states = watch(Fake(ends_s=1.3, exit_code=None, signal_name="SIGSEGV"), Fake(ends_s=1, exit_code=1), Fake())
     assert states[0].exit
-    assert not states[0].exit.stopped
+    assert not states[0].exit.was_stopped
 
 
 def test_nobody_waits_for_the_grace_when_all_have_ended() -> None:

@@ -39,7 +39,7 @@ class Member:
     """Batch -> the epoch whose members shared it when this one drew it."""
     prepared_in: GenerationId = NO_GENERATION
     """The epoch of the sums that it has while it is prepared."""
-    is_paused: bool = True
+    is_training_paused: bool = True
     wants_pause: bool = False
     pauses_at_boundary: bool = False
     """All want to stop, and it does so at its next border."""
@@ -140,7 +140,7 @@ class Member:
         """For the others: it has every sum, or its script stands still and does not hang elsewhere."""
         if self.has_missed_it:
             return True
-        may_wait = self.is_paused or self.standing.is_following
+        may_wait = self.is_training_paused or self.standing.is_following
         return self.standing.is_prepared or (may_wait and not self.is_stuck)
 
     @property

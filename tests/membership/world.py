@@ -158,7 +158,7 @@ class World:
         self._send(member, lambda each, now_s: each.record_heartbeat(member.name, beat, now_s), beat)
         if member.through_s is not None and member.is_heard:
             self._say_through(member)
-        if member.unstood is not None and member.is_paused and member.forming is None:
+        if member.unstood is not None and member.is_training_paused and member.forming is None:
             ballot, standing = member.unstood, member.standing
             stand = Stand(ballot, standing)
             self._send(member, lambda each, now_s: each.report_status(ballot, standing, now_s), stand)
@@ -216,8 +216,8 @@ class World:
             match action:
                 case PauseTraining():
                     member.unstood, member.is_settled = action.ballot, False
-                    if action.is_urgent or (member.is_paused and member.forming is None):
-                        member.is_paused, member.wants_pause, member.forming, member.pauses_at_boundary = (
+                    if action.is_urgent or (member.is_training_paused and member.forming is None):
+                        member.is_training_paused, member.wants_pause, member.forming, member.pauses_at_boundary = (
                             True,
                             False,
                             None,
@@ -242,7 +242,7 @@ class World:
                     )
                     member.is_settled = True
                 case StopTraining():
-                    member.is_paused, member.forming, member.reason = True, None, action.reason
+                    member.is_training_paused, member.forming, member.reason = True, None, action.reason
         assert member.follower.generation_id >= epoch, "no member goes back to an earlier epoch"
 
     def _settle(self, member: Member, decree: Membership) -> None:
@@ -263,7 +263,7 @@ class World:
         self._settle(member, decree)
         if not member.standing.has_state and not member.standing.is_following:
             self._learn(member, decree)
-        member.forming, member.is_paused = None, False
+        member.forming, member.is_training_paused = None, False
 
     def _learn(self, member: Member, decree: Membership) -> None:
         """It has what another one has, or what is kept elsewhere; or begins to follow.
@@ -292,7 +292,7 @@ class World:
             return
         if not member.is_stuck:
             self._end_training(member)
-        if member.is_paused or member.decree is None or member.through_s is not None:
+        if member.is_training_paused or member.decree is None or member.through_s is not None:
             return
         standing, ballot = member.standing, member.follower.generation_id
         number = standing.committed + 1
@@ -301,7 +301,9 @@ class World:
             if together == set(member.decree.members):
                 self._count(member, number)
                 member.pauses_at_boundary = self._all_want(member.decree, number)
-                member.is_paused = member.pauses_at_boundary and (not member.is_stuck or member.standing.is_following)
+                member.is_training_paused = member.pauses_at_boundary and (
+                    not member.is_stuck or member.standing.is_following
+                )
         elif standing.is_following:
             self._follow(member, together)
         elif not member.is_stuck:
@@ -318,7 +320,7 @@ class World:
     def _train(self, member: Member, together: set[str]) -> None:
         """What the script does: it stops at a border, leaves it, and has all its gradients summed."""
         if member.pauses_at_boundary:
-            member.is_paused = True
+            member.is_training_paused = True
         elif member.standing.at_border:
             member.record_batch(member.standing.committed + 1)
             self._get_on(member)
@@ -333,7 +335,7 @@ class World:
         if not (member.can_act and member.standing.is_following and member.decree is not None):
             return
         member.standing = MemberStatus(member=member.name, is_leaving=member.standing.is_leaving)
-        member.history, member.is_paused, member.forming = {}, True, None
+        member.history, member.is_training_paused, member.forming = {}, True, None
         self._accuse(member, self.memberships[member.follower.generation_id])
 
     def report_failure(self, member: Member, suspects: Collection[str]) -> None:
@@ -565,7 +567,8 @@ class World:
         for ballot, decree in self.memberships.items():
             members = [self.members[name] for name in decree.members]
             if all(
-                each.follower.generation_id == ballot and not each.is_paused and not each.is_dead for each in members
+                each.follower.generation_id == ballot and not each.is_training_paused and not each.is_dead
+                for each in members
             ):
                 found.append(ballot)
         return found
@@ -604,7 +607,7 @@ class World:
         ]
         members = [
             f"{each.name} at {each.at} epoch {each.follower.generation_id} promised {each.follower.promised_id} "
-            f"out {each.follower.is_stopped} dead {each.is_dead} frozen {each.is_paused} stop {each.wants_pause} "
+            f"out {each.follower.is_stopped} dead {each.is_dead} frozen {each.is_training_paused} stop {each.wants_pause} "
             f"stuck {each.is_stuck} unstood {each.unstood} {each.standing} {each.reason}"
             for each in self.members.values()
         ]

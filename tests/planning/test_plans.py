@@ -115,7 +115,7 @@ def test_the_host_library_can_be_forced_but_not_planned() -> None:
     with pytest.raises(UsageError) as caught:
         plan.generate(NATIVE)
     assert str(caught.value) == (
-        "schedule: 'host', expected one that is planned here. 'host' names the library underneath, which plans its "
+        "schedule: 'native', expected one that is planned here. 'native' names the native backend, which plans its "
         "messages itself."
     )
 

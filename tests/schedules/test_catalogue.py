@@ -15,7 +15,7 @@ def test_the_names_that_users_type() -> None:
         "direct",
         "multi-level",
         "halving-doubling",
-        "host",
+        "native",
     )
 
 
@@ -50,8 +50,8 @@ def test_a_name_like_no_other(ask) -> None:
 
 def test_the_host_library_has_no_schedule() -> None:
     with pytest.raises(UsageError) as caught:
-        schedules.generate("host", 4)
+        schedules.generate("native", 4)
     assert str(caught.value) == (
-        "schedule: 'host', expected one that is planned here. 'host' names the library underneath, which plans its "
+        "schedule: 'native', expected one that is planned here. 'native' names the native backend, which plans its "
         "messages itself."
     )

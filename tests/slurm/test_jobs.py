@@ -97,13 +97,15 @@ def test_a_script_that_fails_is_not_tried_again(jobs):
 
 def test_its_ttl_removes_it_though_nobody_looks(jobs):
     jobs.submit("pass", "ttl: 1s\n", gpus=3)
-    wait_until(lambda: not list((jobs.folder / "state" / "jobs").iterdir()), lambda: jobs.cluster.call("squeue"))
+    wait_until(lambda: not list((jobs.folder / "state" / "jobs").iterdir()), lambda: jobs.cluster.run_command("squeue"))
     jobs.wait_idle()
 
 
 def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
-    jobs.cluster.call("sbatch", "-o", "/dev/null", "-N1", "--gres=gpu:4", "-w", "small", "--wrap", "sleep 300")
-    wait_until(lambda: "R" in jobs.cluster.call("squeue", "-h", "-o", "%t"), lambda: jobs.cluster.call("squeue"))
+    jobs.cluster.run_command("sbatch", "-o", "/dev/null", "-N1", "--gres=gpu:4", "-w", "small", "--wrap", "sleep 300")
+    wait_until(
+        lambda: "R" in jobs.cluster.run_command("squeue", "-h", "-o", "%t"), lambda: jobs.cluster.run_command("squeue")
+    )
     jobs.submit(WAITS)
     wait_until(lambda: "(Resources)" in str(jobs.view().reason), jobs.story)
     reason = jobs.view().reason
@@ -112,9 +114,11 @@ def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
     assert "the machines that it needs are in use" in reason.text
     assert "ringweave stop text" in reason.helps
     assert jobs.service.act("text", "suspend").state == "Suspended"
-    assert "rw-text" not in jobs.cluster.call("squeue", "-h", "-o", "%j"), "a suspended job holds no place in the queue"
+    assert "rw-text" not in jobs.cluster.run_command("squeue", "-h", "-o", "%j"), (
+        "a suspended job holds no place in the queue"
+    )
     jobs.service.act("text", "resume")
-    jobs.cluster.call("scancel", "--name=wrap")
+    jobs.cluster.run_command("scancel", "--name=wrap")
     jobs.wait_printed("began", 15)
     jobs.service.act("text", "stop")
     jobs.wait("Stopped")
@@ -137,7 +141,7 @@ def test_suspended_while_it_runs_it_gives_its_machines_back_and_goes_on_in_other
 def test_cancelled_by_slurms_own_command_it_is_stopped_and_can_be_tried_again(jobs):
     jobs.submit(WAITS)
     jobs.wait_printed("began", 15)
-    jobs.cluster.call("scancel", "--name=rw-text")
+    jobs.cluster.run_command("scancel", "--name=rw-text")
     view = jobs.wait("Stopped")
     assert any(event.kind == "AllocationEnded" and "CANCELLED" in event.text for event in view.events)
     (jobs.folder / "go").touch()
@@ -152,7 +156,8 @@ def test_a_task_that_outlives_its_slurmd_is_gone_before_it_is_replaced(jobs):
     jobs.wait_printed("began", 15)
     (old,) = agents(jobs, "small")
     jobs.cluster.kill_daemon("small")
-    jobs.cluster.call("scontrol", "update", "nodename=small", "state=down", "reason=test")  # as its timeout would
+    # As its timeout would.
+    jobs.cluster.run_command("scontrol", "update", "nodename=small", "state=down", "reason=test")
     wait_until(lambda: old not in agents(jobs, "small"), jobs.story)
     assert jobs.wait("Retrying").reason.text.startswith("its allocation was taken back by Slurm; Slurm job")
     jobs.cluster.revive("small")
@@ -186,7 +191,7 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
         "name: text\ngpus: 15\nscript: train.py\nnodes: [{capacity: 10}, {capacity: 5}]\n"
     )
     environ = jobs.environ | {"XDG_STATE_HOME": str(jobs.folder / "home")}
-    command = jobs.cluster.command([sys.executable, str(TOGETHER), "64", "slurm", str(jobs.folder / "job.yaml")])
+    command = jobs.cluster.wrap_command([sys.executable, str(TOGETHER), "64", "slurm", str(jobs.folder / "job.yaml")])
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -198,7 +203,7 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     assert all(refusal.fullmatch(each["err"].splitlines()[-1]) for each in told if each["code"] == 2), told
     (batch,) = (jobs.folder / "home").rglob("job.json")
     assert batch.parent.name == "text"
-    known = jobs.cluster.call("squeue", "-h", "--states=all", "--name=rw-text", "-o", "%A %k").splitlines()
+    known = jobs.cluster.run_command("squeue", "-h", "--states=all", "--name=rw-text", "-o", "%A %k").splitlines()
     mine = {line.split()[0] for line in known if json.loads(batch.read_text())["id"] in line}
     assert len(mine) == 2, "Slurm was asked once, and has a job of two components"
 

@@ -62,7 +62,7 @@ def test_too_much_is_refused_before_memory_is_taken(
     server_trust = trust(authority, "server", "0") if secure else plain("server")
     peer_trust = trust(authority, "worker", "0") if secure else plain("worker")
     data = framing.pack_frame(FrameKind.CALL, call=1, name="test.add", **announced)[: framing.PREFIX_BYTES]
-    with serving(server_trust, limits=LIMITS, record=events) as server, raw_peer(server.port, peer_trust) as sock:
+    with serving(server_trust, limits=LIMITS, write_event=events) as server, raw_peer(server.port, peer_trust) as sock:
         with raw_peer(server.port, peer_trust) as first:  # brings what any refusal needs once
             first.sendall(data)
             assert text in refusal(first)
@@ -80,7 +80,7 @@ def test_too_much_is_refused_before_memory_is_taken(
 
 def test_a_hello_may_not_be_large(events: Events) -> None:
     with (
-        serving(plain("server"), limits=LIMITS, record=events) as server,
+        serving(plain("server"), limits=LIMITS, write_event=events) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock,
     ):
         sock.sendall(framing.pack_frame(FrameKind.HELLO, body=b"x" * 4000)[: framing.PREFIX_BYTES])
@@ -89,7 +89,7 @@ def test_a_hello_may_not_be_large(events: Events) -> None:
 
 def test_nothing_but_hello_comes_first(events: Events) -> None:
     with (
-        serving(plain("server"), limits=LIMITS, record=events) as server,
+        serving(plain("server"), limits=LIMITS, write_event=events) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock,
     ):
         sock.sendall(frame(Add(), 1))
@@ -100,7 +100,7 @@ def test_nothing_but_hello_comes_first(events: Events) -> None:
 def test_a_frame_that_stops_halfway_is_given_up_in_time(events: Events, kept: int) -> None:
     limits = rpc.RpcLimits(patience_s=0.5)
     with (
-        serving(plain("server"), limits=limits, record=events) as server,
+        serving(plain("server"), limits=limits, write_event=events) as server,
         raw_peer(server.port, plain("worker")) as sock,
     ):
         sock.sendall(frame(Add(), 1, b"abcdefgh")[:kept])
@@ -123,7 +123,7 @@ def test_a_peer_that_hangs_up_halfway_leaves_nothing(kept: int) -> None:
 def test_a_peer_that_trickles_is_cut_though_bytes_keep_coming(events: Events) -> None:
     limits = rpc.RpcLimits(patience_s=0.5, slowest_bytes_per_s=100_000)
     with (
-        serving(plain("server"), limits=limits, record=events) as server,
+        serving(plain("server"), limits=limits, write_event=events) as server,
         raw_peer(server.port, plain("worker")) as sock,
     ):
         data, stop = frame(Add(), 1, bytes(50_000)), threading.Event()
@@ -140,7 +140,7 @@ def test_a_peer_that_trickles_is_cut_though_bytes_keep_coming(events: Events) ->
 
 def test_a_repeated_call_is_cut_off(events: Events) -> None:
     with (
-        serving(plain("server"), limits=LIMITS, record=events) as server,
+        serving(plain("server"), limits=LIMITS, write_event=events) as server,
         raw_peer(server.port, plain("worker")) as sock,
     ):
         sock.sendall(frame(Add(), 5))
@@ -200,7 +200,7 @@ def test_mutated_messages_reach_nobody_harm_nothing_and_are_written_down(
 )
 def test_whoever_breaks_a_schema_is_written_down_and_stays(events: Events, name: str, body: bytes, text: str) -> None:
     with (
-        serving(plain("server"), limits=LIMITS, record=events) as server,
+        serving(plain("server"), limits=LIMITS, write_event=events) as server,
         raw_peer(server.port, plain("worker"), host(0)) as sock,
     ):
         sock.sendall(packed(name, body, [b"skipped"]))
@@ -225,7 +225,7 @@ def test_what_a_handler_refuses_is_not_written_down(events: Events) -> None:
         rpc.RpcHandler(message=Echo, handle=refuse),
         rpc.RpcHandler(message=Wait, handle=refuse, allocate=refuse_room),
     )
-    with serving(plain("server"), *handlers, record=events) as server, connect(server, plain("worker")) as client:
+    with serving(plain("server"), *handlers, write_event=events) as server, connect(server, plain("worker")) as client:
         with pytest.raises(RemoteError, match="too late"):
             client.call(Echo(), timeout_s=60)
         with pytest.raises(RemoteError, match="too large"):
@@ -238,7 +238,7 @@ def test_mutated_hellos_let_nobody_in_and_are_written_down(events: Events) -> No
     server_trust, peer_trust = plain("server"), plain("worker")
     hello = f'{{"token":"{peer_trust.token}","identity":"{peer_trust.identity}"}}'.encode()
     good, rng = framing.pack_frame(FrameKind.HELLO, body=hello), random.Random(3)
-    with serving(server_trust, limits=LIMITS, record=events) as server:
+    with serving(server_trust, limits=LIMITS, write_event=events) as server:
         for index in range(1000):
             source, answer = (host(index), 0), b""
             with socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=source) as sock:

@@ -125,12 +125,12 @@ def test_async_callers_use_a_thread(authority: rpc.CertificateAuthority) -> None
 def test_a_handlers_own_error_reaches_the_caller_and_a_bug_does_not(authority: rpc.CertificateAuthority) -> None:
     told: list[object] = []
     with (
-        serving(trust(authority, "server", "0"), FAIL, complain=lambda *each: told.append(each)) as server,
+        serving(trust(authority, "server", "0"), FAIL, on_handler_error=lambda *each: told.append(each)) as server,
         connect(server, trust(authority, "worker", "0")) as client,
     ):
         with pytest.raises(RemoteError, match=r"^version: 3, expected 4\. Pull first\.$") as ours:
             client.call(Fail(ours=True), timeout_s=60)
-        assert ours.value.error == "WireError"
+        assert ours.value.error == "RpcError"
         with pytest.raises(RemoteError, match=r"^test\.fail: ZeroDivisionError in the handler; see its log\.$"):
             client.call(Fail(ours=False), timeout_s=60)
         assert client.call(Add(), timeout_s=60).message.total == 0
@@ -191,7 +191,7 @@ def test_the_end_of_a_peer_with_two_connections_is_told_once_while_its_calls_are
         return rpc.Ack()
 
     handler = rpc.RpcHandler(message=Wait, handle=stubborn)
-    with serving(trust(authority, "server", "0"), handler, hung_up=gone.append) as server:
+    with serving(trust(authority, "server", "0"), handler, on_peer_exit=gone.append) as server:
         worker = trust(authority, "worker", "0")
         clients = [connect(server, worker) for _ in range(2)]
         for client in clients:
@@ -210,7 +210,7 @@ def test_a_peer_whose_connection_ends_neither_by_its_end_nor_with_a_goodbye_is_l
     authority: rpc.CertificateAuthority,
 ) -> None:
     gone, lost = [], []
-    with serving(trust(authority, "server", "0"), hung_up=gone.append, lost=lost.append) as server:
+    with serving(trust(authority, "server", "0"), on_peer_exit=gone.append, on_peer_lost=lost.append) as server:
         polite, dead, _ = (connect(server, trust(authority, "worker", name)) for name in "012")
         wait_until(lambda: len(server.peers()) == 3)
         polite.close()

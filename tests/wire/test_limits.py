@@ -83,7 +83,7 @@ def test_who_disregards_the_number_of_calls_is_cut_off(authority: rpc.Certificat
     gate = Gate()
     with (
         serving(
-            trust(authority, "server", "0"), gate.handler, record=events, limits=rpc.RpcLimits(max_calls=1)
+            trust(authority, "server", "0"), gate.handler, write_event=events, limits=rpc.RpcLimits(max_calls=1)
         ) as server,
         connect(server, trust(authority, "worker", "0")) as client,
     ):

@@ -196,7 +196,7 @@ def test_a_state_is_read_whole_at_any_pace(authority: rpc.CertificateAuthority) 
         def chunk_bytes(self) -> int:
             return 100_000 * (1 + len(told))
 
-        def wait(self, num_bytes: int, seconds: float) -> None:
+        def wait_after_chunk(self, num_bytes: int, seconds: float) -> None:
             assert seconds >= 0
             told.append(num_bytes)
 

@@ -45,7 +45,7 @@ def test_a_stopped_peer_is_cut_in_time_and_nobody_else_waits(
     authority.issue("worker", "stopped").save(tmp_path / "stopped")
     limits = rpc.RpcLimits(patience_s=6.0, slowest_bytes_per_s=20e6)
     echo = rpc.RpcHandler(message=Echo, handle=lambda call: rpc.RpcReply(Echo(), call.buffers))
-    with serving(trust(authority, "server", "0"), echo, limits=limits, record=events) as server:
+    with serving(trust(authority, "server", "0"), echo, limits=limits, write_event=events) as server:
         argv = [sys.executable, "-c", PEER, str(server.port), str(tmp_path / "stopped")]
         peer = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         try:

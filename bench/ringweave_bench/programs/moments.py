@@ -17,7 +17,7 @@ from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import UsageError
 from ringweave_bench.chaos.fault_script import BACKWARD, BUCKET, COMMIT, COMMITTED, FORWARD, OPTIMIZER
 
-_COMMIT_VOTE = (GenerationGroups, "vote")
+_COMMIT_VOTE = (GenerationGroups, "all_agree")
 """Class and method of the vote that members take when they have all sums of a step."""
 
 

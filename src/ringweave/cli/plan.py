@@ -348,7 +348,7 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
     found = events.read_last_attempt(directory.events)
     rows = compare_measured(found, _bounds_of_cluster_file(directory, found))
     if not rows:
-        do = "Let it run longer, or train with more than the small messages that the host library takes"
+        do = "Let it run longer, or train with more than the small messages that the native backend takes"
         expected = "at least one schedule_measured event"
         raise UsageError(
             explain("measured collectives", got="none", expected=expected, do=do, where=str(directory.events))

@@ -180,7 +180,6 @@ class RingweaveProcessGroup(NativeProcessGroup):
             door.close()
 
     def count_native(self, num_bytes: int) -> None:
-        """Count a collective of the native backend."""
         self._engine.counters.count(NATIVE, num_bytes, 0)
 
     def collectives_by_schedule(self) -> dict[str, dict[str, int]]:

@@ -105,7 +105,6 @@ class _NodeReader:
         self._visited: set[int] = set()
 
     def value_of(self, node: Node, path: KeyPath) -> Any:
-        """Return the plain value of a node."""
         self._lines.setdefault(path, node.start_mark.line + 1)
         if id(node) in self._visited:
             do = "Write it out, or use count for nodes that are alike"

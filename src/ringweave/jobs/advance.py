@@ -232,7 +232,6 @@ def _handle_failures(
 
 
 def _record_attempt_ends(job: Job, record: JobRecord, ends: dict[int, AttemptEnd]) -> JobRecord:
-    """Return the record with these ends of attempts."""
     nodes = list(record.nodes)
     for node, ended in ends.items():
         nodes[node] = _end_attempt(nodes[node], ended, job.request.nodes[node].max_retries)

@@ -165,7 +165,6 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `ringweave run`."""
         return 0 if self.outcome == "done" else 1
 
     @property

@@ -197,7 +197,6 @@ class CoordinatorProcesses:
                 process.wait()
 
     def restart_dead(self) -> None:
-        """Restart dead coordinators as standbys."""
         now_s = self._clock()
         for index, process in list(self._processes.items()):
             restart_policy = self._restart_policies[index]
@@ -328,7 +327,6 @@ class RunCoordinators:
         return self._processes.running(environ)
 
     def restart_dead(self) -> None:
-        """Restart dead coordinators."""
         self._processes.restart_dead()
 
     def past_members(self, names: Collection[str] = ()) -> PastMembers:

@@ -89,9 +89,7 @@ class NodeLike(Protocol):
     def name(self) -> str: ...
 
     @property
-    def devices(self) -> Sequence[object]:
-        """Its devices; each gets one worker."""
-        ...
+    def devices(self) -> Sequence[object]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

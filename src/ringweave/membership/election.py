@@ -188,7 +188,6 @@ class Election:
 
     @property
     def longest_answer_timeout_s(self) -> float:
-        """Longest answer timeout of the voters."""
         return max((each.patience_s for each in self._voters.values()), default=0.0)
 
     def is_settled(self, now_s: float) -> bool:

@@ -345,7 +345,6 @@ class FailureDetector:
         return bool(self._finished)
 
     def knows_member(self, member: str) -> bool:
-        """Return whether it is or was here."""
         return member in self.present or member in self._gone or member in self._finished
 
     def is_gone(self, member: str) -> bool:

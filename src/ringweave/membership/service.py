@@ -168,7 +168,6 @@ class CoordinatorService:
         self._handlers_by_type = {each.message: each.handle for each in self.handlers()}
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         return [
             RpcHandler(message=Join, handle=self._join),
             RpcHandler(message=MembershipWatch, handle=self._watch),
@@ -180,7 +179,6 @@ class CoordinatorService:
         ]
 
     def dispatch(self, call: RpcCall) -> RpcReply | RpcMessage:
-        """Dispatch a call to its handler."""
         return self._handlers_by_type[type(call.message)](call)
 
     @property
@@ -379,7 +377,6 @@ class CoordinatorSet:
         self._too_few_since_s: float | None = None
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         forwarded = [
             RpcHandler(message=each, handle=self._forward)
             for each in (MembershipWatch, StatusReport, FailureReport, LeaveMembership)

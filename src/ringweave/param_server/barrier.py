@@ -40,7 +40,6 @@ class RingBarrier:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RingBarrier":
-        """Restore the state of `to_state`."""
         barrier = cls(len(state["last"]))
         barrier._last, barrier._epochs, barrier._last_result = (
             list(state["last"]),

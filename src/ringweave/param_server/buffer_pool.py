@@ -55,7 +55,6 @@ class BufferPool:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all allocated buffers."""
         with self._changed:
             return (len(self._held) + len(self._free)) * sum(self._sizes)
 
@@ -126,5 +125,4 @@ class LinkBufferPools:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all allocated buffers."""
         return self._quick.memory_bytes + self._slow.memory_bytes

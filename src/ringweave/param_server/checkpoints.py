@@ -42,9 +42,7 @@ class CheckpointJobAccess(Protocol):
         """Return the job, if that peer belongs to that ring."""
         ...
 
-    def started_job(self) -> ServerJob:
-        """Return the job."""
-        ...
+    def started_job(self) -> ServerJob: ...
 
     def reserve_copy(self, num_bytes: int) -> AbstractContextManager[None]:
         """Count so many bytes as held for the length of a block."""
@@ -82,7 +80,6 @@ class CheckpointHandlers:
         self._uploads: dict[int, bytearray] = {}
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         return [
             RpcHandler(message=SnapshotRequest, handle=self._take_snapshot),
             RpcHandler(message=ReleaseSnapshot, handle=self._release_snapshot),

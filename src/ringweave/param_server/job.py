@@ -71,7 +71,6 @@ class ServerJob:
 
     @property
     def live_state(self) -> LiveRingState:
-        """State of the rings."""
         return LiveRingState(
             holdings=self.ledger.holdings,
             tickets=self.dispatcher.last,

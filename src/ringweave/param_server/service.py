@@ -80,7 +80,6 @@ class ExchangeBenchmarkHandlers:
         self._is_over = False
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         return [
             RpcHandler(message=ExchangeBenchmark, handle=self._benchmark_exchange),
             RpcHandler(message=EndExchangeBenchmark, handle=self._end_benchmark),
@@ -176,7 +175,6 @@ class ParameterService:
         )
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         return [
             RpcHandler(message=StartJob, handle=self._start),
             RpcHandler(message=Push, handle=self._push, allocate=self._allocate_push),
@@ -246,7 +244,6 @@ class ParameterService:
                 yield state
 
     def status(self) -> ServerStatus:
-        """Return the state of the server."""
         with self.changed:
             self.counts.most_peers = self._max_peers()
             return param_server_job.server_status(self.job, self.counts, self._copying_bytes)

@@ -94,7 +94,6 @@ class RingSessions:
         self._silence_detector = RingSilenceDetector(clock())
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         return [
             RpcHandler(
                 message=LeaderStatusRequest,

@@ -67,7 +67,6 @@ class LeaderReplay:
 
     @singledispatchmethod
     def replay_fact(self, fact: object) -> None:
-        """Record a fact from the leader."""
         raise AssertionError(f"no fact: {fact}")
 
     @replay_fact.register
@@ -119,7 +118,6 @@ class StandbyHandlers:
         self._leader_client: rpc.RpcClient | None = None
 
     def handlers(self) -> list[RpcHandler]:
-        """Return the handlers for the RPC server."""
         return [
             RpcHandler(message=FollowLeader, handle=self._admit_standby),
             RpcHandler(message=CopyState, handle=self._copy_state),

@@ -188,7 +188,6 @@ class Ledger:
 
     @property
     def holdings(self) -> list[RingGrants]:
-        """Grants of each ring."""
         return [
             RingGrants(grants=tuple(each.grants), num_since=each.num_since, is_paused=each.is_paused)
             for each in self._rings

@@ -221,7 +221,6 @@ class BlockOptimizers(Optimizer):
         return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
 
     def load_settings(self, settings: list[dict[str, Any]]) -> None:
-        """Load settings that `settings` returned."""
         for group, values in zip(self.param_groups, settings, strict=True):
             group.update(values)
 

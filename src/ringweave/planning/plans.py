@@ -142,11 +142,11 @@ class Plan:
         """Return the schedule of that name on this group's part of the cluster.
 
         Raises:
-            UsageError: No such schedule, or `host`, the native backend, which has none.
+            UsageError: No such schedule, or `native`, the native backend, which has none.
         """
         schedules.check_schedule_name(name)
         if name == NATIVE:
-            do = "'host' names the library underneath, which plans its messages itself"
+            do = "'native' names the native backend, which plans its messages itself"
             raise UsageError(explain("schedule", got=name, expected="one that is planned here", do=do))
         return self._generators()[name]()
 
@@ -167,7 +167,7 @@ class Plan:
 
         Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate).
 
-        A forced schedule that was left out, and `host`, run without pipelining, with an infinite predicted time.
+        A forced schedule that was left out, and `native`, run without pipelining, with an infinite predicted time.
 
         Raises:
             UsageError: No schedule has the forced name.

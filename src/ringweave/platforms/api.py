@@ -158,7 +158,6 @@ class JobView:
 
     @property
     def used_nodes(self) -> tuple[NodeView, ...]:
-        """Nodes that have workers."""
         return tuple(node for node in self.nodes if node.workers)
 
 

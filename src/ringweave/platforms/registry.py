@@ -109,7 +109,6 @@ class QualifiedPlatform(Platform):
     """Platform wrapper that adds `--on PLATFORM` to commands in texts, so that users can type them as they stand."""
 
     def __init__(self, inner: Platform, platform: str) -> None:
-        """`platform` is the value of `--on`."""
         self._inner, self._place = inner, platform
 
     def submit(

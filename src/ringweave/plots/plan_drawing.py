@@ -123,7 +123,6 @@ class _OutlineBuilder:
         )
 
     def _row_groups(self, switch: str) -> list[list[Node]]:
-        """Group the nodes that share a row."""
         nodes = self._nodes.get(switch, [])
         if not self._is_grouped:
             return [[node] for node in nodes]

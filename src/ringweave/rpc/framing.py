@@ -120,7 +120,6 @@ class FramePrefix:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole frame."""
         tail = self.content_bytes + CHECKSUM_BYTES if self.num_buffers else 0
         return PREFIX_BYTES + self.head_bytes + tail
 

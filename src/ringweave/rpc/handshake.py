@@ -199,9 +199,7 @@ _MAX_TRACKED = 256
 class EventWriter(Protocol):
     """Writes events: `telemetry.EventLog.write`."""
 
-    def __call__(self, kind: str, **fields: object) -> None:
-        """Append one event of that kind."""
-        ...
+    def __call__(self, kind: str, **fields: object) -> None: ...
 
 
 @dataclass(slots=True)

@@ -552,7 +552,6 @@ class RpcServer:
         return explain("connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or look who calls")
 
     def _serve_connection(self, raw: socket.socket, address: tuple[str, int]) -> None:
-        """Serve one connection, in its thread."""
         try:
             session = self._admit(raw, address)
         except (RpcError, OSError) as error:

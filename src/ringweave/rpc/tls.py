@@ -348,9 +348,7 @@ class PeerAuthentication(Protocol):
         ...
 
     @property
-    def token(self) -> str:
-        """Token of the job."""
-        ...
+    def token(self) -> str: ...
 
     def check_address(self, host: str) -> None:
         """Refuse an address that this kind of authentication is not for."""
@@ -440,7 +438,6 @@ class PlaintextAuthentication:
             )
 
     def secure_socket(self, raw: socket.socket, *, is_server: bool) -> socket.socket:
-        """Return the socket unchanged."""
         del is_server
         return raw
 

@@ -13,7 +13,7 @@ from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring
 from ringweave.schedules.schedule import Schedule
 
-NATIVE = "host"
+NATIVE = "native"
 """Not a schedule: the native backend (Gloo, NCCL) runs the collective."""
 
 
@@ -60,7 +60,7 @@ def generate(name: str, num_ranks: int) -> Schedule:
     multi-level. All ranks have the same share.
 
     Raises:
-        UsageError: No such schedule, or `host`, which is none.
+        UsageError: No such schedule, or `native`, which is none.
     """
     check_schedule_name(name)
     if name == NATIVE:
@@ -69,7 +69,7 @@ def generate(name: str, num_ranks: int) -> Schedule:
                 "schedule",
                 got=name,
                 expected="one that is planned here",
-                do="'host' names the library underneath, which plans its messages itself",
+                do="'native' names the native backend, which plans its messages itself",
             )
         )
     return _ALLREDUCE_GENERATORS[name](num_ranks)

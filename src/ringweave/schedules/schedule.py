@@ -212,7 +212,6 @@ class Schedule:
         self._check_phases()
 
     def _check_collective_ranks(self) -> None:
-        """Check that the ranks of the collective exist."""
         owners, root = self.collective.owners, self.collective.root
         if owners is not None and len(owners) != self.num_chunks:
             raise ScheduleError(f"{self.collective.kind}: {len(owners)} owners for {self.num_chunks} chunks.")

@@ -68,7 +68,6 @@ class ExactSets:
         return _expected_contents(collective, own, np.bitwise_or.reduce(own), chunks)
 
     def combine(self, mine: NDArray[np.uint64], arriving: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the union."""
         return mine | arriving
 
     def invalid_transfers(

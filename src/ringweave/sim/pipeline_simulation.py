@@ -146,7 +146,6 @@ class PipelineTimeline:
     """
 
     def __init__(self, order: PipelineSchedule, transfers: str = "asynchronous") -> None:
-        """`transfers` is one of `TRANSFER_MODES`."""
         self.num_stages = order.num_stages
         self._actions: list[PipelineAction] = []
         self._numbers: dict[_TransferKey, int] = {}

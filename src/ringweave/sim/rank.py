@@ -161,9 +161,7 @@ class Processors(Protocol):
         """Return whether a processor is free; else call `begin` once one is."""
         ...
 
-    def release(self) -> None:
-        """Release the acquired processor."""
-        ...
+    def release(self) -> None: ...
 
     def run_in_background(self, seconds: float, done: Callback) -> None:
         """Run work that the rank does not wait for."""
@@ -278,7 +276,6 @@ class SimulatedRank:
 
     @property
     def peers(self) -> frozenset[int]:
-        """Ranks that it has connections to."""
         return self._program.peers
 
     def _run(self) -> _RankSteps:

@@ -45,7 +45,6 @@ class ControlGroup:
         ]
 
     def gather_accounts(self, own: SampleAccount) -> list[SampleAccount]:
-        """Return the accounts of all ranks."""
         accounts = self.start_account_exchange(own).wait()
         assert accounts is not None, "all ranks tell theirs"
         return accounts
@@ -61,7 +60,6 @@ class ControlGroup:
         return tensor
 
     def start_speed_exchange(self, own: Speed | None) -> "SpeedExchange":
-        """Start to exchange the ranks' speeds."""
         values = (math.nan,) * 3 if own is None else (own.s_per_sample, own.overhead_samples, own.noise)
         return SpeedExchange(*self._start(torch.tensor(values, dtype=torch.float64)))
 

@@ -53,7 +53,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     max_samples: int | None = None,
     ddp: Mapping[str, Any] | None = None,
     asynchronous: Asynchronous | None = None,
-    carried: Mapping[str, Any] | None = None,
+    extra_state: Mapping[str, Any] | None = None,
 ) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader | ElasticRingLoader]:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
@@ -78,7 +78,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         max_samples: Limit of samples of one batch in this rank's memory; may differ between ranks.
         ddp: Further arguments of DistributedDataParallel.
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
-        carried: Under `ringweave run --elastic`, further objects with `state_dict` and `load_state_dict`, such as a
+        extra_state: Under `ringweave run --elastic`, further objects with `state_dict` and `load_state_dict`, such as a
             scheduler of learning rates, that a worker which joins later gets from the others with the model.
 
     Raises:
@@ -92,7 +92,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     modes.check_mode(mode)
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
     options = PrepareOptions(
-        mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), extra_state=dict(carried or {})
+        mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), extra_state=dict(extra_state or {})
     )
     if environment.coordinators:
         return _prepare_for_elastic_job((model, optimizer, loader), options, settings, environment)

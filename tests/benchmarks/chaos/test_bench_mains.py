@@ -146,7 +146,7 @@ def test_what_is_wrong_is_missed_with_all_else_after_the_figures_are_written(
     assert code == 1
     first, second = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["wrong"]
     assert first.startswith("parameters of 0.0 after step 3 are 0000000000000004, not ")
-    assert second.startswith("epoch 0: processes drew Account(num_samples=1537, ")
+    assert second.startswith("epoch 0: processes drew SampleAccount(num_samples=1537, ")
     printed = capsys.readouterr().out
     assert f"missed: {first}\nmissed: {second}\n" in printed
     assert "missed: 1 members were killed, not 2\n" in printed

@@ -71,7 +71,7 @@ def test_it_makes_no_sense_to_wait_for_dead_processes(listener) -> None:
         raise WorkerChannelError("a process ended")
 
     with pytest.raises(WorkerChannelError, match="a process ended"):
-        listener.gather("s", 2, 60.0, check)
+        listener.wait_for_workers("s", 2, 60.0, check)
 
 
 def test_what_a_dead_process_had_said_tells_more(listener, call) -> None:
@@ -81,7 +81,7 @@ def test_what_a_dead_process_had_said_tells_more(listener, call) -> None:
         raise WorkerChannelError("a process ended")
 
     with pytest.raises(WorkerChannelError, match="a worker: no room"):
-        listener.gather("s", 2, 60.0, check)
+        listener.wait_for_workers("s", 2, 60.0, check)
 
 
 def pair(rank: int) -> tuple[WorkerChannel, socket.socket]:

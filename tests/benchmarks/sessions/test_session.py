@@ -57,7 +57,7 @@ def test_a_second_try_is_allowed(tmp_path: Path) -> None:
     class Lazy(Fake):
         tries = 0
 
-        def starts(self, setup, knob):
+        def process_starts(self, setup, knob):
             self.tries += 1
             self._manner = "ends" if self.tries == 1 else "sums"
             return super().process_starts(setup, knob)

@@ -113,7 +113,7 @@ def test_a_lab_can_be(lab_problems: list[str]) -> None:
 @pytest.mark.distributed
 def test_the_backend_is_tried_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGWEAVE_CLUSTER", "/nosuch.yaml")
-    monkeypatch.setenv("RINGWEAVE_SCHEDULE", "host")
+    monkeypatch.setenv("RINGWEAVE_SCHEDULE", "native")
     assert doctor.check_torch(LONG_S)["backend"] == CheckResult(
         state="ok", seen="allreduce of 256 KiB by ring, 2 processes"
     )

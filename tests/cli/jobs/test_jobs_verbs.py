@@ -1,4 +1,4 @@
-"""The verbs on jobs by `main.call`, on jobs of which nothing runs: their supervisors are never started."""
+"""The verbs on jobs by `main.run_command_line`, on jobs of which nothing runs: their supervisors are never started."""
 
 import json
 from pathlib import Path

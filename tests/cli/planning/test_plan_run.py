@@ -39,7 +39,7 @@ def test_predicted_beside_measured(log: EventLog, tmp_path: Path, capsys: pytest
     (tmp_path / "cluster.yaml").write_text(RACKS.read_text())
     measured(log, measured_s=9.0, rounds=1)
     measured(log)
-    measured(log, bytes=1_000_000, schedule="host", predicted_s=None, measured_s=0.1)
+    measured(log, bytes=1_000_000, schedule="native", predicted_s=None, measured_s=0.1)
     assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
     host, planned = json.loads(capsys.readouterr().out)["measured"]
     assert (planned["measured_s"], planned["rounds"], planned["measured_over_predicted"]) == (1.25, 9, 1.25)
@@ -93,5 +93,5 @@ def test_only_the_last_attempt_counts(log: EventLog, tmp_path: Path, capsys: pyt
     assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "ringweave: error: measured collectives: 'none', expected at least one schedule_measured event. Let it run "
-        f"longer, or train with more than the small messages that the host library takes. [{tmp_path}/events.jsonl]\n"
+        f"longer, or train with more than the small messages that the native backend takes. [{tmp_path}/events.jsonl]\n"
     )

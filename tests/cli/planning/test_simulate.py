@@ -139,7 +139,7 @@ def test_a_trace_on_a_full_disk_is_an_error_in_one_line(capsys: pytest.CaptureFi
     ("arguments", "text"),
     [
         (["--schedule", "rign"], "schedule: 'rign', expected one of"),
-        (["--schedule", "host"], "'host' names the library underneath"),
+        (["--schedule", "native"], "'native' names the native backend"),
         (["--straggle", "z-9=2"], "node of a fault: 'z-9', expected a node with ranks of this group."),
         (["--fail", "rank:8"], "rank of a fault: 8, expected 0 to 7."),
         (

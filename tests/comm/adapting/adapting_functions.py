@@ -28,7 +28,7 @@ def taken() -> dict[str, int]:
 
 
 def reduce_many(count: int, *sizes: int) -> dict[str, int]:
-    """Rounds of checked allreduces of these sizes, all in flight at once, with one of the host library's in between."""
+    """Rounds of checked allreduces of these sizes, all in flight at once, with one of the native backend's in between."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for number in range(count):
         tensors = [torch.full((num,), float(rank + 1 + number)) for num in sizes]
@@ -83,7 +83,7 @@ def reduce_in_groups_and_threads(count: int) -> dict[str, int]:
 
 
 def reduce_odd_ones() -> dict[str, int]:
-    """Between the trials: what the host library cannot do, other operations, other dtypes, all of one class."""
+    """Between the trials: what the native backend cannot do, other operations, other dtypes, all of one class."""
     size = dist.get_world_size()
     for number in range(30):
         averaged, halves = torch.full((50_000,), 2.0), torch.ones(100_000, dtype=torch.bfloat16)

@@ -37,8 +37,8 @@ def first_tuned(environ: dict[str, str]) -> list[dict]:
 
 
 def large_ones(counts: dict[str, int], num_small: int) -> Counter[str]:
-    """{schedule: collectives} without the small messages in between, which the host library always takes."""
-    return Counter(counts) - Counter({"host": num_small})
+    """{schedule: collectives} without the small messages in between, which the native backend always takes."""
+    return Counter(counts) - Counter({"native": num_small})
 
 
 def winners(environ: dict[str, str]) -> set[str]:
@@ -52,7 +52,7 @@ def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str
     assert all(count == counts[0] for count in counts)
     tuned = first_tuned(environ)
     assert sorted(event["bytes"] for event in tuned) == [120_000, 400_000]
-    assert all(len(event["measured_s"]) == 4 and "host" in event["measured_s"] for event in tuned)
+    assert all(len(event["measured_s"]) == 4 and "native" in event["measured_s"] for event in tuned)
     for event in tuned:
         assert event["measured_s"][event["schedule"]] <= 1.031 * min(event["measured_s"].values())
     most_trials = 2 * (1 + MAX_TRIAL_ROUNDS) * len(events(environ, "plan_made"))
@@ -89,13 +89,13 @@ OFF, FORCED, ON = {"RINGWEAVE_TUNING": "0"}, {"RINGWEAVE_SCHEDULE": "ring"}, {"R
 @pytest.mark.parametrize("variables", [OFF, FORCED, ON | FORCED])
 def test_where_the_same_bits_are_wanted_nothing_is_tried(environ: dict[str, str], variables: dict[str, str]) -> None:
     counts = run_ranks(adapting_functions.reduce_many, 4, 20, 100_000, nodes=NODES, environ=environ | variables)
-    assert len(set(counts[0]) - {"host"}) == 1
+    assert len(set(counts[0]) - {"native"}) == 1
     assert events(environ, "schedule_tuned") == []
 
 
 def test_one_node_tunes_only_when_asked(environ: dict[str, str]) -> None:
     run = adapting_functions.reduce_many
-    assert set(run_ranks(run, 3, 40, 100_000, environ=environ)[0]) == {"host"}  # below 3 MB
+    assert set(run_ranks(run, 3, 40, 100_000, environ=environ)[0]) == {"native"}  # below 3 MB
     counts = run_ranks(run, 3, 60, 100_000, environ=environ | {"RINGWEAVE_TUNING": "1"})
     assert len(counts[0]) > 2
     assert len(first_tuned(environ)) == 1

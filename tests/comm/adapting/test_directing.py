@@ -105,7 +105,7 @@ def test_a_trial_keeps_those_behind_waiting_until_it_is_through() -> None:
 
 
 def test_a_trial_waits_for_those_before_it() -> None:
-    group = Group(settled("ring", 1), trial("host"))
+    group = Group(settled("ring", 1), trial("native"))
     first, second = group.admit(), group.admit()
     group.decide(first)
     reached = threading.Event()
@@ -179,7 +179,7 @@ def test_the_plan_may_take_as_long_as_the_collective() -> None:
 def test_timings_write_medians_of_each_kind(tmp_path) -> None:
     now = [0.0]
     timings = ScheduleTimings(EventLog(tmp_path / "events.jsonl"), 3, "g", clock=lambda: now[0])
-    by_host = ScheduleChoice(schedule="host", num_segments=1, lag=0, window=1, predicted_s=float("inf"))
+    by_host = ScheduleChoice(schedule="native", num_segments=1, lag=0, window=1, predicted_s=float("inf"))
     ring = ScheduleChoice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
     for seconds in (1.0, 3.0, 2.0):
         timings.record(1, ring, 100, seconds)
@@ -192,7 +192,7 @@ def test_timings_write_medians_of_each_kind(tmp_path) -> None:
     expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "version": 1}
     kind = {"schedule": "ring", "bytes": 100, "num_segments": 4, "lag": 1, "window": 8, "rounds": 3}
     assert events["ring"] == expected | kind | {"predicted_s": 0.5, "measured_s": 2.0}
-    assert events["host"]["predicted_s"] is None
+    assert events["native"]["predicted_s"] is None
 
 
 def test_timings_keep_plans_apart_and_write_in_the_order_of_what_came_first(tmp_path) -> None:

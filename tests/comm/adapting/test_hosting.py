@@ -1,4 +1,4 @@
-"""The host library's connections of a lane: when they are made, and when they are cut."""
+"""The native backend's connections of a lane: when they are made, and when they are cut."""
 
 import subprocess
 import sys

@@ -14,8 +14,8 @@ def plan_of(rate: str) -> planning.Plan:
 def test_what_was_saved_is_loaded_for_the_same_plan_only(tmp_path: Path) -> None:
     cache = TuningCache.for_user({"XDG_CACHE_HOME": str(tmp_path)})
     assert cache.load(plan_of("1Gbit/s")) == {}
-    cache.save(plan_of("1Gbit/s"), {40: "ring", 50: "host"})
-    assert cache.load(plan_of("1Gbit/s")) == {40: "ring", 50: "host"}
+    cache.save(plan_of("1Gbit/s"), {40: "ring", 50: "native"})
+    assert cache.load(plan_of("1Gbit/s")) == {40: "ring", 50: "native"}
     assert cache.load(plan_of("2Gbit/s")) == {}
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "ringweave" / "tuning"]
 
@@ -51,13 +51,13 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
 def test_what_won_long_ago_is_not_known_any_more(tmp_path: Path) -> None:
     now = [1000.0]
     cache, plan = TuningCache(tmp_path, clock=lambda: now[0]), plan_of("1Gbit/s")
-    cache.save(plan, {40: "ring", 41: "host"})
+    cache.save(plan, {40: "ring", 41: "native"})
     now[0] += MAX_AGE_S - 1
-    cache.save(plan, {40: "ring", 41: "ps", 42: "host"})
-    assert cache.load(plan) == {40: "ring", 41: "ps", 42: "host"}
+    cache.save(plan, {40: "ring", 41: "ps", 42: "native"})
+    assert cache.load(plan) == {40: "ring", 41: "ps", 42: "native"}
     now[0] += 2
-    assert cache.load(plan) == {41: "ps", 42: "host"}, "what is saved again was not tried again"
-    cache.save(plan, {40: "ring", 41: "ps", 42: "host"})
+    assert cache.load(plan) == {41: "ps", 42: "native"}, "what is saved again was not tried again"
+    cache.save(plan, {40: "ring", 41: "ps", 42: "native"})
     now[0] += MAX_AGE_S - 1
     assert cache.load(plan) == {40: "ring"}, "tried again, with the same result"
     now[0] = 0.0

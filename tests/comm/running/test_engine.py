@@ -82,7 +82,7 @@ class Director:
 
 
 class Hosts:
-    """A host library for a group of one."""
+    """A native backend for a group of one."""
 
     def prepare(self, lane: int, meet: Callable[[], object]) -> None:
         meet()
@@ -227,7 +227,7 @@ def test_a_group_that_is_closed_cuts_all_lanes_before_it_waits_for_one() -> None
 
 
 def test_an_aborted_group_is_closed_though_a_lane_is_in_what_nobody_can_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the constructor of the host library, while a peer has stopped."""
+    """As in the constructor of the native backend, while a peer has stopped."""
     monkeypatch.setattr(engine, "_ABORT_TIMEOUT_S", 0.1)
     has_begun, may_end = threading.Event(), threading.Event()
 

@@ -23,14 +23,14 @@ def test_sums_of_a_forced_schedule(num_ranks: int) -> None:
     sizes = [1, 2, 1003, 300_001]
     for counters in run_ranks(device_functions.reduce_on_device, num_ranks, sizes, environ=RING):
         assert counters["ring"]["collectives"] == len(sizes) + 3
-        assert "host" not in counters
+        assert "native" not in counters
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=by_two)])
 def test_without_a_forced_schedule_nccl_does_it(num_ranks: int) -> None:
     for counters in run_ranks(device_functions.reduce_on_device, num_ranks, [1003]):
-        assert set(counters) == {"host"}
-        assert counters["host"]["collectives"] == 4
+        assert set(counters) == {"native"}
+        assert counters["native"]["collectives"] == 4
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=by_two)])

@@ -30,7 +30,7 @@ def members_known(place: FakeJobRuntime, *, node: int, out: bool = True, by: int
         names = tuple(f"{3 * each + local}.{attempt - 1}" for local in range(3))
         change(place, (each, attempt), members=names)
     lost = place.groups[node, 1].members if out else ()
-    change(place, (by, 1), epoch=(1, 2), out=lost)
+    change(place, (by, 1), generation=(1, 2), evicted=lost)
 
 
 def test_a_node_whose_workers_were_put_out_and_do_not_end_is_replaced_while_the_others_train() -> None:
@@ -65,7 +65,7 @@ def test_who_is_in_the_newest_epoch_is_in_whatever_was_told_of_older_ones() -> N
     """A coordinator that was cut off may hold members for lost with which the other one goes on."""
     place = running(*THREE, least=3)
     members_known(place, node=1, by=0)
-    change(place, (2, 1), epoch=(2, 1), out=())
+    change(place, (2, 1), generation=(2, 1), evicted=())
     lives.settle(place)
     assert lives.look(place) == []
     place.clock_s += 10 * EVICTED_HANG.limit_s
@@ -100,7 +100,7 @@ def test_a_job_does_not_wait_for_a_node_that_hangs_when_the_others_have_finished
     _, *rest = lives.look(place)
     kinds = {DELETE: records.DeleteGroup(node=1, attempt=1), KEEP: records.StopGroup(node=1, attempt=1)}
     assert kinds[policy] in rest
-    change(place, (1, 1), leaving=True)  # told, and deaf
+    change(place, (1, 1), is_terminating=True)  # told, and deaf
     lives.settle(place)
     record = record_of(place)
     assert (record.state, record.ended_s, retries(place)) == (JobState.SUCCEEDED, place.clock_s, [0, 0, 0])
@@ -147,7 +147,7 @@ def test_who_is_called_back_to_the_gate_and_does_not_answer_is_lost(least: int |
     change(place, (1, 1), phase=GroupPhase.INTERRUPTED, ended_s=place.clock_s, text="MembershipError: job is over")
     place.clock_s += SETTLE_S
     lives.settle(place)
-    change(place, (0, 1), phase=GroupPhase.RUNNING, round=1, called=2)  # told, and deaf
+    change(place, (0, 1), phase=GroupPhase.RUNNING, round=1, requested_round=2)  # told, and deaf
     place.advance_group((1, 1))
     lives.settle(place)
     assert (record_of(place).round, retries(place)) == (2, [0, 0])
@@ -169,7 +169,7 @@ def test_one_that_hangs_again_and_again_fails_the_job_with_a_reason() -> None:
     change(place, (0, 1), phase=GroupPhase.RUNNING)
     place.clock_s += SETTLE_S
     lives.settle(place)
-    change(place, (0, 1), phase=GroupPhase.RUNNING, round=1, called=2)
+    change(place, (0, 1), phase=GroupPhase.RUNNING, round=1, requested_round=2)
     lives.settle(place)
     place.clock_s += RESTART_HANG.limit_s
     lives.settle(place)

@@ -164,9 +164,9 @@ def test_where_all_answer_after_all_the_first_one_that_blamed_another_pays() -> 
     "removed",
     [
         {"phase": GroupPhase.READY},
-        {"phase": GroupPhase.READY, "leaving": True},
-        {"phase": GroupPhase.RUNNING, "leaving": True},
-        {"phase": GroupPhase.INTERRUPTED, "leaving": True},
+        {"phase": GroupPhase.READY, "is_terminating": True},
+        {"phase": GroupPhase.RUNNING, "is_terminating": True},
+        {"phase": GroupPhase.INTERRUPTED, "is_terminating": True},
     ],
 )
 def test_nobody_pays_for_a_node_that_is_being_removed_while_they_connect_to_it(removed: dict) -> None:

@@ -49,7 +49,7 @@ def test_the_gate_opens_only_when_all_are_ready() -> None:
         "is ready, and waits for node n1. Nothing to do: it goes on by itself.",
     )
     place.advance_group((1, 1))
-    assert kinds(place) == ["SaveRecord", "OpenGate"]
+    assert kinds(place) == ["SaveRecord", "ReleaseBarrier"]
 
 
 def test_a_node_that_is_being_removed_does_not_count_as_ready() -> None:
@@ -123,7 +123,7 @@ def test_a_ttl_ends_to_the_second_and_takes_everything() -> None:
     lives.settle(place)
     assert lives.look(place)[-1] == records.RequeueAt(at_s=150.25)
     place.clock_s = 150.2
-    assert kinds(place) == ["Wake"]
+    assert kinds(place) == ["RequeueAt"]
     place.clock_s = 150.25
     assert kinds(place)[:2] == ["SaveRecord", "DeleteGroup"]
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_nothing_is_done_twice_while_groups_are_on_their_way_out() -> None:
 def test_an_empty_place_of_a_deleted_job_is_forgotten_at_once() -> None:
     place = FakeJobRuntime(job=lives.a_job(suspend=True))
     lives.ask(place, "delete")
-    assert kinds(place) == ["SaveRecord", "Forget"]
+    assert kinds(place) == ["SaveRecord", "ForgetJob"]
     assert ObservedJobState() == place.observe()
 
 

@@ -48,8 +48,8 @@ def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(
 
 PATIENT = """
 from ringweave.cli.main import main
-from ringweave.launch.elastic import supervising
-supervising.INTERRUPT_S = 1000.0
+from ringweave.launcher import supervise
+supervise.MEMBER_INTERRUPT_TIMEOUT_S = 1000.0
 main()
 """
 

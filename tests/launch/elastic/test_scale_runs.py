@@ -32,7 +32,7 @@ FOUR_AND_BACK = """
     model, counter = nn.Linear(8, 1), Counter()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=12, shuffle=True)
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, carried={"counter": counter})
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, extra_state={"counter": counter})
     have_been_four, left = False, 16
     for epoch in loader.epochs(100000):
         for given, wanted in loader:

@@ -201,9 +201,9 @@ def test_who_waits_for_credentials_obeys_the_order_to_leave(is_offering: bool) -
     post = FakePost()
 
     def wait(*_: object) -> None:
-        assert agent.why_stop() == ""
-        agent.leave("it got SIGTERM")
-        raise RoundOverError(1, agent.why_stop())
+        assert agent.stop_reason() == ""
+        agent.request_leave("it got SIGTERM")
+        raise RoundOverError(1, agent.stop_reason())
 
     agent = NodeAgent(
         post, make_offer=wait if is_offering else lambda _: EndpointOffer(master_address=HERE), start_workers=wait
@@ -223,9 +223,9 @@ def test_who_waits_for_credentials_hears_of_the_next_round() -> None:
 
     def offer(orders: DesiredState) -> EndpointOffer:
         if not waited:
-            assert agent.why_stop() == ""
+            assert agent.stop_reason() == ""
             post.order(round=2)
-            waited.append(agent.why_stop())
+            waited.append(agent.stop_reason())
             raise RoundOverError(1, waited[0])
         return EndpointOffer(master_address=HERE)
 

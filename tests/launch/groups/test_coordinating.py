@@ -122,7 +122,7 @@ class FakeCoordinators:
 
 def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     count = [3]
-    monkeypatch.setattr("ringweave.launcher.services.count_established", lambda pid, port: count[0])
+    monkeypatch.setattr("ringweave.platforms.agent.round_services.count_established", lambda pid, port: count[0])
     coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)

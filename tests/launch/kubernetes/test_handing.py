@@ -22,8 +22,8 @@ class FakeDesk:
         self.answers, self.asked = list(answers), list[tuple[str, str]]()
         self.now_s = 0.0
 
-    def ask(self, method: str, what: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
-        self.asked.append((method, what))
+    def request(self, method: str, path: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+        self.asked.append((method, path))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, OSError):
             raise answer

@@ -102,7 +102,7 @@ def test_orders_that_are_none_are_asked_for_again(tmp_path: Path) -> None:
         ["", "[" * 100_000, "null", '{"round": "x"}', channel.dump_desired_state(DesiredState(round=4, leave=True))]
     )
     waited: list[float] = []
-    desk = SimpleNamespace(ask=lambda *_: (200, next(said), "tag"))
+    desk = SimpleNamespace(request=lambda *_: (200, next(said), "tag"))
     own = GatewayChannel(cast("GatewayClient", desk), None, sleep=waited.append)
     own._poll_desired_state()
     assert own.desired_state() == DesiredState(round=4, leave=True)

@@ -31,7 +31,7 @@ def test_a_node_that_does_not_say_its_port_in_time_is_named(monkeypatch: pytest.
 def test_workers_in_a_lab_keep_what_they_find_out_in_a_folder_of_the_lab() -> None:
     class Quiet:
         addresses: ClassVar = {"a": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2",)}
-        findings_folder = Path("/run/ringweave-findings/one")
+        probe_results_folder = Path("/run/ringweave-findings/one")
         quotas = None
 
         def interfaces(self, node: str) -> list[str]:

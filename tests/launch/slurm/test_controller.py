@@ -144,7 +144,13 @@ def test_it_dies_at_every_boundary(tmp_path):
         live(world)
         check(world)
         died |= {name} & set(world.passed)
-    assert {"before SaveRecord", "grant written", "orders written", "after OpenGate", "marked for removal"} <= died
+    assert {
+        "before SaveRecord",
+        "grant written",
+        "orders written",
+        "after ReleaseBarrier",
+        "marked for removal",
+    } <= died
 
 
 @pytest.mark.slow

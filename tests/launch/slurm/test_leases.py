@@ -26,28 +26,28 @@ def lease(tmp_path, clock) -> AgentLease:
 def test_beats_of_its_allocation_renew_it(lease, tmp_path, clock):
     for number in range(5):
         (tmp_path / "beat").write_text(f"12.0 99 {number}\n")
-        assert lease.look() == ""
+        assert lease.check() == ""
         clock.now_s += 29.0
-    assert lease.look() == ""
+    assert lease.check() == ""
     clock.now_s += 2.0
-    assert lease.look() == "nothing was heard of its controller for 31 s"
+    assert lease.check() == "nothing was heard of its controller for 31 s"
 
 
 @pytest.mark.parametrize("beat", ["12.1 99 0\n", "13.0 99 0\n", "revoked\n"])
 def test_the_beat_of_another_allocation_ends_it_at_once(lease, tmp_path, beat):
     (tmp_path / "beat").write_text("12.0 99 0\n")
-    assert lease.look() == ""
+    assert lease.check() == ""
     (tmp_path / "beat").write_text(beat)
-    assert lease.look() == "its allocation was taken back by Slurm"
+    assert lease.check() == "its allocation was taken back by Slurm"
 
 
 def test_a_folder_that_cannot_be_read_renews_nothing(lease, tmp_path, clock):
     (tmp_path / "beat").write_text("12.0 99 0\n")
-    lease.look()
+    lease.check()
     (tmp_path / "beat").unlink()
-    assert lease.look() == ""
+    assert lease.check() == ""
     clock.now_s = 31.0
-    assert lease.look() != ""
+    assert lease.check() != ""
 
 
 def test_who_does_not_leave_is_killed(lease, clock, monkeypatch):
@@ -57,7 +57,7 @@ def test_who_does_not_leave_is_killed(lease, clock, monkeypatch):
     def sleep(seconds: float) -> None:
         clock.now_s += seconds
 
-    lease.watch(sleep)
+    lease.kill_when_expired(sleep)
     ((when, pid, how),) = killed
     assert 30.0 + EXPIRED_EXIT_TIMEOUT_S < when <= 32.0 + EXPIRED_EXIT_TIMEOUT_S
     assert (pid, how) == (os.getpid(), signal.SIGKILL)

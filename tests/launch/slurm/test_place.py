@@ -133,10 +133,10 @@ def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(worl
 def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_machine(world, ahead_s):
     folder = world.group(GroupPhase.SUCCEEDED)
     report = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, ended_s=time.time() + ahead_s)
-    folder.report.write_text(channel.dump_status(report))
-    written = folder.report.stat()
-    os.utime(folder.report, (written.st_atime, written.st_mtime - 10.0))
-    world.means = replace(world.means, wall=lambda: 5000.0)
+    folder.status.write_text(channel.dump_status(report))
+    written = folder.status.stat()
+    os.utime(folder.status, (written.st_atime, written.st_mtime - 10.0))
+    world.means = replace(world.means, wall_clock=lambda: 5000.0)
     ended_s = only(world.place(a_grant())).ended_s
     assert ended_s is not None
     assert 4000.0 < ended_s <= 4990.0, "10 s ago, and what has passed since"
@@ -153,13 +153,13 @@ def test_ended_as_it_was_told_to(world):
 
 def test_a_group_that_lives_is_never_gone(world):
     folder = world.group(GroupPhase.RUNNING)
-    held = job_folder.try_lock_file(folder.alive)
+    held = job_folder.try_lock_file(folder.alive_lock)
     assert held is not None
     place = world.place(a_grant(restarts=1))
     (folder.root / "lost").touch()
     os.utime(folder.root / "lost", (0, 0))
     assert only(place).phase is GroupPhase.RUNNING
-    place.do(records.DeleteGroup(node=1, attempt=1))
+    place.apply(records.DeleteGroup(node=1, attempt=1))
     assert only(place).is_terminating
     os.close(held)
     assert place.observe().groups == ()
@@ -167,18 +167,18 @@ def test_a_group_that_lives_is_never_gone(world):
 
 def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(world):
     folder = world.group(GroupPhase.RUNNING)
-    held = job_folder.try_lock_file(folder.alive)
+    held = job_folder.try_lock_file(folder.alive_lock)
     assert held is not None
     place = world.place(a_grant())
     assert (only(place).round, only(place).requested_round) == (1, 1)
-    place.do(records.RestartGroup(node=1, attempt=1, round=2))
+    place.apply(records.RestartGroup(node=1, attempt=1, round=2))
     assert (only(place).round, only(place).requested_round, only(place).phase) == (1, 2, GroupPhase.RUNNING)
     os.close(held)
 
 
 def test_slurm_kills_a_step_that_does_not_leave(world):
     folder = world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, leave=True))
-    held = job_folder.try_lock_file(folder.alive)
+    held = job_folder.try_lock_file(folder.alive_lock)
     assert held is not None
     world.fake.steps = "10.0 rw-0-1\n11.4 rw-1-1\n"
     place = world.place(a_grant())
@@ -195,23 +195,23 @@ def test_slurm_kills_a_step_that_does_not_leave(world):
 def test_the_gate_opens_at_what_the_first_node_offered(world):
     world.folder.root.mkdir(exist_ok=True)
     place = world.place(a_grant())
-    place.do(records.CreateConfig(counts=(10, 5)))
+    place.apply(records.CreateConfig(counts=(10, 5)))
     for node, host in ((0, "10.0.0.2"), (1, "10.0.0.3")):
         folder = world.folder.group(node, 1)
         folder.root.mkdir(parents=True)
-        folder.orders.write_text(channel.dump_desired_state(DesiredState(round=1)))
+        folder.desired_state.write_text(channel.dump_desired_state(DesiredState(round=1)))
         report = AgentStatus(round=1, phase=GroupPhase.READY, pid=1, meeting=HostPort(host=host, port=5))
-        folder.report.write_text(channel.dump_status(report))
-    assert place.observe().gate == 0
-    place.do(records.ReleaseBarrier(round=1))
-    assert place.observe().gate == 1
-    opening = channel.parse_rendezvous(world.folder.gate.read_bytes())
+        folder.status.write_text(channel.dump_status(report))
+    assert place.observe().released_round == 0
+    place.apply(records.ReleaseBarrier(round=1))
+    assert place.observe().released_round == 1
+    opening = channel.parse_rendezvous(world.folder.rendezvous.read_bytes())
     assert opening.meeting == HostPort(host="10.0.0.2", port=5)
     assert opening.addresses == {"n0": "10.0.0.2", "n1": "10.0.0.3"}
-    place.do(records.DeleteConfig())
-    assert place.observe().gate == 0
+    place.apply(records.DeleteConfig())
+    assert place.observe().released_round == 0
 
 
 def test_without_an_allocation_nothing_can_be_made(world):
     with pytest.raises(LaunchError, match="job text: no allocation, expected one that runs"):
-        world.place().do(records.CreateGroup(node=0, attempt=1, workers=10, round=1))
+        world.place().apply(records.CreateGroup(node=0, attempt=1, workers=10, round=1))

@@ -215,7 +215,7 @@ def test_submitted_suspended_it_asks_slurm_for_nothing_until_it_is_resumed(tmp_p
 
 def test_killed_before_slurm_was_asked_a_look_says_so_and_resume_asks(tmp_path, fake, service):
     fake.refusal = "killed here"
-    service._registry.forget = lambda entry: None  # as if the command had been killed
+    service._registry.delete = lambda entry: None  # as if the command had been killed
     with pytest.raises(LaunchError):
         service.submit(a_request(), base=tmp_path)
     fake.refusal = ""

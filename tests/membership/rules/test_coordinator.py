@@ -140,8 +140,8 @@ def test_whoever_is_started_again_was_not_through() -> None:
     assert table.coordinator.directive_for("0.0").proposal is not None, "it waits for a gradient that never comes"
     table.report_status(holder("0.0", at_border=False), MemberStatus(member="1.1"))
     table.report_status(holder("0.0"), MemberStatus(member="1.1"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0", "1.1")
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0", "1.1")
 
 
 def test_silence_counts_as_gone_but_the_silent_may_live_so_a_minority_waits() -> None:

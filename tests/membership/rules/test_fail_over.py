@@ -293,8 +293,8 @@ def test_half_of_the_members_go_on_with_one_that_starts_in_the_place_of_the_othe
     table.coordinator.note_other_idle(1.0)
     assert table.coordinator.is_active
     table.report_status(holder("2.0"), holder("3.0"))
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("2.0", "3.0"), "at once: the others are known to have ended"
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("2.0", "3.0"), "at once: the others are known to have ended"
 
 
 def test_it_waits_for_a_majority_where_one_process_is_not_accounted_for() -> None:

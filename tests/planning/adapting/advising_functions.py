@@ -67,7 +67,7 @@ class World:
         return self.estimates
 
     def seconds(self, name: str, num_bytes: int) -> float:
-        """By the formula, at the true rates; the host library is a ring with something on top."""
+        """By the formula, at the true rates; the native backend is a ring with something on top."""
         key = (tuple(self.rates.items()), self.plan, name, num_bytes)
         if key not in self._known:
             self._known[key] = self._predict(name, num_bytes)

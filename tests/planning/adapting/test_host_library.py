@@ -1,4 +1,4 @@
-"""Where the host library is the fastest: it is kept through noise, and tried again when rates change."""
+"""Where the native backend is the fastest: it is kept through noise, and tried again when rates change."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ UPLINKS = ("r0->core", "core->r0", "r1->core", "core->r1")
 
 
 def narrow(noise: float, tuned: Mapping[int, str] | None = None) -> World:
-    """Two racks where a host library that needs 0.9 of a ring's time wins while the uplinks are as the file says."""
+    """Two racks where a native backend that needs 0.9 of a ring's time wins while the uplinks are as the file says."""
     world = World(NARROW, noise=noise, tuned=tuned)
     world.host_factor = 0.9
     return world

@@ -21,7 +21,7 @@ def test_a_ruling_reads_what_it_prints() -> None:
     for ruling in (
         TuningDecision(num_bytes=5, schedule="ring", is_trial=True),
         TuningDecision(num_bytes=5, phases=phases),
-        TuningDecision(num_bytes=5, schedule="host", next_in=2**62, plan='{"a": "b"}'),
+        TuningDecision(num_bytes=5, schedule="native", next_in=2**62, plan='{"a": "b"}'),
     ):
         assert TuningDecision.parse(str(ruling)) == ruling
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS, NUM_TRIAL_ROUNDS, CandidateTrials, size_class
 
-NAMES = ("ring", "direct", "multi-level", "host")
+NAMES = ("ring", "direct", "multi-level", "native")
 
 
 def run(tuner: CandidateTrials, seconds_of, num_bytes: int = 10**6) -> list[str]:
@@ -20,7 +20,7 @@ def run(tuner: CandidateTrials, seconds_of, num_bytes: int = 10**6) -> list[str]
 
 
 def test_the_fastest_wins_after_a_warm_up_and_three_rounds() -> None:
-    seconds = {"ring": 1.2, "direct": 1.0, "multi-level": 1.15, "host": 1.25}
+    seconds = {"ring": 1.2, "direct": 1.0, "multi-level": 1.15, "native": 1.25}
     tuner = CandidateTrials(NAMES)
     trials = run(tuner, seconds.__getitem__)
     assert tuner.chosen == "direct"
@@ -29,9 +29,9 @@ def test_the_fastest_wins_after_a_warm_up_and_three_rounds() -> None:
 
 
 def test_what_is_hopeless_is_dropped_early() -> None:
-    seconds = {"ring": 1.0, "direct": 1.1, "multi-level": 1.4, "host": 3.0}
+    seconds = {"ring": 1.0, "direct": 1.1, "multi-level": 1.4, "native": 3.0}
     trials = run(tuner := CandidateTrials(NAMES), seconds.__getitem__)
-    assert trials.count("host") == 1  # the warm-up
+    assert trials.count("native") == 1  # the warm-up
     assert trials.count("multi-level") == 2
     assert trials.count("direct") == 1 + NUM_TRIAL_ROUNDS
     assert tuner.chosen == "ring"
@@ -39,15 +39,15 @@ def test_what_is_hopeless_is_dropped_early() -> None:
 
 
 def test_short_messages_are_tried_more_often_and_never_dropped_at_once() -> None:
-    seconds = {"ring": 0.001, "direct": 0.004, "multi-level": 0.002, "host": 0.0009}
+    seconds = {"ring": 0.001, "direct": 0.004, "multi-level": 0.002, "native": 0.0009}
     trials = run(tuner := CandidateTrials(NAMES), seconds.__getitem__)
     assert {trials.count(name) for name in NAMES} == {1 + MAX_TRIAL_ROUNDS}
-    assert tuner.chosen == "host"
+    assert tuner.chosen == "native"
 
 
 def test_among_equals_the_one_that_is_predicted_to_be_best_wins() -> None:
     tuner = CandidateTrials(NAMES)
-    run(tuner, {"ring": 1.02, "direct": 1.0, "multi-level": 1.0, "host": 1.0}.__getitem__)
+    run(tuner, {"ring": 1.02, "direct": 1.0, "multi-level": 1.0, "native": 1.0}.__getitem__)
     assert tuner.chosen == "ring"
 
 
@@ -56,7 +56,7 @@ def test_before_anything_was_measured_it_is_the_prediction() -> None:
 
 
 def test_a_lone_candidate_needs_no_trial() -> None:
-    assert CandidateTrials(["host"]).next_trial is None
+    assert CandidateTrials(["native"]).next_trial is None
     with pytest.raises(ValueError, match="candidates: none, expected one or more"):
         CandidateTrials([])
 

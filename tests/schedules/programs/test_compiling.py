@@ -228,7 +228,7 @@ def test_the_world_shows_messages_that_do_not_fit_and_ranks_that_wait_for_ever()
     with pytest.raises(ViolationError, match=r"expects 3 elements, 2 come"):
         World([whole[0], short[1]], 6, Random(0), eager=False, pace="wires slow").run()
     idle = replace(whole[1], instructions=())
-    with pytest.raises(ViolationError, match=r"rank 0 waits for ever in .*ARRIVE"):
+    with pytest.raises(ViolationError, match=r"rank 0 waits for ever in .*WAIT_RECV"):
         World([whole[0], idle], 4, Random(0), eager=True, pace="even").run()
     for do in (Opcode.SEND, Opcode.POST_RECV):
         number = next(n for n, i in enumerate(whole[0].instructions) if i.opcode == do)

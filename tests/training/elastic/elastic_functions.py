@@ -109,7 +109,7 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
     model, optimizer, loader = ringweave.prepare(
-        model, optimizer, data, mode="balanced", carried={"schedule": schedule}, ddp={"bucket_cap_mb": 0.0001}
+        model, optimizer, data, mode="balanced", extra_state={"schedule": schedule}, ddp={"bucket_cap_mb": 0.0001}
     )
     step, num_together = loader.num_train_steps, 0
     for _ in loader.epochs(1_000_000):
@@ -278,7 +278,7 @@ class Sums:
         """In the sum that begins now."""
         if os.environ.get("RINGWEAVE_SCHEDULE", "") == "":
             send_message(("halts",))
-            stand_still()  # in the host library all others are in it, and wait for this one
+            stand_still()  # in the native backend all others are in it, and wait for this one
 
         def run(program: Any, message: Any, combine: Any, *args: Any, **more: Any) -> None:
             def halt(*_: Any) -> None:

@@ -17,7 +17,7 @@ BATCH = 12
 
 
 class Quiet:
-    def begun(self) -> None: ...
+    def generation_begun(self) -> None: ...
 
 
 class Of:

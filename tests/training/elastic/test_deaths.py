@@ -133,7 +133,7 @@ def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faul
 
 
 @pytest.mark.parametrize(
-    ("victim", "schedule"), [("1.0", ""), ("0.0", "ring")], ids=["by the host library", "by a schedule"]
+    ("victim", "schedule"), [("1.0", ""), ("0.0", "ring")], ids=["by the native backend", "by a schedule"]
 )
 def test_one_dies_in_the_midst_of_a_sum_when_all_have_the_one_before_it_and_both_are_done_again(
     victim: str, schedule: str

@@ -20,8 +20,10 @@ class Ending:
     def __init__(self) -> None:
         self.left: list[bool] = []
 
-    def leave_nowait(self, *, is_finished: bool = False) -> None:
+    def leave_membership(self, *, is_finished: bool) -> None:
         self.left.append(is_finished)
+
+    def leave_group(self) -> None: ...
 
     def close(self, **_: Any) -> None: ...
 

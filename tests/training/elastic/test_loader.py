@@ -26,7 +26,7 @@ NUM_SAMPLES, BATCH = 96, 12
 
 def made(place: DataProgress) -> ElasticLoader:
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
-    parts = SimpleNamespace(place=place, weights=SimpleNamespace(fraction=0.25))
+    parts = SimpleNamespace(progress=place, weights=SimpleNamespace(fraction=0.25))
     return ElasticLoader(loader, order.read_loader(loader), 0, cast(ElasticLoaderParts, cast(Any, parts)))
 
 
@@ -44,12 +44,12 @@ class Job:
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
         parts: Any = ElasticLoaderParts(
             member=MEMBERS[0],
-            session=cast(Any, SimpleNamespace(border=lambda draw: draw(), sign=lambda: None)),
+            session=cast(Any, SimpleNamespace(pass_step_boundary=lambda draw: draw(), record_progress=lambda: None)),
             share_table=self.share_table,
             accounting=self.books,
             progress=self.place,
             weights=SampleWeights(num_ranks=1, is_mean=True),
-            timer=cast(Any, SimpleNamespace(begin=lambda: None, give=lambda _: None)),
+            timer=cast(Any, SimpleNamespace(begin_step=lambda: None, record_samples=lambda _: None)),
             measure_step=lambda: None,
             record_account=self.accounts.append,
         )
@@ -123,7 +123,7 @@ def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.Mon
         return dataclasses.replace(order, indices=changed) if num_back else order
 
     monkeypatch.setattr(job.loader, "_epoch_order", wrong)
-    with pytest.raises(TrainingError, match=r"batches of epoch 0: Account\(.*, expected Account\(.*skipped or doubled"):
+    with pytest.raises(TrainingError, match=r"batches of epoch 0: SampleAccount\(.*, expected SampleAccount\(.*skipped or doubled"):
         job.train(3, job.change_members)
 
 

@@ -27,7 +27,7 @@ class Crew:
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
 
-    def check(self, *_: Any) -> None:
+    def check_membership(self, *_: Any) -> None:
         raise self._failure
 
 
@@ -81,8 +81,8 @@ class EasyCrew:
 
     state_address = "127.0.0.1 9"
 
-    def __init__(self, *, is_between_steps: bool = True, can_be_followed: bool = True) -> None:
-        self.is_between_steps, self.supports_replay = is_between_steps, can_be_followed
+    def __init__(self, *, is_between_steps: bool = True, supports_replay: bool = True) -> None:
+        self.is_between_steps, self.supports_replay = is_between_steps, supports_replay
 
     def status_details(self) -> dict[str, Any]:
         return {}
@@ -132,9 +132,9 @@ class Notary:
         self.stood: list[MemberStatus] = []
 
     def start(self) -> None:
-        self.session.form(Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0", note=NOTE),)))
+        self.session.begin_generation(Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0", note=NOTE),)))
 
-    def leave_nowait(self, *, is_finished: bool) -> None: ...
+    def leave_membership(self, *, is_finished: bool) -> None: ...
 
 
 NOTE = '{"store": "127.0.0.1 9"}'
@@ -285,15 +285,15 @@ def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() ->
     )
     decree = Membership(ballot=(1, 7), standings=standings)
     for member in ("0.1", "1.0"):
-        crew._facts = MemberDescription(
+        crew._description = MemberDescription(
             member=member, state_address="", max_samples=None, assumed_speed=1.0, must_match={"seed": 5}
         )
-        crew.check(decree, notes)
-    crew._facts = MemberDescription(
+        crew.check_membership(decree, notes)
+    crew._description = MemberDescription(
         member="2.1", state_address="", max_samples=None, assumed_speed=1.0, must_match={"seed": 6}
     )
     with pytest.raises(DisagreementError, match=r"seed of worker 2\.1: 6, expected 5 as on worker 1\.0\."):
-        crew.check(decree, notes)
+        crew.check_membership(decree, notes)
 
 
 def test_who_waits_for_the_processor_is_at_work(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ EXP_AVG = {"dtype": "float32", "shape": [4, 3]}
         (lambda rest: rest["groups"][0].pop("lr"), "lr"),
         (lambda rest: rest["groups"][0].update(lr="0.1"), "lr is '0.1'"),
         (lambda rest: rest["groups"][0].update(betas=[0.9]), r"betas is \[0.9\]"),
-        (lambda rest: rest.update(carried=None), "carried is no object"),
-        (lambda rest: rest["carried"].update(rate=[1]), "Error"),
+        (lambda rest: rest.update(extra_state=None), "extra_state is no object"),
+        (lambda rest: rest["extra_state"].update(rate=[1]), "Error"),
         (lambda rest: rest.pop("groups"), "groups"),
     ],
 )

@@ -27,7 +27,7 @@ class Server:
         self.num_ends = 0
         self._cores = cores
 
-    def connect_peer(self, message: Any, content: Any = (), *, into: Any = (), timeout_s: float) -> Any:
+    def call(self, message: Any, content: Any = (), *, into: Any = (), timeout_s: float) -> Any:
         """One exchange; or the end of them."""
         if isinstance(message, EndExchangeBenchmark):
             self.num_ends += 1

@@ -14,7 +14,7 @@ from tests.wire.parts import Add, Events, connect, serving, trust, wait_until
 
 def test_members_of_a_job_talk_and_know_each_other(authority: rpc.CertificateAuthority, events: Events) -> None:
     with (
-        serving(trust(authority, "server", "0"), record=events) as server,
+        serving(trust(authority, "server", "0"), write_event=events) as server,
         connect(server, trust(authority, "worker", "3")) as client,
     ):
         assert str(client.server) == "ringweave://job1/server/0"
@@ -33,7 +33,7 @@ def refused(server: rpc.RpcServer, trusted: rpc.PeerAuthentication, match: str) 
 
 def test_a_foreign_authority_is_refused_by_both_ends(authority: rpc.CertificateAuthority, events: Events) -> None:
     foreign = rpc.CertificateAuthority("job1")
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         refused(server, trust(foreign, "worker", "0"), r"certificate of the other end: .*expected a valid certificate")
         event = events.wait_reason("certificate")
         assert event["service"] == "ringweave://job1/server/0"
@@ -53,7 +53,7 @@ def test_a_server_refuses_a_foreign_certificate_that_a_client_does_not_mind(
         key_pem=foreign.key_pem,
         token=ours.token,
     )
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         refused(
             server,
             rpc.TlsAuthentication(mixed),
@@ -67,7 +67,7 @@ def test_an_expired_certificate_is_refused(authority: rpc.CertificateAuthority, 
     aging = rpc.CertificateAuthority("job1", timedelta(days=1), clock=lambda: now[0])
     expired = rpc.TlsAuthentication(aging.issue("worker", "0"))
     now[0] = utc_now()
-    with serving(trust(aging, "server", "0"), record=events) as server:
+    with serving(trust(aging, "server", "0"), write_event=events) as server:
         refused(server, expired, r"'SSLV3_ALERT_CERTIFICATE_EXPIRED', .*Issue new credentials, and look at the clocks")
         assert "certificate has expired" in events.wait_reason("certificate")["text"]
         connect(server, trust(aging, "worker", "1")).close()
@@ -90,7 +90,7 @@ def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
     authority = rpc.CertificateAuthority("job1", clock=lambda: now[0])
     expired = trust(authority, "worker", "0")
     now[0] = utc_now()
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         refused(server, expired, r"'SSLV3_ALERT_CERTIFICATE_EXPIRED', .*Issue new credentials, and look at the clocks")
         assert "certificate has expired" in events.wait_reason("certificate")["text"]
 
@@ -98,7 +98,7 @@ def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
 def test_no_certificate_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         with (
             socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw,
             context.wrap_socket(raw) as sock,
@@ -113,7 +113,7 @@ def test_no_certificate_is_refused(authority: rpc.CertificateAuthority, events: 
 def test_tls_1_2_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     context = authority.issue("worker", "0").tls_context(is_server=False)
     context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         with (
             socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw,
             pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"),
@@ -125,7 +125,7 @@ def test_tls_1_2_is_refused(authority: rpc.CertificateAuthority, events: Events)
 def test_a_wrong_token_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     stolen = rpc.TlsAuthentication(authority.issue("worker", "0"))
     stolen.token = "not the token"
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         refused(
             server, stolen, r"job token: 'another one', expected that of job job1\. Use the credentials .* other end"
         )
@@ -137,13 +137,13 @@ def test_an_identity_that_is_not_the_certificates_is_refused(
 ) -> None:
     liar = rpc.TlsAuthentication(authority.issue("worker", "0"))
     liar.identity = rpc.Identity(job="job1", role="server", name="1")
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         refused(server, liar, r"identity: 'ringweave://job1/server/1', expected that of the certificate, .*worker/0")
         events.wait_reason("identity")
 
 
 def test_a_role_that_has_no_business_here_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
-    with serving(trust(authority, "server", "0"), record=events, roles=["worker"]) as server:
+    with serving(trust(authority, "server", "0"), write_event=events, roles=["worker"]) as server:
         refused(server, trust(authority, "monitor", "0"), r"role of the other end: 'monitor', expected worker\.")
         events.wait_reason("role")
 
@@ -159,7 +159,7 @@ def test_a_worker_that_listens_where_the_server_should_gets_no_token(authority: 
 def test_another_job_on_one_machine_is_refused_without_encryption(events: Events) -> None:
     here = rpc.PlaintextAuthentication(rpc.Identity(job="job1", role="server", name="0"), "token")
     other = rpc.PlaintextAuthentication(rpc.Identity(job="job2", role="worker", name="0"), "token")
-    with serving(here, record=events) as server:
+    with serving(here, write_event=events) as server:
         refused(server, other, r"job of the other end: 'job2', expected job1")
         events.wait_reason("job")
 
@@ -178,7 +178,7 @@ def test_a_plain_peer_at_a_door_with_tls_is_refused(authority: rpc.CertificateAu
     plain = rpc.PlaintextAuthentication(
         rpc.Identity(job="job1", role="worker", name="0"), authority.issue("worker", "0").token
     )
-    with serving(trust(authority, "server", "0"), record=events) as server:
+    with serving(trust(authority, "server", "0"), write_event=events) as server:
         with pytest.raises(RpcError):
             connect(server, plain)
         events.wait_reason("certificate")
@@ -188,7 +188,7 @@ def test_silent_strangers_are_cut_in_time_and_bounded_in_number(
     authority: rpc.CertificateAuthority, events: Events
 ) -> None:
     limits = rpc.RpcLimits(handshake_s=5.0, max_strangers=3)
-    with serving(trust(authority, "server", "0"), record=events, limits=limits) as server:
+    with serving(trust(authority, "server", "0"), write_event=events, limits=limits) as server:
         strangers = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(4)]
         events.wait_reason("full")
         events.wait_reason("deadline")
@@ -202,7 +202,7 @@ def test_silent_strangers_are_cut_in_time_and_bounded_in_number(
 
 def test_no_more_connections_than_allowed(authority: rpc.CertificateAuthority, events: Events) -> None:
     with (
-        serving(trust(authority, "server", "0"), record=events, limits=rpc.RpcLimits(max_connections=1)) as server,
+        serving(trust(authority, "server", "0"), write_event=events, limits=rpc.RpcLimits(max_connections=1)) as server,
         connect(server, trust(authority, "worker", "0")),
     ):
         wait_until(lambda: len(server.peers()) == 1)
@@ -227,7 +227,7 @@ def test_a_server_that_never_answers_is_given_up(authority: rpc.CertificateAutho
 
 def test_refusals_reach_the_event_log(authority: rpc.CertificateAuthority, tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.0)
-    with serving(trust(authority, "server", "0"), record=log.write) as server:
+    with serving(trust(authority, "server", "0"), write_event=log.write) as server:
         with pytest.raises(RefusedError):
             connect(server, trust(rpc.CertificateAuthority("job1"), "worker", "0"))
         wait_until(lambda: bool(list(read_events(log.path))))

@@ -82,9 +82,9 @@ def test_a_file_that_others_may_read_is_refused(authority: rpc.CertificateAuthor
 def test_a_child_gets_them_by_a_descriptor(authority: rpc.CertificateAuthority) -> None:
     credentials = authority.issue("worker", "7")
     descriptor = credentials.to_descriptor()
-    code = "import sys; from ringweave import wire; c = wire.Credentials.from_descriptor(int(sys.argv[1])); "
+    code = "import sys; from ringweave import rpc; c = rpc.Credentials.from_descriptor(int(sys.argv[1])); "
     told = subprocess.run(
-        [sys.executable, "-c", code + "wire.Tls(c); print(c.identity)", str(descriptor)],
+        [sys.executable, "-c", code + "rpc.TlsAuthentication(c); print(c.identity)", str(descriptor)],
         pass_fds=[descriptor],
         capture_output=True,
         text=True,

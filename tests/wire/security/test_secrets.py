@@ -62,7 +62,7 @@ def test_no_hello_brings_the_token_into_the_event_log(
         server_trust = rpc.PlaintextAuthentication(server_trust.identity, token)
         peer_trust = rpc.PlaintextAuthentication(peer_trust.identity, token)
     told: dict[str, str] = {}
-    with serving(server_trust, record=log.write) as server:
+    with serving(server_trust, write_event=log.write) as server:
         for index, (what, data) in enumerate(hellos(token).items()):
             with peer_trust.secure_socket(call(server.port, host(index)), is_server=False) as sock:
                 sock.sendall(data)
@@ -79,7 +79,7 @@ def test_no_hello_brings_the_token_into_the_event_log(
 
 
 def test_a_hello_prints_without_its_token() -> None:
-    assert repr(framing.HandshakeHello(token="secret", identity=WHO)) == f"Hello(identity='{WHO}')"
+    assert repr(framing.HandshakeHello(token="secret", identity=WHO)) == f"HandshakeHello(identity='{WHO}')"
 
 
 def test_what_is_wrong_with_a_hello_is_said_all_the_same() -> None:

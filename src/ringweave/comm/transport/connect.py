@@ -58,7 +58,6 @@ class IncomingConnections:
         return None
 
     def close(self) -> None:
-        """Close all pending connections."""
         for connection in list(self._pending.values()):
             self._remove(connection).close()
 
@@ -132,7 +131,6 @@ class ChannelListener:
 
     @property
     def endpoint(self) -> RankEndpoint:
-        """Endpoint that the other ranks connect to."""
         ports = tuple(listener.getsockname()[1] for listener in self.tcp_sockets)
         return RankEndpoint(ports, self.unix_socket.getsockname()[1:].decode())
 

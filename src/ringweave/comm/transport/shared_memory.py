@@ -242,7 +242,6 @@ class ShmAck:
 
     @property
     def done(self) -> bool:
-        """True if there are none."""
         return not len(self._frames)
 
     @property

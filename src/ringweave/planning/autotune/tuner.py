@@ -117,7 +117,6 @@ class GroupPlacement:
         return _plan_cached(self.cluster, self.nodes, known, self.assumptions, self.leader_per_nic)
 
     def network(self, rates: Mapping[str, float]) -> cost.GroupNetwork:
-        """Return the network with these rates."""
         return cost.group_network(self.cluster, self.nodes, {**self.rates, **rates})
 
     def simulate_candidates(self, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:

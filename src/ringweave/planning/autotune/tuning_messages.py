@@ -41,7 +41,6 @@ class TuningReport:
 
     @classmethod
     def from_vector(cls, vector: Sequence[float]) -> "TuningReport":
-        """Return the report of a combined vector."""
         smallest, largest, trial, *window = vector
         return cls(
             num_bytes=int(smallest),

@@ -152,7 +152,6 @@ class _LinearProgram:
         return result
 
     def unpack(self, values: np.ndarray) -> TreeSolutions:
-        """Return the solution of each tree."""
         found = np.clip(values, 0, 1)
         found[[block.weight for block in self.blocks if found[block.weight] < _MIN_WEIGHT]] = 0
         solution = [block.unpack(found.tolist()) for block in self.blocks]

@@ -306,7 +306,6 @@ class _RoundStarter:
         }
 
     def start_workers(self, rendezvous: RendezvousResult) -> NodeWorkers:
-        """Start the workers of a round."""
         assignment = self._assignment
         run_dir = round_run_dir(assignment.home, rendezvous.round)
         if rendezvous.addresses:

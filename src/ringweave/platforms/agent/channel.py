@@ -84,7 +84,6 @@ class AgentStatus:
     """Members of an elastic job that are not in that generation any more and have not finished."""
 
     def to_group(self, node: int, attempt: int, *, requested_round: int = 0, leaving: bool = False) -> ObservedGroup:
-        """Return the group for `reconcile`."""
         return ObservedGroup(
             node=node,
             attempt=attempt,

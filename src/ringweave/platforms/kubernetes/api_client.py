@@ -149,7 +149,6 @@ class KubernetesClient:
 
     @property
     def server(self) -> str:
-        """Return the address of the API server."""
         return self._server
 
     async def __aenter__(self) -> "KubernetesClient":

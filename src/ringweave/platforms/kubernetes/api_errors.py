@@ -25,7 +25,6 @@ class ApiError(LaunchError):
 
     @property
     def already_exists(self) -> bool:
-        """Return whether the object exists already."""
         return self.reason == "AlreadyExists"
 
     @property

@@ -25,7 +25,6 @@ class ServerCertificate:
     key: str = field(repr=False)
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the TLS context of a server."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # ssl reads files only

@@ -26,7 +26,6 @@ class JobOwner:
 
     @classmethod
     def from_resource(cls, resource: Mapping[str, Any]) -> "JobOwner":
-        """Return the owner for a TrainingJob."""
         metadata = resource["metadata"]
         return cls(name=metadata["name"], namespace=metadata["namespace"], uid=metadata["uid"])
 
@@ -155,7 +154,6 @@ class Quantity:
         return cls(number=int(match[1]), suffix=match[2])
 
     def multiplied(self, count: int) -> str:
-        """Return a multiple of the quantity."""
         return f"{self.number * count}{self.suffix}"
 
 

@@ -303,7 +303,6 @@ class KubernetesPlatform(Platform):
         return [training_job_view(each, self._clock()) for each in ordered]
 
     def job(self, name: str) -> JobView:
-        """Return one job, with its events."""
         return training_job_view(
             self._run_with_client(lambda client: self._get_resource(client, name)), self._clock(), with_events=True
         )

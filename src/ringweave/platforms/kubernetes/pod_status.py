@@ -86,7 +86,6 @@ class JobObjects:
 
     @property
     def rendezvous(self) -> RendezvousResult | None:
-        """Return the last rendezvous result."""
         return objects.rendezvous_in(self.config)
 
     def to_observed_state(self, now: float) -> ObservedJobState:

@@ -81,12 +81,10 @@ class GroupFolder:
 
     @property
     def desired_state(self) -> Path:
-        """File of the desired state."""
         return self.root / "orders.json"
 
     @property
     def status(self) -> Path:
-        """File of the status."""
         return self.root / "report.json"
 
     def read_state(self) -> tuple[AgentStatus | None, DesiredState | None]:
@@ -146,7 +144,6 @@ class JobFolder:
         return self.root / "secrets"
 
     def group(self, node: int, attempt: int) -> GroupFolder:
-        """Return the folder of a worker group."""
         return GroupFolder(root=self.root / "groups" / f"{node}.{attempt}", node=node, attempt=attempt)
 
     def groups(self) -> list[GroupFolder]:

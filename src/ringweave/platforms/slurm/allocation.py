@@ -130,7 +130,6 @@ class AllocationMonitor:
         return self._clean_without_controller(name)
 
     def batch_script(self, entry: SlurmRegistryEntry) -> str:
-        """Return the batch script of a job."""
         folder = self._registry.folder(entry.job.request.name).root
         return batch_script.render_batch_script(
             entry.job, entry.id, entry.components, folder, self._controller_command(folder)

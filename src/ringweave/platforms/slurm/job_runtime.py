@@ -239,7 +239,6 @@ class SlurmJobRuntime(FolderJobRuntime):
         return self._grant.hosts[self._component_indices[node]] if self._grant is not None else ""
 
     def _last_srun_error(self, folder: GroupFolder) -> str:
-        """Return the last error text of srun."""
         with contextlib.suppress(OSError):
             lines = self._agent_log(folder).read_text(encoding="utf-8", errors="replace").splitlines()
             errors = [line.removeprefix(_SRUN_ERROR_PREFIX) for line in lines if line.startswith(_SRUN_ERROR_PREFIX)]

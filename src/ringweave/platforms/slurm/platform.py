@@ -101,7 +101,6 @@ class SlurmPlatform(Platform):
         return [self._job_view(monitored) for monitored in monitored_jobs if monitored is not None]
 
     def job(self, name: str) -> JobView:
-        """Return one job, with its events."""
         entry = self._registry.find_by_name(name)  # once: the job may be forgotten at any moment, also by `refresh`
         monitored = None
         if entry is not None:

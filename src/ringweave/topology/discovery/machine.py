@@ -414,7 +414,6 @@ def processor_devices(parts: Sequence[MachinePart]) -> tuple[list[ComputeDevice]
 
 
 def _part_and_parts_above(parts: Sequence[MachinePart], part: int) -> list[int]:
-    """Return the part and all parts above it."""
     found = []
     while part >= 0:
         found.append(part)

@@ -32,13 +32,9 @@ class RankMessages(Protocol):
 
     rank: int
 
-    def gather_json(self, document: Mapping[str, object]) -> list[dict]:
-        """Return the documents of all ranks."""
-        ...
+    def gather_json(self, document: Mapping[str, object]) -> list[dict]: ...
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Broadcast one rank's tensor to all."""
-        ...
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor: ...
 
 
 def rank_messages(environ: Mapping[str, str]) -> RankMessages | None:
@@ -251,7 +247,6 @@ class CheckpointReporter:
         self._log = EventLog(path) if path else None
 
     def report_saved(self, saved: CheckpointFile, *, num_bytes: int, copy_s: float, write_s: float) -> None:
-        """Report a checkpoint that is on the disk."""
         text = "checkpoint of step %d written: training waited %.3f s, the disk took %.3f s"
         _LOGGER.info(text, saved.train_step, copy_s, write_s)
         self._write_event(

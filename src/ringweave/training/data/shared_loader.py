@@ -182,7 +182,6 @@ class SharedLoader(PreparedLoader):
 
     @property
     def _epoch_end(self) -> int:
-        """Position at the end of an epoch."""
         return len(self) * self.batch_size if self._spec.drop_last else self._spec.num_samples or 0
 
     def _epoch_order(self) -> EpochOrder | None:

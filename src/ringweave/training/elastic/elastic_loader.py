@@ -210,7 +210,6 @@ class ElasticLoader(PreparedLoader):
 
     @property
     def _epoch_end(self) -> int:
-        """Position at the end of an epoch."""
         return len(self) * self.batch_size if self._spec.drop_last else self._num_samples
 
     def _open_epoch(self, number: int) -> None:

@@ -308,7 +308,6 @@ class CatchUp:
         return self._member in commit.caught_up
 
     def begin_generation(self, start: GenerationStart) -> None:
-        """Log the start of a generation."""
         self._is_urgent = RecoveryPlan.of_membership(start.membership).urgent_member == self._member
         self.has_announced = False
         self._log.append_generation_start(start)

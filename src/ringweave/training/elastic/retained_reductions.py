@@ -106,7 +106,6 @@ class Commit:
 
     @property
     def account(self) -> SampleAccount:
-        """Samples of all its gradients."""
         return sum((row.account for row in self.rows), SampleAccount())
 
     @property

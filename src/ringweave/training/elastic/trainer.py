@@ -60,9 +60,7 @@ class EventReporter(Protocol):
 
     def generation_begun(self) -> None: ...
 
-    def shares_changed(self, batch_number: int, change: ShareChange) -> None:
-        """The shares change from this batch on."""
-        ...
+    def shares_changed(self, batch_number: int, change: ShareChange) -> None: ...
 
     def samples_lost(self, commit: Commit, num_lost: int) -> None:
         """A reduction is committed without the samples of members that are gone."""
@@ -97,7 +95,6 @@ class ElasticTrainerState:
         self._published: dict[str, bool] = {}
 
     def measure_step(self) -> None:
-        """Measure the step that has ended."""
         self._timer.end_step()
         for num_samples, seconds in self._timer.take_times():
             self._estimator.observe(num_samples, seconds)

@@ -94,8 +94,8 @@ def parse_peer_state(buffers: Mapping[str, memoryview], expected: ExpectedState)
     """
     try:
         rest = file_io.parse_json(bytes(buffers[REST_BUFFER]), MAX_REST_BYTES)
-        optimizer, groups, extra_state = (rest[key] for key in ("optimizer", "groups", "carried"))
-        _check_are_objects({"optimizer": optimizer, "carried": extra_state})
+        optimizer, groups, extra_state = (rest[key] for key in ("optimizer", "groups", "extra_state"))
+        _check_are_objects({"optimizer": optimizer, "extra_state": extra_state})
         peer_state = PeerState(
             tensors={
                 name: _tensor_over(buffers[name], each.dtype, list(each.shape))
@@ -169,7 +169,6 @@ def _optimizer_value(entry: Mapping[str, Any], buffers: Mapping[str, memoryview]
 
 
 def _tensor_over(view: memoryview, dtype: torch.dtype, shape: Sequence[Any]) -> Tensor:
-    """Return a tensor over the memory."""
     is_shape = all(type(size) is int and size >= 0 for size in shape)
     if not is_shape or math.prod(shape) * dtype.itemsize != view.nbytes:
         raise ValueError(f"{view.nbytes} bytes for {dtype} of shape {shape}")
@@ -344,7 +343,7 @@ class TrainingState:
         rest = {
             "optimizer": plain,
             "groups": [_plain_group(group) for group in saved["param_groups"]],
-            "carried": {name: each.state_dict() for name, each in self._extra_state.items()},
+            "extra_state": {name: each.state_dict() for name, each in self._extra_state.items()},
         }
         buffers[REST_BUFFER] = json.dumps(rest, default=_refuse_value).encode()
         return buffers

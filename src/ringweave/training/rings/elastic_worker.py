@@ -446,7 +446,6 @@ class ElasticRingWorker:
             client.leave_ring(is_for_good=True)
 
     def close_connection(self) -> None:
-        """Close the connection gracefully."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:

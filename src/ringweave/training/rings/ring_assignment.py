@@ -100,7 +100,6 @@ class AssignedRing:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Group for tensors."""
         return self.groups[0]
 
     @property
@@ -155,7 +154,6 @@ class RingAssignment:
         self.current = self._connect_ring(wanted, groups)
 
     def leave_server(self) -> None:
-        """Leave the server for good."""
         self.has_left = True
         self.current.worker.leave_server()
 

@@ -184,7 +184,6 @@ class RingShares:
         self._timer.begin_step()
 
     def record_batch(self, num_samples: int) -> None:
-        """Record that the batch has arrived."""
         self._num_batches += 1
         self._timer.record_samples(num_samples)
 

@@ -40,7 +40,7 @@ else:
     except RuntimeError:
         print(time.monotonic() - began_s)
 """
-"""The host library waits by the wall clock, for a message that never comes."""
+"""The native backend waits by the wall clock, for a message that never comes."""
 
 
 def loaded(folder: Path, file: Path) -> dict[str, str]:

@@ -117,8 +117,8 @@ def test_its_end_begins_once_a_signal_is_heard() -> None:
 def test_a_process_that_does_not_end_is_ended_by_force_and_says_where_it_was() -> None:
     program = (
         "import threading\n"
-        "from ringweave.launch.kubernetes.operating import ending\n"
-        "ending.end_process_later(0.1)\n"
+        "from ringweave.platforms.kubernetes import operator\n"
+        "operator.kill_process_later(0.1)\n"
         "def stands_still():\n"
         "    threading.Event().wait()\n"
         "stands_still()\n"

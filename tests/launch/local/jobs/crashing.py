@@ -90,7 +90,7 @@ class Life:
         def die(boundary: str) -> None:
             with self.boundaries.open("a") as log:
                 log.write(f"{boundary}\n")
-            if boundary == "before Forget":
+            if boundary == "before ForgetJob":
                 self._note_record()
             if self.on_boundary()[-1] == crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,16 @@ import pytest
 from tests import effort
 
 CRASHING = Path(__file__).with_name("crashing.py")
-ACTIONS = {"SaveRecord", "CreateConfig", "CreateGroup", "Regather", "OpenGate", "DeleteGroup", "DeleteConfig", "Forget"}
+ACTIONS = {
+    "SaveRecord",
+    "CreateConfig",
+    "CreateGroup",
+    "RestartGroup",
+    "ReleaseBarrier",
+    "DeleteGroup",
+    "DeleteConfig",
+    "ForgetJob",
+}
 INSIDE = {"folder made", "orders written", "gate opened", "marked for removal", "gate removed", "files removed"}
 
 
@@ -53,7 +62,7 @@ def test_every_boundary(tmp_path: Path, life: str, request: pytest.FixtureReques
     assert boundaries == {f"{when} {name}" for name in wanted.actions for when in ("before", "after")} | INSIDE
     # How often these two are asked for depends on what is seen between two looks; all else is the same in every life.
     missed = {life["crash_at"] for life in lives[1:] if not life["has_crashed"]}
-    assert all(boundary.partition("#")[0].endswith(("SaveRecord", "Regather")) for boundary in missed), missed
+    assert all(boundary.partition("#")[0].endswith(("SaveRecord", "RestartGroup")) for boundary in missed), missed
     for each in lives:
         end = {key: each[key] for key in ("processes", "files", "is_forgotten", "outcome", "retries")}
         is_gone = {"processes": 0, "files": [], "is_forgotten": True}

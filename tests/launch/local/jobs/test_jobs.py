@@ -145,7 +145,7 @@ def test_suspend_resume_stop_and_retry(here: Here) -> None:
 
 
 def led_by(here: Here, module: str) -> list[Running]:
-    return [p for p in processes_of(here.state) if f"ringweave.launch.local.jobs.{module}" in p.command]
+    return [p for p in processes_of(here.state) if f"ringweave.platforms.local.{module}" in p.command]
 
 
 def kill_supervisor(here: Here) -> psutil.Process:
@@ -186,7 +186,7 @@ def test_a_supervisor_that_was_brought_back_leads_on_when_its_agent_goes_back_to
     here.submit(UNTIL, 1, 1)
     here.wait_state("Running")
     brought_back = kill_supervisor(here)
-    (other,) = [each for each in led_by(here, "group") if each.process.pid != brought_back.ppid()]
+    (other,) = [each for each in led_by(here, "agent_main") if each.process.pid != brought_back.ppid()]
     other.process.send_signal(signal.SIGKILL)
     wait_registered(here, "Running", 2)
     assert [each.process for each in led_by(here, "supervisor")] == [brought_back]

@@ -31,8 +31,8 @@ class Crew:
     def apply_commit(self, commit: Commit) -> None:
         self.seen.append(commit.number)
 
-    def begin_generation(self, decree: Membership, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
-        self.seen.append((decree.ballot, is_newcomer, sorted(followers)))
+    def begin_generation(self, decree: Membership, _: Any, *, is_joining: bool, recovering: frozenset[str]) -> None:
+        self.seen.append((decree.ballot, is_joining, sorted(recovering)))
 
 
 def commit(number: int, *, is_level: bool = False) -> Commit:
@@ -153,8 +153,8 @@ def test_who_waits_for_what_all_wait_for_is_level() -> None:
     catching.is_loaded = False
     assert not catching.is_caught_up
     counted(backlog, 6, is_level=True)
-    catching.begin(begun(8))
-    _, _, is_last = catching.take()
+    catching.begin_generation(begun(8))
+    _, _, is_last = catching.take_reduction()
     assert is_last
     assert crew.seen == [5, 6, ((1, 8), False, [MEMBER])], "what began since then begins at once"
 
@@ -164,7 +164,7 @@ def test_it_is_at_a_border_unless_it_has_drawn_what_does_not_count_yet() -> None
     assert catching.is_at_step_boundary
     crew.is_between_steps = False
     assert not catching.is_at_step_boundary
-    catching.begin(begun(9))
+    catching.begin_generation(begun(9))
     assert not catching.is_at_step_boundary, "an epoch changes nothing about that"
     counted(backlog, 5)
     assert catching.is_at_step_boundary

@@ -33,8 +33,8 @@ class Groups:
     def allgather_small(self, own: torch.Tensor) -> torch.Tensor:
         return own[None]
 
-    def all_agree(self, *, is_for: bool) -> bool:
-        return is_for
+    def all_agree(self, *, agrees: bool) -> bool:
+        return agrees
 
 
 class Crew:
@@ -48,7 +48,7 @@ class Crew:
         self.tells.append(self.is_primary())
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: {"note": {}, "drawn": (0, ""), "row": ReductionRow()}.get(name)
+        return lambda *_, **__: {"status_details": {}, "drawn_batches": (0, ""), "reduction_row": ReductionRow()}.get(name)
 
 
 class Agent:

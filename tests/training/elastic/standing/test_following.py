@@ -48,8 +48,8 @@ class Groups:
     def allgather_small(self, own: torch.Tensor) -> torch.Tensor:
         return torch.stack([retained_reductions.row_to_tensor(ReductionRow(num_planned=4), 0b100, NUM_PARAMETERS), own])
 
-    def all_agree(self, *, is_for: bool) -> bool:
-        return is_for
+    def all_agree(self, *, agrees: bool) -> bool:
+        return agrees
 
 
 class Work:
@@ -90,8 +90,8 @@ class Crew:
     def reduction_row(self) -> ReductionRow:
         return ReductionRow()
 
-    def begin_generation(self, decree: Membership, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
-        self.seen.append((decree.ballot, is_newcomer, sorted(followers)))
+    def begin_generation(self, decree: Membership, _: Any, *, is_joining: bool, recovering: frozenset[str]) -> None:
+        self.seen.append((decree.ballot, is_joining, sorted(recovering)))
 
     def unpublish_state(self) -> None: ...
 
@@ -117,17 +117,17 @@ class Coordinator:
         self.stood: list[MemberStatus] = []
         self.left: list[bool] = []
 
-    def leave(self, *, is_finished: bool) -> None:
+    def leave_membership(self, *, is_finished: bool) -> None:
         self.left.append(is_finished)
 
     def start(self) -> None:
-        self.session.form(decree(1, committed=4))
+        self.session.begin_generation(decree(1, committed=4))
 
     def report_failure(self, ballot: tuple[int, int], suspects: list[str]) -> None:
         assert suspects == [], "nobody is to blame"
         self.accused.append(ballot)
-        self.stood.append(self.session.freeze(is_urgent=True))
-        self.session.form(decree(ballot[1] + 1, committed=6))
+        self.stood.append(self.session.pause_training(is_urgent=True))
+        self.session.begin_generation(decree(ballot[1] + 1, committed=6))
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def arm(moment: str, model: Any) -> None:
     """Die when that moment of the present step comes."""
     if moment == "backward":
         model.module[2].register_full_backward_hook(lambda *_: kill_self())
-    elif moment in ("exchange", "take", "meet", "push"):
+    elif moment in ("push_and_pull", "take_shard", "wait_barrier", "push"):
         # Of the representative: the server has heard it, nobody else has.
         real = getattr(RingClient, moment)
         setattr(RingClient, moment, lambda *args, **more: (real(*args, **more), kill_self()))

@@ -53,7 +53,7 @@ class Member:
         self.received = FlatTensors(specs)
         self.is_representative = True
         self.trainer: Any = SimpleNamespace(
-            ring_place=RingCursor(ring=0), samples=UnpushedSamples(), books=SampleAccounting()
+            ring_cursor=RingCursor(ring=0), samples=UnpushedSamples(), accounting=SampleAccounting()
         )
         self.server = server
         self.num_spread = 0
@@ -133,7 +133,7 @@ def test_who_joins_and_represents_the_ring_pushes_what_the_others_have_made() ->
     new.parameter.copy_(old.parameter)
     for own, others in zip(new.changes.outbox.pieces, old.changes.outbox.pieces, strict=True):
         own.copy_(others)
-    new.trainer.ring_cursor.load(json.loads(json.dumps(old.trainer.ring_cursor.to_words())))
+    new.trainer.ring_cursor.load_json(json.loads(json.dumps(old.trainer.ring_cursor.to_json())))
     new.changes.reset_base()
     new.changes.send_pending()
     for by in (10.0, 20.0):

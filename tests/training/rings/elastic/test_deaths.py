@@ -48,7 +48,7 @@ NUM_EPOCHS = 5
 
 
 def test_a_representative_dies_when_the_server_has_its_push_and_a_member_in_its_backward_pass() -> None:
-    faults = {"0.0": (3, "exchange"), "3.0": (2, "backward")}
+    faults = {"0.0": (3, "push_and_pull"), "3.0": (2, "backward")}
     with ElasticJob(ring_functions.train, 4, NUM_EPOCHS, 2, faults, services=("server",)) as job:
         assert job.server is not None
         _, lost = left_of_two_pairs(job)
@@ -60,7 +60,7 @@ def test_a_representative_dies_when_the_server_has_its_push_and_a_member_in_its_
 
 
 def test_workers_that_are_started_again_join_their_ring_or_begin_it_again() -> None:
-    faults = {"0.0": (2, "take"), "2.0": (2, "exchange"), "3.0": (2, "backward")}
+    faults = {"0.0": (2, "take_shard"), "2.0": (2, "push_and_pull"), "3.0": (2, "backward")}
     whole = (("0.1", "1.0"), ("2.1", "3.1"))
     with ElasticJob(ring_functions.train, 4, 10**6, 2, faults, 0.01, whole, services=("server",)) as job:
         for member in faults:

@@ -18,29 +18,36 @@ from ringweave.training.rings.ring_resume import ResumeStart
 
 def made(epoch: int) -> ElasticRingLoader:
     """Of a ring with one member, which is in that epoch."""
-    place = SimpleNamespace(epoch=epoch, num_drawn=0, is_latecomer=False)
+    place = SimpleNamespace(epoch=epoch, num_drawn=0, has_joined_late=False)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
     roster = BatchShares(first_batch=0, members=("0.0",), shares=(4,))
     crew = SimpleNamespace(
         batch_part=1.0,
-        place=place,
-        rosters=SimpleNamespace(of=lambda _: roster),
-        drawn_last=roster,
-        end_step=nothing,
-        draw=nothing,
-        drop=nothing,
+        progress=place,
+        share_table=SimpleNamespace(shares_of_batch=lambda _: roster),
+        last_batch_shares=roster,
+        measure_step=nothing,
+        record_batch=nothing,
+        discard_open_batches=nothing,
         open_epoch=lambda number: setattr(place, "epoch", number),
-        ring_place=RingCursor(ring=0),
+        ring_cursor=RingCursor(ring=0),
     )
     parts: Any = SimpleNamespace(
         name="0.0",
-        session=SimpleNamespace(change=lambda change: change(), border=nothing, sign=nothing),
-        crew=crew,
-        member=SimpleNamespace(take=lambda *_: (0, 4), send=nothing, rest=nothing, meet=lambda *_, **__: {}),
+        session=SimpleNamespace(
+            change_atomically=lambda change: change(), pass_step_boundary=nothing, record_progress=nothing
+        ),
+        trainer=crew,
+        worker=SimpleNamespace(
+            take_shard=lambda *_: (0, 4),
+            send_pending=nothing,
+            go_idle=nothing,
+            pass_barrier=lambda *_, **__: {},
+        ),
         weights=SampleWeights(num_ranks=1, is_mean=True),
-        timer=SimpleNamespace(begin=nothing, give=nothing),
+        timer=SimpleNamespace(begin_step=nothing, record_samples=nothing),
         num_rings=1,
-        note=nothing,
+        record_account=nothing,
     )
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
     return ElasticRingLoader(loader, order.read_loader(loader), 0, parts)

@@ -36,11 +36,11 @@ class Agent:
     def start(self) -> None:
         self.heard.append("start")
 
-    def leave_nowait(self, *, is_finished: bool) -> None:
+    def leave_membership(self, *, is_finished: bool) -> None:
         self.heard.append(f"leave {is_finished}")
 
-    def close(self, *, says_goodbye: bool) -> None:
-        self.heard.append(f"close {says_goodbye}")
+    def close(self, *, is_graceful: bool) -> None:
+        self.heard.append(f"close {is_graceful}")
 
 
 def epoch(number: int, *rooms: StartupRendezvous) -> Membership:
@@ -138,7 +138,7 @@ def test_who_is_put_out_of_the_lobby_hears_why_and_leaves_nothing_behind() -> No
 class Ended(Server):
     """That answers nobody any more."""
 
-    def seek(self, _slot: int) -> RingAssignmentReply:
+    def request_assignment(self, _slot: int) -> RingAssignmentReply:
         raise ConnectionLostError("connection refused")
 
 

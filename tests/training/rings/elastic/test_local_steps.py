@@ -29,7 +29,7 @@ def check_steps_alike(job: ElasticJob, first: str, second: str) -> int:
     return len(common)
 
 
-@pytest.mark.parametrize("moment", ["exchange", "take", "meet", "push"])
+@pytest.mark.parametrize("moment", ["push_and_pull", "take_shard", "wait_barrier", "push"])
 def test_a_representative_and_a_member_die_between_two_pushes(moment: str) -> None:
     faults = {"0.0": (2, moment), "3.0": (2, "backward")}
     arguments = (NUM_EPOCHS, 2, faults, 0.0, (), LOCAL_STEPS)
@@ -49,7 +49,7 @@ def test_a_representative_and_a_member_die_between_two_pushes(moment: str) -> No
 
 
 def test_workers_that_are_started_again_join_between_two_pushes_or_begin_their_ring_again() -> None:
-    faults = {"0.0": (2, "take"), "2.0": (4, "exchange"), "3.0": (4, "backward")}
+    faults = {"0.0": (2, "take_shard"), "2.0": (4, "push_and_pull"), "3.0": (4, "backward")}
     whole = (("0.1", "1.0"), ("2.1", "3.1"))
     arguments = (10**6, 2, faults, 0.01, whole, LOCAL_STEPS)
     with ElasticJob(ring_functions.train, 4, *arguments, services=("server",)) as job:

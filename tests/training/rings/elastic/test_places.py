@@ -32,7 +32,7 @@ def test_a_ring_that_has_lost_a_member_takes_fewer_samples() -> None:
 
 def test_a_newcomer_takes_the_ring_s_place_over() -> None:
     pending = PendingPush(num_samples=3, batch_share=0.5, testament="left")
-    numbers = {"num_pushed": 4, "base_version": 7, "num_tickets": 5, "num_meetings": 2, "next_version": 9}
+    numbers = {"num_pushed": 4, "base_version": 7, "num_shards": 5, "num_barriers": 2, "next_version": 9}
     before, after = RingCursor(ring=1, **numbers, pending=pending), RingCursor(ring=1)
     after.load_json(before.to_json())
     assert after == before

@@ -15,7 +15,7 @@ class Member(ElasticRingWorker):
     """Keeps what it would tell the server."""
 
     def __init__(self) -> None:
-        session: Any = SimpleNamespace(decree=DECREE)
+        session: Any = SimpleNamespace(membership=DECREE)
         super().__init__("0.0", lambda: session, lambda: session, [], [torch.zeros(1)])
         self.said: list[Membership] = []
 
