@@ -56,7 +56,9 @@ HERE = Exceptions(
         computing: batching, encoding, logging, profiling, scheduling, testing
         networks, training and schedules: framing, pricing, routing, sharding, staging, timing
         halving-doubling, an MPI algorithm: doubling
-        a noun: accounting, ring, string
+        a noun: accounting, grouping, ring, string
+        users type ringweave.pipeline.adapting: adapting
+        imported by its bare name by programs that run by path: serving
     """),
     constructors=_table("""
         keeps its arguments, no more: CollectiveEngine, ElasticSupervisor, MembershipClient, RingClient, RpcServer

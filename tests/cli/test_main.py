@@ -7,10 +7,11 @@ import pytest
 
 from ringweave import __version__
 from ringweave.cli import doctor, main
-from ringweave.cli.main import VERBS
+from ringweave.cli.main import BENCH_VERBS, VERBS
 from ringweave.errors import LaunchError, UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
+ALL_VERBS = ", ".join([*VERBS, *BENCH_VERBS])
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
     return fail
 
 
-@pytest.mark.parametrize("verb", ["", *VERBS])
+@pytest.mark.parametrize("verb", ["", *VERBS, *BENCH_VERBS])
 def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert main.run_command_line([*([verb] if verb else []), "--help"]) == 0
@@ -39,6 +40,11 @@ def test_every_verb_of_the_table_is_there() -> None:
         command = main.ringweave_group.get_command(context, name)
         assert command is not None
         assert ("--json" in {option for p in command.params for option in p.opts}) == verb.takes_json
+    added = {name: main.ringweave_group.get_command(context, name) for name in BENCH_VERBS}
+    takes_json = {
+        name: command and "--json" in {o for p in command.params for o in p.opts} for name, command in added.items()
+    }
+    assert takes_json == {"bench": False, "chaos": True}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +64,7 @@ def test_help_loads_no_verb() -> None:
 
 def test_no_verb_loads_torch() -> None:
     modules = ", ".join(f"ringweave.cli.{verb.module}" for verb in VERBS.values())
+    modules += ", ringweave_bench.bench_command, ringweave_bench.chaos_command"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -65,8 +72,8 @@ def test_no_verb_loads_torch() -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["rnu"], f"verb: 'rnu', expected one of {', '.join(VERBS)}. Did you mean run? See ringweave --help."),
-        (["fly"], f"verb: 'fly', expected one of {', '.join(VERBS)}. See ringweave --help."),
+        (["rnu"], f"verb: 'rnu', expected one of {ALL_VERBS}. Did you mean run? See ringweave --help."),
+        (["fly"], f"verb: 'fly', expected one of {ALL_VERBS}. See ringweave --help."),
         (["--zzz"], "No such option '--zzz'. See ringweave --help."),
         (["doctor", "--x"], "No such option '--x'. See ringweave doctor --help."),
         (["doctor", "--jsn"], "No such option '--jsn'. Did you mean '--json'? See ringweave doctor --help."),

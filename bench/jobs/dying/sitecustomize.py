@@ -42,7 +42,7 @@ def _die_in(home: Path, dies_at: str) -> None:
         setattr(kind, method, call)
 
     bounded(SlurmJobRuntime, "do", lambda given: type(given[0]).__name__)
-    for method in ("save", "tell", "forget"):
+    for method in ("save_record", "add_events", "delete"):
         bounded(SlurmJobRegistry, method, lambda given, method=method: method)
     make = SlurmJobRuntime.__init__
 

@@ -26,7 +26,7 @@ def command() -> None:
     """Bring a cluster file up on this Linux machine, and work in it.
 
     Every node gets its own network, host name and /dev/shm; every link is limited to its rate; devices of unequal speed
-    get CPU quotas. Needs root. What latency the file gives cannot be played here.
+    get CPU quotas. Needs root. Latencies of the file are not emulated.
     """
 
 
@@ -41,7 +41,7 @@ def command() -> None:
 )
 @_JSON_OPTION
 def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
-    """Bring CLUSTER up. What an earlier attempt of that name has left is cleared away first."""
+    """Bring CLUSTER up. Remains of an earlier attempt of that name are removed first."""
     started_s = time.monotonic()
     cluster = topology.load(cluster_path)
     made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _write_note(f"{what} ..."))

@@ -41,10 +41,10 @@ class NodeState(enum.StrEnum):
 
 JOB_STATE_TEXTS: Mapping[JobState, str] = {
     JobState.SUSPENDED: "Admitted; nothing of it runs until it is resumed.",
-    JobState.PENDING: "Its worker groups are made, and gather at the gate.",
+    JobState.PENDING: "Its worker groups are made, and wait at the start barrier.",
     JobState.STARTING: "All groups were ready, the gate is open; not all have started yet.",
     JobState.RUNNING: "All groups train, or have finished; of an elastic job enough of them do.",
-    JobState.RETRYING: "A node failed; it is replaced, the others go back to the gate.",
+    JobState.RETRYING: "A node failed; it is replaced, and the others wait at the start barrier again.",
     JobState.ENDING: "How it ends is decided; some groups have not ended yet.",
     JobState.SUCCEEDED: "All groups finished with exit code 0.",
     JobState.FAILED: "The script failed, or a node failed more often than it may.",
@@ -254,7 +254,7 @@ REASON_TEMPLATES: Mapping[str, _ReasonTemplate] = {
     "NodeCalledBack": _ReasonTemplate(
         subject="node",
         states="Interrupted",
-        text="goes back to the gate, since another node failed",
+        text="waits at the start barrier again, since another node failed",
         hint="Nothing to do: it starts again when all are ready, from the last checkpoint if there is one",
     ),
     "NodeFailing": _ReasonTemplate(

@@ -124,7 +124,7 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
             "rates": _RATES_FIELD,
             "predicted_before_s": "simulated seconds of a train step by the present partition",
             "predicted_after_s": "the same by the best one",
-            "predicted_pause_s": "seconds that training would stand still for the move",
+            "predicted_pause_s": "seconds that training would pause for the move",
             "verdict": "`move`, or why not, in words",
         },
     ),
@@ -139,7 +139,7 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
             "blocks": "how many blocks moved",
             "why": "why, in words",
             "is_return": "true if it took a move back that had not helped",
-            "predicted_pause_s": "seconds that training was to stand still",
+            "predicted_pause_s": "predicted pause of training, in seconds",
             "measured_pause_s": "seconds that the slowest rank spent on it while it did nothing else",
         },
     ),
@@ -338,7 +338,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "collectives": EventKind(
-        meaning="How many collectives a rank has run so far. Cumulative: the last event of each rank and group counts.",
+        meaning="Number of collectives that a rank has run so far. Cumulative: the last event of each rank and group counts.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -386,7 +386,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "schedule_measured": EventKind(
-        meaning="What collectives took. The last event of each group, plan, schedule, size and pipelining counts.",
+        meaning="Duration of collectives. The last event of each group, plan, schedule, size and pipelining counts.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -465,7 +465,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "params_counted": EventKind(
-        meaning="What the parameter server has done since it began; every few seconds, and in the end.",
+        meaning="Work of the parameter server since it began; every few seconds, and at the end.",
         written_by="server",
         fields={
             "node": _SERVER_NODE_FIELD,
