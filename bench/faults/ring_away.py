@@ -66,7 +66,7 @@ def hurt(run: Run, fault: str, members: Sequence[str]) -> None:
         run.lab.cut(node, fault.rpartition(" ")[2])
     time.sleep(AWAY_S)
     for node in nodes:
-        run.lab.mend(node)
+        run.lab.reconnect(node)
 
 
 def one(options: Namespace, fault: str, folder: Path) -> tuple[Stall, dict[str, Any], str]:

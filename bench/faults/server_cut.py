@@ -58,7 +58,7 @@ def one(options: argparse.Namespace, way: str, folder: Path) -> tuple[Stall, dic
         run.lab.cut(SERVER, way)
         time.sleep(CUT_S)
         newest = LeadershipLog(run.run_dir / "claims").latest()
-        run.lab.mend(SERVER)
+        run.lab.reconnect(SERVER)
         whole = wait_claim(run, before.number)
         ring_runs.wait_whole(run, options)
         time.sleep(CALM_S)

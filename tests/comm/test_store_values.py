@@ -48,8 +48,10 @@ def test_rubbish_is_refused_by_whoever_reads(value: bytes) -> None:
 def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spaces at the end change nothing, but for how long it is."""
     most = peer_data.MAX_PEER_BYTES if what == "NICs" else 5000
-    for reader in (group_info, plan_choice, peer_data, control_tree):
-        monkeypatch.setattr(reader, "_MAX_ENTRY_BYTES" if reader is group_info else "MAX_BYTES", most)
+    monkeypatch.setattr(group_info, "_MAX_RANK_INFO_BYTES", most)
+    monkeypatch.setattr(plan_choice, "MAX_SHARED_PLAN_BYTES", most)
+    monkeypatch.setattr(peer_data, "MAX_TEXT_BYTES", most)
+    monkeypatch.setattr(control_tree, "MAX_DECISION_BYTES", most)
     readers: dict[str, Callable[[bytes], object]] = {
         "entry": lambda text: group_info.parse_rank_info(text, 3),
         "plan": lambda text: stored(plan_choice._PLAN_KEY, text).receive(),

@@ -84,8 +84,11 @@ VERBS: Mapping[str, Verb] = {
 
 COMMANDS_GROUP = "ringweave.commands"
 """Entry points of other distributions that add a verb: its name, and `module:command`."""
-BENCH_VERBS = ("bench", "chaos")
-"""Verbs of the distribution ringweave-bench, which the extra `bench` brings."""
+BENCH_VERBS: Mapping[str, str] = {
+    "bench": "Measure ringweave beside Gloo, Open MPI and MPICH.",
+    "chaos": "Let faults happen to a job in a lab, and count what they cost.",
+}
+"""Verbs of the distribution ringweave-bench, which the extra `bench` brings; one line for the list of verbs each."""
 
 
 def _added_verbs() -> dict[str, EntryPoint]:
@@ -113,7 +116,9 @@ class LazyGroup(click.Group):
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        return [CompletionItem(name, help=VERBS[name].help if name in VERBS else None) for name in names]
+        return [
+            CompletionItem(name, help=VERBS[name].help if name in VERBS else BENCH_VERBS.get(name)) for name in names
+        ]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -130,9 +135,12 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs of the table without imports, and those of other distributions by their own help."""
+        """List the verbs of the table and of ringweave-bench without imports, and any others by their own help."""
         rows = [(name, verb.help) for name, verb in VERBS.items()]
-        rows += [(name, each.load().get_short_help_str(limit=100)) for name, each in sorted(_added_verbs().items())]
+        rows += [
+            (name, BENCH_VERBS.get(name) or each.load().get_short_help_str(limit=100))
+            for name, each in sorted(_added_verbs().items())
+        ]
         with formatter.section("Verbs"):
             formatter.write_dl(rows)
 

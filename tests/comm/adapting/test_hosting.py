@@ -103,7 +103,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch
 from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
-from ringweave.comm.adapting import hosting
+from ringweave.comm import native_backend
 store, rank = FileStore(sys.argv[1], 2), int(sys.argv[2])
 gloo = ProcessGroupGloo(store, rank, 2, timedelta(days=1))
 gloo.barrier().wait()
@@ -119,11 +119,11 @@ try:
 except RuntimeError:
     began_s = time.monotonic()
 try:
-    hosting.wait(work, lambda: True)
+    native_backend.wait_for_gloo(work, lambda: True)
     print("ended", flush=True)
-except hosting.StuckError as error:
+except native_backend.StuckWorkError as error:
     print("stuck:", error, time.monotonic() - began_s, flush=True)
-    hosting.leave_behind(gloo)
+    native_backend.leak_backend(gloo)
 except RuntimeError:
     print("woken", flush=True)
 del work, gloo
@@ -132,7 +132,7 @@ del work, gloo
 
 
 def test_who_waits_for_a_message_that_has_come_in_part_is_let_go_when_the_group_is_cut(tmp_path: Path) -> None:
-    """Gloo wakes it as little as its destructor ends: without `hosting` this waits for a day."""
+    """Gloo wakes it as little as its destructor ends: without `native_backend` this waits for a day."""
     said: list[str] = []
     for attempt in range(8):
         command = [sys.executable, "-c", BROADCAST, str(tmp_path / f"store-{attempt}")]

@@ -51,7 +51,7 @@ class World:
         pass
 
     def client(self) -> RingClient:
-        settings: dict[str, Any] = {"patience_s": PATIENCE_S, "reconnect_s": RECONNECT_S}
+        settings: dict[str, Any] = {"answer_timeout_s": PATIENCE_S, "reconnect_timeout_s": RECONNECT_S}
         return RingClient([self.connect], 0, clock=lambda: self.now_s, sleep=self.sleep, **settings)
 
 
@@ -138,4 +138,4 @@ def test_who_represents_a_ring_says_so_to_each_server_and_in_each_epoch():
     ballots.append((1, 2))
     client.leave_ring(is_for_good=False)
     kinds = [each.ballot if isinstance(each, RegisterRingLeader) else type(each).__name__ for each in said]
-    assert kinds == ["Pause", (1, 1), "Leave", (1, 1), "Leave", "Leave", (1, 2), "Leave"]
+    assert kinds == ["PauseRing", (1, 1), "LeaveRing", (1, 1), "LeaveRing", "LeaveRing", (1, 2), "LeaveRing"]

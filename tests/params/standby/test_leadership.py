@@ -222,7 +222,7 @@ def test_a_leader_waits_for_rings_unless_its_standby_begins_anew() -> None:
     assert not leader.leadership.may_answer
     world.join(1)
     assert leader.leadership.may_answer
-    assert world.servers[1].leadership.follows
+    assert world.servers[1].leadership.is_following
     assert world.push(0, 1)
     assert world.servers[1].log == [1]
     world.close()
