@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from ringweave_bench import link_rates, machine_description
-from ringweave_bench.bench_cluster import LabBenchCluster
 
 from ringweave import environment, lab, schedules, topology, units
+from ringweave_bench import link_rates, machine_description
+from ringweave_bench.bench_cluster import LabBenchCluster
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 NAMES = tuple(name for name in schedules.SCHEDULE_NAMES if name != schedules.NATIVE)

@@ -26,13 +26,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ringweave_bench import machine_description
-
 from ringweave import lab, topology
 from ringweave.comm.probing import network_measurement
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.topology import Cluster
 from ringweave.topology.inference.observations import VisibleEdges, visible_edges
+from ringweave_bench import machine_description
 
 GOODPUT = 0.955
 _CLEARLY = 1.15

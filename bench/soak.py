@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import soak_values
 import torch
 import torch.distributed as dist
-from soak_values import Case
 
+import soak_values
 from ringweave import environment, schedules
 from ringweave.errors import UsageError
+from soak_values import Case
 
 _MAX_GROUPS = 5
 _BATCHES_PER_LAP = 10

@@ -2,7 +2,8 @@
 
     python bench/train_every_schedule.py            # needs root; --steps, --schedules, --out: see --help
 
-Six nodes of two ranks (examples/clusters/six-by-two.yaml) train the first example once on Gloo (`--schedule native`) and
+Six nodes of two ranks (examples/clusters/six-by-two.yaml) train the first example once on Gloo (`--schedule native`)
+and
 once by each schedule, five nodes of two once on Gloo and once by leader-matrix: five leaders stand in one row. A run
 counts only if run.json says that the forced schedule carried the gradients of every step, and that nothing but it and
 the native backend, for messages below 64 KiB, carried anything. Exit code 1 if one fails.

@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 
 import lab_steps
 import torch
-from ringweave_bench import pipeline_history
-from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import Tensor, nn
 
 from ringweave import telemetry, topology
@@ -37,6 +35,8 @@ from ringweave.lab import Lab
 from ringweave.pipeline import Pipeline, Settings
 from ringweave.pipeline.adapting import adapt
 from ringweave.planning.repartition import PipelineConditions, PipelineWorkload, RepartitionPolicy
+from ringweave_bench import pipeline_history
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 
 DEVICES, BLOCKS, SAMPLES, WINDOW = 4, 12, 8, 10
 NARROW, WIDE = 1_000, 8_000

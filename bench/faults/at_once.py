@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import lab_jobs
+
 from ringweave_bench.chaos import job_history, member_impacts
 
 BAR_S = 3.0

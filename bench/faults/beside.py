@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 
 import goodput
 import lab_jobs
-from ringweave_bench.chaos import fault_script
-from ringweave_bench.chaos.chaos_report import HORIZON_S, ChaosReport
 
 from ringweave.telemetry import Event
+from ringweave_bench.chaos import fault_script
+from ringweave_bench.chaos.chaos_report import HORIZON_S, ChaosReport
 
 SCRIPT = (
     "at 20s kill worker 5",

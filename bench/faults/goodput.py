@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lab_jobs
+
 from ringweave_bench.chaos import chaos_session, fault_script, member_impacts
 from ringweave_bench.chaos.chaos_report import ChaosReport
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import lab_jobs
 import torch
-from ringweave_bench.chaos import member_impacts
 from torch import nn
 
 from ringweave import lab, rpc, units
 from ringweave.rpc.state_transfer import BackgroundThrottle, StateServer
 from ringweave.training.elastic.training_state import TrainingState
+from ringweave_bench.chaos import member_impacts
 
 BAR = 0.8
 BAR_STEPS = 1.0

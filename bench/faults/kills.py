@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lab_jobs
+
 from ringweave_bench.chaos import fault_script, member_impacts
 from ringweave_bench.chaos.fault_script import COORDINATOR, KILL, MOMENTS, Fault
 

@@ -18,6 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ringweave import telemetry, topology
+from ringweave.errors import UsageError
+from ringweave.planning.balancing import SampleAccount
+from ringweave.topology import Cluster
 from ringweave_bench import machine_description
 from ringweave_bench.chaos import chaos_session, fault_script, job_history
 from ringweave_bench.chaos.chaos_job import TORCHFT
@@ -25,11 +29,6 @@ from ringweave_bench.chaos.chaos_report import ChaosReport
 from ringweave_bench.chaos.chaos_session import ChaosPlan
 from ringweave_bench.chaos.fault_script import Fault
 from ringweave_bench.chaos.member_impacts import FaultImpact
-
-from ringweave import telemetry, topology
-from ringweave.errors import UsageError
-from ringweave.planning.balancing import SampleAccount
-from ringweave.topology import Cluster
 
 # A long file on purpose: all that the benches of faults share, from the job to the table.
 

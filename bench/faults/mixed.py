@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import lab_jobs
+
 from ringweave_bench.chaos import chaos_session, fault_script, member_impacts
 from ringweave_bench.chaos.fault_script import (
     CLOCK,

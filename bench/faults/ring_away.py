@@ -25,10 +25,10 @@ import lab_jobs
 import ring_runs
 from ring_runs import Run, longest_apart, usual_s
 from ring_servers import Stall
-from ringweave_bench.chaos import chaos_session
-from ringweave_bench.chaos.job_history import parse_member
 
 from ringweave import telemetry
+from ringweave_bench.chaos import chaos_session
+from ringweave_bench.chaos.job_history import parse_member
 
 FAULTS = ("ring stopped", "ring cut both", "ring cut out", "representative stopped")
 BAR_S = 2.0

@@ -29,6 +29,7 @@ from typing import Any
 import lab_jobs
 import ring_runs
 from ring_runs import Done, Run, Waits, longest_apart, longest_s, usual_s
+
 from ringweave_bench.chaos import chaos_session
 from ringweave_bench.chaos.member_impacts import quantile
 

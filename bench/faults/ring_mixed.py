@@ -25,11 +25,11 @@ import lab_jobs
 import ring_runs
 from mixed import draw
 from ring_runs import Done
+
+from ringweave import telemetry
 from ringweave_bench.chaos import chaos_session, job_history
 from ringweave_bench.chaos.chaos_session import ChaosPlan
 from ringweave_bench.chaos.fault_script import COORDINATOR, CUT, KILL, PAUSE, SERVER, SLOW, Fault
-
-from ringweave import telemetry
 
 EVERY_S = 4.0
 SERVER_S = 25.0

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, Self
 
 import lab_jobs
 from job import BATCH
-from ringweave_bench.chaos import job_history
-from ringweave_bench.chaos.job_history import parse_member
 
 from ringweave import lab, telemetry
 from ringweave.errors import UsageError
 from ringweave.topology import Cluster
+from ringweave_bench.chaos import job_history
+from ringweave_bench.chaos.job_history import parse_member
 
 # A long file on purpose: all that the benches of rings share, from the job to the accounts.
 

@@ -26,11 +26,11 @@ import lab_jobs
 import psutil
 import ring_runs
 from ring_runs import Done, Run, longest_s, usual_s
-from ringweave_bench.chaos import chaos_session
-from ringweave_bench.chaos.member_impacts import quantile
 
 from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave_bench.chaos import chaos_session
+from ringweave_bench.chaos.member_impacts import quantile
 
 BAR_S = 3.0
 WINDOW_S = 6.0

@@ -21,12 +21,12 @@ import lab_jobs
 import ring_runs
 from ring_runs import Run, longest_s, usual_s
 from ring_servers import Stall, wait_claim
-from ringweave_bench.chaos import chaos_session
-from ringweave_bench.chaos.job_history import parse_member
 
 from ringweave import topology
 from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave_bench.chaos import chaos_session
+from ringweave_bench.chaos.job_history import parse_member
 
 WAYS = ("both", "in", "out")
 BAR_S = 3.0

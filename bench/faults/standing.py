@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lab_jobs
+
+from ringweave.telemetry import Event
 from ringweave_bench.chaos import fault_script, job_history, member_impacts
 from ringweave_bench.chaos.fault_script import Fault
 from ringweave_bench.chaos.job_history import LeaderTracker
 from ringweave_bench.chaos.member_impacts import FaultImpact
-
-from ringweave.telemetry import Event
 
 KINDS = {
     "pause": "at {at}s pause worker 4 for {lasts}s",

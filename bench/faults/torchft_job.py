@@ -16,12 +16,12 @@ from datetime import timedelta
 
 import job
 import torch
-from ringweave_bench.chaos import kill_requests
 from torch.nn import functional
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from ringweave import environment
 from ringweave.telemetry import EventLog
+from ringweave_bench.chaos import kill_requests
 
 
 def mended(manager: Manager, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 import torch
-from ringweave_bench import machine_description
 from torch import nn
 
 from ringweave.launcher.workers import MALLOC_SETTINGS
+from ringweave_bench import machine_description
 
 MODELS = ("conv-256", "conv-512", "mlp", "transformer")
 NUM_STEPS = 30

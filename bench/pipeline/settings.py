@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 
 WIDTH, SAMPLES = 32, 2
 

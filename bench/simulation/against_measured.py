@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 from lab_cases import cases_of, planned
-from ringweave_bench.machine_description import describe_machine
 
 from ringweave import cost, sim, units
 from ringweave.sim import scenario
+from ringweave_bench.machine_description import describe_machine
 
 MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
 

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 from lab_cases import Case, cases_of
-from ringweave_bench import machine_description
 from scipy.optimize import nnls
 
 from ringweave import sim
 from ringweave.schedules.program import Opcode, RankProgram
 from ringweave.sim.simulation import ELEMENT_BYTES
+from ringweave_bench import machine_description
 
 COSTS = ("message_s", "kernel_s_per_byte", "inside_message_s", "inside_s_per_byte", "start_s", "wake_s")
 MOST_PASSES, ENOUGH = 6, 0.02

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringweave_bench import machine_description
-
 from ringweave import lab, topology, units
 from ringweave.lab import Lab
+from ringweave_bench import machine_description
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 PORT = "5002"

@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ringweave_bench import machine_description
-
 from ringweave import schedules, sim, topology
 from ringweave.schedules import Schedule
+from ringweave_bench import machine_description
 
 NUM_NODES, NUM_BYTES, ALPHA_S, BYTES_PER_S = 10_000, 100_000_000, 10e-6, 12.5e9
 ALLOWED_ERROR, ALLOWED_S, ALLOWED_BYTES = 0.01, 60, 2 * 2**30

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from ringweave import topology
 from ringweave_bench.bench_cluster import LocalBenchCluster
 from ringweave_bench.system_session import SystemSession
 from ringweave_bench.systems import PROGRAMS_FOLDER, BenchmarkedSystem, Knob, ProcessStart, RankShape, SessionSetup
 from ringweave_bench.worker_channel import WorkerListener
-
-from ringweave import topology
 from tests.lab import fixtures
 
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems

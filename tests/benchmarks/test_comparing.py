@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from ringweave import topology
+from ringweave.cli.progress import ProgressPrinter
+from ringweave.errors import CommunicationError, LaunchError, PeerError
 from ringweave_bench import comparison, knob_search, machine_description
 from ringweave_bench.bench_cluster import LocalBenchCluster
 from ringweave_bench.benchmark_request import BenchmarkRequest
@@ -12,10 +16,6 @@ from ringweave_bench.comparison import ComparisonReport, compare
 from ringweave_bench.system_session import SessionFactory
 from ringweave_bench.systems import Knob
 from ringweave_bench.worker_channel import WorkerListener
-
-from ringweave import topology
-from ringweave.cli.progress import ProgressPrinter
-from ringweave.errors import CommunicationError, LaunchError, PeerError
 from tests.benchmarks.conftest import Fake
 
 CLUSTER = topology.one_machine([1])

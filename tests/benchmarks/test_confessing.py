@@ -1,9 +1,8 @@
 from dataclasses import replace
 
+from ringweave import topology
 from ringweave_bench.benchmark_request import BenchmarkRequest
 from ringweave_bench.comparison import find_caveats
-
-from ringweave import topology
 
 GOOD = BenchmarkRequest(cluster=topology.one_machine([2]), is_local=True, sizes=(4,), systems=("a", "b"), num_rounds=9)
 

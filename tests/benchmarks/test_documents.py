@@ -2,9 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
-from ringweave_bench import results
 
 from ringweave.errors import UsageError
+from ringweave_bench import results
 
 RACKS = {
     "cluster": "two-racks",

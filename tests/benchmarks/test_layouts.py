@@ -1,8 +1,8 @@
 import pytest
-from ringweave_bench import benchmark_request
 
 from ringweave import topology
 from ringweave.errors import UsageError
+from ringweave_bench import benchmark_request
 
 CLUSTER = topology.loads("""
 name: c

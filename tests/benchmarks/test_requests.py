@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
-from ringweave_bench import benchmark_request
 
 from ringweave.errors import ClusterError, UsageError
+from ringweave_bench import benchmark_request
 
 
 def test_this_machine_as_it_is() -> None:

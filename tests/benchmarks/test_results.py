@@ -1,4 +1,5 @@
 import pytest
+
 from ringweave_bench.results import WIRE_PER_PAYLOAD, BenchmarkResult, TimeSummary, schedule_used, summarize
 
 

@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ringweave_bench import rounds
 
 from ringweave.errors import CommunicationError, PeerError
+from ringweave_bench import rounds
 
 
 @given(st.integers(1, 9), st.lists(st.sampled_from("abcd"), min_size=1, unique=True))

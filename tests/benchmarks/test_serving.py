@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ringweave_bench.systems import PROGRAMS_FOLDER
 
 

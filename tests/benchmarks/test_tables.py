@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
+
+from ringweave import topology
 from ringweave_bench import benchmark_request, result_tables
 from ringweave_bench.comparison import ComparisonReport
 from ringweave_bench.link_rates import MeasuredLinkRates
 from ringweave_bench.results import WIRE_PER_PAYLOAD, BenchmarkResult
-
-from ringweave import topology
 
 RACKS = topology.loads("""
 name: racks

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ringweave_bench import benchmark_request, comparison
-from ringweave_bench.comparison import ComparisonReport
-from ringweave_bench.results import BenchmarkResult
 
 from ringweave import lab, topology
 from ringweave.cli import main
 from ringweave.errors import CommunicationError, LaunchError
 from ringweave.launcher import processes
+from ringweave_bench import benchmark_request, comparison
+from ringweave_bench.comparison import ComparisonReport
+from ringweave_bench.results import BenchmarkResult
 
 GOLDEN = Path(__file__).parent / "golden"
 _CLI = """

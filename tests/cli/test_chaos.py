@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ringweave_bench.chaos import chaos_report, chaos_session, fault_script
 
 from ringweave import lab, topology
 from ringweave.cli.main import run_command_line
+from ringweave_bench.chaos import chaos_report, chaos_session, fault_script
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = str(ROOT / "examples" / "clusters" / "unequal-nics.yaml")

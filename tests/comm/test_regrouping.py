@@ -81,7 +81,9 @@ def test_who_ran_out_of_time_gives_it_twice_as_long_the_next_time() -> None:
     assert seconds[2] >= 0.8
 
 
-@pytest.mark.parametrize("stands", ["_make_group", "wait_for_plan"], ids=["while it meets the others", "before it tells the plan"])
+@pytest.mark.parametrize(
+    "stands", ["_make_group", "wait_for_plan"], ids=["while it meets the others", "before it tells the plan"]
+)
 def test_a_first_member_that_is_stopped_keeps_nobody_from_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch, stands: str
 ) -> None:

@@ -158,8 +158,9 @@ def _refuse_another_operator(kube: Kube) -> None:
         if lease["metadata"]["name"] == leader_election.LEASE_NAME and holder:
             where = lease["metadata"]["namespace"]
             pytest.exit(
-                f"operator {holder} leads jobs here (Lease {leader_election.LEASE_NAME} in namespace {where}), and would lead those "
-                f"of the tests: kubectl -n {where} scale deployment {leader_election.LEASE_NAME} --replicas 0, and again to 1 "
+                f"operator {holder} leads jobs here (Lease {leader_election.LEASE_NAME} in namespace {where}), "
+                f"and would lead those of the tests: kubectl -n {where} scale deployment "
+                f"{leader_election.LEASE_NAME} --replicas 0, and again to 1 "
                 "afterwards. Where none runs any more, delete the Lease.",
                 returncode=2,
             )

@@ -607,7 +607,8 @@ class World:
         ]
         members = [
             f"{each.name} at {each.at} epoch {each.follower.generation_id} promised {each.follower.promised_id} "
-            f"out {each.follower.is_stopped} dead {each.is_dead} frozen {each.is_training_paused} stop {each.wants_pause} "
+            f"out {each.follower.is_stopped} dead {each.is_dead} frozen {each.is_training_paused} "
+            f"stop {each.wants_pause} "
             f"stuck {each.is_stuck} unstood {each.unstood} {each.standing} {each.reason}"
             for each in self.members.values()
         ]

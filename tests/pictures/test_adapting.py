@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
-from ringweave_bench import pipeline_history
 
 from ringweave.errors import UsageError
+from ringweave_bench import pipeline_history
 
 
 def measured(first: int, splits: list[int], seconds: float) -> dict:

@@ -2,6 +2,7 @@ import copy
 from pathlib import Path
 
 import pytest
+
 from ringweave_bench import result_charts
 
 

@@ -4,8 +4,9 @@ import copy
 from typing import Any
 
 import torch
-from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import Tensor, nn
+
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 
 
 class Time:

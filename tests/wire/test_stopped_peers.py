@@ -16,10 +16,10 @@ from tests.wire.parts import Echo, Events, connect, serving, trust, wait_until
 PEER = """
 import sys, numpy as np
 from pathlib import Path
-from ringweave import wire
+from ringweave import rpc
 from tests.wire.parts import Echo
-trusted = wire.Tls(wire.Credentials.load(Path(sys.argv[2])))
-with wire.Client.connect("127.0.0.1", int(sys.argv[1]), trusted, role="server") as client:
+trusted = rpc.TlsAuthentication(rpc.Credentials.load(Path(sys.argv[2])))
+with rpc.RpcClient.connect("127.0.0.1", int(sys.argv[1]), trusted, role="server") as client:
     print("ready", flush=True)
     while True:
         client.call(Echo(), [np.ones(8_000_000, np.uint8)], timeout_s=60)

@@ -49,7 +49,10 @@ resume = _verb_command("resume", "Let a suspended JOB run.", "it may run")
 @click.option("--wait/--no-wait", "waits", default=True, help="Wait until nothing is left of it.  [default: wait]")
 @job_options.JOB_ARGUMENT
 def delete(place: str, output: str, waits: bool, name: str) -> int:
-    """Remove JOB with all it left: processes, logs, run directories, name. Files that its script wrote elsewhere stay."""
+    """Remove JOB with all it left: processes, logs, run directories, name.
+
+    Files that its script wrote elsewhere stay.
+    """
     platform = job_options.open_user_platform(place)
     job = platform.act(name, "delete")
     if waits:

@@ -338,7 +338,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "collectives": EventKind(
-        meaning="Number of collectives that a rank has run so far. Cumulative: the last event of each rank and group counts.",
+        meaning="Number of collectives that a rank has run so far. Cumulative: the last event of each rank and group "
+        "counts.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,

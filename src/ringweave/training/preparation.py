@@ -92,7 +92,11 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     modes.check_mode(mode)
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
     options = PrepareOptions(
-        mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), extra_state=dict(extra_state or {})
+        mode=mode,
+        reduction=reduction,
+        max_samples=max_samples,
+        ddp=dict(ddp or {}),
+        extra_state=dict(extra_state or {}),
     )
     if environment.coordinators:
         return _prepare_for_elastic_job((model, optimizer, loader), options, settings, environment)

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
+
 from ringweave_bench.chaos import chaos_report, fault_script
 from ringweave_bench.chaos.chaos_report import ChaosReport
 

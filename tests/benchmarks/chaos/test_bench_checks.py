@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ringweave_bench.chaos import chaos_report
 
 from ringweave.planning.balancing import SampleAccount
+from ringweave_bench.chaos import chaos_report
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 CHECK = "0123456789abcdef"

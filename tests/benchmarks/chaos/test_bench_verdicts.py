@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
 from ringweave_bench.chaos import fault_script
 from ringweave_bench.chaos.member_impacts import FaultImpact
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from ringweave_bench.chaos import job_history
 
 STARTED = {"kind": "run_started", "attempt": 1}

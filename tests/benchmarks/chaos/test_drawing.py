@@ -4,10 +4,10 @@ import dataclasses
 import math
 
 import pytest
-from ringweave_bench.chaos import fault_script
-from ringweave_bench.chaos.fault_script import FaultTargets
 
 from ringweave.errors import UsageError
+from ringweave_bench.chaos import fault_script
+from ringweave_bench.chaos.fault_script import FaultTargets
 
 TARGETS = FaultTargets(num_workers=4, nodes=["a0", "b0"], link_rates={"a0->r0": 5e7, "r0->a0": 5e7})
 TIMES = {"every_s": 1.0, "until_s": 200.0, "lasts_s": 2.0, "calm_s": 1.0}

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ringweave_bench.chaos import fault_script
-from ringweave_bench.chaos.fault_script import Fault, FaultTargets
 
 from ringweave.errors import UsageError
+from ringweave_bench.chaos import fault_script
+from ringweave_bench.chaos.fault_script import Fault, FaultTargets
 
 TARGETS = FaultTargets(num_workers=4, nodes=["a0", "b0"], link_rates={"a0->r0": 5e7, "r0->a0": 5e7})
 SCRIPT = """\

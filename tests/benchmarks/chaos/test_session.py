@@ -5,14 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ringweave_bench.chaos import chaos_session, fault_script
-from ringweave_bench.chaos.chaos_session import ChaosPlan
-from ringweave_bench.chaos.fault_injector import FaultInjector
-from ringweave_bench.chaos.fault_script import Fault
 
 from ringweave import lab, telemetry, topology
 from ringweave.errors import LabError, LaunchError
 from ringweave.telemetry import EventLog
+from ringweave_bench.chaos import chaos_session, fault_script
+from ringweave_bench.chaos.chaos_session import ChaosPlan
+from ringweave_bench.chaos.fault_injector import FaultInjector
+from ringweave_bench.chaos.fault_script import Fault
 
 
 class World:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from ringweave_bench.chaos import job_history, member_impacts
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from ringweave_bench.chaos import member_impacts
 
 ALL = ["0.0", "1.0", "2.0"]

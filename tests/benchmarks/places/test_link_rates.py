@@ -1,12 +1,12 @@
 import subprocess
 
 import pytest
-from ringweave_bench import link_rates
-from ringweave_bench.bench_cluster import LabBenchCluster, LocalBenchCluster
-from ringweave_bench.link_rates import LinkTrialPlan, TcpStream
 
 from ringweave import lab, topology
 from ringweave.errors import LaunchError
+from ringweave_bench import link_rates
+from ringweave_bench.bench_cluster import LabBenchCluster, LocalBenchCluster
+from ringweave_bench.link_rates import LinkTrialPlan, TcpStream
 
 
 def test_what_cannot_be_true_is_left_out() -> None:

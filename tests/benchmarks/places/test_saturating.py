@@ -1,9 +1,9 @@
 import pytest
 from hypothesis import given, settings
-from ringweave_bench.link_rates import TcpStream, plan_trials, trial_routes
 
 from ringweave import topology
 from ringweave.testing import clusters
+from ringweave_bench.link_rates import TcpStream, plan_trials, trial_routes
 from tests import effort
 
 ALIKE = topology.loads("name: c\nnodes: [{name: a, nic: 100Mbit/s, devices: 1, count: 4}]")

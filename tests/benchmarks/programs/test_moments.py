@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ringweave_bench.chaos import kill_requests
-from ringweave_bench.programs import moments
-from ringweave_bench.programs.watched import StepCounter
 from torch import nn
 
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import UsageError
 from ringweave.telemetry import EventLog
+from ringweave_bench.chaos import kill_requests
+from ringweave_bench.programs import moments
+from ringweave_bench.programs.watched import StepCounter
 
 
 class _StoppedError(Exception):

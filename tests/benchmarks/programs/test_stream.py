@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+
 from ringweave_bench.programs import stream
 
 

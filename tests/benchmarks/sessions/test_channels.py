@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from ringweave_bench.worker_channel import WorkerChannel, WorkerChannelError, WorkerListener, request_all
 
 

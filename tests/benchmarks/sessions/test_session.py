@@ -2,13 +2,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from ringweave import topology
+from ringweave.errors import LaunchError
 from ringweave_bench.bench_cluster import LocalBenchCluster
 from ringweave_bench.system_session import SessionFactory
 from ringweave_bench.systems import SYSTEMS, Knob
 from ringweave_bench.worker_channel import WorkerListener
-
-from ringweave import topology
-from ringweave.errors import LaunchError
 from tests.benchmarks.conftest import Fake
 
 HERE = Path("/proc/self/ns/net")

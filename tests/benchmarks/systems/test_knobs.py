@@ -3,13 +3,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ringweave_bench import systems
-from ringweave_bench.bench_cluster import LabBenchCluster, LocalBenchCluster
-from ringweave_bench.systems import SYSTEMS, Knob, RankShape, SessionSetup
 
 import ringweave
 from ringweave import lab, topology
 from ringweave.lab import lab_layout
+from ringweave_bench import systems
+from ringweave_bench.bench_cluster import LabBenchCluster, LocalBenchCluster
+from ringweave_bench.systems import SYSTEMS, Knob, RankShape, SessionSetup
 
 FEW = RankShape(num_nodes=1, max_ranks_per_node=2, is_crowded=False)
 SPREAD = RankShape(num_nodes=4, max_ranks_per_node=2, is_crowded=True)

@@ -28,7 +28,7 @@ def taken() -> dict[str, int]:
 
 
 def reduce_many(count: int, *sizes: int) -> dict[str, int]:
-    """Rounds of checked allreduces of these sizes, all in flight at once, with one of the native backend's in between."""
+    """Rounds of checked allreduces of these sizes, all in flight at once, one of the native backend in between."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for number in range(count):
         tensors = [torch.full((num,), float(rank + 1 + number)) for num in sizes]

@@ -14,7 +14,7 @@ KEPT = """
 import threading
 import psutil, torch
 from torch.distributed import ReduceOp
-from ringweave.comm.running import memory, reductions
+from ringweave.comm.engine import executor, reductions
 
 NUM_BYTES, NUM_THREADS = 20_000_000, 4
 
@@ -40,10 +40,10 @@ print(count_private() - before)
 """
 
 USES = {
-    "scratch": ("", "memory.Scratch().take(1, NUM_BYTES, torch.uint8)[0].fill_(1)"),
+    "scratch": ("", "executor.ScratchMemory().take_buffers(1, NUM_BYTES, torch.uint8)[0].fill_(1)"),
     "a tensor that is not contiguous": (
         "tensor = torch.ones(1000, NUM_BYTES // 1000, dtype=torch.uint8).t()",
-        "memory.flatten(tensor).add_(1)",
+        "executor.flatten_tensor(tensor).add_(1)",
     ),
     "float8": (
         "tensor = torch.ones(NUM_BYTES // 4).to(torch.float8_e4m3fn)",

@@ -282,7 +282,8 @@ def schema_problems(schema: Schema, value: Any, path: str = "") -> Iterator[str]
             yield f'{path}: Invalid value: "null": {path} in body must be of type {kind}: "null"'
         return
     if kind and not _has_type(kind, value):
-        yield f'{path}: Invalid value: "{_type_name(value)}": {path} in body must be of type {kind}: "{_type_name(value)}"'
+        name = _type_name(value)
+        yield f'{path}: Invalid value: "{name}": {path} in body must be of type {kind}: "{name}"'
         return
     if isinstance(value, dict):
         yield from _object_problems(schema, value, path)

@@ -123,9 +123,7 @@ class RandomWorld(RuleBasedStateMachine):
         """Rightly or wrongly: who hears that a connection broke does not know why."""
         member = self._member(data)
         others = sorted(set(member.decree.members if member.decree else ()) - {member.name})
-        self.world.report_failure(
-            member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else []
-        )
+        self.world.report_failure(member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])
 
     @rule(data=st.data())
     def accuse_together(self, data: st.DataObject) -> None:

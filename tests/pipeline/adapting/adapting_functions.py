@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings
@@ -14,6 +13,7 @@ from ringweave.pipeline.adapting import LinkRateProber, PipelineRebalancer, adap
 from ringweave.pipeline.migration import MigrationOutcome
 from ringweave.planning.repartition import MeasurementWindow, PipelineConditions, PipelineWorkload, RepartitionPolicy
 from ringweave.telemetry import EventLog
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from tests.clock import Clock
 
 WIDTH, BLOCKS, MICROBATCHES = 8, 12, 4

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings, profiling
 from ringweave.pipeline.adapting import adapt
 from ringweave.pipeline.profiling import StageLink
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from tests.clock import Clock
 from tests.pipeline.pipeline_functions import make_optimizer
 

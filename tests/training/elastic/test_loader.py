@@ -123,7 +123,9 @@ def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.Mon
         return dataclasses.replace(order, indices=changed) if num_back else order
 
     monkeypatch.setattr(job.loader, "_epoch_order", wrong)
-    with pytest.raises(TrainingError, match=r"batches of epoch 0: SampleAccount\(.*, expected SampleAccount\(.*skipped or doubled"):
+    with pytest.raises(
+        TrainingError, match=r"batches of epoch 0: SampleAccount\(.*, expected SampleAccount\(.*skipped or doubled"
+    ):
         job.train(3, job.change_members)
 
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from ringweave_bench.chaos import clock_shift, fault_script
 
 from ringweave.errors import LabError
+from ringweave_bench.chaos import clock_shift, fault_script
 
 LOOK = """
 import sys, time

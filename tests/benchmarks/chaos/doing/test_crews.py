@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from ringweave_bench.chaos import fault_injector, fault_script
-from ringweave_bench.chaos.fault_injector import LabProcessTable
 
 from ringweave.lab import lab_processes
 from ringweave.telemetry import EventLog
+from ringweave_bench.chaos import fault_injector, fault_script
+from ringweave_bench.chaos.fault_injector import LabProcessTable
 
 COORDINATOR = "python -m ringweave.membership.main --host 10.99.0.1"
 SERVER = "python -m ringweave.param_server.main --host 10.99.0.1"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from ringweave_bench.chaos import clock_shift, fault_injector, fault_script, kill_requests
 from ringweave_bench.chaos.fault_injector import LabFaultInjector, ProcessTable
 

@@ -23,7 +23,8 @@ def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
         "requester": {"username": "ann"},
     }
     resource = {"metadata": {"name": "many", "namespace": "default", "uid": "u"}, "spec": spec}
-    text = rf"workers: {MAX_SERVER_WORKERS + 1}, expected at most {MAX_SERVER_WORKERS} with mode ps, whose credentials one Secret"
+    most = MAX_SERVER_WORKERS
+    text = rf"workers: {most + 1}, expected at most {most} with mode ps, whose credentials one Secret"
     with pytest.raises(AdmissionRefusedError, match=text) as caught:
         asyncio.run(JobAdmission(client, PodSettings(), lambda: 0.0).admit(resource))
     assert caught.value.code == "TooManyForServer"

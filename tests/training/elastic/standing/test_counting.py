@@ -48,7 +48,9 @@ class Crew:
         self.tells.append(self.is_primary())
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: {"status_details": {}, "drawn_batches": (0, ""), "reduction_row": ReductionRow()}.get(name)
+        return lambda *_, **__: {"status_details": {}, "drawn_batches": (0, ""), "reduction_row": ReductionRow()}.get(
+            name
+        )
 
 
 class Agent:
