@@ -54,7 +54,7 @@ def reference_pages() -> Mapping[str, str]:
 
 def cli_page() -> str:
     """Return the page of all verbs, in the order of `ringweave --help`."""
-    parent = click.Context(ringweave_group, info_name="ringweave")
+    parent = click.Context(ringweave_group, info_name="ringweave", **ringweave_group.context_settings)
     verbs = [*VERBS, *BENCH_VERBS]
     contents = "".join(f"- [`{name}`](#ringweave-{name})\n" for name in verbs)
     core, bench = (
