@@ -23,7 +23,7 @@ from ringweave.comm.transport.sockets import SocketTransport
 
 
 def _connect(is_lent: bool, /, *args: Any, **named: Any) -> SocketTransport:
-    return SocketTransport(*args, **{**named, "lends": is_lent})
+    return SocketTransport(*args, **{**named, "allows_cross_memory": is_lent})
 
 
 def make_groups() -> dict[str, Any]:
