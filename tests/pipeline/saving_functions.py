@@ -105,10 +105,10 @@ def _crashing(directory: Path, moment: str) -> Any:
             raise Crash
 
     replaced: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "the new one half written": (checkpoints, "_sync", broken_sync),
+        "the new one half written": (checkpoints, "_sync_path", broken_sync),
         "all written": (Path, "rename", broken_rename),
         "the old one aside": (Path, "rename", broken_rename),
-        "the new one has its name": (file_io, "sync_folder", broken_sync),
+        "the new one has its name": (file_io, "fsync_folder", broken_sync),
         "the old one half deleted": (shutil, "rmtree", broken_rmtree),
     }
     return mock.patch.object(*replaced[moment])

@@ -224,7 +224,7 @@ _TORCH_DEPENDENT_CHECKS = ("backend", "gloo", "nccl", "gpus")
 
 def check_torch(timeout_s: float = TORCH_TRIAL_TIMEOUT_S) -> dict[str, CheckResult]:
     """Check torch, and everything that depends on it."""
-    command = [sys.executable, torch_trial.__file__]
+    command = [sys.executable, "-P", torch_trial.__file__]  # -P: `operator` beside it would hide the standard library's
     try:
         trial = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd="/", errors="replace"
