@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringweave import schedules
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 
@@ -128,5 +129,5 @@ def summarize(seconds: Sequence[float]) -> TimeSummary:
 def schedule_used(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
     """Return the schedule of the allreduces between two counts; barriers count as the native backend's."""
     new = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
-    own = {name: count for name, count in new.items() if name not in ("native", "host")}
+    own = {name: count for name, count in new.items() if name != schedules.NATIVE}
     return max(own, key=lambda name: own[name]) if own else next(iter(new), None)

@@ -14,7 +14,7 @@ def collectives(rank: int, group: str, **by_schedule: tuple[int, int, int]) -> d
 
 
 def test_a_collective_of_a_group_counts_once_and_messages_of_all_ranks_add_up() -> None:
-    events = [collectives(rank, "world", ring=(10, 1000, 60 + rank), host=(2, 8, 0)) for rank in (2, 1, 3)]
+    events = [collectives(rank, "world", ring=(10, 1000, 60 + rank), native=(2, 8, 0)) for rank in (2, 1, 3)]
     assert run_dir.count_collectives(events) == {
         "ring": {"collectives": 10, "bytes": 1000, "messages": 186},
         "native": {"collectives": 2, "bytes": 8, "messages": 0},

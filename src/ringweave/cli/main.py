@@ -192,9 +192,9 @@ def _wants_json(argv: list[str]) -> bool:
     pairs = [" ".join(pair) for pair in itertools.pairwise(argv)]
     if not argv or _JSON_FLAGS.isdisjoint([*argv, *pairs]):
         return False
-    verb, added = VERBS.get(argv[0]), _added_verbs().get(argv[0])
-    if verb is not None:
+    if (verb := VERBS.get(argv[0])) is not None:
         return verb.takes_json or any(word in verb.json_subcommands for word in argv[1:2])
+    added = _added_verbs().get(argv[0])
     return added is not None and _takes_json(added.load(), argv[1:2])
 
 

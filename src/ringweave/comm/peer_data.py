@@ -118,26 +118,14 @@ GATHER_TIMEOUT = timedelta(seconds=120)
 MAX_TEXT_BYTES = 2**20
 
 
-def gather_texts(text: str, environ: Mapping[str, str], timeout: timedelta = GATHER_TIMEOUT) -> list[str] | None:
-    """Return the texts of all ranks in order on rank 0; None on the others, once rank 0 has them all.
-
-    Args:
-        text: This rank's text.
-        environ: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as any launcher sets them.
-        timeout: Limit on waiting for the others.
-
-    Raises:
-        PeerError: Some ranks did not come in time; the text names them.
-        DisagreementError: A received text is too long, or no text.
-    """
-    store, rank, world_size = connect_store(environ, timeout)
-    return exchange_texts(store, text, rank, world_size, timeout)
-
-
 def connect_store(environ: Mapping[str, str], timeout: timedelta = GATHER_TIMEOUT) -> tuple[Store, int, int]:
-    """Return the store of all ranks, this rank and the world size; arguments as of `gather_texts`.
+    """Return the store of all ranks, this rank and the world size.
 
     The store may be in rank 0's process: the last operation on it has to be `exchange_texts`, after which all may exit.
+
+    Args:
+        environ: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as any launcher sets them.
+        timeout: Limit on waiting for rank 0.
 
     Raises:
         PeerError: Rank 0 did not come in time.
@@ -151,10 +139,11 @@ def connect_store(environ: Mapping[str, str], timeout: timedelta = GATHER_TIMEOU
 
 
 def exchange_texts(store: Store, text: str, rank: int, world_size: int, timeout: timedelta) -> list[str] | None:
-    """Gather texts over an open store, as `gather_texts` does.
+    """Return the texts of all ranks in order on rank 0; None on the others, once rank 0 has them all.
 
     Raises:
-        PeerError: As of `gather_texts`, like DisagreementError.
+        PeerError: Some ranks did not come within `timeout`; the text names them.
+        DisagreementError: A received text is too long, or no text.
     """
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise errors.CommunicationError(

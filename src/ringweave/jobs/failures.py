@@ -95,10 +95,9 @@ def _live_groups(job: Job, record: JobRecord, groups: GroupsByAttempt) -> Iterat
 
 SHARED_CAUSE_S = 60.0
 """A replacement that started after another script failed counts as proof of health only after this time."""
-GroupMap = Mapping[tuple[int, int], ObservedGroup]
 
 
-def can_continue(job: Job, record: JobRecord, observed: ObservedJobState, groups: GroupMap) -> bool:
+def can_continue(job: Job, record: JobRecord, observed: ObservedJobState, groups: GroupsByAttempt) -> bool:
     """Return whether enough workers train in this round and no group has to return to the barrier.
 
     Args:
@@ -118,7 +117,9 @@ def can_continue(job: Job, record: JobRecord, observed: ObservedJobState, groups
     return num_left >= job.request.elastic.min
 
 
-def is_program_error(job: Job, record: JobRecord, observed: ObservedJobState, groups: GroupMap, now: float) -> bool:
+def is_program_error(
+    job: Job, record: JobRecord, observed: ObservedJobState, groups: GroupsByAttempt, now: float
+) -> bool:
     """Return whether a script failure on some nodes is taken for a program error, and not for a broken device.
 
     A broken device raises an exception, as a program error does. But a program error soon ends the script on all nodes.
@@ -138,14 +139,14 @@ def is_program_error(job: Job, record: JobRecord, observed: ObservedJobState, gr
     return not any(group.phase is GroupPhase.RUNNING and not group.is_terminating for group in current)
 
 
-def is_finishing(job: Job, record: JobRecord, groups: GroupMap) -> bool:
+def is_finishing(job: Job, record: JobRecord, groups: GroupsByAttempt) -> bool:
     """Return whether a node of an elastic job has finished this round; from then on no node is replaced."""
     if job.request.elastic is None:
         return False
     return any(group.phase is GroupPhase.SUCCEEDED for group in _groups_of_round(job, record, groups))
 
 
-def finish_times_s(job: Job, record: JobRecord, groups: GroupMap, now: float) -> list[float]:
+def finish_times_s(job: Job, record: JobRecord, groups: GroupsByAttempt, now: float) -> list[float]:
     """Return the times at which the nodes of a finishing elastic job finished; empty while others still train.
 
     A node whose script failed has no such time, and no replacement. A hanging node is not waited for.
@@ -160,7 +161,7 @@ def finish_times_s(job: Job, record: JobRecord, groups: GroupMap, now: float) ->
     return [now if each.ended_s is None else each.ended_s for each in current if each.phase is GroupPhase.SUCCEEDED]
 
 
-def _groups_of_round(job: Job, record: JobRecord, groups: GroupMap) -> Iterator[ObservedGroup]:
+def _groups_of_round(job: Job, record: JobRecord, groups: GroupsByAttempt) -> Iterator[ObservedGroup]:
     """Yield the groups of this round whose attempts have not ended."""
     for node in job.used_nodes:
         known = record.nodes[node]

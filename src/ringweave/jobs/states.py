@@ -53,7 +53,6 @@ JOB_STATE_TEXTS: Mapping[JobState, str] = {
 }
 
 _S = JobState
-_GATHERING_STATES = (_S.PENDING, _S.STARTING, _S.RUNNING, _S.RETRYING)
 _AFTER_RUNNING = (_S.ENDING, _S.SUCCEEDED, _S.FAILED, _S.STOPPED, _S.DELETING, _S.SUSPENDED)
 
 TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = {

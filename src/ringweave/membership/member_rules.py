@@ -1,6 +1,6 @@
 """Rules of one member, pure: which directives it follows, and how an interrupted reduction ends."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ringweave.membership.records import NO_GENERATION, GenerationId, MemberDirective, Membership, MemberStatus
@@ -102,14 +102,3 @@ def resolve_reduction(own: MemberStatus, membership: Membership) -> ReductionOut
         assert own.is_prepared, "a reduction is committed only when all members have its results"
         return "take"
     return "nothing" if own.at_border else "again"
-
-
-def committed_statuses(membership: Membership) -> tuple[MemberStatus, ...]:
-    """Return the statuses after all members with the state have committed what some of them have committed."""
-    last_committed = membership.last_committed
-    return tuple(
-        replace(each, committed=last_committed, is_prepared=False, at_border=True)
-        if (each.has_state or each.is_following) and each.committed < last_committed
-        else each
-        for each in membership.standings
-    )

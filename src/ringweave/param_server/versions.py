@@ -198,10 +198,6 @@ class Ledger:
         grants = self._find(ring).grants
         return grants[0] if grants else None
 
-    def may_push(self, ring: int) -> bool:
-        """Return whether the ring has been granted its next push."""
-        return self._may_push(self._find(ring))
-
     def receipt(self, ring: int, sequence: int) -> PushReceipt | None:
         """Return the receipt of a push that was applied before; None if it is the ring's next one.
 

@@ -94,9 +94,6 @@ def write_account(log: EventLog, account: EpochAccount | ElasticAccount, by_rank
     )
 
 
-_ELASTIC_LOGGER = logging.getLogger("ringweave")
-
-
 class ElasticRecorder:
     """Recorder of an elastic job: writes events while this member is the primary."""
 
@@ -141,7 +138,7 @@ class ElasticRecorder:
 
     def _write_lost(self, commit: Commit, num_lost: int) -> None:
         num_samples = commit.account.num_samples
-        _ELASTIC_LOGGER.info("reduction %d: mean over %d samples, %d lost", commit.number, num_samples, num_lost)
+        _LOGGER.info("reduction %d: mean over %d samples, %d lost", commit.number, num_samples, num_lost)
         if self._log:
             self._log.write(
                 "samples_lost",
@@ -154,7 +151,7 @@ class ElasticRecorder:
 
     def _write_caught_up(self, commit: Commit, batch_number: int) -> None:
         names = ", ".join(commit.caught_up)
-        _ELASTIC_LOGGER.info("reduction %d: worker %s is level, and has samples from then on", commit.number, names)
+        _LOGGER.info("reduction %d: worker %s is level, and has samples from then on", commit.number, names)
         if self._log:
             self._log.write(
                 "members_level", rank=0, reduction=commit.number, members=list(commit.caught_up), batch=batch_number
@@ -164,6 +161,6 @@ class ElasticRecorder:
         total, expected, lost = account.total, account.expected, account.lost
         verdict = "each exactly once" if account.is_exact else f"{lost.num_samples} lost with workers that were gone"
         text = "epoch %d: %d of %d samples, %s"
-        _ELASTIC_LOGGER.info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
+        _LOGGER.info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
         if self._log:
             write_account(self._log, account, [])

@@ -41,15 +41,15 @@ def test_predicted_beside_measured(log: EventLog, tmp_path: Path, capsys: pytest
     measured(log)
     measured(log, bytes=1_000_000, schedule="native", predicted_s=None, measured_s=0.1)
     assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
-    host, planned = json.loads(capsys.readouterr().out)["measured"]
+    planned, native = json.loads(capsys.readouterr().out)["measured"]
     assert (planned["measured_s"], planned["rounds"], planned["measured_over_predicted"]) == (1.25, 9, 1.25)
     assert (planned["bound_s"], planned["fraction_of_bound"]) == (1.0, 0.8)
-    assert (host["predicted_s"], host["measured_over_predicted"]) == (None, None)
+    assert (native["predicted_s"], native["measured_over_predicted"]) == (None, None)
     assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 0
     title, first, second, *_ = capsys.readouterr().out.splitlines()
     assert title.startswith("group  plan  schedule ")
-    assert " ".join(first.split()) == "0 1 host 1MB 64 40 ms - 100 ms - 9"
-    assert " ".join(second.split()) == "0 1 multi-level 25MB 64 1000 ms 1000 ms 1250 ms 1.25 9"
+    assert " ".join(first.split()) == "0 1 multi-level 25MB 64 1000 ms 1000 ms 1250 ms 1.25 9"
+    assert " ".join(second.split()) == "0 1 native 1MB 64 40 ms - 100 ms - 9"
 
 
 def test_without_a_cluster_file_there_is_no_bound(log: EventLog, tmp_path: Path, capsys) -> None:

@@ -228,12 +228,11 @@ def _validation_message(validation: Mapping[str, str], known: Mapping[str, Any])
     return validation.get("message", f"failed expression: {validation['expression']}")
 
 
-Schema = Mapping[str, Any]
 _JSON_TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
 METADATA_KEYS = ("apiVersion", "kind", "metadata")
 
 
-def fill_defaults(schema: Schema, value: Any) -> Any:
+def fill_defaults(schema: RuleSchema, value: Any) -> Any:
     """Return the value with defaults filled in."""
     if isinstance(value, dict):
         filled = dict(value)
@@ -248,7 +247,7 @@ def fill_defaults(schema: Schema, value: Any) -> Any:
     return value
 
 
-def prune_unknown(schema: Schema, value: Any, *, unknown: list[str], path: str = "", is_root: bool = False) -> Any:
+def prune_unknown(schema: RuleSchema, value: Any, *, unknown: list[str], path: str = "", is_root: bool = False) -> Any:
     """Return the value without fields that the schema does not know; their paths are added to `unknown`."""
     if schema.get("x-kubernetes-preserve-unknown-fields"):
         return value
@@ -274,7 +273,7 @@ def prune_unknown(schema: Schema, value: Any, *, unknown: list[str], path: str =
     return value
 
 
-def schema_problems(schema: Schema, value: Any, path: str = "") -> Iterator[str]:
+def schema_problems(schema: RuleSchema, value: Any, path: str = "") -> Iterator[str]:
     """Yield the errors of the value, with the API server's texts."""
     kind = schema.get("type")
     if value is None:
@@ -293,7 +292,7 @@ def schema_problems(schema: Schema, value: Any, path: str = "") -> Iterator[str]
         yield from _scalar_problems(schema, value, path)
 
 
-def _object_problems(schema: Schema, value: dict[str, Any], path: str) -> Iterator[str]:
+def _object_problems(schema: RuleSchema, value: dict[str, Any], path: str) -> Iterator[str]:
     for key in schema.get("required", ()):
         if key not in value:
             yield f"{_join_path(path, key)}: Required value"
@@ -303,7 +302,7 @@ def _object_problems(schema: Schema, value: dict[str, Any], path: str) -> Iterat
             yield from schema_problems(field, item, _join_path(path, key))
 
 
-def _list_problems(schema: Schema, value: list[Any], path: str) -> Iterator[str]:
+def _list_problems(schema: RuleSchema, value: list[Any], path: str) -> Iterator[str]:
     if len(value) > schema.get("maxItems", len(value)):
         yield f"{path}: Too many: {len(value)}: must have at most {schema['maxItems']} items"
     if len(value) < schema.get("minItems", 0):
@@ -320,7 +319,7 @@ def _list_problems(schema: Schema, value: list[Any], path: str) -> Iterator[str]
             seen.add(named)
 
 
-def _scalar_problems(schema: Schema, value: Any, path: str) -> Iterator[str]:
+def _scalar_problems(schema: RuleSchema, value: Any, path: str) -> Iterator[str]:
     if "enum" in schema and value not in schema["enum"]:
         allowed = ", ".join(f'"{item}"' for item in schema["enum"])
         yield f'{path}: Unsupported value: "{value}": supported values: {allowed}'
@@ -341,7 +340,7 @@ def _scalar_problems(schema: Schema, value: Any, path: str) -> Iterator[str]:
             yield f"{path}: Invalid value: {value}: {path} in body {most}"
 
 
-def schema_definition_problems(schema: Schema, path: str) -> Iterator[str]:
+def schema_definition_problems(schema: RuleSchema, path: str) -> Iterator[str]:
     """Yield the reasons for which a schema is not structural."""
     if "type" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
         yield f"{path}.type: Required value: must not be empty for specified object fields"

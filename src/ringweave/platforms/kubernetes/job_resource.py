@@ -158,11 +158,6 @@ def _to_node_entry(index: int, node: NodeRequest) -> dict[str, Any]:
     }
 
 
-def with_current_desired(resource: ResourceObject, job: Job) -> Job:
-    """Return the job with the resource's current desired state."""
-    return replace(job, desired=desired_from_resource(resource))
-
-
 StatusObject = dict[str, Any]
 _OTHER_REFUSAL, _SERVER_FAILURE = "ObjectRefused", "ApiServerFails"
 _REFUSAL_KINDS = {
@@ -269,13 +264,12 @@ def job_with_refusals(job: Job, status: Mapping[str, Any]) -> Job:
 MAX_EVENTS = 100
 """Maximum number of events in the status; the oldest are dropped. An API object has room for 1.5 MB."""
 
-Status = dict[str, Any]
 _AT_BARRIER_STATES = (NodeState.READY, NodeState.RUNNING, NodeState.SUCCEEDED)
 
 
 def status_from_job(
     job: Job, *, before: Mapping[str, Any], generation: int, events: Sequence[JobEvent], now: float
-) -> Status:
+) -> StatusObject:
     """Return the whole status of an admitted job.
 
     Args:
@@ -288,7 +282,7 @@ def status_from_job(
     saved = records.dump_record(job.record)
     job, events = _with_platform_options(job), [_event_with_platform_options(job, event) for event in events]
     record = job.record
-    status: Status = {
+    status: StatusObject = {
         "observedGeneration": generation,
         "state": str(record.state),
         "reason": record.reason.code if record.reason else "",
@@ -309,7 +303,7 @@ def status_from_job(
     return status
 
 
-def refused_status(before: Mapping[str, Any], *, reason: str, text: str, generation: int, now: float) -> Status:
+def refused_status(before: Mapping[str, Any], *, reason: str, text: str, generation: int, now: float) -> StatusObject:
     """Return the status of a job that is not admitted and has no objects."""
     condition = _make_condition(before, "Admitted", False, reason, text, generation, now)
     return {
@@ -346,9 +340,9 @@ def _ready_text(job: Job) -> str:
     return f"{sum(known.state in _AT_BARRIER_STATES for known in used)}/{len(used)}"
 
 
-def _node_status(job: Job, index: int) -> Status:
+def _node_status(job: Job, index: int) -> StatusObject:
     node_record: NodeRecord = job.record.nodes[index]
-    status: Status = {
+    status: StatusObject = {
         "name": job.node_name(index),
         "workers": job.counts[index],
         "state": str(node_record.state),
@@ -368,7 +362,7 @@ def _node_status(job: Job, index: int) -> Status:
     return status
 
 
-def _all_conditions(job: Job, before: Mapping[str, Any], generation: int, now: float) -> list[Status]:
+def _all_conditions(job: Job, before: Mapping[str, Any], generation: int, now: float) -> list[StatusObject]:
     record = job.record
     reason = record.reason.code if record.reason else "Running"
     text = str(record.reason) if record.reason else "all nodes run"
@@ -391,7 +385,7 @@ def _all_conditions(job: Job, before: Mapping[str, Any], generation: int, now: f
 
 def _make_condition(
     before: Mapping[str, Any], kind: str, is_so: bool, reason: str, text: str, generation: int, now: float
-) -> Status:
+) -> StatusObject:
     status = "True" if is_so else "False"
     known = next((item for item in before.get("conditions", ()) if item["type"] == kind), None)
     is_same = known is not None and known["status"] == status
@@ -406,7 +400,7 @@ def _make_condition(
     }
 
 
-def _append_events(before: Mapping[str, Any], events: Sequence[JobEvent], now: float) -> list[Status]:
+def _append_events(before: Mapping[str, Any], events: Sequence[JobEvent], now: float) -> list[StatusObject]:
     kept = list(before.get("events", ()))
     keys = {item["key"] for item in kept}
     new = [event for event in events if event.key not in keys]

@@ -23,8 +23,6 @@ STOPPED_ANNOTATION = f"{API_GROUP}/stopped"
 """Annotation of a Pod that was told to stop and is kept."""
 BARRIER_CONDITION = f"{API_GROUP}/AtGate"
 """Condition of a Pod, in its readiness gates: the status of its agent."""
-GATE_KEY = "gate"
-"""Key of the ConfigMap: the barrier is released for rounds up to this one."""
 
 
 def config_name(job: str) -> str:

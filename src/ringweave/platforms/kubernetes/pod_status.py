@@ -22,12 +22,12 @@ from ringweave.platforms.agent.channel import AgentStatus, RendezvousResult
 from ringweave.platforms.kubernetes import names, objects
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 
-PodObject = Mapping[str, Any]
+Pod = Mapping[str, Any]
 UNRESPONSIVE_AFTER_S = 30.0
 """A live kubelet ends a Pod after its grace period, and learns of a condition, sooner than this."""
 
 
-def unresponsive_machine(pod: PodObject, now: float) -> UnresponsiveMachine | None:
+def unresponsive_machine(pod: Pod, now: float) -> UnresponsiveMachine | None:
     """Return the Pod's machine if it shows signs of not responding, else None."""
     machine = pod.get("spec", {}).get("nodeName")
     text = next(_unresponsive_signs(pod, now), None)
@@ -40,7 +40,7 @@ def unresponsive_machine(pod: PodObject, now: float) -> UnresponsiveMachine | No
     return UnresponsiveMachine(text=f"{text} (kubectl get node {machine})", fix=remove)
 
 
-def _unresponsive_signs(pod: PodObject, now: float) -> Iterator[str]:
+def _unresponsive_signs(pod: Pod, now: float) -> Iterator[str]:
     metadata, status = pod["metadata"], pod.get("status", {})
     until = metadata.get("deletionTimestamp")  # with its grace
     if until is not None and not metadata.get("finalizers") and now >= names.parse_time(until) + UNRESPONSIVE_AFTER_S:
@@ -68,7 +68,6 @@ def _was_marked_unready(status: Mapping[str, Any], now: float) -> bool:
     return names.parse_time(reported) <= names.parse_time(since) <= now - UNRESPONSIVE_AFTER_S
 
 
-Pod = Mapping[str, Any]
 AttemptKey = tuple[int, int]
 _NORMAL_WAITS = ("ContainerCreating", "PodInitializing")
 

@@ -20,7 +20,7 @@ from ringweave.jobs.records import JobAction, ObservedJobState
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import REGISTRY, Wakeup
-from ringweave.platforms.local.job_runtime import LocalJobRuntime
+from ringweave.platforms.local.job_runtime import BoundaryHook, LocalJobRuntime
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
 
 ACTIVE_POLL_S = 0.5
@@ -35,8 +35,6 @@ SUPERVISOR_MODULE = "ringweave.platforms.local.supervisor"
 """Name of this module in command lines."""
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.local.agent_main")
 
-SupervisorBoundaryHook = Callable[[str], None]
-
 
 class JobSupervisor:
     """Supervisor of one job; it reads all its state anew at every poll."""
@@ -48,7 +46,7 @@ class JobSupervisor:
         *,
         agent: Sequence[str] = AGENT_COMMAND,
         clock: Callable[[], float] = time.time,
-        on_boundary: SupervisorBoundaryHook = lambda boundary: None,
+        on_boundary: BoundaryHook = lambda boundary: None,
     ) -> None:
         """`agent` begins the agents' command line.
 

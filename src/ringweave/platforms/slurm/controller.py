@@ -24,6 +24,7 @@ from ringweave.jobs.states import JobState
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.platforms.local.job_runtime import BoundaryHook
 from ringweave.platforms.slurm import batch_script
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.job_runtime import ALLOCATION_REVOKED, AllocationGrant, SlurmDeps, SlurmJobRuntime
@@ -40,8 +41,6 @@ MAX_FRUITLESS_REQUEUES = 10
 become members does. A job that ran may be preempted any number of times."""
 CONTROLLER_RETRY_S = 1.0
 """Delay after a failed action or observation."""
-
-ControllerBoundaryHook = Callable[[str], None]
 
 
 def make_runtime(
@@ -90,7 +89,7 @@ class SlurmController:
         grant: AllocationGrant | None,
         deps: SlurmDeps,
         clock: Callable[[], float] = time.time,
-        on_boundary: ControllerBoundaryHook = lambda boundary: None,
+        on_boundary: BoundaryHook = lambda boundary: None,
     ) -> None:
         """Without a grant it only cleans up. `on_boundary` is called before and after each action, with its name."""
         self._registry, self._name, self._grant, self._deps = registry, name, grant, deps

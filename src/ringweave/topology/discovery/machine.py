@@ -6,7 +6,7 @@ NUMA nodes, host bridges, PCIe bridges, PCI functions. Nothing here reads anythi
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ringweave.files.problems import shorten_names
@@ -198,11 +198,6 @@ def is_bridge_class(pci_class: int) -> bool:
     return pci_class == _BRIDGE_CLASS
 
 
-def is_display_class(pci_class: int) -> bool:
-    """Return whether it is a graphics device, for computing or for display only."""
-    return pci_class >> 8 == _DISPLAY_CLASS >> 8
-
-
 def is_gpu_function(pci_class: int, vendor: int) -> bool:
     """Return whether PyTorch could compute on it: NVIDIA displays; AMD devices without a screen (Instinct)."""
     if vendor == NVIDIA_VENDOR:
@@ -308,10 +303,6 @@ class MachineBuilder:
         """Add a PCI function without a known class."""
         part = self.add_part("pci", f"function {bus}", parent)
         self._interfaces.append(NetworkInterface(name=bus, part=part, bus=bus, is_unclassified=True))
-
-    def add_virtual_interfaces(self, interfaces: Iterable[NetworkInterface]) -> None:
-        """Add interfaces that are attached to no part."""
-        self._interfaces.extend(interfaces)
 
     def build(self) -> Machine:
         """Return the machine. Its compute devices are GPUs, else NUMA nodes, else packages, else the machine itself."""
