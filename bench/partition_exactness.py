@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from ringweave.errors import UsageError
-from ringweave.planning.partition import PartitionProblem, solve_by_recurrence, solve_partition
+from ringweave.planning.partition.problem import PartitionProblem
+from ringweave.planning.partition.solve import solve_by_recurrence, solve_partition
 from tests.planning.partitioning.brute_force import Found, least, random_problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

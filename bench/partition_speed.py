@@ -8,7 +8,8 @@ import random
 import statistics
 import time
 
-from ringweave.planning.partition import PartitionMemory, PartitionProblem, solve_partition
+from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
+from ringweave.planning.partition.solve import solve_partition
 
 SIZES = ((1_000, 64), (2_000, 1_024))
 CASES = ("alike", "unequal", "links", "kinds", "memory", "microbatches")

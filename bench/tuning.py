@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ringweave import lab, planning, schedules, telemetry, topology, units
-from ringweave.planning.autotune import GroupPlacement
-from ringweave.planning.autotune.tuner import pick_candidates
+from ringweave.planning.autotune.tuner import GroupPlacement, pick_candidates
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = 1.05

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from ringweave.jobs.request import JobRequest, NodeRequest
-from ringweave.platforms.agent import channel
+from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.api import LogQuery
 from ringweave.platforms.local.job_folder import job_folder
 from ringweave.platforms.local.platform import LocalPlatform
@@ -43,7 +43,7 @@ class Watch:
             for path in self._root.glob("jobs/*/groups/*/report.json"):
                 try:
                     written_s = path.stat().st_mtime
-                    phase = str(channel.parse_status(path.read_bytes()).phase)
+                    phase = str(agent_channel.parse_status(path.read_bytes()).phase)
                 except (OSError, ValueError):
                     continue
                 self.times.setdefault((path.parent.name, phase), written_s)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringweave.comm import backend
+from ringweave.comm.transport import sockets
 from ringweave.comm.transport.sockets import SocketTransport
 
 
@@ -30,7 +30,7 @@ def make_groups() -> dict[str, Any]:
     """Make one group of each kind."""
     groups = {}
     for name, lends in (("lent", True), ("copied", False)):
-        backend.SocketTransport = functools.partial(_connect, lends)
+        sockets.SocketTransport = functools.partial(_connect, lends)
         groups[name] = dist.new_group(backend="ringweave")
     return groups
 

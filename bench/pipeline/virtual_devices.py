@@ -22,7 +22,8 @@ import torch.distributed as dist
 from settings import Setting, batch, make_optimizer, make_pipeline, median, step_times
 
 from ringweave.pipeline import even_splits, profiling
-from ringweave.planning import partition
+from ringweave.planning.partition.problem import PartitionProblem
+from ringweave.planning.partition.solve import solve_partition
 from ringweave.sim import pipeline_schedules, pipeline_simulation
 from ringweave.sim.pipeline_simulation import StageTimes
 
@@ -48,8 +49,8 @@ def proportional(num_blocks: int) -> tuple[int, ...]:
 
 def by_parameters(parameters: tuple[float, ...]) -> tuple[int, ...]:
     """DeepSpeed's `partition_method="parameters"`: the least largest sum of parameters, whatever the speeds are."""
-    problem = partition.PartitionProblem(work=(parameters,), capability=(1.0,) * len(SPEEDS))
-    return partition.solve_partition(problem).splits
+    problem = PartitionProblem(work=(parameters,), capability=(1.0,) * len(SPEEDS))
+    return solve_partition(problem).splits
 
 
 def best(setting: Setting) -> tuple[int, ...]:

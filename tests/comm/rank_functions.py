@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ringweave import schedules
-from ringweave.comm.engine.device import run_rounds, stream_work
+from ringweave.comm.engine.engine import run_rounds, stream_work
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)

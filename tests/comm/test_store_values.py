@@ -21,7 +21,7 @@ from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.tuning import control_tree
 from ringweave.errors import DisagreementError, PeerError, ScheduleError
 from ringweave.planning import Plan
-from ringweave.planning.autotune import TuningDecision
+from ringweave.planning.autotune.tuning_messages import TuningDecision
 from tests.wire.mutations import mutated
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']

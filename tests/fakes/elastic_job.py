@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 from ringweave import rpc
 from ringweave.membership import service
 from ringweave.membership.failure_detector import TimeoutPolicy
+from ringweave.membership.membership_records import GenerationId, Membership
 from ringweave.membership.messages import WHOLE_JOB
-from ringweave.membership.records import GenerationId, Membership
 from ringweave.membership.service import CoordinatorListener
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.testing import ranks

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ringweave.platforms.kubernetes import api_client, leader_election, names
+from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
 from ringweave.platforms.kubernetes.api_errors import ApiError
 from ringweave.platforms.kubernetes.crd import custom_resource_definition
@@ -155,12 +156,12 @@ def _refuse_another_operator(kube: Kube) -> None:
     """One that leads jobs of all namespaces would lead those of the tests as well."""
     for lease in kube.run(kube.client.list(api_client.LEASES, None)):
         holder = lease["spec"].get("holderIdentity")
-        if lease["metadata"]["name"] == leader_election.LEASE_NAME and holder:
+        if lease["metadata"]["name"] == kubernetes_operator.LEASE_NAME and holder:
             where = lease["metadata"]["namespace"]
             pytest.exit(
-                f"operator {holder} leads jobs here (Lease {leader_election.LEASE_NAME} in namespace {where}), "
+                f"operator {holder} leads jobs here (Lease {kubernetes_operator.LEASE_NAME} in namespace {where}), "
                 f"and would lead those of the tests: kubectl -n {where} scale deployment "
-                f"{leader_election.LEASE_NAME} --replicas 0, and again to 1 "
+                f"{kubernetes_operator.LEASE_NAME} --replicas 0, and again to 1 "
                 "afterwards. Where none runs any more, delete the Lease.",
                 returncode=2,
             )

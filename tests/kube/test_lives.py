@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from ringweave.jobs.failures import EVICTED_HANG
 from ringweave.jobs.records import EndCause, GroupPhase
-from ringweave.platforms.agent.channel import AgentStatus
+from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
 from ringweave.platforms.kubernetes.api_errors import ApiError
 from tests.fakes.kubernetes.operator_process import OperatorProcess

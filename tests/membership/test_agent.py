@@ -9,8 +9,8 @@ from ringweave.membership import client
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import CoordinatorStatus
-from ringweave.membership.records import Membership, MemberStatus
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc.tls import utc_now
 from tests.fakes.elastic_job import InProcessCoordinator, fixed_timeout_policy

@@ -7,6 +7,7 @@ import pytest
 
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import (
     MAX_LAYOUT_CHARS,
     MAX_NOTE_CHARS,
@@ -15,7 +16,6 @@ from ringweave.membership.messages import (
     Join,
     StatusReport,
 )
-from ringweave.membership.records import Membership, MemberStatus
 
 SHORT = MemberStatus(member="0.0")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import NO_GENERATION, GenerationId, MemberStatus, parse_member_name
+from ringweave.membership.membership_records import NO_GENERATION, GenerationId, MemberStatus, parse_member_name
 from ringweave.membership.settings import MembershipSettings
 from tests.membership.members import Member
 

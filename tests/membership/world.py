@@ -7,7 +7,7 @@ from dataclasses import replace
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.election import Rejoin
 from ringweave.membership.member_rules import BeginGeneration, PauseTraining, StopTraining, resolve_reduction
-from ringweave.membership.records import (
+from ringweave.membership.membership_records import (
     NO_GENERATION,
     GenerationId,
     MemberDirective,

@@ -1,5 +1,5 @@
 from ringweave import topology
-from ringweave.plots.plan_drawing import OutlineItem, outline_cluster
+from ringweave.plots.plan_plot import OutlineItem, outline_cluster
 from ringweave.topology import Cluster
 
 

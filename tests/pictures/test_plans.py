@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import planning, topology
-from ringweave.plots import plan_drawing
+from ringweave.plots import plan_plot
 
 
 def drawn(text: str, path: Path) -> str:
@@ -13,7 +13,7 @@ def drawn(text: str, path: Path) -> str:
     cluster = topology.loads(text)
     plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
     with mpl.rc_context({"svg.fonttype": "none"}):
-        plan_drawing.draw_plan(cluster, plan, 25_000_000, path)
+        plan_plot.draw_plan(cluster, plan, 25_000_000, path)
     return path.read_text()
 
 
@@ -33,7 +33,7 @@ def test_machines_links_leaders_and_the_bound(tmp_path: Path) -> None:
         ">col 2<",
     ):
         assert expected in words
-    assert plan_drawing._BINDING_COLOUR in words
+    assert plan_plot._BINDING_COLOUR in words
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.planning.partition import PartitionProblem, solve_partition
+from ringweave.planning.partition.problem import PartitionProblem
+from ringweave.planning.partition.solve import solve_partition
 from ringweave.plots import partition_chart
 
 PROBLEM = PartitionProblem(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ringweave import cost, schedules, sim
 from ringweave.schedules import Collective, ReceiveOp, Round, Schedule
 from ringweave.sim import HostModel, LinkRateChange, NodeSlowdown, RankFailure, StartDelay
-from ringweave.sim.regular import IrregularScheduleError, simulate_regular
 from ringweave.sim.scenario import Routes
+from ringweave.sim.simulation import IrregularScheduleError, simulate_regular
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, node, random_trees

@@ -168,10 +168,7 @@ def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
     """
     platform = job_options.open_user_platform(place)
     if metrics or port is not None:
-        from ringweave.platforms.metrics import (
-            metrics_text,  # brings an HTTP server
-            serve_metrics,  # brings an HTTP server
-        )
+        from ringweave.platforms.metrics import metrics_text, serve_metrics
 
         return serve_metrics(platform, port) if port is not None else _echo_text(metrics_text(platform.jobs()))
     found = platform.jobs()

@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from ringweave.errors import UsageError, explain
-from ringweave.planning.partition import Partition, PartitionMemory, PartitionProblem, solve_partition
+from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
+from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_schedules
 
 

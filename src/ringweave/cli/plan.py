@@ -127,9 +127,9 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     simulated = _simulate_schedules(plan, cluster, num_bytes, num_simulated, rates, progress)
     if picture_path is not None:
-        from ringweave.plots import plan_drawing
+        from ringweave.plots import plan_plot
 
-        plan_drawing.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated)
+        plan_plot.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated)
     if as_json:
         click.echo(json.dumps(_plan_document(cluster, plan, num_bytes, simulated) | {"measured_rates": rates}))
     else:

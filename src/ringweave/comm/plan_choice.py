@@ -22,7 +22,7 @@ from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
-from ringweave.planning.autotune import GroupPlacement
+from ringweave.planning.autotune.tuner import GroupPlacement
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Smaller messages go to the native backend: latency dominates there, and Python adds more of it."""

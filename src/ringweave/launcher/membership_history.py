@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.membership.records import REASON_FINISHED, REASON_LEFT
+from ringweave.membership.membership_records import REASON_FINISHED, REASON_LEFT
 from ringweave.telemetry import Event, EventTail, read_last_attempt
 
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ringweave.launcher.outcome import WorkerFailure
-from ringweave.membership import records
+from ringweave.membership import membership_records
 
 _SHELL_SIGNAL_BASE = 128
 """A shell exits with this plus the signal's number when a signal has ended its program."""
@@ -83,7 +83,7 @@ LEFT_EXIT_CODE = 143
 MEMBERSHIP_ERROR = "MembershipError: "
 """Prefix of the exceptions that a script gets from its membership."""
 JOB_OVER = f"{MEMBERSHIP_ERROR}job is over"
-JOB_FINISHED = f"{JOB_OVER}: {records.REASON_ALL_DONE}"
+JOB_FINISHED = f"{JOB_OVER}: {membership_records.REASON_ALL_DONE}"
 """Error of a worker that joins when the others have finished."""
 NO_COORDINATOR = f"{MEMBERSHIP_ERROR}this worker is no member any more: no coordinator within"
 _NOT_A_MEMBER = f"{MEMBERSHIP_ERROR}this worker is no member"

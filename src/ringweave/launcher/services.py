@@ -408,10 +408,7 @@ class JobServer:
         Raises:
             LaunchError: There is no free port.
         """
-        from ringweave.planning import (
-            group_planner,  # brings numpy, which most runs need not wait for here
-            modes,  # brings numpy, which most runs need not wait for here
-        )
+        from ringweave.planning import group_planner, modes
 
         if mode not in (*modes.SERVER_MODES, modes.AUTO) or (mode == modes.AUTO and cluster.num_nodes == 1):
             return None

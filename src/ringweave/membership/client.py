@@ -12,6 +12,7 @@ from ringweave.errors import RpcError
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import HEARTBEAT_INTERVAL_S, CoordinatorMonitor, Heartbeat
 from ringweave.membership.member_rules import BeginGeneration, MemberRules, PauseTraining, StopTraining
+from ringweave.membership.membership_records import GenerationId, Membership, MemberStatus
 from ringweave.membership.messages import (
     WHOLE_JOB,
     CoordinatorStatus,
@@ -24,7 +25,6 @@ from ringweave.membership.messages import (
     StatusReport,
     WatchUpdate,
 )
-from ringweave.membership.records import GenerationId, Membership, MemberStatus
 
 
 class CoordinatorConnector:

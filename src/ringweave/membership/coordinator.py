@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ringweave.membership import records
+from ringweave.membership import membership_records
 from ringweave.membership.election import Election, Rejoin
 from ringweave.membership.failure_detector import (
     ANSWER_TIMEOUT,
@@ -18,7 +18,7 @@ from ringweave.membership.failure_detector import (
     Heartbeat,
     SchedulingDelay,
 )
-from ringweave.membership.records import (
+from ringweave.membership.membership_records import (
     GenerationId,
     GenerationProposal,
     MemberDirective,
@@ -148,10 +148,10 @@ class Coordinator:
         elif not self._failure_detector.knows_member(member):
             others = self._failure_detector.members_of_slot(parse_member_name(member)[0])
             if any(parse_member_name(other) > parse_member_name(member) for other in others):
-                self._evict(member, records.REASON_REPLACED)
+                self._evict(member, membership_records.REASON_REPLACED)
                 return
             for other in others:
-                self._exclude(other, records.REASON_REPLACED)
+                self._exclude(other, membership_records.REASON_REPLACED)
             self._failure_detector.add_member(member, now_s)
             if self.membership is None and self._waiting_since_s is None:  # a slow start blames no member
                 self._waiting_since_s = now_s
@@ -177,7 +177,7 @@ class Coordinator:
         elif self._election.note_only_newcomers(self._settings.expected, now_s):
             if self._election.has_replacements and not self._settings.has_external_state:
                 self._become_active()
-                self._end_job(records.REASON_STATE_LOST)
+                self._end_job(membership_records.REASON_STATE_LOST)
             elif not self._has_even_terms:
                 self._become_active()
 
@@ -216,7 +216,7 @@ class Coordinator:
         """Note a member that asked this active coordinator. Once a majority of its members has, its term counts."""
         if self.is_active and self.membership is not None:
             self._votes_in_term[status.member] = status
-            if records.outnumbers_silent(
+            if membership_records.outnumbers_silent(
                 self.membership.members, list(self._votes_in_term.values()), self.membership.members
             ):
                 self._confirmed_term = self._term
@@ -340,7 +340,7 @@ class Coordinator:
             self._unsure_until_s = now_s + SURE_AFTER_SILENCE_S
         if self.is_active:  # a standby has no members yet to notify
             for member, reason in self._failure_detector.overdue(now_s, self._grace_s):
-                self._exclude(member, reason, is_silent=True, may_return=reason == records.REASON_SILENT)
+                self._exclude(member, reason, is_silent=True, may_return=reason == membership_records.REASON_SILENT)
         self._query_recovering_members(now_s)
         self._restart_on_standstill(now_s)
         self._advance(now_s)
@@ -430,7 +430,7 @@ class Coordinator:
             return
         for member in self._election.take_missing(self._failure_detector.present):
             if not self._failure_detector.knows_member(member):  # else it came, and has ended or finished since
-                self._exclude(member, records.REASON_EXCLUDED, is_silent=True, may_return=True)
+                self._exclude(member, membership_records.REASON_EXCLUDED, is_silent=True, may_return=True)
         if self._election.take_unsettled():  # the previous coordinator was lost in the middle of a change
             self._propose(is_urgent=True)
         is_broken = self.membership is not None and self._failure_detector.is_missing_any(
@@ -498,7 +498,7 @@ class Coordinator:
             elif is_late:
                 self._end_job(f"{num_here} workers came, expected at least {min_members}")
         elif not num_here and self._failure_detector.has_finished:
-            self._end_job(records.REASON_ALL_DONE)
+            self._end_job(membership_records.REASON_ALL_DONE)
         elif self._failure_detector.leaving or self._newcomers():
             self._propose(is_urgent=False)
 
@@ -526,15 +526,19 @@ class Coordinator:
             return
         statuses = [self._statuses[member] for member in wanted]
         holders = [each for each in statuses if each.has_state]
-        if records.is_state_lost(self.membership, statuses) and not self._settings.has_external_state:
-            self._end_job(records.REASON_ALL_DONE if self._failure_detector.has_finished else records.REASON_STATE_LOST)
+        if membership_records.is_state_lost(self.membership, statuses) and not self._settings.has_external_state:
+            self._end_job(
+                membership_records.REASON_ALL_DONE
+                if self._failure_detector.has_finished
+                else membership_records.REASON_STATE_LOST
+            )
         elif self.membership and not self._has_quorum(self.membership, statuses, holders):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
         elif not statuses and self._failure_detector.has_finished:
-            self._end_job(records.REASON_ALL_DONE)
+            self._end_job(membership_records.REASON_ALL_DONE)
         elif self._is_too_few(len(statuses)):
             if statuses and all(each.is_leaving for each in statuses):
-                self._end_job(records.REASON_ALL_LEFT, holders)
+                self._end_job(membership_records.REASON_ALL_LEFT, holders)
                 return
             min_members = self._settings.bounds.min_members
             self._wait_or_end(now_s, f"workers left: {len(statuses)}, expected at least {min_members}", holders)
@@ -549,10 +553,12 @@ class Coordinator:
         able, reporting = holders or statuses, {each.member for each in statuses}
         staying = [each for each in able if not _leaves_now(each)] or able
         predecessors = (
-            () if records.was_entered_by_all(membership, [*statuses, *self._finished]) else membership.forerunners
+            ()
+            if membership_records.was_entered_by_all(membership, [*statuses, *self._finished])
+            else membership.forerunners
         )
-        return records.outnumbers_silent(membership.members, staying, self._failure_detector.silent) and all(
-            records.outnumbers_silent(each, staying, set(filter(self._may_be_alive, each)) - reporting)
+        return membership_records.outnumbers_silent(membership.members, staying, self._failure_detector.silent) and all(
+            membership_records.outnumbers_silent(each, staying, set(filter(self._may_be_alive, each)) - reporting)
             for each in predecessors
         )
 
@@ -562,7 +568,7 @@ class Coordinator:
         """Return the unconfirmed predecessors of a generation of the staying ones, after these statuses."""
         names = {each.member for each in staying}
         leaving = {each.member for each in statuses} - names
-        return records.unconfirmed_predecessors(
+        return membership_records.unconfirmed_predecessors(
             self.membership,
             [*statuses, *self._finished],
             names,
@@ -586,7 +592,7 @@ class Coordinator:
             statuses = taking_part
         staying = [each for each in statuses if not _leaves_now(each)]
         if not staying:
-            self._end_job(records.REASON_ALL_LEFT, holders)
+            self._end_job(membership_records.REASON_ALL_LEFT, holders)
             return
         no_member_has_state = bool(holders) and not any(each.has_state for each in staying)
         if no_member_has_state and not self._settings.has_external_state:
@@ -610,7 +616,7 @@ class Coordinator:
         self._confirmed_term, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in statuses:
             if each not in staying:
-                self._exclude(each.member, records.REASON_LEFT)
+                self._exclude(each.member, membership_records.REASON_LEFT)
         for member, reason in list(self._silent_reasons.items()):
             self._evict(member, reason)
         self._failure_detector.forget_silent({member for each in membership.forerunners for member in each})
@@ -654,7 +660,7 @@ class Coordinator:
         self._proposal = None
 
     def _next_own_term(self, generation_id: GenerationId) -> int:
-        return records.next_term(max(generation_id[0], self._last_term), is_even=self._has_even_terms)
+        return membership_records.next_term(max(generation_id[0], self._last_term), is_even=self._has_even_terms)
 
     def _become_active(self) -> None:
         """Become active, in a term greater than any that is known here."""
@@ -667,14 +673,14 @@ class Coordinator:
         self._become_active()
         self.membership, self._waiting_since_s, self._generation_began_s = newest, None, now_s
         for stranger in set(self._failure_detector.present) - set(newest.members):
-            self._exclude(stranger, records.REASON_EXCLUDED, is_silent=True)
+            self._exclude(stranger, membership_records.REASON_EXCLUDED, is_silent=True)
         missing = set(newest.members) - set(self._failure_detector.present)
         self._election.await_voters(missing)
         self._probe_targets = {
             each.member: each.place for each in newest.standings if each.place and each.member in missing
         }
         for member in self._election.take_replaced():
-            self._exclude(member, records.REASON_REPLACED)
+            self._exclude(member, membership_records.REASON_REPLACED)
 
 
 def _leaves_now(status: MemberStatus) -> bool:

@@ -5,7 +5,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import NO_GENERATION, GenerationId, Membership, MemberStatus, parse_member_name
+from ringweave.membership.membership_records import (
+    NO_GENERATION,
+    GenerationId,
+    Membership,
+    MemberStatus,
+    parse_member_name,
+)
 
 _VOTE_SPREAD_FACTOR = 3.0
 _MAX_VOTER_WAIT_S = 15.0

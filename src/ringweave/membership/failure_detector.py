@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 
-from ringweave.membership import records
-from ringweave.membership.records import parse_member_name
+from ringweave.membership import membership_records
+from ringweave.membership.membership_records import parse_member_name
 
 HEARTBEAT_INTERVAL_S = 0.25
 """Heartbeat interval. Each heartbeat takes a millisecond of a processor that a train step may need; no member is missed
@@ -433,7 +433,7 @@ class FailureDetector:
         is_any_waiting = any(signs.is_waiting for signs in self.present.values())
         for member, signs in list(self.present.items()):
             if signs.is_silent(now_s, grace_s(member)):
-                yield member, records.REASON_SILENT
+                yield member, membership_records.REASON_SILENT
             elif is_any_waiting and signs.is_stuck(grace_s(member)):
                 yield member, "it stood still while others waited for it"
 

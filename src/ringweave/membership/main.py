@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ringweave import rpc
 from ringweave.errors import RingweaveError
-from ringweave.membership import records, service, settings
+from ringweave.membership import membership_records, service, settings
+from ringweave.membership.membership_records import GenerationId, Membership
 from ringweave.membership.messages import STARTUP_RENDEZVOUS
-from ringweave.membership.records import GenerationId, Membership
 from ringweave.membership.service import CoordinatorListener, OtherCoordinatorPoller
 from ringweave.membership.settings import MembershipSettings
 from ringweave.telemetry import EventLog, print_line
@@ -67,9 +67,11 @@ class CoordinatorEventReporter(CoordinatorListener):
         """Report the member and the reason; not for the startup rendezvous."""
         if part == STARTUP_RENDEZVOUS:
             return
-        print_line(f"coordinator: {member} is no member any more: {reason or records.REASON_FINISHED}")
+        print_line(f"coordinator: {member} is no member any more: {reason or membership_records.REASON_FINISHED}")
         if self._log:
-            self._log.write("member_lost", member=member, reason=reason or records.REASON_FINISHED, term=term)
+            self._log.write(
+                "member_lost", member=member, reason=reason or membership_records.REASON_FINISHED, term=term
+            )
 
     def member_returned(self, part: str, member: str, term: int) -> None:
         if part == STARTUP_RENDEZVOUS:

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ringweave.membership.records import NO_GENERATION, GenerationId, MemberDirective, Membership, MemberStatus
+from ringweave.membership.membership_records import (
+    NO_GENERATION,
+    GenerationId,
+    MemberDirective,
+    Membership,
+    MemberStatus,
+)
 
 ReductionOutcome = Literal["nothing", "take", "again"]
 

@@ -8,7 +8,7 @@ import pydantic
 
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import MemberDirective, MemberStatus
+from ringweave.membership.membership_records import MemberDirective, MemberStatus
 from ringweave.rpc import RpcMessage
 
 MAX_NOTE_CHARS = 64 * 1024

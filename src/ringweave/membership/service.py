@@ -18,6 +18,13 @@ from typing import Any
 from ringweave import rpc
 from ringweave.errors import RefusedError, RpcError, explain
 from ringweave.membership.coordinator import Coordinator
+from ringweave.membership.membership_records import (
+    NO_GENERATION,
+    GenerationId,
+    MemberDirective,
+    Membership,
+    MemberStatus,
+)
 from ringweave.membership.messages import (
     STARTUP_RENDEZVOUS,
     WHOLE_JOB,
@@ -31,7 +38,6 @@ from ringweave.membership.messages import (
     StatusReport,
     WatchUpdate,
 )
-from ringweave.membership.records import NO_GENERATION, GenerationId, MemberDirective, Membership, MemberStatus
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc import Ack, Identity, RpcCall, RpcHandler, RpcMessage, RpcReply
 

@@ -14,7 +14,7 @@ from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError, explain
 from ringweave.param_server import job as param_server_job
 from ringweave.param_server import sessions, snapshots
-from ringweave.param_server.checkpoints import CheckpointHandlers
+from ringweave.param_server.checkpoint_handlers import CheckpointHandlers
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.job import ServerCounts, ServerJob
 from ringweave.param_server.messages import (

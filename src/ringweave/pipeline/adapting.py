@@ -28,7 +28,7 @@ from ringweave.pipeline.pipeline import Pipeline, broadcast_text
 from ringweave.pipeline.profiling import LinkProbe, Profile, StageLink, transfer_mode
 from ringweave.pipeline.runtime.stopwatch import StopwatchLap
 from ringweave.pipeline.stage_layout import Layout
-from ringweave.planning.partition import PartitionMemory
+from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.repartition import (
     LinkProbeScheduler,
     MeasurementWindow,

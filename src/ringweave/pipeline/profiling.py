@@ -24,8 +24,8 @@ from ringweave.pipeline.runtime.boundaries import Boundary, as_tuple
 from ringweave.pipeline.runtime.process_groups import PipelineGroups
 from ringweave.pipeline.runtime.runner import StageRunner
 from ringweave.pipeline.stage_layout import Layout
-from ringweave.planning import partition as planning_partition
-from ringweave.planning.partition import Partition, PartitionMemory, PartitionProblem
+from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
+from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_simulation
 from ringweave.sim.pipeline_schedules import PipelineSchedule
 from ringweave.sim.pipeline_simulation import Overheads, PipelineSimulation, StageTimes
@@ -407,7 +407,7 @@ def partition(
         memory=_memory_limits(profile, memory_bytes, in_flight),
         allow_empty=allow_empty,
     )
-    return planning_partition.solve_partition(problem, num_microbatches)
+    return solve_partition(problem, num_microbatches)
 
 
 def _memory_limits(

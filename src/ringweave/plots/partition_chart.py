@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ringweave.planning.partition import Partition, PartitionStage
+from ringweave.planning.partition.problem import PartitionStage
+from ringweave.planning.partition.solve import Partition
 from ringweave.plots import figures
 
 _COMPUTE_COLOUR, _TRANSFER_COLOUR, _BOTTLENECK = "#30638e", "#c8a13a", "#d1495b"

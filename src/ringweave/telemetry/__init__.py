@@ -4,13 +4,13 @@ from ringweave.telemetry.events import (
     Event,
     EventLog,
     EventTail,
+    Iterations,
     LineReader,
     parse_event,
     print_line,
     read_events,
     read_last_attempt,
 )
-from ringweave.telemetry.iterations import Iterations
 from ringweave.telemetry.kinds import EVENT_KINDS, EventKind
 
 __all__ = [

@@ -11,7 +11,7 @@ from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.planning import ScheduleChoice
-from ringweave.planning.autotune import TuningDecision, TuningReport
+from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport
 from ringweave.telemetry.events import EventLog, read_events
 
 SIZE = 10**6

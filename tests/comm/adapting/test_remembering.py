@@ -3,7 +3,7 @@ from pathlib import Path
 
 from ringweave import planning, topology
 from ringweave.comm.tuning.selector import TuningCache
-from ringweave.planning.autotune import MAX_AGE_S
+from ringweave.planning.autotune.tuner import MAX_AGE_S
 
 
 def plan_of(rate: str) -> planning.Plan:

@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.comm.probing import measure, network_measurement
 from ringweave.comm.probing.network_measurement import MeasurementCache
-from ringweave.topology.inference import NodeSpec
+from ringweave.topology.inference.tree import NodeSpec
 from tests.comm.probing.parts import FOUND, group
 
 

@@ -17,7 +17,8 @@ from ringweave.comm.probing.network_measurement import MeasurementCache, Network
 from ringweave.comm.transport.connect import ChannelListener, open_listeners
 from ringweave.errors import PeerError
 from ringweave.topology import Cluster, Device, Nic, Node
-from ringweave.topology.inference import Flow, FlowBatch, NodeSpec
+from ringweave.topology.inference.observations import Flow, FlowBatch
+from ringweave.topology.inference.tree import NodeSpec
 from tests.comm.probing.parts import FOUND, TOKEN, at_once
 from tests.comm.probing.test_probing import BRIEF, SOON
 

@@ -14,7 +14,7 @@ from ringweave.comm.probing.flows import FlowTiming, ProbeConnectionKind, RankFl
 from ringweave.comm.probing.probe_coordinator import JsonConnection, ProbeCoordinator
 from ringweave.comm.transport.connect import ChannelListener, open_listeners
 from ringweave.errors import PeerError
-from ringweave.topology.inference import Flow, FlowBatch
+from ringweave.topology.inference.observations import Flow, FlowBatch
 from tests.comm.probing.parts import TOKEN, at_once
 from tests.wire.mutations import mutated
 

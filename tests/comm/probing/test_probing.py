@@ -20,7 +20,8 @@ from ringweave.comm.probing.network_measurement import MeasurementCache, Network
 from ringweave.comm.transport.connect import open_listeners
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError, UsageError
-from ringweave.topology.inference import FlowBatch, SurveyLimits
+from ringweave.topology.inference.infer import SurveyLimits
+from ringweave.topology.inference.observations import FlowBatch
 from tests.comm.probing.parts import FOUND, TOKEN, at_once, group
 
 BRIEF = FlowTiming(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=60.0)

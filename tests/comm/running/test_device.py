@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ringweave import schedules
-from ringweave.comm.engine import device
+from ringweave.comm.engine import engine
 from ringweave.comm.engine.reductions import reduction_for
 from ringweave.errors import CommunicationError
 from ringweave.schedules.program import Transfer
@@ -59,7 +59,7 @@ def test_a_rank_without_a_piece_in_a_round_starts_no_group_in_it(rank: int) -> N
     library: Any = Library()
     message = torch.ones(1).as_subclass(OnDevice)
     schedule = schedules.generate("ring", 4)
-    device.run_rounds(schedule, transfers(rank, 4), message, torch.Tensor.add_, library)
+    engine.run_rounds(schedule, transfers(rank, 4), message, torch.Tensor.add_, library)
     assert library.groups
     assert all(library.groups), "no empty ones"
     assert len(library.groups) < len({transfer.round_index for transfer in transfers(rank, 4)})
@@ -69,15 +69,15 @@ def test_a_group_of_messages_without_a_work_is_not_waited_for() -> None:
     library: Any = Library()
     library._end_coalescing = lambda device: None
     piece = (transfers(0, 2)[0], torch.ones(1))
-    assert device._start_round(library, [piece], CUDA, tag=0) == []
+    assert engine._start_round(library, [piece], CUDA, tag=0) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_what_nccl_does_not_send_is_refused(dtype: torch.dtype) -> None:
     text = rf"reduce operation avg on an accelerator: '{dtype}', expected a dtype that NCCL sends\. Convert"
     with pytest.raises(CommunicationError, match=text):
-        device.check_sendable(reduction_for(ReduceOp.AVG, dtype), dtype)
+        engine.check_sendable(reduction_for(ReduceOp.AVG, dtype), dtype)
 
 
 def test_what_nccl_sends_is_not_refused() -> None:
-    device.check_sendable(reduction_for(ReduceOp.SUM, torch.bfloat16), torch.bfloat16)
+    engine.check_sendable(reduction_for(ReduceOp.SUM, torch.bfloat16), torch.bfloat16)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from ringweave.comm.transport import cross_memory
-from ringweave.comm.transport.cross_memory import HugePages
+from ringweave.comm.transport import shared_memory
 from ringweave.comm.transport.interface import ReceivedContent, TransferFailedError
-from ringweave.comm.transport.shared_memory import MIN_CROSS_MEMORY_BYTES, ShmConnection, ShmRecv
+from ringweave.comm.transport.shared_memory import MIN_CROSS_MEMORY_BYTES, HugePages, ShmConnection, ShmRecv
 from ringweave.comm.transport.sockets import SocketTransport
 from tests.comm.transport.test_shared import TAG, WAIT_S, Node, layout, message, take
 from tests.comm.transport.test_sockets import in_thread
@@ -105,11 +104,11 @@ def test_a_small_piece_is_copied_and_has_left_at_once(pair: Node) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.bfloat16, torch.complex128])
 def test_a_lent_piece_is_combined_slice_by_slice(dtype: torch.dtype) -> None:
-    size = 3 * cross_memory._READ_SLICE_BYTES // dtype.itemsize + 5
+    size = 3 * shared_memory._READ_SLICE_BYTES // dtype.itemsize + 5
     theirs = torch.arange(size).remainder(50).to(dtype)
     mine, scratch = torch.arange(size).remainder(7).to(dtype), torch.empty(size, dtype=dtype)
     expected = mine + theirs
-    content = cross_memory.CrossMemoryContent(1, os.getpid(), theirs.data_ptr())
+    content = shared_memory.CrossMemoryContent(1, os.getpid(), theirs.data_ptr())
     content.combine_into(mine, scratch, lambda region, piece: region.add_(piece))
     assert torch.equal(mine, expected)
 
@@ -135,7 +134,7 @@ def test_pieces_are_copied_where_the_kernel_forbids_reading(monkeypatch: pytest.
         raise PermissionError("Operation not permitted")
 
     take_all_for_huge(monkeypatch)
-    monkeypatch.setattr(cross_memory, "read_memory", forbid)
+    monkeypatch.setattr(shared_memory, "read_memory", forbid)
     node = Node("n", "n", lends=True)
     exchange(node)
     sent = message(1, size=SIZE)
@@ -172,7 +171,7 @@ def test_huge_pages_are_told_from_small_ones(advice: int) -> None:
     area = mmap.mmap(-1, 3 * HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(advice)
     area[:] = bytes(len(area))
-    whole = cross_memory.array_address(np.frombuffer(area, dtype=np.uint8))
+    whole = shared_memory.array_address(np.frombuffer(area, dtype=np.uint8))
     page, pages, has_huge = -(-whole // HUGE_BYTES) * HUGE_BYTES, HugePages(), huge_bytes_at(whole) > 0
     if has_huge and huge_bytes_at(whole) < (whole + 3 * HUGE_BYTES - page) // HUGE_BYTES * HUGE_BYTES:
         pytest.skip("the kernel had not enough huge pages for all of the memory")
@@ -190,12 +189,12 @@ def says_where_huge_pages_are() -> bool:
 
 def test_memory_that_the_kernel_does_not_read_is_not_lent() -> None:
     memory = torch.zeros(10, dtype=torch.uint8)
-    assert cross_memory.is_readable_by_peers(memory.data_ptr(), 10)
-    assert not cross_memory.is_readable_by_peers(8, 10)
+    assert shared_memory.is_readable_by_peers(memory.data_ptr(), 10)
+    assert not shared_memory.is_readable_by_peers(8, 10)
 
 
 def test_memory_that_is_not_there_is_the_peers_fault() -> None:
-    content = cross_memory.CrossMemoryContent(3, os.getpid(), 8)
+    content = shared_memory.CrossMemoryContent(3, os.getpid(), 8)
     with pytest.raises(TransferFailedError, match=rf"memory of process {os.getpid()} cannot be read: Bad address"):
         content.copy_to(torch.empty(4))
 

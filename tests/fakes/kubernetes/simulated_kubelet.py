@@ -10,8 +10,8 @@ from typing import Any
 
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher.workers import HostPort
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import AgentStatus
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
 from ringweave.platforms.kubernetes.agent_gateway import barrier_condition
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
@@ -93,7 +93,7 @@ class SimulatedKubelet:
         """End the Pod's container, with or without a termination message of its agent."""
         now = self.clock()
         is_good = agent_status is not None and agent_status.phase is GroupPhase.SUCCEEDED
-        message = {"message": channel.dump_status(agent_status)} if agent_status else {}
+        message = {"message": agent_channel.dump_status(agent_status)} if agent_status else {}
         ended = {
             "exitCode": exit_code,
             "reason": reason or ("Completed" if is_good else "Error"),

@@ -9,7 +9,13 @@ from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent
 from ringweave.platforms.agent.agent import NodeAgent
-from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState, EndpointOffer, RendezvousResult
+from ringweave.platforms.agent.agent_channel import (
+    AgentChannel,
+    AgentStatus,
+    DesiredState,
+    EndpointOffer,
+    RendezvousResult,
+)
 from ringweave.platforms.agent.credentials import RoundOverError
 from ringweave.platforms.agent.node_workers import NodeOutcome, NodeProgress
 

@@ -11,10 +11,10 @@ from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort
 from ringweave.membership import main
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState, RendezvousResult, rendezvous_result
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult, rendezvous_result
 from ringweave.platforms.agent.credentials import NUM_INCARNATIONS, FolderCredentialPool, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.round_services import COORDINATOR_LINGER_S, RoundCoordinator, RoundCoordinatorFactory
+from ringweave.platforms.agent.node_workers import COORDINATOR_LINGER_S, RoundCoordinator, RoundCoordinatorFactory
 
 NODES = tuple(NodeConfig(index=index, name=name, workers=2) for index, name in enumerate("abc"))
 CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", least=3)
@@ -122,7 +122,7 @@ class FakeCoordinators:
 
 def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     count = [3]
-    monkeypatch.setattr("ringweave.platforms.agent.round_services.count_established", lambda pid, port: count[0])
+    monkeypatch.setattr("ringweave.launcher.services.count_established", lambda pid, port: count[0])
     coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)

@@ -21,10 +21,15 @@ from ringweave.launcher.workers import HostPort, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
 from ringweave.membership.member_rules import StopTraining
 from ringweave.platforms.agent import node_layout
-from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_workers import NodeOutcome, NodeWorkers, ProgressReader, conclude_elastic_node
-from ringweave.platforms.agent.round_services import RoundServer
+from ringweave.platforms.agent.node_workers import (
+    NodeOutcome,
+    NodeWorkers,
+    ProgressReader,
+    RoundServer,
+    conclude_elastic_node,
+)
 from ringweave.rpc import CertificateAuthority
 from ringweave.training.elastic import trainer_interface
 from tests.launch.conftest import wait_until

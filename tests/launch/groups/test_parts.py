@@ -14,8 +14,8 @@ from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerProgram
-from ringweave.platforms.agent import channel, job_config, node_layout, node_workers
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState, RendezvousResult
+from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_workers
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.agent.node_workers import NodeProgress, ProgressReader
 
@@ -110,11 +110,11 @@ def test_what_is_told_reads_back() -> None:
     report = AgentStatus(
         round=2, phase=GroupPhase.FAILED, pid=7, cause=EndCause.PLATFORM, text="x", meeting=MEETING, last_loss=0.1
     )
-    assert channel.parse_status(channel.dump_status(report)) == report
+    assert agent_channel.parse_status(agent_channel.dump_status(report)) == report
     orders = DesiredState(round=2, opening=RendezvousResult(round=1, meeting=MEETING), leave=True, why="w")
-    assert channel.parse_desired_state(channel.dump_desired_state(orders)) == orders
+    assert agent_channel.parse_desired_state(agent_channel.dump_desired_state(orders)) == orders
     opening = RendezvousResult(round=1, meeting=MEETING, addresses={"a": "b"})
-    assert channel.parse_rendezvous(channel.dump_rendezvous(opening)) == opening
+    assert agent_channel.parse_rendezvous(agent_channel.dump_rendezvous(opening)) == opening
     seen = report.to_group(3, 4, leaving=True)
     assert (seen.node, seen.attempt, seen.round, seen.phase, seen.cause, seen.is_terminating) == (
         *(3, 4, 2, GroupPhase.FAILED),

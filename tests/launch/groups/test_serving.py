@@ -14,11 +14,10 @@ from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
 from ringweave.platforms.agent import node_layout
-from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.credentials import FolderCredentialDistribution, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_workers import NodeWorkers
-from ringweave.platforms.agent.round_services import SERVER_IDLE_TIMEOUT_S, RoundServer, RoundServerFactory
+from ringweave.platforms.agent.node_workers import SERVER_IDLE_TIMEOUT_S, NodeWorkers, RoundServer, RoundServerFactory
 
 CONFIG = JobConfig(
     job="job",

@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.states import JobState
-from ringweave.membership import records
+from ringweave.membership import membership_records
 from ringweave.platforms.api import LogQuery
 from ringweave.platforms.kubernetes import names
 from tests.launch import until_back
@@ -84,5 +84,5 @@ def check_steps(place: Place, job: str, node: int) -> None:
     for name, attempt, rank in late:  # who is not level yet when the others have finished hears so, and that is well
         lines = [line.text for line in place.service.logs(job, LogQuery(node=name, attempt=attempt, rank=rank))]
         assert name == f"n{node}"
-        assert any(records.REASON_ALL_DONE in line for line in lines), (name, rank, lines[-5:])
+        assert any(membership_records.REASON_ALL_DONE in line for line in lines), (name, rank, lines[-5:])
     assert len({each for sums in ends.values() for each in sums}) == 1, ends

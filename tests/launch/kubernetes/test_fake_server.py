@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 from ruamel.yaml import YAML
 
-from ringweave.platforms.kubernetes import api_client, leader_election, names
+from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
 from ringweave.platforms.kubernetes.api_errors import ApiError
 from tests.fakes.kubernetes import validation
@@ -199,7 +200,7 @@ def test_the_operator_ends_though_the_api_server_answers_nothing_any_more(
     left = (
         (api_client.TRAINING_JOBS, "third"),
         (api_client.PODS, pod["metadata"]["name"]),
-        (api_client.LEASES, leader_election.LEASE_NAME),
+        (api_client.LEASES, kubernetes_operator.LEASE_NAME),
     )
     for kind, name in left:  # the lease, too: the next operator would wait for it to run out
         run(kubeconfig, lambda client, kind=kind, name=name: client.delete(kind, "default", name))

@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from ringweave.jobs.records import EndCause, GroupPhase
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.kubernetes import agent_main
 from ringweave.platforms.kubernetes.agent_main import MAX_TERMINATION_MESSAGE_BYTES, GatewayChannel, GatewayClient
 
@@ -28,7 +28,7 @@ def test_last_words_are_whole(text: str, tmp_path: Path, monkeypatch: pytest.Mon
     GatewayChannel(GatewayClient(url="http://127.0.0.1:9", group="a/b/0/1", token=str), path).report_status(told)
     content = path.read_bytes()
     assert len(content) <= MAX_TERMINATION_MESSAGE_BYTES
-    found = channel.parse_status(content)
+    found = agent_channel.parse_status(content)
     assert (found.round, found.phase, found.cause, found.ended_s, found.last_loss) == (
         *(3, GroupPhase.FAILED, EndCause.PLATFORM),
         *(5.0, 0.5),
@@ -99,7 +99,13 @@ def test_who_answers_without_end_or_sense_is_no_desk(
 
 def test_orders_that_are_none_are_asked_for_again(tmp_path: Path) -> None:
     said = iter(
-        ["", "[" * 100_000, "null", '{"round": "x"}', channel.dump_desired_state(DesiredState(round=4, leave=True))]
+        [
+            "",
+            "[" * 100_000,
+            "null",
+            '{"round": "x"}',
+            agent_channel.dump_desired_state(DesiredState(round=4, leave=True)),
+        ]
     )
     waited: list[float] = []
     desk = SimpleNamespace(request=lambda *_: (200, next(said), "tag"))
@@ -114,7 +120,7 @@ def test_what_is_known_of_many_members_does_not_cost_the_last_words() -> None:
     said = AgentStatus(
         round=1, phase=GroupPhase.SUCCEEDED, pid=7, text="all is well", epoch=(1, 2), members=many[:63], out=many
     )
-    heard = channel.parse_status(agent_main.termination_message(said))
+    heard = agent_channel.parse_status(agent_main.termination_message(said))
     assert (heard.phase, heard.text, heard.out) == (GroupPhase.SUCCEEDED, "all is well", ())
     few = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=7, epoch=(1, 2), members=many[:3], out=many[3:6])
-    assert channel.parse_status(agent_main.termination_message(few)) == few
+    assert agent_channel.parse_status(agent_main.termination_message(few)) == few

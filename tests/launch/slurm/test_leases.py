@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import DesiredState
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import DesiredState
 from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.slurm.agent_main import SharedFolderChannel
 from ringweave.platforms.slurm.lease import EXPIRED_EXIT_TIMEOUT_S, AgentLease, LeaseRenewer
@@ -77,7 +77,7 @@ def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
     group.root.mkdir(parents=True)
     post = SharedFolderChannel(job, group, lease)
     assert post.desired_state() == DesiredState(round=0)
-    group.desired_state.write_text(channel.dump_desired_state(DesiredState(round=3)))
+    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=3)))
     assert post.desired_state() == DesiredState(round=3)
     group.desired_state.unlink()
     assert post.desired_state() == DesiredState(round=3)

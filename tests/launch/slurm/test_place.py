@@ -11,8 +11,8 @@ from ringweave.errors import LaunchError
 from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
 from ringweave.launcher.workers import HostPort
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import JobFolder
@@ -44,9 +44,9 @@ class World:
         folder = self.folder.group(1, 1)
         folder.root.mkdir(parents=True, exist_ok=True)
         (folder.root / "grant").write_text(key)
-        folder.desired_state.write_text(channel.dump_desired_state(orders or DesiredState(round=1)))
+        folder.desired_state.write_text(agent_channel.dump_desired_state(orders or DesiredState(round=1)))
         if phase is not None:
-            folder.status.write_text(channel.dump_status(AgentStatus(round=1, phase=phase, pid=1, text=text)))
+            folder.status.write_text(agent_channel.dump_status(AgentStatus(round=1, phase=phase, pid=1, text=text)))
         return folder
 
 
@@ -133,7 +133,7 @@ def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(worl
 def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_machine(world, ahead_s):
     folder = world.group(GroupPhase.SUCCEEDED)
     report = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, ended_s=time.time() + ahead_s)
-    folder.status.write_text(channel.dump_status(report))
+    folder.status.write_text(agent_channel.dump_status(report))
     written = folder.status.stat()
     os.utime(folder.status, (written.st_atime, written.st_mtime - 10.0))
     world.means = replace(world.means, wall_clock=lambda: 5000.0)
@@ -199,13 +199,13 @@ def test_the_gate_opens_at_what_the_first_node_offered(world):
     for node, host in ((0, "10.0.0.2"), (1, "10.0.0.3")):
         folder = world.folder.group(node, 1)
         folder.root.mkdir(parents=True)
-        folder.desired_state.write_text(channel.dump_desired_state(DesiredState(round=1)))
+        folder.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1)))
         report = AgentStatus(round=1, phase=GroupPhase.READY, pid=1, meeting=HostPort(host=host, port=5))
-        folder.status.write_text(channel.dump_status(report))
+        folder.status.write_text(agent_channel.dump_status(report))
     assert place.observe().released_round == 0
     place.apply(records.ReleaseBarrier(round=1))
     assert place.observe().released_round == 1
-    opening = channel.parse_rendezvous(world.folder.rendezvous.read_bytes())
+    opening = agent_channel.parse_rendezvous(world.folder.rendezvous.read_bytes())
     assert opening.meeting == HostPort(host="10.0.0.2", port=5)
     assert opening.addresses == {"n0": "10.0.0.2", "n1": "10.0.0.3"}
     place.apply(records.DeleteConfig())

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 
 

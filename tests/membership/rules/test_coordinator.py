@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave import rpc
-from ringweave.membership import records
+from ringweave.membership import membership_records
 from ringweave.membership.failure_detector import FailureDetector
 from ringweave.membership.member_rules import (
     BeginGeneration,
@@ -12,8 +12,8 @@ from ringweave.membership.member_rules import (
     StopTraining,
     resolve_reduction,
 )
+from ringweave.membership.membership_records import GenerationProposal, MemberDirective, Membership, MemberStatus
 from ringweave.membership.messages import WatchUpdate
-from ringweave.membership.records import GenerationProposal, MemberDirective, Membership, MemberStatus
 from tests.membership.rules.table import Table, holder
 
 
@@ -243,7 +243,7 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
 )
 def test_at_most_one_part_goes_on(here: str, silent: str, expected: bool) -> None:
     before = Membership(ballot=(1, 1), standings=tuple(holder(f"{slot}.0") for slot in sorted({*here, *silent})))
-    found = records.outnumbers_silent(
+    found = membership_records.outnumbers_silent(
         before.members, [holder(f"{slot}.0") for slot in here], [f"{slot}.0" for slot in silent]
     )
     assert found is expected

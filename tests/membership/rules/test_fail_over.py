@@ -6,7 +6,7 @@ import pytest
 
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import MemberDirective, Membership, MemberStatus
+from ringweave.membership.membership_records import MemberDirective, Membership, MemberStatus
 from tests.membership.rules.table import Table, holder
 
 # Longer than a file should be: every way to lose a coordinator is here, none of them long.

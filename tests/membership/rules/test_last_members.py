@@ -3,7 +3,7 @@
 import pytest
 
 from ringweave.membership.member_rules import MemberRules, StopTraining
-from ringweave.membership.records import MemberStatus
+from ringweave.membership.membership_records import MemberStatus
 from tests.membership.rules.table import Table, holder
 
 

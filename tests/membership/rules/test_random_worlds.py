@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ringweave.membership.records import parse_member_name
+from ringweave.membership.membership_records import parse_member_name
 from tests import effort
 from tests.membership.members import Member
 from tests.membership.world import TICK_S, World

@@ -2,7 +2,7 @@
 
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from tests.membership.rules.table import Table, holder
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.records import GenerationProposal
+from ringweave.membership.membership_records import GenerationProposal
 from tests.membership.rules.table import Table, holder
 
 VAIN = Heartbeat(is_waiting=True, still_s=21.0, waits_in_vain=True)

@@ -11,8 +11,8 @@ from ringweave.errors import RpcError
 from ringweave.launcher.node_context import free_port
 from ringweave.membership.election import Rejoin
 from ringweave.membership.main import CoordinatorProcess, parse
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import Join
-from ringweave.membership.records import Membership, MemberStatus
 from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
 

@@ -14,6 +14,7 @@ from ringweave.errors import RpcError
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import (
     FailureReport,
     HeartbeatReport,
@@ -22,7 +23,6 @@ from ringweave.membership.messages import (
     MembershipWatch,
     StatusReport,
 )
-from ringweave.membership.records import Membership, MemberStatus
 from ringweave.membership.service import CoordinatorService
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc.channel import RpcChannel

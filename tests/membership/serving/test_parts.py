@@ -11,6 +11,7 @@ from ringweave.errors import RemoteError
 from ringweave.membership import service
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import (
     STARTUP_RENDEZVOUS,
     WHOLE_JOB,
@@ -23,7 +24,6 @@ from ringweave.membership.messages import (
     WatchUpdate,
     part_of_ring,
 )
-from ringweave.membership.records import Membership, MemberStatus
 from ringweave.membership.service import CoordinatorListener
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc import RpcCall

@@ -11,8 +11,8 @@ from ringweave.errors import RemoteError
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import HeartbeatReport, Join, MembershipWatch, StatusReport, WatchUpdate
-from ringweave.membership.records import Membership, MemberStatus
 from ringweave.membership.service import CoordinatorService, OtherCoordinatorPoller
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc import RpcCall

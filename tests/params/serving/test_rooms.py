@@ -2,7 +2,7 @@
 
 import threading
 
-from ringweave.param_server.buffer_pool import BufferPool, LinkBufferPools
+from ringweave.param_server.job import BufferPool, LinkBufferPools
 
 
 def test_a_room_is_free_when_nobody_refers_to_it():

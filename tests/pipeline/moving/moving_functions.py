@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import PeerError
-from ringweave.pipeline import Pipeline, Settings, block_transfer
-from ringweave.pipeline.block_transfer import BlockContents
-from ringweave.pipeline.migration import BlockMigrator, MigrationOutcome
+from ringweave.pipeline import Pipeline, Settings, migration
+from ringweave.pipeline.migration import BlockContents, BlockMigrator, MigrationOutcome
 from tests.pipeline import pipeline_functions
 from tests.pipeline.pipeline_functions import BATCH, CLASSES, FEATURES, batch_of
 
 NUM_BLOCKS, NUM_STEPS = 7, 22
 _DIGEST, _FILL, _CHANGES = (
-    block_transfer.block_digest,
-    block_transfer.load_optimizer_state,
-    block_transfer.block_changes,
+    migration.block_digest,
+    migration.load_optimizer_state,
+    migration.block_changes,
 )
 FAULTS = (
     "nothing",
@@ -129,16 +128,16 @@ def train_wrongly(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) ->
     """Each fault is left out of every move, and nobody compares; `none` is without moves."""
     found = {"none": train(splits, [], num_steps=8)}
     for fault in FAULTS:
-        block_transfer.block_digest = lambda *_: 1  # type: ignore[assignment]
+        migration.block_digest = lambda *_: 1  # type: ignore[assignment]
         dropped = {"buffer dropped": "buffer ", "gradient dropped": "gradient ", "extra state dropped": "extra "}
         if fault == "state left behind":
-            block_transfer.load_optimizer_state = lambda *_: None  # type: ignore[assignment]
+            migration.load_optimizer_state = lambda *_: None  # type: ignore[assignment]
         elif fault in dropped:
             kind = dropped[fault]
-            block_transfer.block_changes = lambda block, k=kind: _without(_CHANGES(block), k)  # type: ignore[assignment]
+            migration.block_changes = lambda block, k=kind: _without(_CHANGES(block), k)  # type: ignore[assignment]
         after_step = infer_again if fault == "shapes inferred again" else lambda _: None
         found[fault] = train(splits, partitions, after_step=after_step, num_steps=8)
-        block_transfer.block_digest, block_transfer.load_optimizer_state, block_transfer.block_changes = (
+        migration.block_digest, migration.load_optimizer_state, migration.block_changes = (
             _DIGEST,
             _FILL,
             _CHANGES,
@@ -162,7 +161,7 @@ def infer_again(pipeline: Pipeline) -> None:
 def train_comparing(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) -> tuple[Trained, Trained]:
     """Without moves; and with state left out of every move, while the ranks compare, as always."""
     plain = train(splits, [], num_steps=6)
-    block_transfer.load_optimizer_state = lambda *_: None  # type: ignore[assignment]
+    migration.load_optimizer_state = lambda *_: None  # type: ignore[assignment]
     return plain, train(splits, partitions, num_steps=6)
 
 
@@ -205,7 +204,7 @@ def train_with_failures(
 
         def refuse(pipeline: Pipeline, boundary: str = boundary, rank: int = rank) -> Refusing:
             refusing = Refusing(boundary, rank, pipeline)
-            block_transfer.load_optimizer_state = refusing.fill  # type: ignore[assignment]
+            migration.load_optimizer_state = refusing.fill  # type: ignore[assignment]
             return refusing
 
         found.append(train(splits, [other, other], refuse, num_steps=5))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import TrainingError
-from ringweave.pipeline import block_transfer
+from ringweave.pipeline import migration
 from tests.wire.mutations import mutated
 
 HEADER = {"error": "", "parts": {"parameter a": {"shape": [2], "dtype": "float32"}}, "facts": {}}
@@ -27,9 +27,9 @@ class Group:
             tensor.copy_(torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
 
 
-def received(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> block_transfer.BlockHeader:
-    monkeypatch.setattr(block_transfer, "dist", Group(sent))
-    return block_transfer.receive_header(1, None)  # pyrefly: ignore
+def received(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> migration.BlockHeader:
+    monkeypatch.setattr(migration, "dist", Group(sent))
+    return migration.receive_header(1, None)  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("sent", [b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
@@ -67,5 +67,5 @@ def test_what_describes_no_tensors_is_refused(parts: object) -> None:
     block = torch.nn.Linear(2, 2)
     before = block.weight.detach().clone()
     with pytest.raises(TrainingError, match=r"parts of a block: .*, expected shape, dtype and data of each tensor\."):
-        block_transfer.BlockReceiver({"error": "", "parts": parts, "facts": {}}, block)
+        migration.BlockReceiver({"error": "", "parts": parts, "facts": {}}, block)
     assert torch.equal(block.weight, before)

@@ -6,8 +6,17 @@ from collections.abc import Mapping
 import pytest
 
 from ringweave import topology
-from ringweave.planning.autotune import MAX_AGE_S, Autotuner, GroupPlacement, TuningReport, size_class
-from ringweave.planning.autotune.tuner import MAX_PERIOD, MIN_PERIOD, NEVER, pick_candidates
+from ringweave.planning.autotune.tuner import (
+    MAX_AGE_S,
+    MAX_PERIOD,
+    MIN_PERIOD,
+    NEVER,
+    Autotuner,
+    GroupPlacement,
+    pick_candidates,
+    size_class,
+)
+from ringweave.planning.autotune.tuning_messages import TuningReport
 from ringweave.schedules import NATIVE
 from ringweave.telemetry import EVENT_KINDS
 from tests.planning.adapting.advising_functions import NIC, SIZE, TEXT, World, cut, steps_until_changed

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ringweave.planning.autotune import size_class
+from ringweave.planning.autotune.tuner import size_class
 from ringweave.schedules import NATIVE
 from tests.planning.adapting.advising_functions import SIZE, World, steps_until_changed
 

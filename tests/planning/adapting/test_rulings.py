@@ -5,8 +5,14 @@ import numpy as np
 import pytest
 
 from ringweave.errors import ScheduleError
-from ringweave.planning.autotune import SurveyStream, TuningDecision, TuningReport, tuning_messages
-from ringweave.planning.autotune.tuning_messages import REPORT_LENGTH, REPORT_WINDOW
+from ringweave.planning.autotune import tuning_messages
+from ringweave.planning.autotune.tuning_messages import (
+    REPORT_LENGTH,
+    REPORT_WINDOW,
+    SurveyStream,
+    TuningDecision,
+    TuningReport,
+)
 from tests.wire.mutations import mutated
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringweave.planning.partition import PartitionMemory, PartitionProblem
+from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 
 
 def random_problem(rng: random.Random) -> PartitionProblem:

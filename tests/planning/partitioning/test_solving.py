@@ -6,13 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import UsageError
-from ringweave.planning.partition import (
-    PartitionMemory,
-    PartitionProblem,
-    evaluate_partition,
-    solve_by_recurrence,
-    solve_partition,
-)
+from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
+from ringweave.planning.partition.solve import evaluate_partition, solve_by_recurrence, solve_partition
 from tests import effort
 from tests.planning.partitioning.brute_force import least, partitions, random_problem
 

@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from ringweave.sim.queues import BurstyStream, QueuedNetwork, normal_scores
 from ringweave.sim.scenario import HostModel
-from ringweave.sim.streams import VirtualClock
+from ringweave.sim.streams import BurstyStream, QueuedNetwork, VirtualClock, normal_scores
 
 FAST, SLOW = 100.0, 50.0
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ringweave.topology import discovery
-from ringweave.topology.discovery import ComputeDevice, Machine, MachinePart, NetworkInterface, bonds
-from ringweave.topology.discovery.bonds import StackedInterface
+from ringweave.topology.discovery import ComputeDevice, Machine, MachinePart, NetworkInterface, sysfs
+from ringweave.topology.discovery.sysfs import StackedInterface
 
 GIGABIT = 1.25e8
 PARTS = (
@@ -35,7 +35,7 @@ def bonded(mode: str = "802.3ad", active: str = "") -> Machine:
         kind="bond", members=("eth0", "eth1"), owned_members=frozenset({"eth0", "eth1"}), mode=mode, active=active
     )
     found = machine(nic("eth0", 3), nic("eth1", 4), nic("bond0", None, "10.0.0.5", rate=None))
-    return bonds.add_stacks(found, {"bond0": bond})
+    return sysfs.add_stacks(found, {"bond0": bond})
 
 
 def test_a_bond_is_used_and_not_its_members() -> None:
@@ -75,7 +75,7 @@ def test_what_a_bond_carries_depends_on_its_mode(mode: str, active: str, rate: f
         kind="bond", members=("eth0", "eth1"), owned_members=frozenset({"eth0", "eth1"}), mode=mode, active=active
     )
     found = machine(nic("eth0", 3), nic("eth1", 4, rate=GIGABIT), nic("bond0", None, "10.0.0.5", rate=None))
-    (made,) = bonds.add_stacks(found, {"bond0": bond}).interfaces
+    (made,) = sysfs.add_stacks(found, {"bond0": bond}).interfaces
     assert made.rate_bytes_per_s == rate
 
 
@@ -84,7 +84,7 @@ def test_a_member_that_is_down_carries_nothing() -> None:
         kind="bond", members=("eth0", "eth1"), owned_members=frozenset({"eth0", "eth1"}), mode="802.3ad"
     )
     found = machine(nic("eth0", 3), nic("eth1", 4, is_up=False), nic("bond0", None, "10.0.0.5", rate=None))
-    (made,) = bonds.add_stacks(found, {"bond0": bond}).interfaces
+    (made,) = sysfs.add_stacks(found, {"bond0": bond}).interfaces
     assert made.rate_bytes_per_s == 10 * GIGABIT
 
 
@@ -101,7 +101,7 @@ def test_a_bridge_on_a_bond_and_one_of_containers() -> None:
         "bond0": StackedInterface(kind="bond", members=("eth0",), owned_members=frozenset({"eth0"}), mode="802.3ad"),
         "docker0": StackedInterface(kind="bridge", members=("veth7",), owned_members=frozenset({"veth7"})),
     }
-    made = bonds.add_stacks(found, known)
+    made = sysfs.add_stacks(found, known)
     assert [each.name for each in made.interfaces] == ["br0", "veth7", "docker0"]
     assert made.interfaces[0].members == ("eth0",)
     chosen = discovery.choose_leader(made)
@@ -111,10 +111,10 @@ def test_a_bridge_on_a_bond_and_one_of_containers() -> None:
 def test_vlans_share_the_wire_of_their_nic() -> None:
     vlans = {name: StackedInterface(kind="upper", members=("eth0",)) for name in ("eth0.1", "eth0.2")}
     upper = [nic(f"eth0.{index}", None, f"10.0.{index}.5", rate=None) for index in (1, 2)]
-    made = bonds.add_stacks(machine(nic("eth0", 3), *upper), vlans)
+    made = sysfs.add_stacks(machine(nic("eth0", 3), *upper), vlans)
     assert made.interfaces[0].name == "eth0.1"
     assert [each.name for each in discovery.machine_to_node(made, discovery.choose_leader(made)).nics] == ["eth0.1"]
-    beside = bonds.add_stacks(machine(nic("eth0", 3, "10.0.0.5"), *upper), vlans)
+    beside = sysfs.add_stacks(machine(nic("eth0", 3, "10.0.0.5"), *upper), vlans)
     assert [each.name for each in beside.interfaces] == ["eth0", "eth0.1", "eth0.2"]
     assert discovery.choose_leader(beside).interface == 0
 
@@ -145,7 +145,7 @@ def test_what_the_files_of_the_kernel_say(tmp_path: Path) -> None:
     (net / "bond0" / "address").write_text("02:00:00:00:00:01\n")
     mac = "02:00:00:00:00:01"
     owned = frozenset({"eth0"})
-    assert bonds.read_stacks(tmp_path) == {
+    assert sysfs.read_stacks(tmp_path) == {
         "bond0": StackedInterface(
             kind="bond",
             members=("eth0",),
@@ -163,4 +163,4 @@ def test_a_bond_of_another_network_namespace_is_not_taken_for_the_one_of_the_sam
         kind="bond", members=("eth0",), owned_members=frozenset({"eth0"}), hardware_address="02:00:00:00:00:01"
     )
     found = machine(nic("eth0", 3), nic("bond0", None, "10.0.0.5", rate=None, hardware_address="02:00:00:00:00:02"))
-    assert bonds.add_stacks(found, {"bond0": bond}) == found
+    assert sysfs.add_stacks(found, {"bond0": bond}) == found

@@ -6,7 +6,7 @@ import pytest
 
 from ringweave.errors import UsageError
 from ringweave.topology import Device, Nic, Node, Switch, discovery
-from ringweave.topology.discovery import hwloc, nccl_xml, observation, sysfs
+from ringweave.topology.discovery import observation, sysfs
 from ringweave.topology.discovery.sysfs import LinkFacts
 
 
@@ -120,7 +120,7 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
         nvmlDeviceGetNvLinkState=state,
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId=f"00000000:C{link}:00.0"),
     )
-    worker = nccl_xml.add_nvml_details(sysfs.read_sysfs(sys_root, name="host"), fake).workers[0]
+    worker = observation.add_nvml_details(sysfs.read_sysfs(sys_root, name="host"), fake).workers[0]
     assert worker.model == "A100"
     assert worker.uuids == ("GPU-0000:82:00.0", "MIG-0", "MIG-2")
     assert worker.nvlinks is not None
@@ -219,8 +219,8 @@ def test_hwloc_says_no_less_than_sysfs(sys_root: Path, monkeypatch: pytest.Monke
     </object></object></object></topology>"""
     (sys_root / "module" / "nvidia_peermem").mkdir(parents=True)
     monkeypatch.setattr(observation, "_SYSFS", sys_root)
-    monkeypatch.setattr(hwloc, "find_lstopo", lambda: "/usr/bin/lstopo")
-    monkeypatch.setattr(hwloc, "run_lstopo", lambda program: xml.encode())
+    monkeypatch.setattr(observation, "find_lstopo", lambda: "/usr/bin/lstopo")
+    monkeypatch.setattr(observation, "run_lstopo", lambda program: xml.encode())
     machine = discovery.observe()
     assert machine.source == "/usr/bin/lstopo (hwloc 2.0)"
     (port,) = (nic for nic in machine.interfaces if nic.name == "mlx5_0")

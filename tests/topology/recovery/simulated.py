@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from ringweave.topology import Cluster
-from ringweave.topology.inference import FlowBatch, Observations, SurveyLimits, TreeFit, infer_topology
+from ringweave.topology.inference.fit import TreeFit
+from ringweave.topology.inference.infer import SurveyLimits, infer_topology
+from ringweave.topology.inference.observations import FlowBatch, Observations
 
 
 class Network:

@@ -4,8 +4,7 @@ from itertools import combinations, permutations
 
 import pytest
 
-from ringweave.topology.inference import Flow
-from ringweave.topology.inference.observations import all_nodes_batch, pair_batches, round_robin_pairs
+from ringweave.topology.inference.observations import Flow, all_nodes_batch, pair_batches, round_robin_pairs
 
 
 @pytest.mark.parametrize("num_nodes", range(2, 12))

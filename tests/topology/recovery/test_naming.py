@@ -3,8 +3,7 @@
 import pytest
 
 from ringweave.topology import Cluster, loads
-from ringweave.topology.inference import MeasuredLink
-from ringweave.topology.inference.tree import slowest_part_text
+from ringweave.topology.inference.tree import MeasuredLink, slowest_part_text
 
 
 def lines(text: str, **rates: float) -> str | None:

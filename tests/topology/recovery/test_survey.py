@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.topology import Cluster, Device, Nic, Node, Switch, loads
-from ringweave.topology.inference import NodeSpec, SurveyLimits, cluster_from_fit
+from ringweave.topology.inference.infer import SurveyLimits
 from ringweave.topology.inference.observations import (
     VisibleEdges,
     all_nodes_batch,
@@ -18,6 +18,7 @@ from ringweave.topology.inference.observations import (
     rates_across_cut,
     visible_edges,
 )
+from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit
 from tests import effort
 from tests.topology.recovery.simulated import Network, measure
 

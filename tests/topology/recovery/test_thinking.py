@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ringweave.topology import Cluster, loads
-from ringweave.topology.inference import Flow, FlowBatch, NodeSpec, Observations, SurveyLimits, cluster_from_fit
 from ringweave.topology.inference.fit import (
     ComputeBudget,
     assess_edges,
@@ -17,7 +16,17 @@ from ringweave.topology.inference.fit import (
     score_edges,
     score_moves,
 )
-from ringweave.topology.inference.observations import inside_matrix, nodes_inside, opposite_cut, visible_edges
+from ringweave.topology.inference.infer import SurveyLimits
+from ringweave.topology.inference.observations import (
+    Flow,
+    FlowBatch,
+    Observations,
+    inside_matrix,
+    nodes_inside,
+    opposite_cut,
+    visible_edges,
+)
+from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit
 from tests.topology.recovery.simulated import Network, measure
 from tests.topology.recovery.test_survey import FOUR_RACKS, MBIT, TWO_RACKS
 

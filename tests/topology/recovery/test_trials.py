@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ringweave.topology.inference.experiments import proportional_flows
+from ringweave.topology.inference.infer import proportional_flows
 from ringweave.topology.inference.observations import Flow
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringweave.membership.records import Membership, MemberStatus, strip_duplicates
+from ringweave.membership.membership_records import Membership, MemberStatus, strip_duplicates
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
 from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ringweave.membership.failure_detector import PROGRESS_TIMEOUT
-from ringweave.membership.records import REASON_ALL_DONE
+from ringweave.membership.membership_records import REASON_ALL_DONE
 from ringweave.training.checkpoints import store
 from tests.fakes.elastic_job import ElasticJob
 from tests.membership.waiting import wait_until

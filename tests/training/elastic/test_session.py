@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription

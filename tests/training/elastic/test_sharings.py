@@ -1,8 +1,8 @@
 import pytest
 
 from ringweave.errors import TrainingError
+from ringweave.membership.membership_records import MemberStatus, strip_duplicates
 from ringweave.membership.messages import MAX_SHARING_CHARS
-from ringweave.membership.records import MemberStatus, strip_duplicates
 from ringweave.training.elastic import share_table
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
 

@@ -1,29 +1,34 @@
 """Collective engine: runs the collectives of one group by schedules, several at a time."""
 
+import itertools
+import operator
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as distributed_c10d
 from torch.distributed import ProcessGroup, Work
 
 from ringweave import planning, schedules
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import executor
-from ringweave.comm.engine.channels import CallbackRunner, CollectiveChannel, CollectiveJob
-from ringweave.comm.engine.device import check_sendable, run_rounds, stream_work
 from ringweave.comm.engine.executor import (
     CollectiveIntent,
     ProgramCache,
+    ScratchMemory,
     check_agreement,
     flatten_tensor,
     run_program,
     write_back,
 )
-from ringweave.comm.engine.reductions import ReduceOperation
+from ringweave.comm.engine.reductions import Combine, ReduceOperation
 from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegistry
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
@@ -31,9 +36,205 @@ from ringweave.comm.transport.interface import MismatchError, TransferFailedErro
 from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.comm.work import PendingWork
-from ringweave.errors import CommunicationError, DisagreementError
-from ringweave.schedules.program import RankProgram, compile_program
+from ringweave.errors import CommunicationError, DisagreementError, explain
+from ringweave.schedules.program import RankProgram, Transfer, compile_program
+from ringweave.schedules.schedule import ReceiveOp, Schedule
 from ringweave.telemetry.events import EventLog
+
+
+class CallbackRunner:
+    """Runs each callback in a thread that nothing else needs, a new one whenever all others are busy.
+
+    Callbacks chained on one collective may therefore wait for another.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._num_idle = 0
+        self._threads: list[threading.Thread] = []
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run `call` soon."""
+        with self._lock:
+            if self._num_idle:
+                self._num_idle -= 1
+            else:
+                name = f"{self._name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run_calls, name=name, daemon=True))
+                self._threads[-1].start()
+        self._calls.put(call)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the threads, waiting at most so long for each."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _run_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
+            with self._lock:
+                self._num_idle += 1
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveJob:
+    """A collective that waits for its channel."""
+
+    run: Callable[["CollectiveChannel"], None]
+    operation: str
+    """The collective in words."""
+    work: PendingWork
+    on_finished: Callable[[], object]
+    """Called when the job is over, run or not: other jobs must not wait for ever for its program."""
+
+
+class CollectiveChannel:
+    """One thread that runs jobs in order, over a transport that no other thread drives.
+
+    Collectives are dealt to channels by their number, the same on all ranks, so both ends of every connection see the
+    same collectives in the same order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        run_job: Callable[[CollectiveJob, "CollectiveChannel"], BaseException | None],
+        callbacks: CallbackRunner,
+    ) -> None:
+        """`transport` exists from the start, used or not, so that an abort ends a wait for connections."""
+        self.transport = transport
+        self.scratch = ScratchMemory()
+        self._callbacks = callbacks
+        self._run_job = run_job
+        self._jobs: queue.SimpleQueue[CollectiveJob | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
+
+    def submit(self, job: CollectiveJob) -> None:
+        """Run the job after those submitted before; never called by two threads at a time."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._jobs.put(job)
+
+    def abort(self) -> None:
+        """Abort the connections, from any thread."""
+        self.transport.abort()
+
+    def close_inherited(self) -> None:
+        """Close this process's ends only: for a child after a fork, which must not keep its parent's alive."""
+        self.transport.close()
+
+    def stop_accepting(self) -> None:
+        """Accept no more jobs."""
+        self._jobs.put(None)
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        """Return True if all submitted jobs finish within `timeout_s`; call `stop_accepting` first."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self, timeout_s: float) -> None:
+        """Close the connections, after `stop_accepting`; unfinished jobs fail."""
+        if self._thread.is_alive():
+            self.abort()
+            self._thread.join(timeout_s)
+        self.transport.close()
+
+    def _run_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with torch.inference_mode():
+                error = self._run_job(job, self)
+            if error is not None:
+                self.transport.abort()  # before the caller can reuse the message, which other ranks may still read
+            job.work.set_finished(error)
+            if not job.work.finish_without_future():
+                # Callbacks of its future must not run in inference mode.
+                self._callbacks.submit(job.work.resolve_future)
+            del job, error  # release the tensors while this thread waits
+
+
+_UNSENDABLE_DTYPES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+"""Dtypes that NCCL does not send."""
+
+
+def check_sendable(reduction: ReduceOperation, dtype: torch.dtype) -> None:
+    """Check that messages of this dtype can be sent between accelerators.
+
+    Raises:
+        CommunicationError: They cannot; raised before anything is sent.
+    """
+    if dtype in _UNSENDABLE_DTYPES:
+        raise CommunicationError(
+            explain(
+                f"reduce operation {reduction.name} on an accelerator",
+                got=str(dtype),
+                expected="a dtype that NCCL sends",
+                do="Convert the tensor, such as to torch.int64, or move it to the CPU",
+            )
+        )
+
+
+def run_rounds(
+    schedule: Schedule,
+    transfers: Iterable[Transfer],
+    message: Tensor,
+    combine: Combine,
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Run one rank's part of a schedule on `message` in place; on an accelerator it is enqueued on the stream.
+
+    Args:
+        schedule: Defines the chunks.
+        transfers: This rank's sends and receives, in the order of the rounds.
+        message: One-dimensional and contiguous, on the device of `process_group`.
+        combine: Combines an arriving piece into the message.
+        process_group: Native process group.
+    """
+    offsets = schedule.offsets(message.numel())
+    for round_index, group in itertools.groupby(transfers, key=operator.attrgetter("round_index")):
+        regions = [(t, message[offsets[t.first_chunk] : offsets[t.first_chunk + t.num_chunks]]) for t in group]
+        regions = [(transfer, region) for transfer, region in regions if region.numel()]
+        buffers = [torch.empty_like(r) if not t.sends and t.how == ReceiveOp.REDUCE else r for t, r in regions]
+        parts = [(transfer, landing) for (transfer, _), landing in zip(regions, buffers, strict=True)]
+        for work in _start_round(process_group, parts, message.device, tag=round_index):
+            work.wait()
+        for (transfer, region), landing in zip(regions, buffers, strict=True):
+            if not transfer.sends and transfer.how == ReceiveOp.REDUCE:
+                combine(region, landing)
+
+
+def stream_work(tensor: Tensor) -> Work:
+    """Make the work of a collective on the current stream: waiting for it waits for the stream."""
+    devices: list[torch.device | int | str] = [tensor.device] if tensor.device.type != "cpu" else []
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+    future.set_result([tensor])
+    return distributed_c10d._create_work_from_future(future)  # pyrefly: ignore - torch's stubs lack it
+
+
+def _start_round(
+    process_group: Any, parts: Sequence[tuple[Transfer, Tensor]], device: torch.device, tag: int
+) -> list[Work]:
+    """Start all messages of a round; NCCL's as one group, or they would wait for each other."""
+    if not parts:  # as in a message of fewer elements than ranks: a group without messages has no work
+        return []
+    grouped = device.type == "cuda"
+    if grouped:
+        process_group._start_coalescing(device)
+    works = [
+        process_group.send([part], transfer.peer, tag)
+        if transfer.sends
+        else process_group.recv([part], transfer.peer, tag)
+        for transfer, part in parts
+    ]
+    if grouped:
+        works = [process_group._end_coalescing(device)]
+    return [work for work in works if work is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ringweave.comm.probing import lookup
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.errors import RingweaveError
 from ringweave.files import file_io
-from ringweave.topology.inference import SurveyLimits
+from ringweave.topology.inference.infer import SurveyLimits
 
 
 @click.command

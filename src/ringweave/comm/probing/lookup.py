@@ -15,7 +15,7 @@ from ringweave.comm.probing import measure, network_measurement
 from ringweave.comm.probing.network_measurement import MeasurementCache, NetworkMeasurement
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError
-from ringweave.topology.inference import SurveyLimits
+from ringweave.topology.inference.infer import SurveyLimits
 
 _DECISION_KEY = "probing/decision"
 _CACHED, _PROBE = "cached", "probe"

@@ -27,9 +27,11 @@ from ringweave.comm.probing.network_measurement import (
 from ringweave.comm.probing.probe_coordinator import ProbeCoordinator, measure_network
 from ringweave.comm.transport.connect import ChannelListener, open_listeners
 from ringweave.errors import PeerError, UsageError, explain
-from ringweave.topology import Cluster, Nic, Node, inference
-from ringweave.topology.inference import NodeSpec, Observations, SurveyLimits, TreeFit
-from ringweave.topology.inference.tree import slowest_part_text
+from ringweave.topology import Cluster, Nic, Node
+from ringweave.topology.inference.fit import TreeFit
+from ringweave.topology.inference.infer import SurveyLimits
+from ringweave.topology.inference.observations import Observations
+from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit, slowest_part_text
 
 _NICS_KEY = "probing/nics"
 _EQUAL_SHARE_TOLERANCE = 0.1
@@ -286,9 +288,7 @@ def _make_measurement(
 ) -> NetworkMeasurement:
     both = latencies | {(b, a): seconds for (a, b), seconds in latencies.items()}
     median_s = sorted(latencies.values())[len(latencies) // 2]
-    cluster, links = inference.cluster_from_fit(
-        MEASURED_CLUSTER_NAME, found_hosts, fit, round_measured(median_s), round_rate
-    )
+    cluster, links = cluster_from_fit(MEASURED_CLUSTER_NAME, found_hosts, fit, round_measured(median_s), round_rate)
     best = evidence.best_rates()
     names = [host.name for host in found_hosts]
     return NetworkMeasurement(

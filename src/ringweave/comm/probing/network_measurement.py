@@ -18,7 +18,7 @@ from ringweave.environment import FINDINGS
 from ringweave.errors import RingweaveError
 from ringweave.topology import Cluster
 from ringweave.topology.cluster import describe_cluster
-from ringweave.topology.inference import NodeSpec
+from ringweave.topology.inference.tree import NodeSpec
 
 _DIGITS = 4
 

@@ -20,8 +20,9 @@ from ringweave.comm.probing.flows import FlowTiming, ProbeConnectionKind, RankFl
 from ringweave.comm.transport.connect import IncomingConnections
 from ringweave.errors import PeerError, explain, shorten
 from ringweave.files import file_io
-from ringweave.topology import inference
-from ringweave.topology.inference import Flow, FlowBatch, Observations, SurveyLimits, TreeFit
+from ringweave.topology.inference.fit import TreeFit
+from ringweave.topology.inference.infer import SurveyLimits, infer_topology
+from ringweave.topology.inference.observations import Flow, FlowBatch, Observations, round_robin_pairs
 
 _MAX_LINE_BYTES = 1 << 22
 _COMMAND_TIMEOUT_S = 300.0
@@ -394,11 +395,11 @@ def measure_network(
         PeerError: A rank is dead.
     """
     latencies: dict[tuple[int, int], float] = {}
-    for pairs in itertools.islice(inference.round_robin_pairs(num_nodes), effort.limit_rounds(num_nodes)):
+    for pairs in itertools.islice(round_robin_pairs(num_nodes), effort.limit_rounds(num_nodes)):
         on_progress("latency of pairs")
         latencies.update(zip(pairs, probe_group.measure_latencies(pairs), strict=True))
     timing = flow_timing(statistics.median(latencies.values()))
-    survey = inference.infer_topology(num_nodes, generator, effort)
+    survey = infer_topology(num_nodes, generator, effort)
     try:
         batch = next(survey)
         while True:

@@ -16,7 +16,8 @@ import torch
 from ringweave.comm import peer_data
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.transport.interface import Transport
-from ringweave.planning.autotune import SurveyStream, tuning_messages
+from ringweave.planning.autotune import tuning_messages
+from ringweave.planning.autotune.tuning_messages import SurveyStream
 from ringweave.schedules.program import NO_SLOT, StagingLayout, StagingSlot
 
 FAN_OUT = 8

@@ -29,8 +29,8 @@ from ringweave.comm.transport.interface import TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import Plan, ScheduleChoice
-from ringweave.planning.autotune import MAX_AGE_S, Autotuner, GroupPlacement, TuningDecision, TuningReport, size_class
-from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW
+from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, size_class
+from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport
 from ringweave.telemetry.events import EventLog
 
 _NUM_UNREPORTED = 4

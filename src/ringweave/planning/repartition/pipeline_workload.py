@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ringweave.errors import UsageError, explain
-from ringweave.planning.partition import PartitionMemory, PartitionProblem
-from ringweave.planning.partition.problem import PartitionCosts
+from ringweave.planning.partition.problem import PartitionCosts, PartitionMemory, PartitionProblem
 from ringweave.sim.pipeline_schedules import PipelineSchedule, generate_pipeline_schedule
 from ringweave.sim.pipeline_simulation import Overheads, PipelineTimeline, StageTimes
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ringweave.planning.partition import PartitionProblem, solve_partition
+from ringweave.planning.partition.problem import PartitionProblem
+from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition.pipeline_workload import PipelineConditions, PipelineWorkload
 
 

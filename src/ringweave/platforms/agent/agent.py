@@ -30,11 +30,23 @@ from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import node_layout
-from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState, EndpointOffer, RendezvousResult
+from ringweave.platforms.agent.agent_channel import (
+    AgentChannel,
+    AgentStatus,
+    DesiredState,
+    EndpointOffer,
+    RendezvousResult,
+)
 from ringweave.platforms.agent.credentials import CredentialDistribution, CredentialPool, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.platforms.agent.node_workers import NodeOutcome, NodeWorkers, ProgressReader, Sidecar
-from ringweave.platforms.agent.round_services import RoundCoordinatorFactory, RoundServerFactory
+from ringweave.platforms.agent.node_workers import (
+    NodeOutcome,
+    NodeWorkers,
+    ProgressReader,
+    RoundCoordinatorFactory,
+    RoundServerFactory,
+    Sidecar,
+)
 from ringweave.rpc import Credentials
 
 RUNNING_POLL_S = 0.05

@@ -10,7 +10,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.launcher import entry
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_group
-from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.topology import Cluster, Device, Nic, Node
 

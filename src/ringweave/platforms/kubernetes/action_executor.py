@@ -11,8 +11,8 @@ from ringweave.errors import LaunchError, explain
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobAction
 from ringweave.launcher.workers import HostPort
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.kubernetes import (
     api_client,
@@ -256,7 +256,7 @@ class ActionExecutor:
         body = {
             # Of the observation: a barrier released meanwhile is not closed again.
             "metadata": {"resourceVersion": config["metadata"]["resourceVersion"]},
-            "data": {objects.RENDEZVOUS_KEY: channel.dump_rendezvous(rendezvous)},
+            "data": {objects.RENDEZVOUS_KEY: agent_channel.dump_rendezvous(rendezvous)},
         }
         await self._client.patch(api_client.CONFIG_MAPS, observed.owner.namespace, config["metadata"]["name"], body)
 
@@ -391,7 +391,7 @@ def make_rendezvous(observed: ObservedJob, config: JobConfig, round_: int) -> Re
         if (report := pod_status.agent_status(pod)) is not None
     }
     first = offers.get(config.nodes[0].name)
-    coordinators = channel.coordinator_addresses(config, offers)
+    coordinators = agent_channel.coordinator_addresses(config, offers)
     if coordinators is None:
         do = "Nothing to do: who trains goes on, and when a node is lost all gather at the gate of the next round"
         expected = f"what nodes {' and '.join(config.coordinator_nodes)} offered before they started"

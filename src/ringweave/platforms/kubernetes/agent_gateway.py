@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
 from ringweave.jobs.records import GroupPhase
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.kubernetes import (
     api_client,
     credential_secrets,
@@ -304,7 +304,7 @@ class AgentGateway:
 
     def _set_desired_state(self, key: PodKey, desired: DesiredState) -> None:
         pod_state = self._pod_states.setdefault(key, _PodState())
-        text = channel.dump_desired_state(desired)
+        text = agent_channel.dump_desired_state(desired)
         if text != pod_state.desired_state:
             pod_state.desired_state = text
             pod_state.changed.set()
@@ -331,7 +331,7 @@ class AgentGateway:
     async def _put_status(self, request: web.Request) -> web.Response:
         key = await self._authenticate(request)
         try:
-            status = channel.parse_status(await request.read())
+            status = agent_channel.parse_status(await request.read())
         except ValueError:
             return web.Response(status=400, text="no report")
         pod_state = self._pod_states.get(key)
@@ -456,7 +456,7 @@ def barrier_condition(status: AgentStatus, now: float) -> dict[str, str | None]:
         "type": names.BARRIER_CONDITION,
         "status": "True" if status.phase in _AT_BARRIER_PHASES else "False",
         "reason": str(status.phase),
-        "message": channel.dump_status(status),
+        "message": agent_channel.dump_status(status),
         "lastProbeTime": None,
         "lastTransitionTime": names.format_time(now),
     }

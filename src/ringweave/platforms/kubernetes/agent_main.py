@@ -23,9 +23,9 @@ from pydantic import TypeAdapter
 from ringweave.errors import LaunchError, explain
 from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.node_context import HostContext
-from ringweave.platforms.agent import channel
+from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
-from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState
+from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState
 from ringweave.platforms.agent.credentials import (
     CredentialDistribution,
     CredentialPool,
@@ -107,7 +107,7 @@ def _read_answer_text(answer: http.client.HTTPResponse) -> str:
 
 def _parse_desired_state(text: str) -> DesiredState | None:
     try:
-        return channel.parse_desired_state(text)
+        return agent_channel.parse_desired_state(text)
     except ValueError:  # no gateway, or one of another version: poll again
         return None
 
@@ -117,16 +117,16 @@ def termination_message(status: AgentStatus) -> str:
 
     Members are dropped first: the coordinators of other nodes know them too.
     """
-    message = channel.dump_status(status)
+    message = agent_channel.dump_status(status)
     if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
         return message
     status = replace(status, members=(), out=())
-    message = channel.dump_status(status)
+    message = agent_channel.dump_status(status)
     if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
         return message
 
     def cut(num_characters: int) -> str:
-        return channel.dump_status(replace(status, text=f"{status.text[:num_characters]}..."))
+        return agent_channel.dump_status(replace(status, text=f"{status.text[:num_characters]}..."))
 
     too_many = bisect.bisect(
         range(len(status.text)), MAX_TERMINATION_MESSAGE_BYTES, key=lambda count: len(cut(count).encode())
@@ -202,7 +202,7 @@ class GatewayChannel(AgentChannel):
                 self._status_changed.wait_for(lambda: self._unsent_status is not None)
                 unsent = self._unsent_status
             assert unsent is not None
-            status, _, _ = self._request_or_503("PUT", "report", channel.dump_status(unsent))
+            status, _, _ = self._request_or_503("PUT", "report", agent_channel.dump_status(unsent))
             if status not in (204, 410):
                 self._sleep(GATEWAY_RETRY_S)
                 continue

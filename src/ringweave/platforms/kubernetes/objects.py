@@ -8,8 +8,8 @@ from typing import Any
 
 from ringweave.errors import JobError, explain
 from ringweave.jobs.records import CreateGroup, Job
-from ringweave.platforms.agent import channel, job_config
-from ringweave.platforms.agent.channel import RendezvousResult
+from ringweave.platforms.agent import agent_channel, job_config
+from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.kubernetes import names
 
 Object = dict[str, Any]
@@ -96,7 +96,7 @@ def parse_config_data(data: Mapping[str, str]) -> job_config.JobConfig:
 def rendezvous_in(found: Mapping[str, Any] | None) -> RendezvousResult | None:
     """Return the last rendezvous result in a ConfigMap."""
     text = (found or {}).get("data", {}).get(RENDEZVOUS_KEY)
-    return None if text is None else channel.parse_rendezvous(text)
+    return None if text is None else agent_channel.parse_rendezvous(text)
 
 
 def token_secret(owner: JobOwner) -> Object:

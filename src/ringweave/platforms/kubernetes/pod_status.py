@@ -17,8 +17,8 @@ from ringweave.jobs.records import (
     UnresponsiveMachine,
     cause_of_exit,
 )
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import AgentStatus, RendezvousResult
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult
 from ringweave.platforms.kubernetes import names, objects
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 
@@ -138,7 +138,7 @@ def agent_status(pod: Pod) -> AgentStatus | None:
 def _parse_first_status(texts: Iterable[str]) -> AgentStatus | None:
     for text in texts:
         try:
-            return channel.parse_status(text)
+            return agent_channel.parse_status(text)
         except ValueError:
             continue
     return None

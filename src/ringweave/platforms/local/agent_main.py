@@ -20,9 +20,9 @@ from ringweave import lab
 from ringweave.errors import LaunchError
 from ringweave.launcher.node_context import HostContext, LabContext
 from ringweave.launcher.processes import ProcessContext
-from ringweave.platforms.agent import channel, job_config
+from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
-from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState, RendezvousResult
+from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.credentials import FolderCredentialDistribution, FolderCredentialPool
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.local import job_folder, supervisor
@@ -47,8 +47,8 @@ class FileAgentChannel(AgentChannel):
         """`ensure_supervisor` starts a supervisor if none runs: the job goes on after its supervisor was killed."""
         self._job, self._group, self._ensure_supervisor, self._clock = job, group, ensure_supervisor, clock
         self._wakeup = Wakeup(group.wakeup)
-        self._desired_state_file = _CachedFile(group.desired_state, channel.parse_desired_state)
-        self._rendezvous_file = _CachedFile(job.rendezvous, channel.parse_rendezvous)
+        self._desired_state_file = _CachedFile(group.desired_state, agent_channel.parse_desired_state)
+        self._rendezvous_file = _CachedFile(job.rendezvous, agent_channel.parse_rendezvous)
         self._checked_supervisor_s = clock()
 
     def desired_state(self) -> DesiredState:
@@ -62,7 +62,7 @@ class FileAgentChannel(AgentChannel):
     def report_status(self, status: AgentStatus) -> None:
         """Replace the status, and wake the supervisor."""
         if self._group.root.exists():
-            replace_text(self._group.status, channel.dump_status(status))
+            replace_text(self._group.status, agent_channel.dump_status(status))
         job_folder.notify(self._job.wakeup)
 
     def wait_for_change(self, timeout_s: float) -> None:

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.platforms.agent import channel
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 
 
 class Wakeup:
@@ -91,9 +91,9 @@ class GroupFolder:
         """Return the status and the desired state; None for a missing one."""
         status = desired = None
         with contextlib.suppress(FileNotFoundError):
-            status = channel.parse_status(self.status.read_bytes())
+            status = agent_channel.parse_status(self.status.read_bytes())
         with contextlib.suppress(FileNotFoundError):
-            desired = channel.parse_desired_state(self.desired_state.read_bytes())
+            desired = agent_channel.parse_desired_state(self.desired_state.read_bytes())
         return status, desired
 
     @property

@@ -20,8 +20,8 @@ from ringweave.errors import explain
 from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase, JobAction, ObservedGroup, ObservedJobState
 from ringweave.launcher.outcome import find_exception
-from ringweave.platforms.agent import channel, job_config
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState, rendezvous_result
+from ringweave.platforms.agent import agent_channel, job_config
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, rendezvous_result
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace_text
@@ -123,7 +123,7 @@ class FolderJobRuntime(abc.ABC):
             return
         try:
             argv = self._agent_command(folder)
-            replace_text(folder.desired_state, channel.dump_desired_state(DesiredState(round=action.round)))
+            replace_text(folder.desired_state, agent_channel.dump_desired_state(DesiredState(round=action.round)))
             self._on_boundary("orders written")
             self._spawn_agent(folder, argv, lock, action.round)
         finally:
@@ -142,7 +142,7 @@ class FolderJobRuntime(abc.ABC):
             got, expected = error.strerror or str(error), "a program that starts"
             text = explain(what, got=got, expected=expected, do=do, where=argv[0])
             failed = AgentStatus(round=round_, phase=GroupPhase.FAILED, pid=0, cause=EndCause.PLATFORM, text=text)
-            replace_text(folder.status, channel.dump_status(failed))
+            replace_text(folder.status, agent_channel.dump_status(failed))
 
     def _release_barrier(self, round_: int) -> None:
         """Release the start barrier: publish the rendezvous result with the first node's offer as master address."""
@@ -153,7 +153,7 @@ class FolderJobRuntime(abc.ABC):
                 offers[self._config.node(folder.node).name] = status
         rendezvous = rendezvous_result(self._config, round_, offers)
         if rendezvous is not None:
-            replace_text(self._folder.rendezvous, channel.dump_rendezvous(rendezvous))
+            replace_text(self._folder.rendezvous, agent_channel.dump_rendezvous(rendezvous))
         self._on_boundary("gate opened")
         for folder in self._folder.groups():
             self._wake_agent(folder)
@@ -169,13 +169,13 @@ class FolderJobRuntime(abc.ABC):
             return
         _, before = folder.read_state()
         if before is None or not before.leave or desired.leave:
-            replace_text(folder.desired_state, channel.dump_desired_state(desired))
+            replace_text(folder.desired_state, agent_channel.dump_desired_state(desired))
         self._wake_agent(folder)
 
     def _released_round(self) -> int:
         """Return the round of the last rendezvous result; 0 if there was none."""
         try:
-            return channel.parse_rendezvous(self._folder.rendezvous.read_bytes()).round
+            return agent_channel.parse_rendezvous(self._folder.rendezvous.read_bytes()).round
         except FileNotFoundError:
             return 0
 

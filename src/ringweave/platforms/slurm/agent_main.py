@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
-from ringweave.platforms.agent import channel, job_config
+from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
-from ringweave.platforms.agent.channel import AgentChannel, AgentStatus, DesiredState, RendezvousResult
+from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.credentials import FolderCredentialDistribution, FolderCredentialPool
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace_text
@@ -40,7 +40,7 @@ class SharedFolderChannel(AgentChannel):
         if why:
             return DesiredState(round=self._last.round, leave=True, why=why)
         try:
-            desired = channel.parse_desired_state(self._group.desired_state.read_bytes())
+            desired = agent_channel.parse_desired_state(self._group.desired_state.read_bytes())
             self._last = DesiredState(
                 round=desired.round, opening=self._read_rendezvous(), leave=desired.leave, why=desired.why
             )
@@ -49,14 +49,14 @@ class SharedFolderChannel(AgentChannel):
         return self._last
 
     def report_status(self, status: AgentStatus) -> None:
-        replace_text(self._group.status, channel.dump_status(status))
+        replace_text(self._group.status, agent_channel.dump_status(status))
 
     def wait_for_change(self, timeout_s: float) -> None:
         self._sleep(min(timeout_s, DESIRED_STATE_POLL_S))
 
     def _read_rendezvous(self) -> RendezvousResult | None:
         try:
-            return channel.parse_rendezvous(self._job.rendezvous.read_bytes())
+            return agent_channel.parse_rendezvous(self._job.rendezvous.read_bytes())
         except FileNotFoundError:
             return None
 

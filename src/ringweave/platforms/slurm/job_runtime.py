@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ringweave.errors import LaunchError
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
-from ringweave.platforms.agent.channel import AgentStatus, DesiredState
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace_text

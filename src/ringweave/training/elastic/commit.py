@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.membership.member_rules import resolve_reduction
-from ringweave.membership.records import Membership
+from ringweave.membership.membership_records import Membership
 from ringweave.training.elastic import retained_reductions, trainer_interface
 from ringweave.training.elastic.retained_reductions import (
     Commit,

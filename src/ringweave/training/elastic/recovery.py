@@ -25,8 +25,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ringweave.errors import TrainingError, explain
+from ringweave.membership.membership_records import Membership
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
-from ringweave.membership.records import Membership
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.retained_reductions import Commit, RetainedReduction
 from ringweave.training.elastic.trainer_interface import TrainerState, describe_validation_error

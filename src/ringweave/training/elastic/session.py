@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import MembershipError, RingweaveError, RpcError, TrainingError
-from ringweave.membership import records
+from ringweave.membership import membership_records
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.commit import CommitProtocol
 from ringweave.training.elastic.recovery import CatchUp, GenerationStart, RecoveryPlan, ReplayLog
@@ -463,7 +463,7 @@ class ElasticSession:
         if state.client is not None:
             state.client.leave_membership(is_finished=False)
         if is_recovering:
-            self.stop_training(StopTraining(reason=records.REASON_LEFT, is_end=False))
+            self.stop_training(StopTraining(reason=membership_records.REASON_LEFT, is_end=False))
 
     def leave_nowait(self) -> None:
         """Like `leave_at_next_boundary`, but return at once, also in a signal handler of a thread with the lock."""

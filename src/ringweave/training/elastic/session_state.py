@@ -10,7 +10,7 @@ from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import CapacityError, MembershipError, RingweaveError
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import FetchOnceBroadcast, RetainedReduction

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from typing_extensions import Buffer
 
 from ringweave import rpc
-from ringweave.membership.records import Membership, furthest_status
+from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.planning.balancing import ShareChange, Speed, SpeedEstimator
 from ringweave.rpc.state_transfer import ReadThrottle, StateServer
 from ringweave.training import collectives

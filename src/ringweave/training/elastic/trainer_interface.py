@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import MembershipError, RingweaveError, TrainingError, explain
 from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import ADDRESS_PATTERN, MAX_NOTE_CHARS
-from ringweave.membership.records import Membership, MemberStatus
 from ringweave.rpc.state_transfer import ReadThrottle
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.training_state import StateRead

@@ -39,8 +39,8 @@ from ringweave.membership import messages
 from ringweave.membership.client import CALL_TIMEOUT_S, MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.membership_records import Membership, MemberStatus, parse_member_name
 from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus, CoordinatorStatusRequest, Join
-from ringweave.membership.records import Membership, MemberStatus, parse_member_name
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.flat import FlatTensors

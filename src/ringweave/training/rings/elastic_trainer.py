@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ringweave.membership.records import Membership, parse_member_name
+from ringweave.membership.membership_records import Membership, parse_member_name
 from ringweave.param_server.data_shards import Span, Spans, spans_in_epoch
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.param_server.worker import UnpushedSamples

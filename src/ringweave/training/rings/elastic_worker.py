@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ringweave import rpc
 from ringweave.comm import peer_data
 from ringweave.errors import RpcError
-from ringweave.membership.records import Membership, parse_member_name
+from ringweave.membership.membership_records import Membership, parse_member_name
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient, RingPush
 from ringweave.param_server.data_shards import merge_spans

@@ -6,7 +6,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from ringweave.jobs.records import EndCause, GroupPhase, PendingCause
-from ringweave.platforms.agent.channel import AgentStatus, dump_status
+from ringweave.platforms.agent.agent_channel import AgentStatus, dump_status
 from ringweave.platforms.kubernetes import names, pod_status
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 

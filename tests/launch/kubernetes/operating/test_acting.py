@@ -12,7 +12,7 @@ from ringweave.jobs import records
 from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import job_config
-from ringweave.platforms.agent.channel import AgentStatus
+from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.kubernetes import action_executor, api_client, credential_secrets, job_resource, names, objects
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
 from ringweave.platforms.kubernetes.agent_gateway import barrier_condition

@@ -13,7 +13,7 @@ import pytest
 
 from ringweave.jobs.records import GroupPhase, Job
 from ringweave.launcher.workers import HostPort
-from ringweave.platforms.agent.channel import AgentStatus, RendezvousResult, dump_rendezvous, dump_status
+from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult, dump_rendezvous, dump_status
 from ringweave.platforms.agent.credentials import RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.kubernetes import api_client, credential_secrets, names, objects, pod_status

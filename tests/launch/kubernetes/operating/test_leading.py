@@ -11,7 +11,7 @@ from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
 from ringweave.platforms.kubernetes.api_errors import ApiError
 from ringweave.platforms.kubernetes.job_objects import JobKey
-from ringweave.platforms.kubernetes.leader_election import (
+from ringweave.platforms.kubernetes.operator import (
     LEASE_RELEASE_TIMEOUT_S,
     LeaderElection,
     LeaseSettings,

@@ -11,12 +11,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ringweave.platforms.kubernetes import api_client, leader_election, names
+from ringweave.platforms.kubernetes import api_client, names
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
 from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.leader_election import LeaderElection, LeaseSettings
-from ringweave.platforms.kubernetes.operator import OperatorSettings
+from ringweave.platforms.kubernetes.operator import LeaderElection, LeaseSettings, OperatorSettings
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 
 SOON_S = 250.0
@@ -65,7 +64,7 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
     async def take() -> None:
         async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             with contextlib.suppress(ApiError):  # what the operator of another test has left
-                await client.delete(api_client.LEASES, "default", leader_election.LEASE_NAME)
+                await client.delete(api_client.LEASES, "default", kubernetes_operator.LEASE_NAME)
             await LeaderElection(client, a_lease("first"), time.time).wait_acquired()
             spec = {"gpus": 3, "script": "a.py", "nodes": [{"name": "n0", "capacity": 3}], "managedBy": "a/b"}
             body = {"metadata": {"name": "seen"}, "spec": {**spec, "requester": {"username": "ann"}}}

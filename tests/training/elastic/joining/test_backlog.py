@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import TrainingError
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.recovery import (
     MAX_RETAINED_REDUCTIONS,

@@ -1,4 +1,4 @@
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery
 from ringweave.training.elastic.recovery import RecoveryPlan
 

@@ -9,8 +9,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import TrainingError
+from ringweave.membership.membership_records import MemberDirective, Membership, MemberStatus
 from ringweave.membership.messages import StatusReport, WatchUpdate
-from ringweave.membership.records import MemberDirective, Membership, MemberStatus
 from ringweave.training.elastic import recovery
 from tests.wire.mutations import mutated
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringweave.errors import TrainingError
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic.commit import _PreparedCommit
 from ringweave.training.elastic.retained_reductions import Commit, FetchOnceBroadcast, ReductionRow, RetainedReduction
 from ringweave.training.elastic.session import ElasticSession

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, retained_reductions
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.session import ElasticSession

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from ringweave.errors import CapacityError
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.training.elastic.session_state import SessionState

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ringweave.errors import TrainingError
-from ringweave.membership.records import MemberStatus
+from ringweave.membership.membership_records import MemberStatus
 from ringweave.training.elastic import trainer_interface
 from tests.wire.mutations import mutated
 

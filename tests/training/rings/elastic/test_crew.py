@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.param_server.data_shards import merge_spans
 from ringweave.planning.balancing import SampleAccount
 from ringweave.training.elastic.accounting import SampleAccounting, samples_of_member

@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.errors import ConnectionLostError, MembershipError, RemoteError
 from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.records import Membership
+from ringweave.membership.membership_records import Membership
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.training.rings import elastic_ring_preparation
 from ringweave.training.rings.elastic_ring_preparation import StartupRendezvous

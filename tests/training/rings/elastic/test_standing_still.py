@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ringweave.membership.records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.rings.elastic_worker import ElasticRingWorker
 
 DECREE = Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
