@@ -1,6 +1,6 @@
 """Time of one pass of the operator, with a thousand jobs of 16 nodes on the fake API server.
 
-    python bench/jobs/kube_reconcile.py --jobs 1000 --nodes 16 [--out FILE]
+    PYTHONPATH=. python bench/jobs/kube_reconcile.py --jobs 1000 --nodes 16 [--out FILE]
 
 Measured: a `Controller.reconcile` from its first read to its last answer, reads and writes over HTTPS included, of jobs
 one after another, so that no pass waits for another job's. All jobs take each step before any takes the next: a

@@ -1,6 +1,6 @@
 """Lateness of the Kubernetes operator at the end of a TTL, on the fake API server.
 
-    python bench/jobs/kube_ttl.py [--jobs 20] [--together 5] [--out FILE]
+    PYTHONPATH=. python bench/jobs/kube_ttl.py [--jobs 20] [--together 5] [--out FILE]
 
 `ringweave operator` as a process of its own; the Pods are played. Measured with one clock, from the moment at which a
 job's outcome was decided, as its record says, to the moment at which a watch tells that the job is gone, with

@@ -1,6 +1,6 @@
 """Lateness of a TTL on a real Slurm, without a client that polls.
 
-    python bench/jobs/slurm_ttl.py [--jobs 5] [--ttl 10] [--out FILE]     (root; a minute and a half)
+    PYTHONPATH=. python bench/jobs/slurm_ttl.py [--jobs 5] [--ttl 10] [--out FILE]     (root; a minute and a half)
 
 Jobs of three pretended GPUs that do nothing, one after the other, on an empty cluster. Measured with one clock, from
 the time at which a job's outcome was decided, in its record, to the time at which its folder is gone. No command asks

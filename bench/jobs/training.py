@@ -1,6 +1,6 @@
 """Jobs over unequal nodes train the same as one group: 10+5, 8+3 and 3+3+4 CPU workers beside one node with as many.
 
-    python bench/jobs/training.py [--steps 8] [--on slurm] [--splits 10+5] [--out bench/results/DATE-jobs-training.json]
+    PYTHONPATH=. python bench/jobs/training.py [--steps 8] [--on slurm] [--splits 10+5] [--out FILE]
 
 Each pair runs examples/01_train_text.py with a tiny model through `ringweave submit`; the losses of every train step
 are compared. Measured on this machine, all nodes being it; with `--on slurm` (root) on a real Slurm whose nodes `big`,

@@ -1,4 +1,6 @@
-"""Effect of a sudden change of speeds on rings, in virtual time: `python bench/unequal/changing.py`. No lab, no root.
+"""Effect of a sudden change of speeds on rings, in virtual time; it needs no lab and no root.
+
+    PYTHONPATH=. python bench/unequal/changing.py
 
 Two rings with the server's rules, as in row `changed` of the table: equally fast for half of the training, then one of
 them takes four times as long for the samples that it has by then; after one more epoch shares have followed. Printed is
