@@ -1,6 +1,6 @@
 """The controller of a job on a real Slurm killed by SIGKILL at every boundary of a life; its batch script restarts it.
 
-    PYTHONPATH=. python bench/jobs/slurm_boundaries.py [--life ends] [--together 3] [--within 800] [--out FILE]     (root)
+    PYTHONPATH=. python bench/jobs/slurm_boundaries.py [--life ends] [--together 3] [--within 800] [--out FILE]  (root)
 
 Lives without a kill find the boundaries: every action before and after, every change of what is saved, and inside of
 actions of several steps. Then one life for each boundary, in which the real process of the controller kills itself
