@@ -181,7 +181,7 @@ class SlowLayer(nn.Module):
 
 
 def run_balanced(options: Any, device: BenchDevice, control: Any) -> None:
-    """Measure equal and balanced shares beside the ideal step: all speeds added up, plus a step without slow samples."""
+    """Measure equal and balanced shares beside the ideal step: all speeds added up and a step without slow samples."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sample_s = SAMPLE_S * (SLOW_FACTOR if rank == size - 1 else 1)
     batch = 16 * size
