@@ -123,7 +123,7 @@ def test_no_node_with_room() -> None:
     ("total", "capacities", "least", "text"),
     [
         (True, (4,), 3, r"total: True, expected a whole number of at least 1\. Ask for some GPUs\."),
-        (4, (), 3, r"capacities: \(\), expected at least one node\. Say how much each node may run\."),
+        (4, (), 3, r"capacities: \(\), expected at least one node\. Give the capacity of each node\."),
         (4, (4.0,), 3, r"capacity of node 0: 4\.0, expected a whole number of at least 0\. Write 0 for a node that"),
         (4, (4,), 0, r"minimum per node: 0, expected a whole number of at least 1\. Leave it out for 3\."),
     ],

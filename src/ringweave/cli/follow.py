@@ -82,7 +82,7 @@ def follow_job(
         click.echo(f"ringweave: {name} was removed, and nobody saw how it ended (last seen: {job.state})", err=True)
         return 1
     if job.reason:
-        click.echo(f"ringweave: {job.reason.helps}.", err=True)
+        click.echo(f"ringweave: {job.reason.hint}.", err=True)
     return 1
 
 

@@ -92,10 +92,10 @@ def status_lines(job: JobView, now: float, *, wide: bool) -> list[str]:
     workers = f"{job.workers} {_DEVICE_NAMES.get(job.device, job.device)} on {_count_text(len(job.used_nodes), 'node')}"
     lines = [
         f"{job.name}: {job.state} for {units.show_duration(now - job.since_s)}",
-        f"{workers} of {job.place}, asked for by {job.requester} {units.show_duration(now - job.created_s)} ago",
+        f"{workers} of {job.platform}, requested by {job.requester} {units.show_duration(now - job.created_s)} ago",
     ]
     if job.reason:
-        lines += [f"why    {job.reason.text}", f"helps  {job.reason.helps}"]
+        lines += [f"why    {job.reason.text}", f"hint   {job.reason.hint}"]
     head = ("node", "workers", "state", "attempt", "retries", "iterations", "last loss")
     rows: list[tuple[str, ...]] = [(*head, "why") if wide else head]
     for node in job.nodes:
@@ -108,10 +108,10 @@ def reason_lines(job: JobView) -> list[str]:
     """Return lines with the reasons and hints of the job and of each node."""
     if job.reason is None:
         return [f"{job.name} is {job.state}: it waits for nothing."]
-    lines = [f"{job.name} is {job.state}: {job.reason.text}.", f"  {job.reason.helps}."]
+    lines = [f"{job.name} is {job.state}: {job.reason.text}.", f"  {job.reason.hint}."]
     for node in job.nodes:
         if node.reason is not None:
-            lines += [f"node {node.name} is {node.state}: {node.reason.text}.", f"  {node.reason.helps}."]
+            lines += [f"node {node.name} is {node.state}: {node.reason.text}.", f"  {node.reason.hint}."]
         for attempt in node.attempts:
             if attempt.text:
                 charged = ", one retry" if attempt.charged else ""
@@ -162,7 +162,7 @@ def _count_text(count: int, noun: str) -> str:
 @click.option("--metrics", is_flag=True, help="Print them as metrics in Prometheus' text format instead.")
 @click.option("--serve-metrics", "port", type=click.IntRange(1, 65535), metavar="PORT", help="Serve /metrics there.")
 def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
-    """List the jobs of a place, oldest first: your own, and those of others that a policy lets you see.
+    """List the jobs of a place, oldest first: your own, and credentials of other workers that a policy lets you see.
 
     Metrics are served at 127.0.0.1 until the command is interrupted; every request looks anew.
     """
@@ -208,7 +208,7 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
 @job_options.answer_options()
 @job_options.JOB_ARGUMENT
 def why(place: str, output: str, name: str) -> int:
-    """Say why JOB does not run, or how it ended, node by node, and what helps."""
+    """Say why JOB does not run, or how it ended, node by node, with a hint."""
     job = job_options.open_user_platform(place).job(name)
     keys = ("name", "state", "reason")
     content = api.job_view_document(job)

@@ -68,7 +68,7 @@ VERBS: Mapping[str, Verb] = {
     "submit": Verb(module="submit", help="Submit a job: so many GPUs over unequal nodes.", takes_json=True),
     "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a place.", takes_json=True),
     "status": Verb(module="jobs", command="status", help="Say how a job and its nodes are.", takes_json=True),
-    "why": Verb(module="jobs", command="why", help="Say why a job does not run, and what helps.", takes_json=True),
+    "why": Verb(module="jobs", command="why", help="Say why a job does not run, with a hint.", takes_json=True),
     "logs": Verb(module="logs", help="Print what the workers of a job printed.", takes_json=True),
     "events": Verb(module="jobs", command="events", help="List what happened to a job.", takes_json=True),
     "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),

@@ -110,7 +110,7 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
     rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
     served = [f"server   on {plan.server}, which is connected best"] if plan.server else []
     return [
-        f"job {job.name} on {job.place} for {job.requester}: {job.workers} {device}, {request.script}",
+        f"job {job.name} on {job.platform} for {job.requester}: {job.workers} {device}, {request.script}",
         f"split    {plan.split_reason}",
         *rows,
         f"rings    in each node one of its own workers; through all: {_ranks_text(plan.ring)}",

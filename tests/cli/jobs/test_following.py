@@ -29,7 +29,7 @@ class Told:
 
     def job(self, name: str) -> JobView:
         if not self.views:
-            raise UnknownJobError(f"job: {name!r}, expected the name of a job that is here.")
+            raise UnknownJobError(f"job: {name!r}, expected the name of an existing job.")
         found = self.views.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -56,7 +56,9 @@ def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     told = Told(*[JobState.RUNNING] * 4, JobState.SUCCEEDED)
-    loss = make_reason("GoesOn", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3")
+    loss = make_reason(
+        "Degraded", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3"
+    )
     told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3] if isinstance(view, JobView)]
     assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     assert capfd.readouterr().err.splitlines() == [

@@ -193,7 +193,7 @@ def test_flags_say_all_that_a_file_can(ask, here: Path) -> None:
         (["submit", "job.yaml", "--arguments", "'a"], '--arguments: "\'a", expected words as a shell reads them.'),
         (
             ["status", "nosuch"],
-            "job: 'nosuch', expected the name of a job that is here. See ringweave jobs, or say with --on where else "
+            "job: 'nosuch', expected the name of an existing job. See ringweave jobs, or say with --on where else "
             "it is. [local]",
         ),
         (["jobs", "--on", "nosuch"], "service: 'nosuch', expected one of"),

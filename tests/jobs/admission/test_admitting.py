@@ -40,7 +40,7 @@ def test_a_taken_name_comes_first_and_says_whose_it_is(age_s: float, age: str) -
         admitted(impossible, rules="rules: []", there=[lives.a_job()], now=age_s)
     assert str(caught.value) == (
         f"job name text: 'taken by ann {age} ago (Pending)', expected a free name. "
-        "Take another name, or remove that job first with ringweave delete text."
+        "Choose another name, or remove that job first with ringweave delete text."
     )
 
 

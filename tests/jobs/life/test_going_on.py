@@ -170,7 +170,7 @@ def test_a_device_that_fails_more_often_than_it_may_is_given_up_and_the_others_f
         come_back(place)
     record = record_of(place)
     assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 2, 0])
-    assert record.nodes[1].is_given_up
+    assert record.nodes[1].is_excluded
     assert place.created.count((1, 4)) == 0
     lives.end_all(place)
     lives.settle(place)
@@ -201,7 +201,7 @@ def test_a_mistake_that_some_nodes_come_to_later_fails_the_job_then(later_s: flo
     record = record_of(place)
     assert (record.outcome, retries(place)) == (JobState.FAILED, [1, 0, 0])
     assert record.outcome_reason is not None
-    assert record.outcome_reason.code == "ProgramFailed"
+    assert record.outcome_reason.code == "NonZeroExitCode"
 
 
 def test_a_replacement_that_has_trained_for_long_goes_on_alone_when_others_fail() -> None:
@@ -299,7 +299,7 @@ def test_the_others_go_on_without_a_node_that_may_not_be_tried_again() -> None:
     )
     told = record.nodes[1]
     assert told.reason is not None
-    assert (told.state, told.reason.code, told.retries) == ("Failed", "NodeGivenUp", 0)
+    assert (told.state, told.reason.code, told.retries) == ("Failed", "NodeBackoffLimitExceeded", 0)
     lives.end_all(place)
     lives.settle(place)
     record = record_of(place)
@@ -327,7 +327,7 @@ def test_without_it_there_is_no_other_round(what: str) -> None:
     record = record_of(place)
     assert record.outcome is JobState.FAILED
     assert record.outcome_reason is not None
-    assert record.outcome_reason.code == "RetriesSpent"
+    assert record.outcome_reason.code == "BackoffLimitExceeded"
 
 
 def test_tried_again_it_may_come_back() -> None:
@@ -340,7 +340,7 @@ def test_tried_again_it_may_come_back() -> None:
         place.pass_time()
     record = record_of(place)
     assert (record.state, record.run) == (JobState.RUNNING, 2)
-    assert not any(known.is_given_up for known in record.nodes)
+    assert not any(known.is_excluded for known in record.nodes)
 
 
 def test_with_too_few_left_a_node_that_is_spent_fails_the_job() -> None:

@@ -170,12 +170,14 @@ def test_a_suspended_job_makes_nothing_and_says_how_to_go_on() -> None:
 def test_a_pending_group_says_what_its_place_says() -> None:
     place = FakeJobRuntime(job=lives.a_job())
     lives.settle(place)
-    place.groups[1, 1] = replace(place.groups[1, 1], text="its container is being made")
+    place.groups[1, 1] = replace(place.groups[1, 1], text="its container is being created")
     place.advance_group((0, 1))
     lives.settle(place)
-    helps = "Nothing to do while an image or files are on their way; if it lasts, see what its place says of it."
-    assert str(record_of(place).reason) == f"waits for node n1 to begin: its container is being made. {helps}"
-    assert str(record_of(place).nodes[1].reason).startswith("begins: its container is being made. Nothing to do while")
+    hint = "Nothing to do while an image or files are on their way; if it lasts, see what its place says of it."
+    assert str(record_of(place).reason) == f"waits for node n1 to begin: its container is being created. {hint}"
+    assert str(record_of(place).nodes[1].reason).startswith(
+        "begins: its container is being created. Nothing to do while"
+    )
 
 
 def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
@@ -187,9 +189,9 @@ def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
     )
     lives.settle(place)
     record = record_of(place)
-    helps = "Once you know that nothing runs there any more, pull its plug."
-    assert str(record.reason) == f"the machine of node n1 does not answer: it is dark. {helps}"
-    assert str(record.nodes[1].reason) == f"its machine does not answer: it is dark. {helps}"
+    hint = "Once you know that nothing runs there any more, pull its plug."
+    assert str(record.reason) == f"the machine of node n1 does not answer: it is dark. {hint}"
+    assert str(record.nodes[1].reason) == f"its machine does not answer: it is dark. {hint}"
 
 
 def test_one_whose_machine_does_not_answer_runs_as_long_as_nobody_misses_it() -> None:

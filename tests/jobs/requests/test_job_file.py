@@ -105,7 +105,7 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
         ('{min: "3"}', r"min: '3', expected a whole number from 1 .*\[j:5: elastic\.min\]"),
         (
             "{min: 4}\nmode: ps",
-            r"elastic: 'mode ps', expected none with a parameter server, which dies with its node\.",
+            r"elastic: 'mode ps', expected none with a parameter server, which fails with its node\.",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
 
 
 def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
-    opening = RendezvousResult(round=1, meeting=HostPort(host="h", port=1), server=HostPort(host="h", port=7))
+    opening = RendezvousResult(round=1, master_address=HostPort(host="h", port=1), server=HostPort(host="h", port=7))
     group = node_layout.node_worker_group(
         CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), python="python", cpus=1
     )

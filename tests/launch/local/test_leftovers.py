@@ -1,4 +1,4 @@
-"""What comes from this process is ended, but for what is somebody else's."""
+"""What comes from this process is ended, but for what is an object of another owner."""
 
 import subprocess
 import sys

@@ -153,7 +153,7 @@ def test_a_waiting_job_says_what_slurm_waits_for(tmp_path, fake, service):
     fake.reasons[10] = "ReqNodeNotAvail,_UnavailableNodes:small"
     view = service.job("text")
     assert view.reason is not None
-    assert view.reason.code == "NotPlaced"
+    assert view.reason.code == "Unschedulable"
     assert "Slurm job 10 (ReqNodeNotAvail,_UnavailableNodes:small): a machine that it names is down" in view.reason.text
     assert all("sinfo -R says why" in str(node.reason) for node in view.used_nodes)
 
@@ -163,12 +163,14 @@ def test_a_requeued_job_says_so(tmp_path, fake, service):
     registry = SlurmJobRegistry(tmp_path / "state")
     with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save_record("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+        registry.save_record(
+            "text", entry.job.record, type(entry.allocation_state)(allocation=10, claim="10.0", adopted="10.0")
+        )
     fake.now_s += 5
     fake.reasons[10] = "BeginTime"
     view = service.job("text")
     assert view.state == "Retrying"
-    text = "its allocation was taken back by Slurm; Slurm job 10 (BeginTime): it was requeued"
+    text = "preempted: Slurm revoked its allocation; Slurm job 10 (BeginTime): it was requeued"
     assert str(view.reason).startswith(text)
 
 
@@ -178,7 +180,9 @@ def test_a_job_that_has_just_begun_is_not_taken_for_a_requeued_one(tmp_path, fak
     registry = SlurmJobRegistry(tmp_path / "state")
     with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save_record("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+        registry.save_record(
+            "text", entry.job.record, type(entry.allocation_state)(allocation=10, claim="10.0", adopted="10.0")
+        )
     fake.states[10] = "RUNNING"
     view = service.job("text")  # at once: Slurm's last answer is not old
     assert view.state == "Pending"
@@ -202,7 +206,7 @@ def test_deleted_while_it_waits_nothing_is_left(tmp_path, fake, service):
     service.act("text", "delete")
     assert files(tmp_path) == ["submit.lock"]
     assert fake.states == {10: "CANCELLED"}
-    with pytest.raises(JobError, match=r"job: 'text', expected the name of a job that is here. See ringweave jobs"):
+    with pytest.raises(JobError, match=r"job: 'text', expected the name of an existing job. See ringweave jobs"):
         service.job("text")
 
 
@@ -232,7 +236,7 @@ def test_an_allocation_that_slurm_forgot_is_one_that_ended(tmp_path, fake, servi
     fake.now_s += 5
     view = service.job("text")
     assert view.state == "Stopped"
-    assert "Slurm does not know it any more. ringweave retry text asks for another" in view.events[0].text
+    assert "unknown to Slurm. ringweave retry text asks for another" in view.events[0].text
 
 
 def test_a_ttl_that_has_passed_removes_it_at_the_next_look(tmp_path, fake, service):
@@ -249,7 +253,7 @@ def test_who_looks_when_a_ttl_has_passed_is_told_how_it_ended(tmp_path, fake, se
     fake.now_s += 6
     assert service.job("text").state == "Stopped", "this look removes it"
     assert files(tmp_path) == ["submit.lock"]
-    with pytest.raises(JobError, match="job: 'text', expected the name of a job that is here"):
+    with pytest.raises(JobError, match="job: 'text', expected the name of an existing job"):
         service.job("text")
 
 
@@ -283,7 +287,7 @@ def test_tried_again_it_is_not_over_while_its_controller_has_only_begun(tmp_path
     registry = SlurmJobRegistry(tmp_path / "state")
     with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save_record("text", entry.job.record, replace(entry.hold, claim="20.0", adopted="20.0"))
+        registry.save_record("text", entry.job.record, replace(entry.allocation_state, claim="20.0", adopted="20.0"))
     job = service.job("text")
     assert (job.state, job.run) == ("Pending", 2)
 

@@ -70,7 +70,7 @@ def test_of_64_submits_at_once_one_wins(folder: Path, supervised: list[str]) -> 
     refusals = [text for text in outcomes if text != "won"]
     assert (len(outcomes), len(refusals), len(supervised)) == (64, 63, 1)
     owner = service(folder, "root", PolicyRule(users=("root",), any_owner=True)).jobs()[0].requester
-    mend = "Take another name, or remove that job first with ringweave delete job."
+    mend = "Choose another name, or remove that job first with ringweave delete job."
     assert set(refusals) == {
         f"job name job: 'taken by {owner} 0 s ago (Pending)', expected a free name. {mend}",
     }
@@ -147,7 +147,7 @@ def test_a_node_that_cannot_be_in_a_cluster_is_refused_at_once(folder: Path) -> 
 def test_unknown_jobs_nodes_and_ranks(folder: Path) -> None:
     here = service(folder)
     here.submit(request("first"), base=folder)
-    with pytest.raises(JobError, match=r"job: 'frist', expected the name of a job that is here\. Did you mean \"fir"):
+    with pytest.raises(JobError, match=r"job: 'frist', expected the name of an existing job\. Did you mean \"fir"):
         here.job("frist")
     with pytest.raises(
         JobError, match=r"node: 'n1', expected one of n0\. Leave --node out for all of them\. \[--node\]"
@@ -196,7 +196,7 @@ def test_who_followed_a_job_hears_how_it_ended_though_its_ttl_took_it(folder: Pa
     JobSupervisor(folder / "state", entry.id).serve()
     assert here.job("job").state == "Succeeded"
     for asked in (here, other):
-        with pytest.raises(JobError, match="expected the name of a job that is here"):
+        with pytest.raises(JobError, match="expected the name of an existing job"):
             asked.job("job")
     assert not list((folder / "state" / "jobs").iterdir())
 

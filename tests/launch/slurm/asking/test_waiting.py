@@ -24,7 +24,7 @@ def test_every_reason_names_slurms_word(word):
         ("JobHeldUser", "scontrol release 7 lets it go"),
         ("QOSMaxSomethingNew", "a limit of account or quality of service is reached"),
         ("SomethingNew", "see the job reason codes"),
-        ("", "Slurm has not looked at it yet"),
+        ("", "Slurm has not considered it yet"),
     ],
 )
 def test_what_it_waits_for(reason, text):
