@@ -138,7 +138,7 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
         "True",
         "Degraded",
     )
-    assert "node n0 failed (killed by SIGKILL), retry 1 of 1; the others train on" in running["message"]
+    assert "node n0 failed (killed by SIGKILL), retry 1 of 1; the other nodes continue" in running["message"]
     kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "")
     told = status(kube, "elastic")
     assert (told["round"], [node["retries"] for node in told["nodes"]]) == (1, [1, 0, 0])

@@ -30,7 +30,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_is_held_by_one_run(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "deep" / "run")
-    refused = pytest.raises(UsageError, match=r"expected one that no other run is using\. Wait for that run")
+    refused = pytest.raises(UsageError, match=r"expected one that no other run uses\. Wait for that run")
     with launcher_run_dir.hold_run_dir(run_dir), refused:
         launcher_run_dir.hold_run_dir(run_dir).__enter__()
     with launcher_run_dir.hold_run_dir(run_dir):

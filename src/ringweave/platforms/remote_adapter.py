@@ -76,15 +76,15 @@ class _AdapterHandler(BaseHTTPRequestHandler):
         words = [unquote(word) for word in parts.path.strip("/").split("/")]
         platform = self._adapter.platform
         match method, *words:
-            case "GET", "v1", "jobs":
+            case "GET", "v2", "jobs":
                 self._send_json(200, {"jobs": [api.job_view_document(job) for job in platform.jobs()]})
-            case "POST", "v1", "jobs":
+            case "POST", "v2", "jobs":
                 self._send_json(200, self._submit(self._read_body()))
-            case "GET", "v1", "jobs", name:
+            case "GET", "v2", "jobs", name:
                 self._send_json(200, api.job_view_document(platform.job(name)))
-            case "GET", "v1", "jobs", name, "logs":
+            case "GET", "v2", "jobs", name, "logs":
                 self._send_logs(name, parse_qs(parts.query))
-            case "POST", "v1", "jobs", name, verb if verb in verbs.VERB_NAMES:
+            case "POST", "v2", "jobs", name, verb if verb in verbs.VERB_NAMES:
                 self._send_json(200, api.job_view_document(platform.act(name, verb)))
             case _:
                 do = "See docs/how-to/write-a-platform.md"

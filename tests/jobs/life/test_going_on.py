@@ -32,7 +32,7 @@ def test_a_killed_group_alone_is_replaced_and_nobody_else_is_called() -> None:
     record = record_of(place)
     assert (record.state, str(record.reason)) == (
         JobState.RUNNING,
-        "node n1 failed (its agent was killed), retry 1 of 1; the others train on, and node n1 can join them when "
+        "node n1 failed (its agent was killed), retry 1 of 1; the other nodes continue, and node n1 can join them when "
         "replaced. Nothing to do; ringweave logs text --node n1 shows why it failed.",
     )
     for _ in range(4):
@@ -155,7 +155,7 @@ def test_a_device_that_fails_is_its_nodes_loss_and_the_others_train_on() -> None
     record = record_of(place)
     assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 1, 0])
     assert str(record.reason) == (
-        f"node n1 failed ({ECC}), retry 1 of 1; the others train on, and node n1 can join them when "
+        f"node n1 failed ({ECC}), retry 1 of 1; the other nodes continue, and node n1 can join them when "
         "replaced. Nothing to do; ringweave logs text --node n1 shows why it failed."
     )
     come_back(place)
@@ -184,7 +184,7 @@ def test_a_mistake_that_ends_the_script_on_all_nodes_fails_the_job_at_once() -> 
     assert (record.outcome, retries(place)) == (JobState.FAILED, [0, 0, 0])
     assert record.outcome_reason is not None
     assert record.outcome_reason.text == (
-        "the script failed on nodes n0, n1, n2: rank 0 raised KeyError: 'label'; trying again would not mend it"
+        "the script failed on nodes n0, n1, n2: rank 0 raised KeyError: 'label'; a retry would not fix it"
     )
 
 
@@ -294,7 +294,8 @@ def test_the_others_go_on_without_a_node_that_may_not_be_tried_again() -> None:
     record = record_of(place)
     assert (record.state, record.round, len(place.created)) == (JobState.RUNNING, 1, 3)
     assert str(record.reason) == (
-        "node n1 failed (its agent was killed), retry 0 of 0; the others train on without node n1, which failed more "
+        "node n1 failed (its agent was killed), retry 0 of 0; the other nodes continue without node n1, which failed "
+        "more "
         "often than max_retries allows. Nothing to do; ringweave logs text --node n1 shows why it failed."
     )
     told = record.nodes[1]

@@ -13,7 +13,7 @@ from tests.jobs.life import lives
 from tests.jobs.life.lives import DELETE, KEEP, record_of, running
 
 THREE = (DELETE,) * 3
-STANDS_STILL = "it stands still, or is cut off"
+STANDS_STILL = "it hangs, or is cut off"
 
 
 def change(place: FakeJobRuntime, key: tuple[int, int], **changes) -> None:
@@ -107,7 +107,7 @@ def test_a_job_does_not_wait_for_a_node_that_hangs_when_the_others_have_finished
     assert record.reason is not None
     assert (record.reason.code, record.reason.text) == (
         "CompletedWithoutNodes",
-        f"all nodes finished their iterations but node n1: {EVICTED_HANG.text}",
+        f"all nodes but node n1 finished their iterations: {EVICTED_HANG.text}",
     )
     told = [(known.state, known.reason.code if known.reason else "") for known in record.nodes]
     assert told == [

@@ -42,9 +42,9 @@ def test_a_failure_of_the_script_is_not_tried_again_once_no_other_cause_can_come
     record = record_of(place)
     assert record.outcome is JobState.FAILED
     assert str(record.reason) == (
-        "the script failed on node n0: exit code 1: ValueError: no such file; trying again would not mend it. "
-        "Mend the script (ringweave logs text --node n0), then ringweave retry text; "
-        "a script without a directory was copied: ringweave delete text, and submit it anew."
+        "the script failed on node n0: exit code 1: ValueError: no such file; a retry would not fix it. "
+        "Fix the script (ringweave logs text --node n0), then ringweave retry text; "
+        "a script without a directory was copied: ringweave delete text, and submit it again."
     )
     assert [known.state for known in record.nodes] == [NodeState.FAILED, NodeState.STOPPED]
 

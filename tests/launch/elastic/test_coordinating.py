@@ -128,7 +128,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
 
     with coordinators.running(os.environ):
         wait_until(look, "an end of it")
-    assert f"and another one could not be started: {error}. Training goes on" in said[0]
+    assert f"and a replacement could not be started: {error}. Training goes on" in said[0]
 
 
 class Elsewhere(HostContext):

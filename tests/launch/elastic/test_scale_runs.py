@@ -119,7 +119,7 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     assert json.loads(asked.stdout) == {"workers": 4, "before": 2, "starting": [2, 3], "leaving": []}
     wait_until(lambda: any(len(ranks) == 4 for ranks in sums(run).values()), lambda: f"steps of four: {run.stderr}")
     asked = scale(run, 2)
-    said = "2 workers are asked for, 4 before; asked to leave after its train step: rank 2, 3"
+    said = "2 workers are asked for, 4 before; leaving after the train step: rank 2, 3"
     assert (asked.returncode, asked.stdout) == (0, f"{said}\n")
     assert run.wait_ended() == 0, run.stderr + run.stdout
     assert f"ringweave: {said}.\n" in run.stderr
@@ -167,9 +167,9 @@ def test_workers_of_a_ring_leave_and_come_back_and_no_further_ones_come(start, s
     run.wait_printed("step of 2", times=4)
     asked = scale(run, 3)
     assert asked.returncode == 2
-    assert "--workers: 3, expected 1 to 2 (the workers that its rings were formed of)." in asked.stderr
+    assert "--workers: 3, expected 1 to 2 (the number of workers in its rings)." in asked.stderr
     asked = scale(run, 1)
-    said = "1 workers are asked for, 2 before; asked to leave after its train step: rank 1"
+    said = "1 workers are asked for, 2 before; leaving after the train step: rank 1"
     assert (asked.returncode, asked.stdout) == (0, f"{said}\n")
     run.wait_printed("step of 1", times=4)
     wait_until(lambda: events(run, "worker_exited") != [], "the end of the one that leaves")

@@ -198,7 +198,7 @@ def test_a_round_that_is_over_before_its_workers_start_is_no_failure_of_the_node
     )
     assert phases(post.told) == [(1, "Ready"), (1, "Interrupted"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
     assert post.told[1].cause is None
-    assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a round that is not")
+    assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a current round")
 
 
 @pytest.mark.parametrize("is_offering", [True, False])

@@ -70,7 +70,7 @@ def test_there_are_credentials_for_every_life_each_of_use_once(
     names = [spares.take(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
     assert names == [f"3.{life}" for life in range(NUM_INCARNATIONS)]
     with pytest.raises(
-        RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a round that"
+        RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a current round"
     ):
         spares.take(1, "worker-3")
     assert (spares.take(1, "coordinator-1").identity.role, spares.take(1, "worker-5").identity.name) == (
@@ -124,7 +124,7 @@ class FakeCoordinators:
 
 def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     count = [3]
-    monkeypatch.setattr("ringweave.launcher.services.count_established", lambda pid, port: count[0])
+    monkeypatch.setattr("ringweave.platforms.agent.node_workers.count_established", lambda pid, port: count[0])
     coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)

@@ -96,7 +96,7 @@ def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_
     desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2, 3):
         desk.prepare_round(round_)
-    with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a round that is"):
+    with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a current round"):
         handover.take(1, 0)
     with pytest.raises(FileNotFoundError):
         handover.take(4, 0)

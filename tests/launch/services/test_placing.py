@@ -45,7 +45,7 @@ def test_an_address_is_a_place() -> None:
 @pytest.mark.parametrize("code", states.REASON_TEMPLATES)
 def test_no_reason_names_a_command_without_its_place(code: str) -> None:
     words = {"nodes": "node n0", "node": "n0", "detail": "it is so", "attempt": 1, "count": 10, "job": "text"}
-    words["mend"] = "mend it"
+    words["fix"] = "fix it"
     text = with_platform_option(str(make_reason(code, **words)), "text", "slurm")
     assert re.findall(r"ringweave \w+ (?:-f )?text(?! --on slurm)", text) == []
 

@@ -69,7 +69,7 @@ def test_name_permission_and_split_come_before_all_that_the_request_names(tmp_pa
     with pytest.raises(JobError, match="split: 16, expected a total"):
         service.submit(replace(lost, num_workers=16), base=tmp_path)
     forbidden = a_service(tmp_path, fake, rules=admission.parse_policy("rules: []"))
-    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
+    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy allows ann to submit'"):
         forbidden.submit(replace(lost, num_workers=16), base=tmp_path)
     assert fake.called == [], "Slurm was not asked either"
 

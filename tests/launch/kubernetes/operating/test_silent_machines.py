@@ -35,7 +35,7 @@ def test_a_lost_machine_is_named_and_replaced_when_somebody_says_that_it_is_off(
             "(kubectl get node gpu-7)"
         )
         remove = "kubectl -n default delete pod dark-1-1 --force, or kubectl delete node gpu-7"
-        assert status["hint"] == f"Once you know that nothing runs there any more, {remove}"
+        assert status["hint"] == f"Once you know that no process runs there any more, {remove}"
         assert status["nodes"][1]["reason"] == "NodeUnreachable"
 
         # Its taint has its Pods deleted after five minutes, and they stay.

@@ -130,7 +130,7 @@ def test_name_permission_and_split_come_before_all_that_the_request_names(folder
     lost = replace(request(), script="nosuch.py")
     with pytest.raises(JobError, match="split: 9, expected a total"):
         service(folder).submit(replace(lost, num_workers=9), base=folder)
-    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
+    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy allows ann to submit'"):
         service(folder, "ann", PolicyRule(users=("bob",))).submit(replace(lost, num_workers=9), base=folder)
     service(folder).submit(request(), base=folder)
     with pytest.raises(JobError, match="job name job: 'taken by ann"):
