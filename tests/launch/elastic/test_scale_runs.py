@@ -139,7 +139,7 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     assert run.record["outcome"] == "done"
     over = scale(run, 3)
     assert over.returncode == 2
-    assert "which is over', expected one that is under way" in over.stderr
+    assert "which is over', expected a current run" in over.stderr
 
 
 def test_what_a_run_cannot_have_is_refused_and_changes_nothing(start, script) -> None:

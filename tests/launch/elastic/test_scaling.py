@@ -55,14 +55,14 @@ def test_a_request_is_taken_once_and_answered(run_dir: RunDir) -> None:
     found = supervise.request_workers(run_dir, 4, sleep=answering(desk, grant))
     assert found == ScaleAnswer(workers=4, before=2, starting=[2, 3], leaving=[])
     assert (taken, desk.workers, desk.take_request()) == ([4], 4, None)
-    assert said == ["4 workers are asked for, 2 before; started: rank 2, 3"]
+    assert said == ["4 workers requested, 2 before; started: rank 2, 3"]
     assert not run_dir.scale_request.exists()
 
 
 @pytest.mark.parametrize(
     ("workers", "text"),
     [
-        (7, r"--workers: 7, expected 2 to 4 \(the number of devices in its cluster file\)\. Ask for as many"),
+        (7, r"--workers: 7, expected 2 to 4 \(the number of devices in its cluster file\)\. Ask for a number"),
         (5, r"--workers: 5, expected 2 to 4 \(the number of devices in its cluster file\)\."),
         (1, r"--workers: 1, expected 2 to 4 \(--elastic 2:6\)\."),
         (-3, r"--workers: -3, expected 2 to 4"),
@@ -85,7 +85,7 @@ def test_a_run_that_is_stopped_does_not_answer_and_forgets_the_request(run_dir: 
         now_s[0] += seconds
 
     with pytest.raises(
-        LaunchError, match=r"run: 'no answer within 30 s', expected one\. See whether its ringweave run"
+        LaunchError, match=r"run: 'no answer within 30 s', expected one\. Check whether its ringweave run"
     ):
         supervise.request_workers(run_dir, 4, clock=lambda: now_s[0], sleep=sleep)
     assert not run_dir.scale_request.exists()
@@ -126,10 +126,10 @@ def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     run_dir.root.mkdir()
     record: dict[str, Any] = {"elastic": None}
     run_dir.run_json.write_text(json.dumps(record))
-    with pytest.raises(UsageError, match=r"which is over', expected one that is under way\. Start it again"):
+    with pytest.raises(UsageError, match=r"which is over', expected a current run\. Start it again"):
         supervise.request_workers(run_dir, 3)
     descriptor = os.open(run_dir.root, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(UsageError, match=r"expected one that was started with --elastic MIN:MAX\. Start it again with"):
+    with pytest.raises(UsageError, match=r"expected a run with --elastic MIN:MAX\. Start it again with"):
         supervise.request_workers(run_dir, 3)
     os.close(descriptor)

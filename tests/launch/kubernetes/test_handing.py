@@ -73,7 +73,7 @@ RUBBISH = ["", "null", "[]", '{"3": 1}', "[" * 100_000, '{"3": "KEY"', "{}", '{"
 @pytest.mark.parametrize("text", RUBBISH)
 def test_what_is_no_credentials_is_refused_and_not_shown(text: str) -> None:
     desk = FakeDesk((200, text))
-    expected = r"credentials from the agent gateway: .*, expected those that were asked for\. Run the same ringweave in"
+    expected = r"credentials from the agent gateway: .*, expected the requested credentials\. Run the same ringweave in"
     with pytest.raises(LaunchError, match=expected) as caught:
         desk.credential_distribution(3).take(1, 3)
     assert "KEY" not in str(caught.value)
@@ -84,7 +84,7 @@ def test_what_is_no_credentials_is_refused_and_not_shown(text: str) -> None:
 @pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, GATEWAY_TIMEOUT_S)])
 def test_a_no_is_final_and_silence_is_not_for_long(status: int, waits_s: float) -> None:
     desk = FakeDesk((status, "not now"))
-    text = rf"credentials at the agent gateway: '{status} not now', expected its yes\. See what the operator says"
+    text = rf"credentials at the agent gateway: '{status} not now', expected acceptance\. Read the operator's log"
     with pytest.raises(LaunchError, match=text):
         desk.credential_distribution().publish(1, {})
     assert desk.now_s == waits_s

@@ -212,8 +212,8 @@ def test_an_allocation_that_is_requeued_time_after_time_before_all_nodes_ran_is_
     assert world.state() == "Pending"
     entry = requeue(10)
     assert str(entry.job.record.outcome_reason) == (
-        "its place took it all away 10 times in a row before all nodes ran: preempted: Slurm revoked its allocation. "
-        "See why the place does that, then ringweave retry text."
+        "preempted 10 times in a row before all nodes were running: Slurm revoked its allocation. "
+        "Find out why the platform preempts the job, then ringweave retry text."
     )
     world.grant = a_grant(restarts=10)
     world.lead(world.released)

@@ -38,7 +38,7 @@ def test_the_beat_of_another_allocation_ends_it_at_once(lease, tmp_path, beat):
     (tmp_path / "beat").write_text("12.0 99 0\n")
     assert lease.check() == ""
     (tmp_path / "beat").write_text(beat)
-    assert lease.check() == "preempted: Slurm revoked its allocation"
+    assert lease.check() == "Slurm revoked its allocation"
 
 
 def test_a_folder_that_cannot_be_read_renews_nothing(lease, tmp_path, clock):
@@ -82,4 +82,4 @@ def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
     group.desired_state.unlink()
     assert post.desired_state() == DesiredState(round=3)
     (tmp_path / "beat").write_text("revoked\n")
-    assert post.desired_state() == DesiredState(round=3, stop=True, reason="preempted: Slurm revoked its allocation")
+    assert post.desired_state() == DesiredState(round=3, stop=True, reason="Slurm revoked its allocation")

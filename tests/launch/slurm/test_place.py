@@ -69,7 +69,7 @@ def test_a_lost_group_is_leaving_until_slurm_knows_that_its_step_is_gone(world):
     world.fake.steps, world.now_s = "", 3.0
     found = only(place)
     assert (found.phase, found.cause, found.is_terminating) == (GroupPhase.FAILED, EndCause.PLATFORM, False)
-    assert found.text == "its agent ended without a word"
+    assert found.text == "its agent ended without a status"
 
 
 def test_what_slurm_says_of_a_machine_that_does_not_answer_is_not_believed(world):
@@ -116,7 +116,7 @@ def test_ended_with_its_allocation_it_is_nobodys_fault(world):
     world.group(GroupPhase.STOPPED, text="it got SIGTERM")
     found = only(world.place(a_grant(restarts=1)))
     assert (found.phase, found.cause) == (GroupPhase.FAILED, EndCause.PEER)
-    assert found.text == "preempted: Slurm revoked its allocation"
+    assert found.text == "Slurm revoked its allocation"
 
 
 def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(world):
@@ -213,5 +213,5 @@ def test_the_gate_opens_at_what_the_first_node_offered(world):
 
 
 def test_without_an_allocation_nothing_can_be_made(world):
-    with pytest.raises(LaunchError, match="job text: no allocation, expected one that runs"):
+    with pytest.raises(LaunchError, match="job text: no allocation, expected a running one"):
         world.place().apply(records.CreateGroup(node=0, attempt=1, workers=10, round=1))

@@ -93,7 +93,7 @@ def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fa
     )
     scontrol = fake.scontrol
     monkeypatch.setattr(fake, "scontrol", lambda argv, stdin: lost)
-    said = r"Unable to contact slurm controller .*Slurm has taken job text: it is Slurm job 10\. Look again with"
+    said = r"Unable to contact slurm controller .*Slurm has accepted job text as Slurm job 10\. Check it with"
     with pytest.raises(LaunchError, match=said):
         service.submit(a_request(), base=tmp_path)
     monkeypatch.setattr(fake, "scontrol", scontrol)
@@ -104,7 +104,7 @@ def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fa
 
 def test_an_answer_of_sbatch_that_nobody_heard_leaves_no_job_behind(tmp_path, fake, service):
     fake.is_silent = True
-    said = r"sbatch: 'nothing in 60 s', expected Slurm to answer\. .* Slurm may have taken job text\. Look again with"
+    said = r"sbatch: 'nothing in 60 s', expected Slurm to answer\. .* Slurm may have accepted job text\. Check it with"
     with pytest.raises(LaunchError, match=said):
         service.submit(a_request(), base=tmp_path)
     fake.is_silent = False
@@ -121,7 +121,7 @@ def test_what_slurm_never_took_can_be_asked_for_again(tmp_path, fake, service):
         service.submit(a_request(), base=tmp_path)
     fake.refusal = ""
     reason = str(service.job("text").reason)
-    assert "Slurm did not answer when it was asked, and has no such job by now; ringweave resume text asks" in reason
+    assert "Slurm did not answer the request, and has no such job now; ringweave resume text requests" in reason
     assert service.act("text", "resume").state == "Pending"
     assert fake.states == {10: "PENDING"}
 
@@ -154,8 +154,8 @@ def test_a_waiting_job_says_what_slurm_waits_for(tmp_path, fake, service):
     view = service.job("text")
     assert view.reason is not None
     assert view.reason.code == "Unschedulable"
-    assert "Slurm job 10 (ReqNodeNotAvail,_UnavailableNodes:small): a machine that it names is down" in view.reason.text
-    assert all("sinfo -R says why" in str(node.reason) for node in view.used_nodes)
+    assert "Slurm job 10 (ReqNodeNotAvail,_UnavailableNodes:small): a requested machine is down" in view.reason.text
+    assert all("sinfo -R shows why" in str(node.reason) for node in view.used_nodes)
 
 
 def test_a_requeued_job_says_so(tmp_path, fake, service):
@@ -170,7 +170,7 @@ def test_a_requeued_job_says_so(tmp_path, fake, service):
     fake.reasons[10] = "BeginTime"
     view = service.job("text")
     assert view.state == "Retrying"
-    text = "preempted: Slurm revoked its allocation; Slurm job 10 (BeginTime): it was requeued"
+    text = "Slurm revoked its allocation; Slurm job 10 (BeginTime): it was requeued"
     assert str(view.reason).startswith(text)
 
 
@@ -224,7 +224,7 @@ def test_killed_before_slurm_was_asked_a_look_says_so_and_resume_asks(tmp_path, 
         service.submit(a_request(), base=tmp_path)
     fake.refusal = ""
     service = a_service(tmp_path, fake)
-    assert "Slurm was not asked; ringweave resume text asks" in str(service.job("text").reason)
+    assert "not requested from Slurm; ringweave resume text requests it" in str(service.job("text").reason)
     assert fake.scripts == [], "a job must not begin because somebody looks at it"
     service.act("text", "resume")
     assert len(fake.scripts) == 1
@@ -236,7 +236,7 @@ def test_an_allocation_that_slurm_forgot_is_one_that_ended(tmp_path, fake, servi
     fake.now_s += 5
     view = service.job("text")
     assert view.state == "Stopped"
-    assert "unknown to Slurm. ringweave retry text asks for another" in view.events[0].text
+    assert "unknown to Slurm. ringweave retry text requests another one" in view.events[0].text
 
 
 def test_a_ttl_that_has_passed_removes_it_at_the_next_look(tmp_path, fake, service):
@@ -296,7 +296,7 @@ def test_where_slurm_refuses_that_the_job_ends_all_the_same(tmp_path, fake, serv
     service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
     fake.refusal = "too many jobs"
     assert service.act("text", "stop").state == "Stopped"
-    assert "TTL of text: sbatch: too many jobs, expected Slurm to take it" in capsys.readouterr().err
+    assert "TTL of text: sbatch: too many jobs, expected Slurm to accept it" in capsys.readouterr().err
 
 
 def test_the_sweeper_waits_for_the_end_of_the_ttl_to_the_tenth_of_a_second(tmp_path, fake, service):

@@ -19,7 +19,7 @@ from ringweave.platforms.slurm.batch_script import AllocationComponent
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 
-ALLOCATION_REVOKED = "preempted: Slurm revoked its allocation"
+ALLOCATION_REVOKED = "Slurm revoked its allocation"
 _SRUN_ERROR_PREFIX = "srun: error: "
 SLURM_QUERY_INTERVAL_S = 2.0
 """Interval between queries to Slurm."""

@@ -54,7 +54,7 @@ class AgentLease:
         if text != self._last:
             self._last, self._renewed_s = text, self._clock()
         if text and text.split()[0] != self._key:
-            return "preempted: Slurm revoked its allocation"
+            return "Slurm revoked its allocation"
         if self.unrenewed_s > self._lease_s:
             return f"its controller has not renewed the lease for {self.unrenewed_s:.0f} s"
         return ""

@@ -163,8 +163,9 @@ def test_the_gate_of_an_elastic_job_says_where_its_coordinators_are() -> None:
 def test_a_gate_that_somebody_shut_while_an_elastic_job_trains_stays_shut() -> None:
     look = looked(GroupPhase.RUNNING, GroupPhase.RUNNING)
     text = (
-        r"gate of round 1: 'no addresses of coordinators', expected what nodes n0 and n1 offered before they started\. "
-        r"Nothing to do; training workers continue, and when a node is lost all nodes join the next round"
+        r"barrier of round 1: 'no addresses of coordinators', expected the addresses that nodes n0 and n1 "
+        r"offered before they started\. Nothing to do; training workers continue, and when a node is "
+        r"lost all nodes join the next round"
     )
     with pytest.raises(LaunchError, match=text):
         action_executor.make_rendezvous(look, job_config.job_config(look.job, directory=None, script_text=""), 1)

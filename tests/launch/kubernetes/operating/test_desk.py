@@ -138,9 +138,9 @@ def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path
     conditions = {item["type"]: item["status"] for item in office.pod()["status"]["conditions"]}
     assert conditions == {names.BARRIER_CONDITION: "True"}
     opening = RendezvousResult(round=1, master_address=HostPort(host="10.0.0.1", port=5))
-    office.note(rendezvous=opening)
+    office.note(opening=opening)
     wait(lambda: post.desired_state().rendezvous == opening)
-    office.note(rendezvous=opening, round_=2)
+    office.note(opening=opening, round_=2)
     wait(lambda: post.desired_state().round == 2)
     last = AgentStatus(round=2, phase=GroupPhase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
     post.report_status(last)

@@ -92,7 +92,7 @@ def test_what_does_not_end_is_given_up_and_named(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level(logging.WARNING):
         run(work)
-    assert "given up after 0.3 s: stubborn" in caplog.text
+    assert "abandoned after 0.3 s: stubborn" in caplog.text
 
 
 def test_its_end_begins_once_a_signal_is_heard() -> None:

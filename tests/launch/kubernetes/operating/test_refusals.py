@@ -104,7 +104,7 @@ WEBHOOK = (
         (
             ApiFailure(500, "InternalError", "etcdserver: no leader"),
             "ApiServerError",
-            "n1: etcdserver: no leader. Ask who",
+            "n1: etcdserver: no leader. Ask the",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_failure_that_lasts_is_told_of_until_it_is_over(
 def test_a_name_that_is_taken_by_something_else_is_told_of(kubeconfig: Path) -> None:
     async def test(world: World) -> None:
         await world.client.create(api_client.SERVICES, "default", {"metadata": {"name": "web"}, "spec": {}})
-        with pytest.raises(ObjectsRefusedError, match="1 refused, expected none: Service web is there already"):
+        with pytest.raises(ObjectsRefusedError, match="1 refused, expected none: Service web exists already"):
             await world.settle()
         status = (await world.job())["status"]
         assert (status["state"], status["reason"]) == ("Pending", "AlreadyExists")
@@ -159,11 +159,11 @@ def test_a_pod_that_a_former_job_of_the_name_has_left_is_told_of(kubeconfig: Pat
         labels = {names.JOB_LABEL: "orphans", names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "1"}
         left = {"metadata": {"name": "orphans-1-1", "labels": labels}, "spec": {"containers": [{"name": "workers"}]}}
         await world.client.create(api_client.PODS, "default", left)  # as kubectl delete --cascade=orphan leaves it
-        with pytest.raises(ObjectsRefusedError, match="Pod orphans-1-1 is there already"):
+        with pytest.raises(ObjectsRefusedError, match="Pod orphans-1-1 exists already"):
             await world.settle()
         status = (await world.job())["status"]
         assert [node.get("reason") == "AlreadyExists" for node in status["nodes"]] == [False, True]
-        assert "refuses the Pod of node n1: Pod orphans-1-1 is there already" in status["message"]
+        assert "refuses the Pod of node n1: Pod orphans-1-1 exists already" in status["message"]
         await world.client.delete(api_client.PODS, "default", "orphans-1-1")
         await world.settle()
         assert "orphans-1-1" in await world.pods()

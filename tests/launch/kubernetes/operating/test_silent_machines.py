@@ -43,7 +43,7 @@ def test_a_lost_machine_is_named_and_replaced_when_somebody_says_that_it_is_off(
         await settle_later(world, 600.0)
         status = (await world.job())["status"]
         assert (status["state"], status["reason"]) == ("Retrying", "MachineUnreachable")
-        assert "its Pod was to be gone by 20" in status["message"]
+        assert "its Pod was to end by 20" in status["message"]
         assert set(await world.pods()) == {"dark-0-2", "dark-1-1"}, "something of it may run"
 
         await world.client.delete(api_client.PODS, "default", "dark-1-1", gracePeriodSeconds=0)

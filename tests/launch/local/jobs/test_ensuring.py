@@ -137,7 +137,7 @@ def test_an_agent_that_dies_before_its_first_word_says_why_in_its_log(folder: Jo
     here.apply(records.CreateGroup(node=2, attempt=1, workers=3, round=1))
     wait_until(lambda: here.observe(sweeps=False).groups[0].phase is GroupPhase.FAILED, "the end of the agent")
     (seen,) = here.observe().groups
-    assert (seen.cause, seen.text) == (EndCause.PLATFORM, "its agent ended without a word: OSError: no directory")
+    assert (seen.cause, seen.text) == (EndCause.PLATFORM, "its agent ended without a status: OSError: no directory")
     here.apply(records.DeleteGroup(node=2, attempt=1))
     assert here.observe().groups == ()
 

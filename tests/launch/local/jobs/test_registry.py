@@ -97,7 +97,7 @@ def test_permission_and_limit(folder: Path) -> None:
     ann.submit(request("a"), base=folder)
     with pytest.raises(JobError, match=r"GPUs in all: 6, expected at most 10 GPUs in all jobs of ann, of which 6 are"):
         ann.submit(request("b"), base=folder)
-    with pytest.raises(JobError, match=r"submit by bob: 'no rule of the policy lets bob submit', expected a"):
+    with pytest.raises(JobError, match=r"submit by bob: 'no rule of the policy allows bob to submit', expected a"):
         bob.submit(request("b"), base=folder)
     assert [job.name for job in bob.jobs()] == ["a"]
     assert bob.job("a").requester == "ann"
