@@ -341,3 +341,14 @@ def test_logs_of_what_is_not_there_are_refused(tmp_path, fake, service):
     with pytest.raises(JobError, match="node: 'n7', expected one of n0, n1"):
         service.logs("text", LogQuery(node="n7"))
     assert list(service.logs("text", LogQuery())) == []
+
+
+def test_a_job_of_another_format_is_refused(tmp_path, service):
+    service.submit(a_request(), base=tmp_path)
+    path = tmp_path / "state" / "jobs" / "text" / "job.json"
+    assert path.read_text().startswith('{"format":2,')
+    path.write_text(path.read_text().replace('"format":2,', "", 1))
+    text = r"job text: 'format 1', expected format 2\. Delete the job with the ringweave that made it, then submit it again"
+    for ask in (service.jobs, lambda: service.job("text")):
+        with pytest.raises(JobError, match=text):
+            ask()

@@ -1,6 +1,8 @@
 """Names, permissions and limits of jobs on this machine; nothing runs here."""
 
+import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,3 +225,16 @@ def test_a_registry_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match=r"registry of jobs: .*, expected a file that can be used\. Make the folder"):
         LocalJobRegistry(tmp_path / "file" / "jobs.sqlite")
+
+
+def test_a_registry_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    LocalJobRegistry(path)
+    LocalJobRegistry(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    before = path.read_bytes()
+    text = r"registry of jobs: 'format 1', expected format 2\. Delete its jobs with the ringweave that made them, then"
+    with pytest.raises(LaunchError, match=text):
+        LocalJobRegistry(path)
+    assert path.read_bytes() == before
