@@ -180,7 +180,7 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
     kube.play("hangs", kube.in_state("hangs", "Succeeded"), steps=False)
     told = status(kube, "hangs")
     assert told["reason"] == "CompletedWithoutNodes"
-    assert f"all nodes finished their iterations but node n2: {EVICTED_HANG.text}" in told["message"]
+    assert f"all nodes but node n2 finished their iterations: {EVICTED_HANG.text}" in told["message"]
     assert [(node["state"], node["retries"]) for node in told["nodes"]] == [("Succeeded", 0)] * 2 + [("Stopped", 0)]
     kube.remove("hangs")
     kube.play("hangs", is_gone(kube, "hangs"))
@@ -264,7 +264,7 @@ def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorPr
     kube.play("refused", kube.in_state("refused", "Refused"))
     told = status(kube, "refused")
     assert told["reason"] == "Forbidden"
-    assert "Ask whoever runs this place to let nobody-knows-me submit" in told["message"]
+    assert "Ask the administrator of this platform to allow nobody-knows-me to submit" in told["message"]
     assert kube.left("refused") == [f"{names.CRD_KIND}/refused"]
     kube.remove("refused")
     kube.play("refused", is_gone(kube, "refused"))
@@ -283,8 +283,8 @@ def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube,
 @pytest.mark.usefixtures("any_requester")
 def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     for name, changes, reason, text in (
-        ("imageless", {"image": None}, "NoImage", "Write spec.image, or have the operator run with --image"),
-        ("unasked", {"requester": None}, "RequesterUnknown", "as kubectl auth whoami says it"),
+        ("imageless", {"image": None}, "NoImage", "Write spec.image, or start the operator with --image"),
+        ("unasked", {"requester": None}, "RequesterUnknown", "as printed by kubectl auth whoami"),
     ):
         kube.submit(name, **changes)
         kube.play(name, kube.in_state(name, "Refused"))

@@ -111,7 +111,7 @@ def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
     reason = jobs.view().reason
     assert reason is not None
     assert reason.code == "Unschedulable"
-    assert "the machines that it needs are in use" in reason.text
+    assert "the necessary machines are in use" in reason.text
     assert "ringweave stop text" in reason.hint
     assert jobs.service.act("text", "suspend").state == "Suspended"
     assert "rw-text" not in jobs.cluster.run_command("squeue", "-h", "-o", "%j"), (

@@ -144,7 +144,7 @@ class ScaleRequests:
 
 
 def describe_answer(scale: ScaleAnswer) -> str:
-    """Return an answer as text: `4 workers are asked for, 2 before; started: ranks 2, 3`."""
+    """Return an answer as text: `4 workers requested, 2 before; started: ranks 2, 3`."""
     changes = [("started", scale.starting), ("leaving after the train step", scale.leaving)]
     parts = [f"{what}: rank {', '.join(map(str, ranks))}" for what, ranks in changes if ranks]
     return "; ".join([f"{scale.workers} workers requested, {scale.before} before", *parts])

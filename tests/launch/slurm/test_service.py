@@ -348,7 +348,7 @@ def test_a_job_of_another_format_is_refused(tmp_path, service):
     path = tmp_path / "state" / "jobs" / "text" / "job.json"
     assert path.read_text().startswith('{"format":2,')
     path.write_text(path.read_text().replace('"format":2,', "", 1))
-    text = r"job text: 'format 1', expected format 2\. Delete the job with the ringweave that made it, then submit it again"
+    text = r"job text: 'format 1', expected format 2\. Delete the job with the ringweave that made it, then submit"
     for ask in (service.jobs, lambda: service.job("text")):
         with pytest.raises(JobError, match=text):
             ask()

@@ -125,5 +125,5 @@ def test_a_process_that_does_not_end_is_ended_by_force_and_says_where_it_was() -
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON_S, check=False)
     assert done.returncode == 1
-    assert "operator: still there 0.1 s after it was told to end, ended by force" in done.stderr
+    assert "operator: still running 0.1 s after it was told to stop; killed" in done.stderr
     assert "stands_still" in done.stderr
