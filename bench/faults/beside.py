@@ -41,7 +41,9 @@ BAR_S = 2.0
 def main() -> int:
     """Run all systems; return 1 if ringweave misses the bar."""
     parser = lab_jobs.parser(__doc__)
-    parser.add_argument("--systems", default="ringweave,torchrun", help="also torchft, see docs/chaos.md")
+    parser.add_argument(
+        "--systems", default="ringweave,torchrun", help="also torchft, see docs/how-to/inject-faults.md"
+    )
     parser.add_argument("--s-per-sample", type=float, default=0.003, help="that workers sleep")
     parser.set_defaults(width=96, until_s=UNTIL_S)
     options = parser.parse_args()

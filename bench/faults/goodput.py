@@ -70,7 +70,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--s-per-sample", type=float, default=0.012, help="that workers sleep")
     parser.set_defaults(width=96)
-    parser.add_argument("--systems", default="ringweave,torchrun", help="also torchft, see docs/chaos.md")
+    parser.add_argument(
+        "--systems", default="ringweave,torchrun", help="also torchft, see docs/how-to/inject-faults.md"
+    )
     return parser.parse_args()
 
 

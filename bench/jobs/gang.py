@@ -40,7 +40,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(0.001):
-            for path in self._root.glob("jobs/*/groups/*/report.json"):
+            for path in self._root.glob("jobs/*/groups/*/status.json"):
                 try:
                     written_s = path.stat().st_mtime
                     phase = str(agent_channel.parse_status(path.read_bytes()).phase)

@@ -88,5 +88,5 @@ SAID = {"gpu": None, "cluster": "name: told", "assumed": ["a rate"], "host": "h"
 )
 def test_what_no_worker_says_of_its_host_is_refused(text: str) -> None:
     assert discover._parse_host_report(json.dumps(SAID), 1) == SAID
-    with pytest.raises(RingweaveError, match=r"host of a worker: .*, expected what discover says there.* \[rank 1\]"):
+    with pytest.raises(RingweaveError, match=r"host of a worker: .*, expected the report of discover.* \[rank 1\]"):
         discover._parse_host_report(text, 1)

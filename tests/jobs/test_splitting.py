@@ -111,7 +111,7 @@ def test_the_refusal_of_many_nodes_stays_short() -> None:
     text = split.split_workers(7, [3] * 3000).refusal_text("job.yaml: gpus")
     assert text == (
         "split: 7, expected a total that nodes of (3, 3, 3, 3, 3, 3, 3, 3, ...) can share with at least 3 each. "
-        "Ask for 6 or 9, the nearest that can be. [job.yaml: gpus]"
+        "Ask for 6 or 9, the nearest possible totals. [job.yaml: gpus]"
     )
 
 
@@ -123,8 +123,8 @@ def test_no_node_with_room() -> None:
     ("total", "capacities", "least", "text"),
     [
         (True, (4,), 3, r"total: True, expected a whole number of at least 1\. Ask for some GPUs\."),
-        (4, (), 3, r"capacities: \(\), expected at least one node\. Say how much each node may run\."),
-        (4, (4.0,), 3, r"capacity of node 0: 4\.0, expected a whole number of at least 0\. Write 0 for a node that"),
+        (4, (), 3, r"capacities: \(\), expected at least one node\. Give the capacity of each node\."),
+        (4, (4.0,), 3, r"capacity of node 0: 4\.0, expected a whole number of at least 0\. Write 0 for a node without"),
         (4, (4,), 0, r"minimum per node: 0, expected a whole number of at least 1\. Leave it out for 3\."),
     ],
 )

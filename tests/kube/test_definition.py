@@ -49,7 +49,7 @@ ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
     "elastic, more than all": ({"elastic": {"min": 16}}, r"elastic.min of 16 is more than the 10 that are left"),
     "elastic, and one node gets all": (
         {"elastic": {"min": 3}, "nodes": [{**NODE, "capacity": 15}, {"name": "b", "capacity": 5}]},
-        "an elastic job needs two nodes or more",
+        "an elastic job needs at least two nodes",
     ),
     "elastic with a parameter server": ({"elastic": {"min": 3}, "mode": "ps"}, "elastic excludes a parameter server"),
     "elastic with rings": ({"elastic": {"min": 3}, "mode": "ps-hra"}, "elastic excludes a parameter server"),
@@ -206,5 +206,5 @@ def test_kubectl_explains_it(kube: Kube) -> None:
         assert text in told
     assert "the split takes the fewest" in " ".join(told.split())
     told = " ".join(kube.kubectl("explain", "tj.spec.elastic").split())
-    for text in ("min <integer> -required-", "others go on without losing a train step", "begin again from the last"):
+    for text in ("min <integer> -required-", "workers continue without losing a train step", "restart from the last"):
         assert text in told

@@ -61,7 +61,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     assert told["state"] == "Pending"
     assert "node n1" in told["message"]
     config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
-    assert objects.RENDEZVOUS_KEY not in config["data"], "the gate opened before all were ready"
+    assert objects.RENDEZVOUS_KEY not in config["data"], "the barrier released before all were ready"
 
     kube.play("runs", kube.in_state("runs", "Running"))
     told = status(kube, "runs")
@@ -78,7 +78,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
         kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
     )
     assert opening is not None
-    assert (opening.round, opening.meeting.host, opening.meeting.port) == (1, "10.0.1.0", 29500)
+    assert (opening.round, opening.master_address.host, opening.master_address.port) == (1, "10.0.1.0", 29500)
     assert set(opening.addresses) == {"n0", "n1"}
 
     end_all(kube, "runs")
@@ -87,7 +87,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     assert [(node["iterations"], node["lastLoss"]) for node in nodes] == [(100, 1.5), (100, 1.5)]
     posted = kube.run(kube.client.list(api_client.EVENTS, kube.namespace))  # what kubectl describe shows
     told = {event["reason"] for event in posted if event["involvedObject"]["name"] == "runs"}
-    assert {"AttemptBegun", "Starting", "Running", "Succeeded"} <= told
+    assert {"AttemptStarted", "Starting", "Running", "Succeeded"} <= told
     kube.remove("runs")
     kube.play("runs", is_gone(kube, "runs"))
 
@@ -107,7 +107,7 @@ def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operat
     kube.run(kube.kubelet.fail_pod(pods[0, 1], EndCause.PROGRAM, exit_code=1, text="raised ValueError: no"))
     kube.play("fails", kube.in_state("fails", "Failed"))
     told = status(kube, "fails")
-    assert (told["reason"], told["nodes"][0]["retries"]) == ("ProgramFailed", 0)
+    assert (told["reason"], told["nodes"][0]["retries"]) == ("NonZeroExitCode", 0)
     assert "ValueError" in told["message"]
     assert kube.kubelet.broken_rules == []
     kube.remove("fails")
@@ -134,11 +134,11 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
     running = next(item for item in told["conditions"] if item["type"] == "Running")
     assert (told["state"], told["reason"], running["status"], running["reason"]) == (
         "Running",
-        "GoesOn",
+        "Degraded",
         "True",
-        "GoesOn",
+        "Degraded",
     )
-    assert "node n0 failed (killed by SIGKILL), retry 1 of 1; the others train on" in running["message"]
+    assert "node n0 failed (killed by SIGKILL), retry 1 of 1; the other nodes continue" in running["message"]
     kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "")
     told = status(kube, "elastic")
     assert (told["round"], [node["retries"] for node in told["nodes"]]) == (1, [1, 0, 0])
@@ -152,7 +152,7 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
     assert [node["retries"] for node in status(kube, "elastic")["nodes"]] == [1, 0, 0]
 
     kube.run(kube.kubelet.fail_pod(kube.pods("elastic")[0, 3], EndCause.PLATFORM, text="killed again"))
-    kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "GoesOnWithout")
+    kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "DegradedWithoutRetries")
     end_all_but(kube, "elastic", 0)
     kube.play("elastic", kube.in_state("elastic", "Succeeded"))
     assert set(kube.pods("elastic")) == {(0, 3), (1, 2), (2, 2)}, "all are kept, as their policy says"
@@ -179,8 +179,8 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
         )
     kube.play("hangs", kube.in_state("hangs", "Succeeded"), steps=False)
     told = status(kube, "hangs")
-    assert told["reason"] == "FinishedWithout"
-    assert f"all nodes finished their iterations but node n2: {EVICTED_HANG.text}" in told["message"]
+    assert told["reason"] == "CompletedWithoutNodes"
+    assert f"all nodes but node n2 finished their iterations: {EVICTED_HANG.text}" in told["message"]
     assert [(node["state"], node["retries"]) for node in told["nodes"]] == [("Succeeded", 0)] * 2 + [("Stopped", 0)]
     kube.remove("hangs")
     kube.play("hangs", is_gone(kube, "hangs"))
@@ -264,7 +264,7 @@ def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorPr
     kube.play("refused", kube.in_state("refused", "Refused"))
     told = status(kube, "refused")
     assert told["reason"] == "Forbidden"
-    assert "Ask whoever runs this place to let nobody-knows-me submit" in told["message"]
+    assert "Ask the administrator of this platform to allow nobody-knows-me to submit" in told["message"]
     assert kube.left("refused") == [f"{names.CRD_KIND}/refused"]
     kube.remove("refused")
     kube.play("refused", is_gone(kube, "refused"))
@@ -283,8 +283,8 @@ def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube,
 @pytest.mark.usefixtures("any_requester")
 def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     for name, changes, reason, text in (
-        ("imageless", {"image": None}, "NoImage", "Write spec.image, or have the operator run with --image"),
-        ("unasked", {"requester": None}, "RequesterUnknown", "as kubectl auth whoami says it"),
+        ("imageless", {"image": None}, "NoImage", "Write spec.image, or start the operator with --image"),
+        ("unasked", {"requester": None}, "RequesterUnknown", "as printed by kubectl auth whoami"),
     ):
         kube.submit(name, **changes)
         kube.play(name, kube.in_state(name, "Refused"))

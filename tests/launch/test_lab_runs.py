@@ -170,7 +170,7 @@ def test_collectives_go_over_the_links_and_a_ring_sends_what_theory_says(start_i
 
 def test_without_a_port_the_run_does_not_start(trio: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nosuch")
-    with pytest.raises(LaunchError, match=r"port on node b: .*not found, expected a free one\. See whether the lab is"):
+    with pytest.raises(LaunchError, match=r"port on node b: .*not found, expected a free one\. Check that the lab is"):
         node_context.LabContext(trio).pick_address("b")
 
 

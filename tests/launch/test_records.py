@@ -96,7 +96,7 @@ def test_training_is_summed_up() -> None:
     found = run_dir.summarize_training([*events, *lost])
     assert found["exact"] is False
     assert "159 samples in 4 epochs, not each exactly once" in run_dir.describe_training(found)
-    assert "No epoch came to its end" in run_dir.describe_training(run_dir.summarize_training(events[:2]))
+    assert "No epoch was completed" in run_dir.describe_training(run_dir.summarize_training(events[:2]))
     assert run_dir.describe_training(run_dir.summarize_training([])) == ""
 
 

@@ -43,7 +43,7 @@ def test_the_first_cause_is_on_top() -> None:
 
 
 def test_signals_come_with_advice() -> None:
-    assert "`dmesg | grep -i oom` tells" in text([death(0, "SIGKILL")])
+    assert "see `dmesg | grep -i oom`" in text([death(0, "SIGKILL")])
     assert "run with PYTHONFAULTHANDLER=1" in text([death(0, "SIGSEGV")])
 
 

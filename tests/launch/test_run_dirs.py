@@ -30,7 +30,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_is_held_by_one_run(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "deep" / "run")
-    refused = pytest.raises(UsageError, match=r"expected one that no other run is using\. Wait for that run")
+    refused = pytest.raises(UsageError, match=r"expected one that no other run uses\. Wait for that run")
     with launcher_run_dir.hold_run_dir(run_dir), refused:
         launcher_run_dir.hold_run_dir(run_dir).__enter__()
     with launcher_run_dir.hold_run_dir(run_dir):
@@ -64,7 +64,7 @@ def test_an_attempt_without_a_record_is_begun_again(tmp_path: Path) -> None:
 def test_a_cluster_file_of_the_user_is_never_overwritten(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.cluster_file.write_text("name: mine\n")
-    with pytest.raises(UsageError, match=r"expected one without a cluster\.yaml that is not of a run\. Give another"):
+    with pytest.raises(UsageError, match=r"expected one without a cluster\.yaml of another origin\. Give another"):
         launcher_run_dir.begin_attempt(run_dir, "name: other\n")
     assert run_dir.cluster_file.read_text() == "name: mine\n"
     assert launcher_run_dir.begin_attempt(run_dir, "name: mine\n") == 1

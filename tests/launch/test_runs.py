@@ -201,4 +201,4 @@ def test_a_run_directory_serves_one_run_at_a_time(start, script) -> None:
     first.wait_printed("up")
     second = start(path)
     assert second.wait_ended() == 2
-    assert "expected one that no other run is using. Wait for that run, or give another --run-dir." in second.stderr
+    assert "expected one that no other run uses. Wait for that run, or give another --run-dir." in second.stderr

@@ -39,9 +39,9 @@ def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp
         server.restart_dead()
         assert len(server.pids) == 1, "the one on node a"
     assert said == [
-        "parameter server 1 on node b is given up: 10 of its processes in a row were over soon after they began, the "
-        "last one with exit code 3. Training goes on with the other one; nobody takes over if that dies as well. See "
-        f"what it lacks in {tmp_path / 'logs' / 'server-1.log'}."
+        "parameter server 1 on node b is given up: 10 of its processes in a row ended soon after their start, the "
+        "last one with exit code 3. Training continues with the other one, without a standby. See the cause in "
+        f"{tmp_path / 'logs' / 'server-1.log'}."
     ]
     started = [line for line in run_dir.events.read_text().splitlines() if '"server_started"' in line]
     assert len(started) == 11
@@ -75,5 +75,5 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     with server.running(os.environ):
         wait_until(look, "an end of both")
     assert all(
-        "and another one could not be started: no process is to be had. Training goes on" in each for each in said
+        "and a replacement could not be started: no process is to be had. Training continues" in each for each in said
     )

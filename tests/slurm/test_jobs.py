@@ -65,7 +65,7 @@ def test_only_the_node_whose_step_was_killed_is_retried(jobs):
     (first, _) = view.used_nodes[1].attempts
     assert first.cause is EndCause.PLATFORM
     assert first.charged
-    assert "ended without a word" in first.text
+    assert "ended without a status" in first.text
     assert {line.attempt for line in jobs.service.logs("text", LogQuery(node="n1"))} == {1, 2}, (
         "logs of all attempts are kept"
     )
@@ -90,7 +90,7 @@ def test_a_script_that_fails_is_not_tried_again(jobs):
     jobs.submit("raise SystemExit(3 if os.environ['RANK'] == '12' else 0)")
     view = jobs.wait("Failed")
     assert view.reason is not None
-    assert view.reason.code == "ProgramFailed"
+    assert view.reason.code == "NonZeroExitCode"
     assert jobs.attempts() == [1, 1]
     jobs.wait_idle()
 
@@ -110,9 +110,9 @@ def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
     wait_until(lambda: "(Resources)" in str(jobs.view().reason), jobs.story)
     reason = jobs.view().reason
     assert reason is not None
-    assert reason.code == "NotPlaced"
-    assert "the machines that it needs are in use" in reason.text
-    assert "ringweave stop text" in reason.helps
+    assert reason.code == "Unschedulable"
+    assert "the necessary machines are in use" in reason.text
+    assert "ringweave stop text" in reason.hint
     assert jobs.service.act("text", "suspend").state == "Suspended"
     assert "rw-text" not in jobs.cluster.run_command("squeue", "-h", "-o", "%j"), (
         "a suspended job holds no place in the queue"
@@ -159,7 +159,7 @@ def test_a_task_that_outlives_its_slurmd_is_gone_before_it_is_replaced(jobs):
     # As its timeout would.
     jobs.cluster.run_command("scontrol", "update", "nodename=small", "state=down", "reason=test")
     wait_until(lambda: old not in agents(jobs, "small"), jobs.story)
-    assert jobs.wait("Retrying").reason.text.startswith("its allocation was taken back by Slurm; Slurm job")
+    assert jobs.wait("Retrying").reason.text.startswith("Slurm revoked its allocation; Slurm job")
     jobs.cluster.revive("small")
     jobs.wait_printed("began", 30)
     assert len(agents(jobs, "small")) == 1
@@ -171,9 +171,9 @@ def test_a_task_that_outlives_its_slurmd_is_gone_before_it_is_replaced(jobs):
 
 
 def test_what_cannot_be_is_refused_with_what_can(jobs):
-    with pytest.raises(JobError, match=r"Ask for 15, the nearest that can be"):
+    with pytest.raises(JobError, match=r"Ask for 15, the nearest possible totals"):
         jobs.submit("", gpus=16)
-    there = r"expected what the machines can give together: GPUs of big 10, small 5\."
+    there = r"expected at most the capacity of the machines: GPUs of big 10, small 5\."
     with pytest.raises(JobError, match=rf"GPUs of job text: '20', {there} Ask for 15\. \[slurm\]") as caught:
         jobs.submit("", gpus=20, nodes="[{capacity: 20}]")
     mend = r"Correct the capacities of the nodes: 13 can be shared as 13 on \(10, 5\) -> 10, 3"
@@ -198,7 +198,7 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     assert Counter(each["code"] for each in told) == {0: 1, 2: 63}, told
     refusal = re.compile(
         r"ringweave: error: job name text: 'taken by \w+ \d+ s ago \(\w+\)', expected a free name\. "
-        r"Take another name, or remove that job first with ringweave delete text --on slurm\."
+        r"Choose another name, or remove that job first with ringweave delete text --on slurm\."
     )
     assert all(refusal.fullmatch(each["err"].splitlines()[-1]) for each in told if each["code"] == 2), told
     (batch,) = (jobs.folder / "home").rglob("job.json")

@@ -134,7 +134,7 @@ def check_known_names(what: str, names: Iterable[str], known: Sequence[str]) -> 
     """
     for name in names:
         if name not in known:
-            do = suggest_closest(name, known) or "See docs/chaos.md"
+            do = suggest_closest(name, known) or "See docs/how-to/inject-faults.md"
             raise UsageError(explain(what, got=name, expected=", ".join(known), do=do))
 
 
@@ -147,10 +147,16 @@ def _parse_line(content: str, where: str) -> Fault:
     found = _FAULT_LINE.fullmatch(content)
     kind = found["kind"] if found else ""
     if found is None or kind not in KINDS or not _has_needed_parts(found, kind):
-        do = suggest_closest(kind, KINDS) if kind and kind not in KINDS else "See docs/chaos.md"
+        do = suggest_closest(kind, KINDS) if kind and kind not in KINDS else "See docs/how-to/inject-faults.md"
         example = '"at 20s pause worker 2 for 30s"'
         raise UsageError(
-            explain("fault", got=content, expected=f"a line like {example}", do=do or "See docs/chaos.md", where=where)
+            explain(
+                "fault",
+                got=content,
+                expected=f"a line like {example}",
+                do=do or "See docs/how-to/inject-faults.md",
+                where=where,
+            )
         )
     return Fault(
         at_s=float(found["at"]),

@@ -53,7 +53,9 @@ def arm_moment(moment: str, optimizer: Optimizer, on_moment: Callable[[str], Any
         OPTIMIZER: lambda: register_optimizer_step_pre_hook(_moment_hook(on_moment, OPTIMIZER)),
     }
     if name not in arms:
-        raise UsageError(f"moment of a train step: {moment!r}, expected {', '.join(arms)}. See docs/chaos.md.")
+        raise UsageError(
+            f"moment of a train step: {moment!r}, expected {', '.join(arms)}. See docs/how-to/inject-faults.md."
+        )
     arms[name]()
 
 

@@ -24,7 +24,7 @@ from ringweave.topology.discovery import LeaderChoice, Machine
 @click.option("--probe", is_flag=True, help="Among workers of a job: also measure the network between them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: str | None, nic_name: str | None, target: str | None, probe: bool, as_json: bool) -> int:
-    """Say what is in this machine, how far its devices are from its NICs, and which device leads.
+    """Describe this machine: its devices, their distance from its NICs, and its leader device.
 
     Devices are GPUs or, where there is none, the processors of each NUMA node. The leader talks to other nodes: it is
     the one with the fewest hops to the NIC that is used between them, one whose memory the NIC reaches directly
@@ -102,7 +102,7 @@ def _parse_host_report(text: str, rank: int) -> dict[str, Any]:
         got = errors.shorten(text)
     except ValueError as cause:
         got = str(cause)
-    expected, do = "what discover says there", "Run the same ringweave on all ranks"
+    expected, do = "the report of discover", "Run the same ringweave on all ranks"
     raise RingweaveError(errors.explain("host of a worker", got=got, expected=expected, do=do, where=f"rank {rank}"))
 
 
@@ -117,7 +117,7 @@ def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Clu
             errors.explain(
                 "discovery by all workers",
                 got=f"{cause}",
-                expected="torch, by which the workers meet",
+                expected="torch, through which the workers exchange their reports",
                 do="Install ringweave[train], or run discover on each machine alone",
             )
         ) from cause

@@ -54,7 +54,7 @@ class Finding:
     seen: str
     needed_for: str
     is_required: bool
-    mend: str | None
+    fix: str | None
     """A command or words that fix it; None if it works."""
 
 
@@ -189,7 +189,7 @@ def _make_finding(name: str, need: Requirement, observation: CheckResult) -> Fin
         seen=observation.seen,
         needed_for=need.needed_for,
         is_required=need.is_required,
-        mend=fixes[observation.state],
+        fix=fixes[observation.state],
     )
 
 
@@ -201,9 +201,9 @@ def _finding_rows(finding: Finding) -> list[str]:
     lines = [_table_row("" if i else finding.state, "" if i else finding.name, *pair) for i, pair in enumerate(cells)]
     margin = " " * (_STATE_WIDTH + _NAME_WIDTH)
     fix_lines = textwrap.wrap(
-        finding.mend or "", TABLE_WIDTH, initial_indent=margin + "-> ", subsequent_indent=margin + "   "
+        finding.fix or "", TABLE_WIDTH, initial_indent=margin + "-> ", subsequent_indent=margin + "   "
     )
-    return lines + (fix_lines if finding.mend else [])
+    return lines + (fix_lines if finding.fix else [])
 
 
 def _table_row(state: str, name: str, seen: str, used: str) -> str:
@@ -214,7 +214,7 @@ def _conclusion(findings: Sequence[Finding]) -> str:
     bad = [finding.name for finding in findings if finding.is_required and finding.state != "ok"]
     if not bad:
         return "Training on workers of this machine works."
-    return f"Training on workers of this machine does not work: mend {', '.join(bad)} first."
+    return f"Training on workers of this machine does not work: fix {', '.join(bad)} first."
 
 
 TORCH_TRIAL_TIMEOUT_S = 90
@@ -342,10 +342,10 @@ def check_program_version(command: Sequence[str]) -> CheckResult:
 @click.command
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool) -> int:
-    """Try what ringweave needs on this machine, and say how to mend what does not work.
+    """Check the requirements of ringweave on this machine, and print a fix for each one that fails.
 
-    Everything is tried for real and removed again. Exit code 0 if all works that training on workers of this machine
-    needs, else 1.
+    Every check uses the real feature and cleans up. Exit code 0 if all requirements of training on this machine work,
+    else 1.
     """
     findings = diagnose(_run_checks())
     click.echo(json.dumps(findings_document(findings)) if as_json else findings_table(findings), nl=as_json)

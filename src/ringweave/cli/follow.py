@@ -73,16 +73,16 @@ def follow_job(
                 click.echo(f"ringweave: {name} is {job.state}{reason}", err=True)
         printer.join()
     except KeyboardInterrupt:
-        text = f"{name} goes on; ringweave logs -f {name}, ringweave stop {name}"
+        text = f"{name} continues; ringweave logs -f {name}, ringweave stop {name}"
         click.echo(f"\nringweave: {with_platform_option(text, name, platform)}", err=True)
         return 1
     if job.state == "Succeeded":
         return 0
     if not job.state.is_end:
-        click.echo(f"ringweave: {name} was removed, and nobody saw how it ended (last seen: {job.state})", err=True)
+        click.echo(f"ringweave: {name} was removed before its outcome was read (last state: {job.state})", err=True)
         return 1
     if job.reason:
-        click.echo(f"ringweave: {job.reason.helps}.", err=True)
+        click.echo(f"ringweave: {job.reason.hint}.", err=True)
     return 1
 
 
@@ -104,4 +104,4 @@ def _print_job_logs(platform: Platform, name: str) -> None:
         for line in platform.logs(name, LogQuery(follow=True)):
             click.echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
     except RingweaveError as error:
-        click.echo(f"ringweave: what {name} prints is not shown any more: {error}", err=True)
+        click.echo(f"ringweave: the output of {name} is no longer shown: {error}", err=True)

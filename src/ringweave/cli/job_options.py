@@ -37,7 +37,7 @@ def answer_options(*, wide: bool = False) -> Callable[[Callable[..., int]], Call
                 type=click.Choice(("table", "wide", "json", "yaml")),
                 default="table",
                 show_default=True,
-                help="How to answer.",
+                help="Format of the answer.",
             ),
             ON_OPTION,
         ):
@@ -50,10 +50,10 @@ def answer_options(*, wide: bool = False) -> Callable[[Callable[..., int]], Call
 ON_OPTION = click.option(
     "--on",
     "place",
-    metavar="PLACE",
+    metavar="PLATFORM",
     default=LOCAL,
     show_default=True,
-    help="Where jobs run: local, slurm, kubernetes, an installed service's name, or the address of one elsewhere.",
+    help="Platform of jobs: local, slurm, kubernetes, the name of an installed one, or the address of a remote one.",
 )
 
 

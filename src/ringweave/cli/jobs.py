@@ -28,17 +28,17 @@ def _verb_command(verb: str, text: str, confirmation: str) -> click.Command:
 
 stop = _verb_command(
     "stop",
-    "End JOB. Its nodes are deleted or kept as each one's policy says; logs are kept, and retry starts it again.",
+    "End JOB. The deletion policy of each node decides whether it is kept; logs are kept, and retry starts it again.",
     "it will stop",
 )
 retry = _verb_command(
     "retry",
     "Start JOB again after it failed or was stopped, with all its retries, from its last checkpoint.",
-    "it will be tried again",
+    "it will be retried",
 )
 suspend = _verb_command(
     "suspend",
-    "End what runs of JOB and keep it from running until it is resumed; no retry is charged.",
+    "End the processes of JOB and keep it from running until it is resumed; no retry is charged.",
     "it will be suspended",
 )
 resume = _verb_command("resume", "Let a suspended JOB run.", "it may run")
@@ -46,10 +46,10 @@ resume = _verb_command("resume", "Let a suspended JOB run.", "it may run")
 
 @click.command
 @job_options.answer_options()
-@click.option("--wait/--no-wait", "waits", default=True, help="Wait until nothing is left of it.  [default: wait]")
+@click.option("--wait/--no-wait", "waits", default=True, help="Wait until it is removed.  [default: wait]")
 @job_options.JOB_ARGUMENT
 def delete(place: str, output: str, waits: bool, name: str) -> int:
-    """Remove JOB with all it left: processes, logs, run directories, name.
+    """Remove JOB with its processes, logs, run directories and name.
 
     Files that its script wrote elsewhere stay.
     """
@@ -60,7 +60,7 @@ def delete(place: str, output: str, waits: bool, name: str) -> int:
     job_options.print_answer(
         output,
         api.job_view_document(job),
-        lambda: [f"{name}: {'nothing is left of it' if waits else 'it will be removed'}"],
+        lambda: [f"{name}: {'removed' if waits else 'it will be removed'}"],
     )
     return 0
 
@@ -73,7 +73,7 @@ def job_table(jobs: Sequence[JobView], now: float, *, wide: bool) -> list[str]:
     if not jobs:
         return ["no jobs"]
     head = ("name", "state", "workers", "nodes", "requester", "age")
-    rows = [(*head, "mode", "why") if wide else head]
+    rows = [(*head, "mode", "reason") if wide else head]
     for job in jobs:
         row = (
             job.name,
@@ -92,12 +92,12 @@ def status_lines(job: JobView, now: float, *, wide: bool) -> list[str]:
     workers = f"{job.workers} {_DEVICE_NAMES.get(job.device, job.device)} on {_count_text(len(job.used_nodes), 'node')}"
     lines = [
         f"{job.name}: {job.state} for {units.show_duration(now - job.since_s)}",
-        f"{workers} of {job.place}, asked for by {job.requester} {units.show_duration(now - job.created_s)} ago",
+        f"{workers} of {job.platform}, requested by {job.requester} {units.show_duration(now - job.created_s)} ago",
     ]
     if job.reason:
-        lines += [f"why    {job.reason.text}", f"helps  {job.reason.helps}"]
+        lines += [f"reason {job.reason.text}", f"hint   {job.reason.hint}"]
     head = ("node", "workers", "state", "attempt", "retries", "iterations", "last loss")
-    rows: list[tuple[str, ...]] = [(*head, "why") if wide else head]
+    rows: list[tuple[str, ...]] = [(*head, "reason") if wide else head]
     for node in job.nodes:
         rows.append((*_node_cells(node), node.reason.text if node.reason else "") if wide else _node_cells(node))
     files = [f"files  {job.files}"] if job.files else []
@@ -107,11 +107,11 @@ def status_lines(job: JobView, now: float, *, wide: bool) -> list[str]:
 def reason_lines(job: JobView) -> list[str]:
     """Return lines with the reasons and hints of the job and of each node."""
     if job.reason is None:
-        return [f"{job.name} is {job.state}: it waits for nothing."]
-    lines = [f"{job.name} is {job.state}: {job.reason.text}.", f"  {job.reason.helps}."]
+        return [f"{job.name} is {job.state}: no reason to wait."]
+    lines = [f"{job.name} is {job.state}: {job.reason.text}.", f"  {job.reason.hint}."]
     for node in job.nodes:
         if node.reason is not None:
-            lines += [f"node {node.name} is {node.state}: {node.reason.text}.", f"  {node.reason.helps}."]
+            lines += [f"node {node.name} is {node.state}: {node.reason.text}.", f"  {node.reason.hint}."]
         for attempt in node.attempts:
             if attempt.text:
                 charged = ", one retry" if attempt.charged else ""
@@ -124,7 +124,7 @@ def event_table(job: JobView) -> list[str]:
     if not job.events:
         return ["no events"]
     return align_columns(
-        [("time", "kind", "what"), *((format_utc(each.time_s), each.kind, each.text) for each in job.events)]
+        [("time", "kind", "text"), *((format_utc(each.time_s), each.kind, each.text) for each in job.events)]
     )
 
 
@@ -159,12 +159,14 @@ def _count_text(count: int, noun: str) -> str:
 
 @click.command
 @job_options.answer_options(wide=True)
-@click.option("--metrics", is_flag=True, help="Print them as metrics in Prometheus' text format instead.")
-@click.option("--serve-metrics", "port", type=click.IntRange(1, 65535), metavar="PORT", help="Serve /metrics there.")
+@click.option("--metrics", is_flag=True, help="Print metrics in Prometheus' text format instead.")
+@click.option(
+    "--serve-metrics", "port", type=click.IntRange(1, 65535), metavar="PORT", help="Serve /metrics at this port."
+)
 def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
-    """List the jobs of a place, oldest first: your own, and those of others that a policy lets you see.
+    """List the jobs of a platform, oldest first: your own, and those of others that a policy lets you see.
 
-    Metrics are served at 127.0.0.1 until the command is interrupted; every request looks anew.
+    Metrics are served at 127.0.0.1 until the command is interrupted; each request reads the jobs again.
     """
     platform = job_options.open_user_platform(place)
     if metrics or port is not None:
@@ -179,13 +181,13 @@ def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
 
 @click.command
 @job_options.answer_options(wide=True)
-@click.option("-w", "--watch", "watches", is_flag=True, help="Go on until the job has ended.")
+@click.option("-w", "--watch", "watches", is_flag=True, help="Continue until the job has ended.")
 @job_options.JOB_ARGUMENT
 def status(place: str, output: str, watches: bool, name: str) -> int:
-    """Say how JOB is: its state and why, and of each node workers, attempt, retries, iterations and last loss.
+    """Show the state of JOB with its reason, and workers, attempt, retries, iterations and last loss of each node.
 
-    With --watch the exit code is the job's: 0 if it succeeded, else 1; -o json prints a document a line, -o yaml begins
-    each with ---. A wide table says of each node why, too.
+    With --watch the exit code is the job's: 0 if it succeeded, else 1; -o json prints one document per line, -o yaml
+    starts each with ---. A wide table also has the reason of each node.
     """
     platform, wide = job_options.open_user_platform(place), output == "wide"
     if not watches:
@@ -208,7 +210,7 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
 @job_options.answer_options()
 @job_options.JOB_ARGUMENT
 def why(place: str, output: str, name: str) -> int:
-    """Say why JOB does not run, or how it ended, node by node, and what helps."""
+    """Show the reason why JOB does not run, or how it ended, node by node, with a hint."""
     job = job_options.open_user_platform(place).job(name)
     keys = ("name", "state", "reason")
     content = api.job_view_document(job)
@@ -221,7 +223,7 @@ def why(place: str, output: str, name: str) -> int:
 @job_options.answer_options()
 @job_options.JOB_ARGUMENT
 def events(place: str, output: str, name: str) -> int:
-    """List what happened to JOB: its states, the beginnings and ends of attempts."""
+    """List the events of JOB: changes of state, and starts and ends of attempts."""
     job = job_options.open_user_platform(place).job(name)
     job_options.print_answer(
         output, {"name": name, "events": api.job_view_document(job)["events"]}, lambda: event_table(job)

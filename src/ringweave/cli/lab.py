@@ -17,7 +17,7 @@ from ringweave.lab import lab as lab_lab
 from ringweave.launcher import workers
 from ringweave.launcher.node_context import LabContext
 
-_LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Which lab. Default: the only one that is up.")
+_LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Name of the lab. Default: the only one that is up.")
 _JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -41,7 +41,7 @@ def command() -> None:
 )
 @_JSON_OPTION
 def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
-    """Bring CLUSTER up. Remains of an earlier attempt of that name are removed first."""
+    """Bring CLUSTER up. Remains of an earlier lab of that name are removed first."""
     started_s = time.monotonic()
     cluster = topology.load(cluster_path)
     made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _write_note(f"{what} ..."))
@@ -71,7 +71,9 @@ def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ..
 
 @command.command("run", cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
 @_LAB_OPTION
-@click.option("--no-cluster-file", is_flag=True, help="Let workers find out by themselves what the network is like.")
+@click.option(
+    "--no-cluster-file", is_flag=True, help="Start workers without a cluster file, so that they probe the network."
+)
 @cli_run.run_program_options
 def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
     """Run SCRIPT, or any command after --, on all devices of the lab, every worker in its node.
@@ -112,12 +114,12 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
 
 @command.command("cut")
 @_LAB_OPTION
-@click.option("--in", "way", flag_value="in", help="It gets nothing; what it sends arrives.")
-@click.option("--out", "way", flag_value="out", help="Nobody gets anything from it; it gets what is sent to it.")
+@click.option("--in", "way", flag_value="in", help="Drop incoming packets only.")
+@click.option("--out", "way", flag_value="out", help="Drop outgoing packets only.")
 @click.argument("node")
 @_JSON_OPTION
 def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
-    """Cut NODE off from the network, both ways, silently: packets vanish, and nobody gets an error."""
+    """Cut NODE off from the network in both directions: packets vanish without an error."""
     target_lab = _find_lab(name)
     target_lab.cut(node, way or "both")
     return _print_cut(target_lab, node, as_json=as_json)
@@ -138,10 +140,10 @@ def mend(name: str | None, node: str, as_json: bool) -> int:
 @_LAB_OPTION
 @_JSON_OPTION
 def show(name: str | None, as_json: bool) -> int:
-    """Say what labs there are, and how they are.
+    """List labs with their nodes and links.
 
-    Nodes with their addresses, CPU quotas and processes; links with their rates, now and in the cluster file, and the
-    bytes sent on them since the lab is up.
+    Nodes have addresses, CPU quotas and processes; links have rates, now and in the cluster file, and the bytes sent
+    since the lab is up.
     """
     if name is not None and name not in lab.names():
         lab.find(name)  # its error lists the labs
@@ -167,7 +169,7 @@ def _describe_all() -> list[dict[str, Any]]:
 @click.option("--all", "is_all", is_flag=True, help="All labs of this machine.")
 @_JSON_OPTION
 def down(name: str | None, is_all: bool, as_json: bool) -> int:
-    """Take a lab down, complete or not, and end all that runs in it. It may be gone already."""
+    """Take a lab down, complete or not, and end its processes. It may be gone already."""
     if is_all and name is not None:
         raise UsageError("--lab and --all: both given, expected one of them. Leave --lab out to take all down.")
     there = lab.names()
@@ -186,7 +188,7 @@ def _print_cut(target_lab: Lab, node: str, *, as_json: bool) -> int:
         click.echo(json.dumps({"lab": target_lab.name, "node": node, "cut": now or None}))
     else:
         click.echo(
-            f"{node}: " + ({"both": "cut off", "in": "gets nothing", "out": "is not heard"}.get(now, "connected"))
+            f"{node}: " + ({"both": "cut off", "in": "receives nothing", "out": "sends nothing"}.get(now, "connected"))
         )
     return 0
 

@@ -12,7 +12,7 @@ from ringweave.platforms.api import LogQuery
 
 @click.command
 @job_options.answer_options()
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @click.option("--node", metavar="NODE", help="Only workers of this node.")
 @click.option("--rank", type=int, metavar="N", help="Only the worker of this global rank.")
 @click.option("--attempt", type=click.IntRange(1), metavar="N", help="Only this attempt of the nodes. Default: all.")
@@ -20,7 +20,7 @@ from ringweave.platforms.api import LogQuery
 def command(
     place: str, output: str, follow: bool, node: str | None, rank: int | None, attempt: int | None, name: str
 ) -> int:
-    """Print what the workers of JOB printed, of all attempts, with the rank in front of each line.
+    """Print the output of the workers of JOB, of all attempts, with the rank in front of each line.
 
     Lines of later attempts and rounds are marked NODE.ATTEMPT/ROUND.
     """

@@ -43,12 +43,12 @@ VERBS: Mapping[str, Verb] = {
     ),
     "discover": Verb(
         module="discover",
-        help="Say what is in this machine, which device leads, and write a cluster file.",
+        help="Describe this machine and its leader device, and write a cluster file.",
         takes_json=True,
     ),
     "plan": Verb(
         module="plan",
-        help="Say what a cluster allows at best, and which schedule is chosen for it.",
+        help="Print a cluster's bound and the schedule that is chosen for it.",
         takes_json=True,
     ),
     "cost": Verb(
@@ -64,21 +64,23 @@ VERBS: Mapping[str, Verb] = {
         help="Cut a model into pipeline stages for unequal devices and links.",
         takes_json=True,
     ),
-    "split": Verb(module="split", help="Share GPUs out over unequal nodes, at least three on each.", takes_json=True),
-    "submit": Verb(module="submit", help="Submit a job: so many GPUs over unequal nodes.", takes_json=True),
-    "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a place.", takes_json=True),
-    "status": Verb(module="jobs", command="status", help="Say how a job and its nodes are.", takes_json=True),
-    "why": Verb(module="jobs", command="why", help="Say why a job does not run, and what helps.", takes_json=True),
-    "logs": Verb(module="logs", help="Print what the workers of a job printed.", takes_json=True),
-    "events": Verb(module="jobs", command="events", help="List what happened to a job.", takes_json=True),
+    "split": Verb(module="split", help="Split GPUs over unequal nodes, at least three on each.", takes_json=True),
+    "submit": Verb(module="submit", help="Submit a job: a number of GPUs over unequal nodes.", takes_json=True),
+    "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a platform.", takes_json=True),
+    "status": Verb(module="jobs", command="status", help="Show the state of a job and its nodes.", takes_json=True),
+    "why": Verb(module="jobs", command="why", help="Show why a job does not run, with a hint.", takes_json=True),
+    "logs": Verb(module="logs", help="Print the output of a job's workers.", takes_json=True),
+    "events": Verb(module="jobs", command="events", help="List the events of a job.", takes_json=True),
     "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),
-    "delete": Verb(module="jobs", command="delete", help="Remove a job with all it left.", takes_json=True),
+    "delete": Verb(module="jobs", command="delete", help="Remove a job with its files.", takes_json=True),
     "retry": Verb(module="jobs", command="retry", help="Start a failed or stopped job again.", takes_json=True),
     "suspend": Verb(module="jobs", command="suspend", help="Keep a job from running.", takes_json=True),
     "resume": Verb(module="jobs", command="resume", help="Let a suspended job run.", takes_json=True),
-    "server": Verb(module="server", help="Hold the parameters of a job in mode ps-hra.", takes_json=False),
-    "operator": Verb(module="operator", help="Lead the TrainingJobs of a Kubernetes cluster.", takes_json=False),
-    "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", takes_json=True),
+    "server": Verb(module="server", help="Run the parameter server of a job in mode ps-hra.", takes_json=False),
+    "operator": Verb(
+        module="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster.", takes_json=False
+    ),
+    "doctor": Verb(module="doctor", help="Check this machine's installation, and print fixes.", takes_json=True),
 }
 
 
@@ -86,7 +88,7 @@ COMMANDS_GROUP = "ringweave.commands"
 """Entry points of other distributions that add a verb: its name, and `module:command`."""
 BENCH_VERBS: Mapping[str, str] = {
     "bench": "Measure ringweave beside Gloo, Open MPI and MPICH.",
-    "chaos": "Let faults happen to a job in a lab, and count what they cost.",
+    "chaos": "Inject faults into a job in a lab, and measure their cost.",
 }
 """Verbs of the distribution ringweave-bench, which the extra `bench` brings; one line for the list of verbs each."""
 

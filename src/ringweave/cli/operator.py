@@ -18,17 +18,19 @@ from ringweave.errors import LaunchError, explain
     "namespaces",
     multiple=True,
     metavar="NS",
-    help="Lead the jobs of this namespace only; may be given several times. Default: those of all.",
+    help="Manage only jobs of this namespace; repeatable. Default: all namespaces.",
 )
-@click.option("--image", metavar="IMAGE", help="Container image of jobs that name none. Default: they must name one.")
-@click.option("--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="What a GPU is called in this cluster.")
+@click.option("--image", metavar="IMAGE", help="Default container image of jobs. Default: jobs must name one.")
+@click.option(
+    "--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="Resource name of a GPU in this cluster."
+)
 @click.option("--run-as", type=click.IntRange(min=1), metavar="UID", help="User of workers. Default: the image's.")
 @click.option(
     "--toleration",
     "tolerations",
     multiple=True,
     metavar="KEY[=VALUE][:EFFECT]",
-    help="Taint of nodes that workers may be on all the same, such as nvidia.com/gpu; may be given several times.",
+    help="Tolerated taint of nodes, such as nvidia.com/gpu; repeatable.",
 )
 @click.option(
     "--worker-cpu",
@@ -40,29 +42,35 @@ from ringweave.errors import LaunchError, explain
     "--desk",
     default="https://ringweave-operator.ringweave-system.svc:8443",
     metavar="URL",
-    help="Where Pods reach this operator. Default: the Service of deploy/.",
+    help="URL of the agent gateway for Pods. Default: the Service of deploy/.",
 )
-@click.option("--desk-port", type=int, default=8443, help="Port to listen at for them. Default: 8443.")
+@click.option("--desk-port", type=int, default=8443, help="Port of the agent gateway. Default: 8443.")
 @click.option(
-    "--no-desk", is_flag=True, help="Listen for no Pods: somebody else writes what they do into their status."
+    "--no-desk", is_flag=True, help="Run without the agent gateway: another process writes the status of Pods."
 )
 @click.option(
     "--lease-namespace",
     default="ringweave-system",
     metavar="NS",
-    help="Where the Lease is by which one operator leads. Default: ringweave-system.",
+    help="Namespace of the Lease for leader election. Default: ringweave-system.",
 )
-@click.option("--lease-s", type=float, default=15.0, help="Seconds after which another may lead.  [default: 15]")
-@click.option("--identity", metavar="NAME", help="Who this operator is in the Lease. Default: made of the host name.")
-@click.option("--workers", type=click.IntRange(1, 64), default=8, help="Jobs to look at at the same time. Default: 8.")
-@click.option("--liveness", metavar="URL", help="Where to say that it lives, such as http://0.0.0.0:8080/healthz.")
+@click.option("--lease-s", type=float, default=15.0, help="Duration of the Lease in seconds.  [default: 15]")
+@click.option(
+    "--identity", metavar="NAME", help="Holder identity in the Lease. Default: host name and a random suffix."
+)
+@click.option(
+    "--workers", type=click.IntRange(1, 64), default=8, help="Number of jobs reconciled at the same time. Default: 8."
+)
+@click.option(
+    "--liveness", metavar="URL", help="Address of the liveness endpoint, such as http://0.0.0.0:8080/healthz."
+)
 @click.option("--context", metavar="NAME", help="Context of the kubeconfig. Default: its current one.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what it does.")
+@click.option("-v", "--verbose", is_flag=True, help="Log every action.")
 def command(**given: Any) -> int:
-    """Lead the TrainingJobs of a Kubernetes cluster: make their Pods, open their gates, replace what fails.
+    """Run the operator of TrainingJobs: create their Pods, release their start barriers, replace failed Pods.
 
-    Needs what deploy/base holds: the resource, roles and admission policies. Ends by SIGTERM, and goes on where it was
-    when it is started again.
+    Needs the resource, roles and admission policies of deploy/base. SIGTERM ends it; a restarted operator continues
+    with the jobs as they are.
     """
     try:
         from ringweave.platforms.kubernetes import operator

@@ -104,12 +104,12 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     run_dir: str | None,
     as_json: bool,
 ) -> int:
-    """Say what an allreduce on all devices of CLUSTER takes at least, and which schedule is predicted to take least.
+    """Print the least time of an allreduce on all devices of CLUSTER, and the schedule that is predicted to be fastest.
 
     The bound follows from the rates in the cluster file, or of --rates, and holds for every schedule. Times are
     predicted by formula, not measured; among several nodes, up to about 16 ranks, a few segments by each schedule in
     question are also run on virtual time, with assumed costs of processors and queues, and the fastest there is chosen.
-    With --run it says what the collectives of a run were predicted to take, and took.
+    With --run it prints predicted and measured times of a run's collectives.
     """
     _check_arguments(cluster_path, run_dir, picture, rates_path)
     if run_dir is not None:

@@ -129,7 +129,7 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
 
 _RUN_PROGRAM_OPTIONS = (
     click.option(
-        "--run-dir", metavar="DIR", help="Where logs, events and run.json go. Default: runs/DATE-TIME-SCRIPT."
+        "--run-dir", metavar="DIR", help="Folder of logs, events and run.json. Default: runs/DATE-TIME-SCRIPT."
     ),
     click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
     click.option(
@@ -141,14 +141,14 @@ _RUN_PROGRAM_OPTIONS = (
     click.option(
         "--mode",
         metavar="NAME",
-        help="How scripts with ringweave.prepare train: auto, sync, balanced, ps-hra or ps.",
+        help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra or ps.",
     ),
     click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
     click.option(
         "--elastic",
         metavar="MIN:MAX",
-        help="Go on when workers die, as long as MIN are left, and start them again; MAX is the most that there may "
-        "be (see ringweave scale). For scripts with ringweave.prepare; others start again from their checkpoint.",
+        help="Continue with at least MIN workers when others fail, and restart those; MAX is the upper limit of "
+        "ringweave scale. For scripts with ringweave.prepare; other scripts restart from their checkpoint.",
     ),
     click.option(
         "--standby",
@@ -161,7 +161,7 @@ _RUN_PROGRAM_OPTIONS = (
         "--order",
         metavar="ORDER",
         default="block",
-        help="How devices get ranks: block (default), round-robin or shuffled[:SEED].",
+        help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED].",
     ),
     click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
     click.argument("script"),
@@ -189,7 +189,7 @@ def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
     bounds = settings.parse_bounds(text)
     num_workers = sum(node.num_devices for node in cluster.nodes)
     if not bounds.min_members <= num_workers <= bounds.max_members:
-        do = "Give bounds with the number of workers in them"
+        do = "Give bounds that include the number of workers"
         raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
     return bounds
 

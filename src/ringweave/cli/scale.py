@@ -11,15 +11,17 @@ from ringweave.launcher.run_dir import RunDir
 
 
 @click.command
-@click.option("--workers", type=int, metavar="N", required=True, help="How many it shall have, within its MIN:MAX.")
+@click.option(
+    "--workers", type=int, metavar="N", required=True, help="New number of workers, within MIN:MAX of the run."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.argument("run_dir", metavar="RUN_DIR")
 def command(workers: int, as_json: bool, run_dir: str) -> int:
-    """Let a run that was started with --elastic MIN:MAX go on with N workers, ranks 0 to N-1.
+    """Change a run that was started with --elastic MIN:MAX to N workers, ranks 0 to N-1.
 
-    Further workers join as those do that were started again: with the state of one of the others, while these train.
-    If there are to be fewer, the last ones finish their train step and leave. Ranks that were given up, or had left,
-    are started again if they are among the N.
+    New workers join like restarted ones: they get the state of another worker while the others train. Surplus workers,
+    those with the highest ranks, finish their train step and leave. Ranks below N that were given up or had left are
+    started again.
     """
     found = supervise.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
     if as_json:

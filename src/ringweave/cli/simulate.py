@@ -58,8 +58,8 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 ) -> int:
     """Simulate an allreduce on all devices of CLUSTER, event by event: streams that share the links of the file.
 
-    Prints the time of the slowest rank, what each link carries and, where something fails, who never finishes and when
-    the others notice. By default the network alone takes time: latency and, without --rates, rates of the
+    Prints the time of the slowest rank, the bytes on each link and, after a failure, the ranks that never finish and
+    the time of detection. By default the network alone takes time: latency and, without --rates, rates of the
     cluster file.
     """
     file_io.check_writable("--trace", trace_path)

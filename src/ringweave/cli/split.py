@@ -12,15 +12,15 @@ from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
 
 @click.command
 @click.option("--gpus", type=int, metavar="N", required=True, help="GPUs (or CPU workers) in all.")
-@click.option("--capacity", metavar="A,B,..", required=True, help="How many each node may run, in node order.")
+@click.option("--capacity", metavar="A,B,..", required=True, help="Capacity of each node, in node order.")
 @click.option(
-    "--min-per-node", type=int, metavar="M", default=MIN_PER_NODE, show_default=True, help="Least that a node gets."
+    "--min-per-node", type=int, metavar="M", default=MIN_PER_NODE, show_default=True, help="Minimum of a used node."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(gpus: int, capacity: str, min_per_node: int, as_json: bool) -> int:
-    """Share N GPUs out over unequal nodes: as few nodes as can hold them, with at least M GPUs on each.
+    """Split N GPUs over unequal nodes: the fewest nodes that hold them, with at least M GPUs on each.
 
-    Exit code 2 if there is no such split; then the nearest totals that have one are named.
+    Exit code 2 if there is no such split; then the nearest possible totals are printed.
     """
     found = split.split_workers(gpus, _parse_capacities(capacity), min_per_node=min_per_node)
     if as_json:
@@ -36,7 +36,7 @@ def _parse_capacities(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
-        expected = "whole numbers with commas between, one a node"
+        expected = "whole numbers separated by commas, one for each node"
         raise UsageError(explain("--capacity", got=text, expected=expected, do="Write it like 10,5")) from error
 
 

@@ -108,9 +108,9 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
     rows = [f"  {_placement_text(each)}" for each in plan.nodes]
     size = units.format_bytes(PLANNED_BUCKET_BYTES)
     rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
-    served = [f"server   on {plan.server}, which is connected best"] if plan.server else []
+    served = [f"server   on {plan.server}, which has the best connection"] if plan.server else []
     return [
-        f"job {job.name} on {job.place} for {job.requester}: {job.workers} {device}, {request.script}",
+        f"job {job.name} on {job.platform} for {job.requester}: {job.workers} {device}, {request.script}",
         f"split    {plan.split_reason}",
         *rows,
         f"rings    in each node one of its own workers; through all: {_ranks_text(plan.ring)}",
@@ -118,7 +118,7 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
         *served,
         *_elastic_lines(plan, request),
         f"first    {plan.schedule} for {size}, predicted {plan.predicted_s * 1e3:.1f} ms at {rates}; "
-        "they are measured when it runs",
+        "the rates are measured when it runs",
     ]
 
 
@@ -126,7 +126,7 @@ def _elastic_lines(plan: JobPlan, request: JobRequest) -> list[str]:
     if request.elastic is None:
         return []
     first, second = [each.name for each in plan.nodes if each.workers][:2]
-    least = f"goes on with {request.elastic.min} of {request.num_workers} workers or more when a node is lost"
+    least = f"continues with {request.elastic.min} of {request.num_workers} workers or more when a node is lost"
     return [f"elastic  {least}; coordinators on {first} and {second}"]
 
 
@@ -165,51 +165,54 @@ def _node_placements(job: JobView) -> list[NodePlacement]:
 
 def _split_reason(request: JobRequest, job: JobView) -> str:
     used, there = len(job.used_nodes), len(job.nodes)
-    at_least = f"at least {request.min_per_node} on each, which is what a ring needs"
+    at_least = f"at least {request.min_per_node} on each, the minimum of a ring"
     return f"{job.workers} on {used} of {there} nodes: the fewest that hold them, the largest first, {at_least}"
 
 
 @click.command
 @job_options.answer_options()
 @click.option("--name", metavar="NAME", help="Name of the job.")
-@click.option("--gpus", type=int, metavar="N", help="GPUs in all.")
-@click.option("--cpu-workers", type=int, metavar="N", help="Workers without a GPU in all.")
-@click.option("--capacity", metavar="A,B,..", help="Nodes n0, n1, .. that may run so many each.")
-@click.option("--max-retries", type=int, metavar="N", help="How often each node of --capacity is replaced.")
-@click.option("--deletion", metavar="POLICY", help="What becomes of each: delete, keep or keep-on-failure.")
-@click.option("--min-per-node", type=int, metavar="N", help="The least that a used node gets.")
-@click.option("--script", metavar="FILE", help="The program.")
-@click.option("--directory", metavar="DIR", help="The folder that the script needs around it.")
-@click.option("--arguments", metavar="WORDS", help="What the script is called with, as a shell would split it.")
-@click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="A variable of the workers.")
-@click.option("--data", metavar="WHERE", help="Where the training data is.")
+@click.option("--gpus", type=int, metavar="N", help="Total number of GPUs.")
+@click.option("--cpu-workers", type=int, metavar="N", help="Total number of workers without a GPU.")
+@click.option("--capacity", metavar="A,B,..", help="Capacities of nodes n0, n1, ..")
+@click.option("--max-retries", type=int, metavar="N", help="Maximum number of replacements of each node of --capacity.")
+@click.option("--deletion", metavar="POLICY", help="Deletion policy of each: delete, keep or keep-on-failure.")
+@click.option("--min-per-node", type=int, metavar="N", help="Minimum number of workers on a used node.")
+@click.option("--script", metavar="FILE", help="Path of the script.")
+@click.option("--directory", metavar="DIR", help="Folder of the script.")
+@click.option("--arguments", metavar="WORDS", help="Arguments of the script, split as by a shell.")
+@click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Environment variable of the workers.")
+@click.option("--data", metavar="WHERE", help="Location of the training data.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
-@click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods have as /claim, on Kubernetes.")
-@click.option("--mode", metavar="NAME", help="How to train: auto, sync, balanced, ps-hra or ps.")
+@click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods mount at /claim, on Kubernetes.")
+@click.option("--mode", metavar="NAME", help="Training mode: auto, sync, balanced, ps-hra or ps.")
 @click.option(
-    "--elastic", type=int, metavar="MIN", help="With so many workers at least the others go on without a lost node."
+    "--elastic",
+    type=int,
+    metavar="MIN",
+    help="Smallest number of workers with which the job continues without a lost node.",
 )
-@click.option("--lab", metavar="NAME", help="Put the nodes into those of a lab that is up on this machine.")
-@click.option("--ttl", metavar="TIME", help="Remove the job so long after its end, such as 3600s.")
-@click.option("--suspend", is_flag=True, default=None, help="Do not start it before it is resumed.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--detach", is_flag=True, help="Return when it is submitted, and do not follow it.")
+@click.option("--lab", metavar="NAME", help="Run the nodes in a lab that is up on this machine.")
+@click.option("--ttl", metavar="TIME", help="Remove the job at this time after its end, such as 3600s.")
+@click.option("--suspend", is_flag=True, default=None, help="Submit it suspended.")
+@click.option("-y", "--yes", is_flag=True, help="Submit without confirmation.")
+@click.option("--detach", is_flag=True, help="Return when it is submitted, without following it.")
 @click.option(
     "--dry-run",
     is_flag=False,
     flag_value="plan",
     type=click.Choice(["plan", "full"]),
-    help="Check all and change nothing; full also prints what the job becomes in its place.",
+    help="Check everything and change nothing; full also prints the objects of the job on its platform.",
 )
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(dir_okay=False))
 def command(
     place: str, output: str, yes: bool, detach: bool, dry_run: str | None, path: str | None, **flags: Any
 ) -> int:
-    """Submit the job that FILE describes. Flags go over the file, key by key; without a file they are the job.
+    """Submit the job that FILE describes. Flags override keys of the file; without a file they are the job.
 
-    Its plan is shown first: how workers are shared out over the nodes and why, rings, leaders. Relative paths start
-    from the file's folder; those of flags from the current one. The job runs on when this command or its terminal ends.
-    Followed, the exit code is the job's: 0 if it succeeded, else 1.
+    Its plan is shown first: the split of workers over the nodes with its reason, rings and leaders. Relative paths
+    start from the file's folder; those of flags from the current one. The job continues when this command or its
+    terminal ends. Without --detach the exit code is the job's: 0 if it succeeded, else 1.
     """
     request, base = _read_request(path, flags)
     platform = job_options.open_user_platform(place)
@@ -245,8 +248,8 @@ def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *,
 
 def _confirm_submission(name: str) -> bool:
     if not sys.stdin.isatty():
-        do = "Add -y to submit without being asked, or --dry-run to see the plan only"
-        raise UsageError(explain("answer", got="no terminal", expected="somebody who can be asked", do=do))
+        do = "Add -y to submit without confirmation, or --dry-run to see only the plan"
+        raise UsageError(explain("answer", got="no terminal", expected="a terminal for the confirmation", do=do))
     return click.confirm(f"Submit {name}?", err=True)
 
 
@@ -282,14 +285,14 @@ def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | N
     given = {key: value for key, value in each.items() if value is not None}
     if capacity is None:
         if given:
-            do = "Write them into the nodes of the file, or give --capacity too"
+            do = "Write them into the nodes of the file, or add --capacity"
             got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
-            raise UsageError(explain("flags", got=got, expected="--capacity, whose nodes they are about", do=do))
+            raise UsageError(explain("flags", got=got, expected="--capacity, to whose nodes they apply", do=do))
         return {}
     try:
         nodes = [{"capacity": int(word), **given} for word in capacity.split(",")]
     except ValueError as error:
-        expected = "whole numbers with commas between, one a node"
+        expected = "whole numbers separated by commas, one for each node"
         raise UsageError(explain("--capacity", got=capacity, expected=expected, do="Write it like 10,5")) from error
     return {"nodes": JobFlag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
 
@@ -298,8 +301,8 @@ def _split_arguments(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        do = "Close what is quoted"
-        raise UsageError(explain("--arguments", got=text, expected="words as a shell reads them", do=do)) from error
+        do = "Close the quotes"
+        raise UsageError(explain("--arguments", got=text, expected="words in shell syntax", do=do)) from error
 
 
 def _parse_variable(text: str) -> tuple[str, str]:

@@ -146,7 +146,7 @@ def check_retry(job: Job, *, existing: Iterable[Job], permissions: PermissionCac
 def name_taken_error(job: Job, now: float) -> JobError:
     """Return the error for a name that a job already has."""
     got = f"taken by {job.requester} {units.show_duration(now - job.created_s)} ago ({job.record.state})"
-    do = f"Take another name, or remove that job first with ringweave delete {job.request.name}"
+    do = f"Choose another name, or remove that job first with ringweave delete {job.request.name}"
     return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
 
 
@@ -160,12 +160,12 @@ def unknown_job_error(name: str, names: Iterable[str], *, look: str, where: str)
         where: The platform, for the error text.
     """
     do = suggest_closest(name, names) or look
-    return UnknownJobError(explain("job", got=name, expected="the name of a job that is here", do=do, where=where))
+    return UnknownJobError(explain("job", got=name, expected="the name of an existing job", do=do, where=where))
 
 
 def not_allowed_error(verb: str, requester: str, permission: Permission) -> JobError:
     """Return the error for a verb that the requester may not use."""
-    do = f"Ask whoever runs this place to let {requester} {verb}"
+    do = f"Ask the administrator of this platform to allow {requester} to {verb}"
     return JobError(explain(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do))
 
 
@@ -179,7 +179,7 @@ def check_permission(verb: str, *, requester: str, owner: str, permissions: Perm
     if not permission.allowed:
         raise not_allowed_error(verb, requester, permission)
     if requester != owner and not permission.any_owner:
-        do = f"Ask {owner} to do it, or whoever runs this place for a rule with jobs: all"
+        do = f"Ask {owner} to do it, or the administrator of this platform for a rule with jobs: all"
         got = f"the job is {owner}'s"
         raise JobError(explain(f"{verb} by {requester}", got=got, expected="a job of their own", do=do))
     return permission
@@ -253,7 +253,7 @@ class AccessPolicy:
         """Return the widest permission of all rules that apply."""
         applicable = [rule for rule in self.rules if rule.applies_to(requester, verb)]
         if not applicable:
-            return Permission(allowed=False, text=f"no rule of the policy lets {requester} {verb}")
+            return Permission(allowed=False, text=f"no rule of the policy allows {requester} to {verb}")
         limits = [rule.max_gpus for rule in applicable]
         return Permission(
             allowed=True,

@@ -92,9 +92,9 @@ def _update_hang_timers(job: Job, record: JobRecord, groups: GroupsByAttempt, no
     """Update the time since which nodes are suspected to hang."""
     suspects = failures.suspected_hangs(job, record, groups) if should_run(job, record) else {}
     nodes = [
-        replace(known, silent_since_s=(now if known.silent_since_s is None else known.silent_since_s))
+        replace(known, suspected_since_s=(now if known.suspected_since_s is None else known.suspected_since_s))
         if node in suspects
-        else replace(known, silent_since_s=None)
+        else replace(known, suspected_since_s=None)
         for node, known in enumerate(record.nodes)
     ]
     return replace(record, nodes=tuple(nodes))
@@ -133,11 +133,11 @@ def _succeed_job(job: Job, record: JobRecord, groups: GroupsByAttempt, finished_
     """End the job as succeeded, if necessary without hanging nodes, which are neither waited for nor charged."""
     abandoned = failures.hung_nodes(job, record, groups, now)
     if not abandoned:
-        return _end_job(record, JobState.SUCCEEDED, make_reason("Finished", job=job.request.name), finished_s)
+        return _end_job(record, JobState.SUCCEEDED, make_reason("Completed", job=job.request.name), finished_s)
     nodes = list(record.nodes)
     for node, text in abandoned.items():
         ended = AttemptEnd(attempt=nodes[node].attempt, cause=EndCause.PLATFORM, charged=False, text=text)
-        nodes[node] = replace(nodes[node], ended=ended, is_left_behind=True)
+        nodes[node] = replace(nodes[node], ended=ended, is_abandoned=True)
     record = replace(record, nodes=tuple(nodes))
     return _end_job(record, JobState.SUCCEEDED, status_text.finished_without_reason(job, abandoned), now)
 
@@ -158,7 +158,7 @@ def fail_after_preemptions(job: Job, record: JobRecord, cause: str, count: int, 
     """
     if record.outcome is not None:
         return record
-    why = make_reason("TakenAway", job=job.request.name, count=count, detail=cause)
+    why = make_reason("Preempted", job=job.request.name, count=count, detail=cause)
     return _end_job(record, JobState.FAILED, why, now)
 
 
@@ -213,14 +213,14 @@ def _handle_failures(
         verdict = replace(verdict, ends=verdict.ends | charged, program_failed=())
     record = _record_attempt_ends(job, record, verdict.ends)
     if verdict.program_failed:
-        why = status_text.failed_reason("ProgramFailed", job, verdict.program_failed, verdict.ends)
+        why = status_text.failed_reason("NonZeroExitCode", job, verdict.program_failed, verdict.ends)
         return _end_job(record, JobState.FAILED, why, now)
     charged = {node: ended for node, ended in verdict.ends.items() if ended.charged}
     exhausted = tuple(node for node in charged if job.record.nodes[node].retries >= job.request.nodes[node].max_retries)
     continues = bool(charged) and failures.can_continue(job, record, observed, groups)
     if continues:
         record = _continue_without(job, record, charged, exhausted, now)
-    elif exhausted or (_has_abandoned_node(record) and (charged or _needs_all_nodes(record, verdict, observed))):
+    elif exhausted or (_has_excluded_node(record) and (charged or _needs_all_nodes(record, verdict, observed))):
         return _end_job(record, JobState.FAILED, _retries_spent_reason(job, record, exhausted), now)
     elif charged:
         record = _start_next_round(record, status_text.format_failures(job, record, charged))
@@ -243,7 +243,7 @@ def _continue_without(
 ) -> JobRecord:
     """Continue without lost nodes. Nodes without retries left stay out until the end."""
     nodes = tuple(
-        replace(known, is_given_up=node in exhausted or known.is_given_up) for node, known in enumerate(record.nodes)
+        replace(known, is_excluded=node in exhausted or known.is_excluded) for node, known in enumerate(record.nodes)
     )
     scripts = {node for node, ended in charged.items() if ended.cause is EndCause.PROGRAM}
     if record.loss is not None and now - record.loss.at_s < failures.SHARED_CAUSE_S:
@@ -257,15 +257,15 @@ def _needs_all_nodes(record: JobRecord, verdict: failures.FailureVerdict, observ
     return verdict.loss is not None or verdict.blame is not None or observed.released_round < record.round
 
 
-def _has_abandoned_node(record: JobRecord) -> bool:
-    return any(known.is_given_up for known in record.nodes)
+def _has_excluded_node(record: JobRecord) -> bool:
+    return any(known.is_excluded for known in record.nodes)
 
 
 def _retries_spent_reason(job: Job, record: JobRecord, exhausted: tuple[int, ...]) -> Reason:
     """Return the reason for no further round: nodes that failed now, or were abandoned before."""
-    nodes = exhausted or tuple(node for node, known in enumerate(record.nodes) if known.is_given_up)
+    nodes = exhausted or tuple(node for node, known in enumerate(record.nodes) if known.is_excluded)
     ends = {node: ended for node in nodes if (ended := record.nodes[node].ended) is not None}
-    return status_text.failed_reason("RetriesSpent", job, nodes, ends)
+    return status_text.failed_reason("BackoffLimitExceeded", job, nodes, ends)
 
 
 def _charge_blaming_node(
@@ -305,8 +305,8 @@ def _start_retry(job: Job, record: JobRecord, now: float) -> JobRecord:
     """Start another run if one is requested after a failed run; end it at once if a stop was requested first."""
     if not _is_retry_requested(job, record):
         return record
-    record = _end_all_attempts(job, record, EndCause.RETRIED, "the job was tried again")
-    nodes = tuple(replace(known, retries=0, is_given_up=False, is_left_behind=False) for known in record.nodes)
+    record = _end_all_attempts(job, record, EndCause.RETRIED, "the job was retried")
+    nodes = tuple(replace(known, retries=0, is_excluded=False, is_abandoned=False) for known in record.nodes)
     record = replace(
         record,
         nodes=nodes,
@@ -329,7 +329,7 @@ def _start_next_attempts(job: Job, record: JobRecord, groups: GroupsByAttempt) -
     nodes = list(record.nodes)
     for node in job.used_nodes:
         known = nodes[node]
-        if known.ended is not None and not known.is_given_up and (node, known.attempt) not in groups:
+        if known.ended is not None and not known.is_excluded and (node, known.attempt) not in groups:
             history = (*known.history, known.ended)
             nodes[node] = replace(known, attempt=known.attempt + 1, seen=False, ended=None, history=history)
     return replace(record, nodes=tuple(nodes))

@@ -42,11 +42,11 @@ class HangRule:
 
 EVICTED_HANG = HangRule(
     limit_s=60.0,  # twice the time for which an isolated member looks for a coordinator before it exits
-    text="its workers were put out by the others a minute ago and have not ended: it stands still, or is cut off",
+    text="its workers were evicted by the other members a minute ago and have not exited: it hangs, or is cut off",
 )
 RESTART_HANG = HangRule(
     limit_s=300.0,  # an agent may need half a minute to stop its workers, and two to reach the agent gateway
-    text="it was called back to the gate five minutes ago and has not answered: it stands still, or is cut off",
+    text="it was told to restart five minutes ago and has not answered: it hangs, or is cut off",
 )
 
 
@@ -78,7 +78,7 @@ def next_hang_s(job: Job, record: JobRecord, groups: GroupsByAttempt, now: float
 
 
 def _suspected_since_s(record: JobRecord, node: int, now: float) -> float:
-    known = record.nodes[node].silent_since_s
+    known = record.nodes[node].suspected_since_s
     return now if known is None else known
 
 
@@ -234,7 +234,7 @@ def _find_failure(node: int, record: JobRecord, groups: dict[tuple[int, int], Ob
     if group is None:
         if not known.seen:
             return None
-        text = "its worker group vanished"
+        text = "its worker group disappeared"
         return AttemptFailure(node=node, attempt=known.attempt, cause=EndCause.PLATFORM, text=text, group=None)
     if group.phase is GroupPhase.STOPPED:
         cause = EndCause.PLATFORM
@@ -244,7 +244,7 @@ def _find_failure(node: int, record: JobRecord, groups: dict[tuple[int, int], Ob
         cause = EndCause.PEER
     else:
         return None
-    text = group.text or (f"exit code {group.exit_code}" if group.exit_code is not None else "nobody knows why")
+    text = group.text or (f"exit code {group.exit_code}" if group.exit_code is not None else "cause unknown")
     return AttemptFailure(node=node, attempt=known.attempt, cause=cause, text=text, group=group)
 
 

@@ -87,7 +87,7 @@ def _run_groups(
     job_is_finishing = jobs_failures.is_finishing(job, record, {(group.node, group.attempt): group for group in kept})
     for node in job.used_nodes:
         known, group = record.nodes[node], groups.get(node)
-        if known.is_given_up:
+        if known.is_excluded:
             yield from _stop_groups([group] if group else [])  # its node's policy decides in the end
         elif known.ended is not None:
             yield from _delete_groups([group] if group else [])
@@ -156,12 +156,14 @@ def _new_events(job: Job, record: JobRecord) -> Iterator[JobEvent]:
             text = f"node {name}, attempt {after.attempt}: {after.ended.text}"
             yield JobEvent(key=key, kind=f"Attempt{after.ended.cause}", text=text)
         if after.seen and (not before.seen or after.attempt != before.attempt):
-            key = f"node{node}/attempt{after.attempt}/begun"
-            yield JobEvent(key=key, kind="AttemptBegun", text=f"node {name}, attempt {after.attempt} is there")
+            key = f"node{node}/attempt{after.attempt}/started"
+            yield JobEvent(key=key, kind="AttemptStarted", text=f"node {name}, attempt {after.attempt} was created")
     attempts = ".".join(str(known.attempt) for known in record.nodes)
     if record.loss is not None and record.loss != job.record.loss:
-        yield JobEvent(key=f"without/{attempts}", kind="GoesOn", text=f"{record.loss.text}; the others train on")
+        yield JobEvent(
+            key=f"degraded/{attempts}", kind="Degraded", text=f"{record.loss.text}; the other nodes continue"
+        )
     if record.state is not job.record.state:
-        text = str(record.reason) if record.reason else "all nodes run"
+        text = str(record.reason) if record.reason else "all nodes are running"
         when = f"round{record.round}" if job.request.elastic is None else f"round{record.round}/{attempts}"
         yield JobEvent(key=f"run{record.run}/{when}/{record.state}", kind=str(record.state), text=text)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from ringweave.errors import JobError, explain
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 
@@ -36,9 +37,9 @@ class GroupPhase(enum.StrEnum):
 class PendingCause(enum.StrEnum):
     """Known obstacle of a pending group."""
 
-    CAPACITY = "Room"
+    CAPACITY = "Capacity"
     """No free capacity: the group starts when something else ends."""
-    PREREQUISITE = "Means"
+    PREREQUISITE = "Prerequisite"
     """A missing image, permission or volume, which free capacity does not provide."""
 
 
@@ -47,7 +48,7 @@ class EndCause(enum.StrEnum):
 
     PROGRAM = "Program"
     """The script ended with an exit code other than 0: an error of the user, which a retry does not fix."""
-    PLATFORM = "Place"
+    PLATFORM = "Platform"
     """A signal, a lost node or a missing image: no fault of the script, so the attempt is retried."""
     PEER = "Peer"
     """Another node failed, and this attempt with it."""
@@ -171,19 +172,19 @@ class NodeRecord:
     """End of the current attempt; None while the attempt is wanted."""
     retries: int = 0
     """Replacements in this run after failures of the node's own."""
-    is_given_up: bool = False
+    is_excluded: bool = False
     """The node exceeded its retries, and the other nodes of an elastic job continue without it to the end."""
-    is_left_behind: bool = False
-    """The node hung when the others had finished, and the job has succeeded without it."""
+    is_abandoned: bool = False
+    """The node hung when the other nodes had finished, and the job has succeeded without it."""
     state: NodeState = NodeState.WAITING
     """State for people."""
     reason: Reason | None = None
     """Reason for not running; None only while the node runs."""
     iterations: int | None = None
-    """Training steps done, as last reported."""
+    """Train steps done, as last reported."""
     last_loss: float | None = None
     """Last reported loss."""
-    silent_since_s: float | None = None
+    suspected_since_s: float | None = None
     """Time since which the node is suspected to hang; None if it is not suspected."""
     history: tuple[AttemptEnd, ...] = ()
     """Ends of earlier attempts, oldest first."""
@@ -292,17 +293,51 @@ def new_job(request: JobRequest, *, requester: str, counts: tuple[int, ...], now
     return Job(request=request, requester=requester, created_s=now, counts=counts, desired=desired, record=record)
 
 
+RECORD_FORMAT = 2
+"""Format of a saved record, and of the files around it. Format 1 had other names of fields, causes and reasons."""
+
+
 def dump_record(record: JobRecord) -> str:
-    """Return the record as JSON; `parse_record` returns an equal record."""
-    return _RECORD_ADAPTER.dump_json(record).decode()
+    """Return the record as JSON with its format; `parse_record` returns an equal record."""
+    return add_format(_RECORD_ADAPTER.dump_json(record)).decode()
 
 
 def parse_record(text: str) -> JobRecord:
-    """Parse a text of `dump_record`."""
+    """Parse a text of `dump_record`.
+
+    Raises:
+        JobError: It has another format.
+    """
+    check_format(text, "record of the job")
     return _RECORD_ADAPTER.validate_json(text)
 
 
-_RECORD_ADAPTER = TypeAdapter(JobRecord)
+def add_format(text: bytes) -> bytes:
+    """Return a JSON object with the key `format` in front of its own keys."""
+    return b'{"format":%d,%b' % (RECORD_FORMAT, text[1:])
+
+
+def check_format(text: str | bytes, what: str, where: str = "") -> None:
+    """Refuse a saved JSON object of another format.
+
+    Raises:
+        JobError: Its format is not `RECORD_FORMAT`.
+    """
+    found = _FORMAT_ADAPTER.validate_json(text).format
+    if found != RECORD_FORMAT:
+        do = "Delete the job with the ringweave that made it, then submit it again"
+        expected = f"format {RECORD_FORMAT}"
+        raise JobError(explain(what, got=f"format {found}", expected=expected, do=do, where=where))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SavedFormat:
+    """Format of a saved JSON object; its other keys are ignored."""
+
+    format: int = 1
+
+
+_RECORD_ADAPTER, _FORMAT_ADAPTER = TypeAdapter(JobRecord), TypeAdapter(_SavedFormat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

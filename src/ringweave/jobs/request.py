@@ -30,14 +30,14 @@ SERVER_MODES = ("ps-hra", "ps")
 NAME_RULE = "lower-case letters, digits and hyphens, at most 40, beginning with a letter and not ending in a hyphen"
 NODE_NAME_RULE = "a host name: lower-case letters, digits, hyphens and dots, at most 63"
 COUNT_RULE = f"a whole number from 1 to {MAX_WORKERS}"
-CAPACITY_RULE = f"a whole number from 0 to {MAX_WORKERS}: how many GPUs (or CPU workers) the node may run"
+CAPACITY_RULE = f"a whole number from 0 to {MAX_WORKERS}: the GPUs (or CPU workers) that the node may run"
 RETRIES_RULE = (
-    f"a whole number from 0 to {MAX_RETRIES}: how often it is replaced after a failure not of the script's doing"
+    f"a whole number from 0 to {MAX_RETRIES}: number of replacements after failures that the script did not cause"
 )
 DELETION_RULE = "one of delete, keep, keep-on-failure"
 MODE_RULE = f"one of {', '.join(MODES)}"
 TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
-ELASTIC_RULE = "a map with min: with how many workers at least the others go on when a node is lost"
+ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
 CLAIM_RULE = "the name of a PersistentVolumeClaim: lower-case letters, digits, hyphens and dots, at most 253"
 ENVIRONMENT_RULE = "names (letters, digits, underscores) with text as values"
 
@@ -174,7 +174,7 @@ def _request_problems(request: JobRequest) -> Iterator[InputProblem]:
 def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[InputProblem]:
     if request.mode in SERVER_MODES:
         do = "Leave elastic out, or write mode: balanced"
-        expected = "none with a parameter server, which dies with its node"
+        expected = "none with a parameter server, which fails with its node"
         yield _problem(("elastic",), "elastic", f"mode {request.mode}", expected, do)
     counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
     if counts is None:  # refused for that reason

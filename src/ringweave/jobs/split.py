@@ -51,7 +51,7 @@ class WorkerSplit:
         if not nearest:
             do = f"Add a node with room for at least {self.min_per_node}"
         else:
-            do = f"Ask for {' or '.join(nearest)}, the nearest that can be"
+            do = f"Ask for {' or '.join(nearest)}, the nearest possible totals"
         capacities = tuple(self.capacities[:8]) + (("...",) if len(self.capacities) > 8 else ())
         shown = ", ".join(map(str, capacities))
         expected = f"a total that nodes of ({shown}) can share with at least {self.min_per_node} each"
@@ -120,10 +120,10 @@ def _check_numbers(total: int, capacities: Sequence[int], min_per_node: int) -> 
         do = f"Leave it out for {MIN_PER_NODE}"
         raise JobError(explain("minimum per node", got=min_per_node, expected="a whole number of at least 1", do=do))
     if not capacities:
-        raise JobError(explain("capacities", got=(), expected="at least one node", do="Say how much each node may run"))
+        raise JobError(explain("capacities", got=(), expected="at least one node", do="Give the capacity of each node"))
     for node, capacity in enumerate(capacities):
         if not _is_count(capacity, 0):
-            do = "Write 0 for a node that may run nothing"
+            do = "Write 0 for a node without workers"
             raise JobError(
                 explain(f"capacity of node {node}", got=capacity, expected="a whole number of at least 0", do=do)
             )

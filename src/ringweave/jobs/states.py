@@ -40,16 +40,16 @@ class NodeState(enum.StrEnum):
 
 
 JOB_STATE_TEXTS: Mapping[JobState, str] = {
-    JobState.SUSPENDED: "Admitted; nothing of it runs until it is resumed.",
-    JobState.PENDING: "Its worker groups are made, and wait at the start barrier.",
-    JobState.STARTING: "All groups were ready, the gate is open; not all have started yet.",
-    JobState.RUNNING: "All groups train, or have finished; of an elastic job enough of them do.",
-    JobState.RETRYING: "A node failed; it is replaced, and the others wait at the start barrier again.",
-    JobState.ENDING: "How it ends is decided; some groups have not ended yet.",
+    JobState.SUSPENDED: "Admitted; no process of the job runs until it is resumed.",
+    JobState.PENDING: "The worker groups are created, and wait at the start barrier.",
+    JobState.STARTING: "All groups were ready and the barrier is released; some have not started yet.",
+    JobState.RUNNING: "All groups train or have finished; of an elastic job, enough of them.",
+    JobState.RETRYING: "A node failed and is replaced; the other nodes wait at the start barrier again.",
+    JobState.ENDING: "The outcome is decided; some groups have not ended yet.",
     JobState.SUCCEEDED: "All groups finished with exit code 0.",
-    JobState.FAILED: "The script failed, or a node failed more often than it may.",
-    JobState.STOPPED: "Somebody stopped it.",
-    JobState.DELETING: "Everything of it is being removed.",
+    JobState.FAILED: "The script failed, or a node failed more often than max_retries allows.",
+    JobState.STOPPED: "A user stopped the job.",
+    JobState.DELETING: "All objects and files of the job are being removed.",
 }
 
 _S = JobState
@@ -78,11 +78,11 @@ class Reason:
     """One word for programs."""
     text: str
     """Description of the wait or the event."""
-    helps: str
-    """Hint for the user; never empty."""
+    hint: str
+    """Remedy for the user; never empty."""
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.helps}."
+        return f"{self.text}. {self.hint}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,195 +93,231 @@ class _ReasonTemplate:
     hint: str
 
 
-_NO_ACTION = "Nothing to do: it goes on by itself"
+_NO_ACTION = "Nothing to do; the job continues by itself"
 
 REASON_TEMPLATES: Mapping[str, _ReasonTemplate] = {
     "Suspended": _ReasonTemplate(
-        subject="job", states="Suspended", text="it is suspended, nothing of it runs", hint="ringweave resume {job}"
+        subject="job",
+        states="Suspended",
+        text="suspended; no process of it runs",
+        hint="ringweave resume {job}",
     ),
     "Suspending": _ReasonTemplate(
-        subject="job", states="Suspended", text="it is suspended, and waits for {nodes} to end", hint=_NO_ACTION
+        subject="job",
+        states="Suspended",
+        text="suspended, and waits for {nodes} to end",
+        hint=_NO_ACTION,
     ),
-    "NotPlaced": _ReasonTemplate(
+    "Unschedulable": _ReasonTemplate(
         subject="job",
         states="Pending, Retrying",
-        text="waits for a place for {nodes}: {detail}",
-        hint="Free room there, or ask for fewer (ringweave split says which totals can be), "
-        "or take it back with ringweave stop {job}",
+        text="waits for capacity for {nodes}: {detail}",
+        hint="Free capacity on the platform, ask for fewer workers (ringweave split prints the possible totals), "
+        "or run ringweave stop {job}",
     ),
-    "CannotBegin": _ReasonTemplate(
+    "CannotStart": _ReasonTemplate(
         subject="job",
         states="Pending, Retrying",
-        text="{nodes} cannot begin: {detail}",
-        hint="See that what is named there can be had: it is tried again; "
-        "where the job has to change for it, ringweave delete {job}, and submit it anew",
+        text="{nodes} cannot start: {detail}",
+        hint="Provide the missing resource; the start is tried again. If the job itself has to change, ringweave "
+        "delete {job} and submit it again",
     ),
-    "MachineSilent": _ReasonTemplate(
+    "MachineUnreachable": _ReasonTemplate(
         subject="job",
         states="Pending, Retrying, Ending, Suspended, Deleting",
         text="the machine of {nodes} does not answer: {detail}",
-        hint="Once you know that nothing runs there any more, {mend}",
+        hint="Once you know that no process runs there any more, {fix}",
     ),
-    "Beginning": _ReasonTemplate(
+    "Initializing": _ReasonTemplate(
         subject="job",
         states="Pending",
-        text="waits for {nodes} to begin: {detail}",
-        hint="Nothing to do while an image or files are on their way; if it lasts, see what its place says of it",
+        text="waits for {nodes} to start: {detail}",
+        hint="Nothing to do while an image or files are transferred; if it takes long, look at the platform's own "
+        "status",
     ),
     "NotReady": _ReasonTemplate(
         subject="job",
         states="Pending",
-        text="waits for {nodes} to be ready; no node starts before all are",
-        hint="ringweave logs {job} --node {node} shows what it does",
+        text="waits for {nodes} to be ready; no node starts before all are ready",
+        hint="ringweave logs {job} --node {node} shows its output",
     ),
-    "Replacing": _ReasonTemplate(
+    "Restarting": _ReasonTemplate(
         subject="job",
         states="Retrying",
-        text="{detail}; waits for {nodes} to be ready, then all start again, from their last checkpoint if any",
-        hint="ringweave logs {job} shows why it failed; a node that fails again and again needs mending",
+        text="{detail}; waits for {nodes} to be ready, then all nodes start again, from their last checkpoint if "
+        "there is one",
+        hint="ringweave logs {job} shows why the node failed; repair a node that fails repeatedly",
     ),
-    "GoesOn": _ReasonTemplate(
+    "Degraded": _ReasonTemplate(
         subject="job",
         states="Running",
-        text="{detail}; the others train on, and {nodes} can join them when replaced",
+        text="{detail}; the other nodes continue, and {nodes} can join them when replaced",
         hint="Nothing to do; ringweave logs {job} --node {node} shows why it failed",
     ),
-    "GoesOnWithout": _ReasonTemplate(
+    "DegradedWithoutRetries": _ReasonTemplate(
         subject="job",
         states="Running",
-        text="{detail}; the others train on without {nodes}, which failed more often than max_retries allows",
+        text="{detail}; the other nodes continue without {nodes}, which failed more often than max_retries allows",
         hint="Nothing to do; ringweave logs {job} --node {node} shows why it failed",
     ),
-    "FindingCause": _ReasonTemplate(
+    "DeterminingCause": _ReasonTemplate(
         subject="job",
         states="Pending, Starting, Retrying",
-        text="{nodes} ended, and the first cause is looked for: {detail}",
-        hint="Nothing to do: it is decided within seconds",
+        text="{nodes} ended, and the first cause is being determined: {detail}",
+        hint="Nothing to do; the decision takes seconds",
     ),
-    "GateOpen": _ReasonTemplate(
-        subject="job", states="Starting", text="all nodes were ready; waits for {nodes} to start", hint=_NO_ACTION
+    "BarrierReleased": _ReasonTemplate(
+        subject="job",
+        states="Starting",
+        text="all nodes were ready; waits for {nodes} to start",
+        hint=_NO_ACTION,
     ),
-    "Finished": _ReasonTemplate(
+    "Completed": _ReasonTemplate(
         subject="job",
         states="Ending, Succeeded",
         text="all nodes finished their iterations",
-        hint="ringweave logs {job} shows the results; ringweave delete {job} removes what is kept",
+        hint="ringweave logs {job} shows the results; ringweave delete {job} removes the kept files",
     ),
-    "FinishedWithout": _ReasonTemplate(
+    "CompletedWithoutNodes": _ReasonTemplate(
         subject="job",
         states="Ending, Succeeded",
-        text="all nodes finished their iterations but {nodes}: {detail}",
-        hint="ringweave logs {job} shows the results; see to the machine of {nodes} before another job gets it",
+        text="all nodes but {nodes} finished their iterations: {detail}",
+        hint="ringweave logs {job} shows the results; check the machine of {nodes} before another job gets it",
     ),
-    "ProgramFailed": _ReasonTemplate(
+    "NonZeroExitCode": _ReasonTemplate(
         subject="job",
         states="Ending, Failed",
-        text="the script failed on {nodes}: {detail}; trying again would not mend it",
-        hint="Mend the script (ringweave logs {job} --node {node}), then ringweave retry {job}; "
-        "a script without a directory was copied: ringweave delete {job}, and submit it anew",
+        text="the script failed on {nodes}: {detail}; a retry would not fix it",
+        hint="Fix the script (ringweave logs {job} --node {node}), then ringweave retry {job}; a script without a "
+        "directory was copied: ringweave delete {job}, and submit it again",
     ),
-    "RetriesSpent": _ReasonTemplate(
+    "BackoffLimitExceeded": _ReasonTemplate(
         subject="job",
         states="Ending, Failed",
         text="{nodes} failed more often than max_retries allows: {detail}",
-        hint="Mend the node or leave it out, raise max_retries, then ringweave retry {job}",
+        hint="Repair the node or leave it out, or raise max_retries, then ringweave retry {job}",
     ),
-    "TakenAway": _ReasonTemplate(
+    "Preempted": _ReasonTemplate(
         subject="job",
         states="Ending, Failed",
-        text="its place took it all away {count} times in a row before all nodes ran: {detail}",
-        hint="See why the place does that, then ringweave retry {job}",
+        text="preempted {count} times in a row before all nodes were running: {detail}",
+        hint="Find out why the platform preempts the job, then ringweave retry {job}",
     ),
     "Stopped": _ReasonTemplate(
         subject="job",
         states="Ending, Stopped",
-        text="it was stopped",
+        text="stopped by a user",
         hint="ringweave retry {job} starts it again, from its last checkpoint",
     ),
     "Deleting": _ReasonTemplate(
         subject="job",
         states="Deleting",
         text="waits for {nodes} to be removed",
-        hint="Nothing to do: the name is free when it is gone",
+        hint="Nothing to do; the name is free when the removal is complete",
     ),
     "NodeUnused": _ReasonTemplate(
         subject="node",
         states="Unused",
-        text="the split needs nothing of it",
+        text="the split gives it no workers",
         hint="Nothing to do; a larger total would use it",
     ),
     "NodeSuspended": _ReasonTemplate(
-        subject="node", states="Waiting", text="the job is suspended", hint="ringweave resume {job}"
-    ),
-    "NodeLeaving": _ReasonTemplate(
-        subject="node", states="Waiting", text="waits for its attempt {attempt} to be gone: {detail}", hint=_NO_ACTION
-    ),
-    "NodeToMake": _ReasonTemplate(
         subject="node",
         states="Waiting",
-        text="waits for its worker group to be made (attempt {attempt})",
+        text="the job is suspended",
+        hint="ringweave resume {job}",
+    ),
+    "NodeTerminating": _ReasonTemplate(
+        subject="node",
+        states="Waiting",
+        text="waits for the end of its attempt {attempt}: {detail}",
         hint=_NO_ACTION,
     ),
-    "NodePending": _ReasonTemplate(
+    "NodeNotCreated": _ReasonTemplate(
+        subject="node",
+        states="Waiting",
+        text="waits for its worker group to be created (attempt {attempt})",
+        hint=_NO_ACTION,
+    ),
+    "NodeUnschedulable": _ReasonTemplate(
         subject="node",
         states="Pending",
-        text="waits for its place: {detail}",
-        hint="Free room there, or ask for fewer; ringweave logs {job} --node {node} shows what it does",
+        text="waits for capacity: {detail}",
+        hint="Free capacity on the platform, or ask for fewer workers; ringweave logs {job} --node {node} shows "
+        "its output",
     ),
-    "NodeBeginning": _ReasonTemplate(
+    "NodeInitializing": _ReasonTemplate(
         subject="node",
         states="Pending",
-        text="begins: {detail}",
-        hint="Nothing to do while its image or files are on their way; if it lasts, see what its place says of it",
+        text="starts: {detail}",
+        hint="Nothing to do while its image or files are transferred; if it takes long, look at the platform's "
+        "own status",
     ),
-    "NodeSilent": _ReasonTemplate(
+    "NodeUnreachable": _ReasonTemplate(
         subject="node",
         states="Waiting, Pending, Ready, Running, Interrupted",
         text="its machine does not answer: {detail}",
-        hint="Once you know that nothing runs there any more, {mend}",
+        hint="Once you know that no process runs there any more, {fix}",
     ),
-    "NodeCannotBegin": _ReasonTemplate(
+    "NodeCannotStart": _ReasonTemplate(
         subject="node",
         states="Pending",
-        text="cannot begin: {detail}",
-        hint="See that what is named there can be had: it is tried again",
+        text="cannot start: {detail}",
+        hint="Provide the missing resource; the start is tried again",
     ),
-    "NodeAtGate": _ReasonTemplate(
-        subject="node", states="Ready", text="is ready, and waits for {nodes}", hint=_NO_ACTION
+    "NodeAtBarrier": _ReasonTemplate(
+        subject="node",
+        states="Ready",
+        text="ready, and waits for {nodes}",
+        hint=_NO_ACTION,
     ),
-    "NodeMayStart": _ReasonTemplate(subject="node", states="Ready", text="is ready, and may start", hint=_NO_ACTION),
-    "NodeCalledBack": _ReasonTemplate(
+    "NodeReleased": _ReasonTemplate(
+        subject="node",
+        states="Ready",
+        text="ready, and released to start",
+        hint=_NO_ACTION,
+    ),
+    "NodeRestarting": _ReasonTemplate(
         subject="node",
         states="Interrupted",
         text="waits at the start barrier again, since another node failed",
-        hint="Nothing to do: it starts again when all are ready, from the last checkpoint if there is one",
+        hint="Nothing to do; it starts again when all nodes are ready, from the last checkpoint if there is one",
     ),
     "NodeFailing": _ReasonTemplate(
         subject="node",
         states="Failed, Interrupted",
         text="ended: {detail}",
-        hint="Nothing to do: it is decided in seconds",
+        hint="Nothing to do; the cause is determined within seconds",
     ),
-    "NodeFinished": _ReasonTemplate(
-        subject="node", states="Succeeded", text="finished its iterations", hint="ringweave logs {job} --node {node}"
+    "NodeCompleted": _ReasonTemplate(
+        subject="node",
+        states="Succeeded",
+        text="finished its iterations",
+        hint="ringweave logs {job} --node {node}",
     ),
-    "NodeLeftBehind": _ReasonTemplate(
+    "NodeAbandoned": _ReasonTemplate(
         subject="node",
         states="Stopped",
-        text="the others finished without it: {detail}",
-        hint="See to its machine; ringweave logs {job} --node {node} shows how far it came",
+        text="the other nodes finished without it: {detail}",
+        hint="Check its machine; ringweave logs {job} --node {node} shows its last iterations",
     ),
     "NodeFailed": _ReasonTemplate(
-        subject="node", states="Failed", text="failed: {detail}", hint="ringweave logs {job} --node {node} shows why"
+        subject="node",
+        states="Failed",
+        text="failed: {detail}",
+        hint="ringweave logs {job} --node {node} shows why",
     ),
-    "NodeGivenUp": _ReasonTemplate(
+    "NodeBackoffLimitExceeded": _ReasonTemplate(
         subject="node",
         states="Failed",
         text="failed more often than max_retries allows: {detail}",
-        hint="Nothing to do: the others go on without it; ringweave logs {job} --node {node} shows why",
+        hint="Nothing to do; the other nodes continue without it. ringweave logs {job} --node {node} shows why",
     ),
     "NodeStopped": _ReasonTemplate(
-        subject="node", states="Stopped", text="ended with the job", hint="ringweave retry {job}"
+        subject="node",
+        states="Stopped",
+        text="ended with the job",
+        hint="ringweave retry {job}",
     ),
 }
 """Code -> subject, states, text and hint; `{...}` is filled in."""
@@ -290,7 +326,7 @@ REASON_TEMPLATES: Mapping[str, _ReasonTemplate] = {
 def make_reason(code: str, **words: object) -> Reason:
     """Return the reason of this code, with its placeholders filled in."""
     kind = REASON_TEMPLATES[code]
-    return Reason(code=code, text=kind.text.format(**words), helps=kind.hint.format(**words))
+    return Reason(code=code, text=kind.text.format(**words), hint=kind.hint.format(**words))
 
 
 def states_to_mermaid() -> str:
@@ -314,7 +350,7 @@ def states_to_markdown() -> str:
             "|---|---|",
             *states,
             "",
-            "| of | state | reason | what it waits for, or what happened | what helps |",
+            "| of | state | reason | text | hint |",
             "|---|---|---|---|---|",
             *reasons,
             "",

@@ -71,7 +71,7 @@ def finished_without_reason(job: Job, abandoned: Mapping[int, str]) -> Reason:
     names = [job.node_name(node) for node in sorted(abandoned)]
     text = f"{'node' if len(names) == 1 else 'nodes'} {shorten_names(names, len(names))}"
     return make_reason(
-        "FinishedWithout", job=job.request.name, nodes=text, node=names[0], detail=abandoned[min(abandoned)]
+        "CompletedWithoutNodes", job=job.request.name, nodes=text, node=names[0], detail=abandoned[min(abandoned)]
     )
 
 
@@ -98,9 +98,9 @@ def update_node_states(job: Job, record: JobRecord, observed: ObservedJobState) 
         fix = ""
         group = view.current_group(node)
         if group is not None and group.unresponsive is not None and record.outcome is None and node in missing:
-            code, detail, fix = "NodeSilent", group.unresponsive.text, group.unresponsive.fix
-        others = view.format_nodes(missing) if code == "NodeAtGate" else ""
-        words = {"job": job.request.name, "node": job.node_name(node), "attempt": known.attempt, "mend": fix}
+            code, detail, fix = "NodeUnreachable", group.unresponsive.text, group.unresponsive.fix
+        others = view.format_nodes(missing) if code == "NodeAtBarrier" else ""
+        words = {"job": job.request.name, "node": job.node_name(node), "attempt": known.attempt, "fix": fix}
         why = make_reason(code, **words, detail=detail, nodes=others) if code else None
         updated.append(replace(known, state=state, reason=why))
     return tuple(updated)
@@ -113,40 +113,40 @@ def _node_state(view: _StatusContext, node: int) -> tuple[NodeState, str, str]:
         return NodeState.UNUSED, "NodeUnused", ""
     if view.record.outcome is not None:
         return _ended_node_state(view, known)
-    if known.ended is not None and known.is_given_up:
-        return NodeState.FAILED, "NodeGivenUp", known.ended.text
+    if known.ended is not None and known.is_excluded:
+        return NodeState.FAILED, "NodeBackoffLimitExceeded", known.ended.text
     if known.ended is not None:
         if view.job.desired.suspend:
             return NodeState.WAITING, "NodeSuspended", ""
-        return NodeState.WAITING, "NodeLeaving", known.ended.text
+        return NodeState.WAITING, "NodeTerminating", known.ended.text
     if group is None:
-        return NodeState.WAITING, "NodeSuspended" if view.job.desired.suspend else "NodeToMake", ""
+        return NodeState.WAITING, "NodeSuspended" if view.job.desired.suspend else "NodeNotCreated", ""
     return _live_node_state(view, group)
 
 
 def _ended_node_state(view: _StatusContext, known: NodeRecord) -> tuple[NodeState, str, str]:
-    if known.is_left_behind and known.ended is not None:
-        return NodeState.STOPPED, "NodeLeftBehind", known.ended.text
-    if view.record.outcome is JobState.SUCCEEDED and not known.is_given_up:
-        return NodeState.SUCCEEDED, "NodeFinished", ""
+    if known.is_abandoned and known.ended is not None:
+        return NodeState.STOPPED, "NodeAbandoned", known.ended.text
+    if view.record.outcome is JobState.SUCCEEDED and not known.is_excluded:
+        return NodeState.SUCCEEDED, "NodeCompleted", ""
     if known.ended is not None and known.ended.cause in (EndCause.PROGRAM, EndCause.PLATFORM):
         return NodeState.FAILED, "NodeFailed", known.ended.text
     return NodeState.STOPPED, "NodeStopped", ""
 
 
 def _live_node_state(view: _StatusContext, group: ObservedGroup) -> tuple[NodeState, str, str]:
-    detail = group.text or "the place says no more"
+    detail = group.text or "the platform gives no detail"
     if group.round < view.record.round and group.phase.is_alive:
-        return NodeState.INTERRUPTED, "NodeCalledBack", ""
+        return NodeState.INTERRUPTED, "NodeRestarting", ""
     if group.phase is GroupPhase.READY:
         is_open = view.observed.released_round >= view.record.round or all(map(view.is_at_barrier, view.job.used_nodes))
-        return NodeState.READY, "NodeMayStart" if is_open else "NodeAtGate", ""
+        return NodeState.READY, "NodeReleased" if is_open else "NodeAtBarrier", ""
     if group.phase is GroupPhase.RUNNING:
         return NodeState.RUNNING, "", ""
     if group.phase is GroupPhase.PENDING:
         return NodeState.PENDING, _PENDING_REASONS[group.pending_cause], detail
     table = {
-        GroupPhase.SUCCEEDED: (NodeState.SUCCEEDED, "NodeFinished"),
+        GroupPhase.SUCCEEDED: (NodeState.SUCCEEDED, "NodeCompleted"),
         GroupPhase.INTERRUPTED: (NodeState.INTERRUPTED, "NodeFailing"),
         GroupPhase.FAILED: (NodeState.FAILED, "NodeFailing"),
         GroupPhase.STOPPED: (NodeState.FAILED, "NodeFailing"),
@@ -156,9 +156,9 @@ def _live_node_state(view: _StatusContext, group: ObservedGroup) -> tuple[NodeSt
 
 
 _PENDING_REASONS = {
-    PendingCause.PREREQUISITE: "NodeCannotBegin",
-    PendingCause.CAPACITY: "NodePending",
-    None: "NodeBeginning",
+    PendingCause.PREREQUISITE: "NodeCannotStart",
+    PendingCause.CAPACITY: "NodeUnschedulable",
+    None: "NodeInitializing",
 }
 
 
@@ -172,7 +172,7 @@ def job_state(job: Job, record: JobRecord, observed: ObservedJobState) -> tuple[
         return JobState.DELETING, _unresponsive_reason(view, observed.groups) or why
     living = sorted({group.node for group in observed.groups if group.phase.is_alive})
     # A hanging node may never be gone, so it is not waited for.
-    if record.outcome is not None and any(not record.nodes[node].is_left_behind for node in living):
+    if record.outcome is not None and any(not record.nodes[node].is_abandoned for node in living):
         return JobState.ENDING, _unresponsive_reason(view, observed.groups) or record.outcome_reason
     if record.outcome is not None:
         return record.outcome, record.outcome_reason
@@ -191,7 +191,7 @@ def _active_job_state(view: _StatusContext) -> tuple[JobState, Reason | None]:
         return JobState.RUNNING, None
     failing_nodes = [node for node in used if _reason_code(record, node) == "NodeFailing"]
     if failing_nodes:
-        return JobState.RETRYING, _nodes_reason(view, "FindingCause", failing_nodes)
+        return JobState.RETRYING, _nodes_reason(view, "DeterminingCause", failing_nodes)
     missing = [node for node in used if not view.is_at_barrier(node)]
     if record.loss is not None:
         lost = [node for node in used if states[node] not in (NodeState.RUNNING, NodeState.SUCCEEDED)]
@@ -199,12 +199,14 @@ def _active_job_state(view: _StatusContext) -> tuple[JobState, Reason | None]:
     if missing:
         return JobState.RETRYING if record.round_cause else JobState.PENDING, _waiting_reason(view, missing)
     idle = [node for node in used if states[node] is NodeState.READY]
-    return (JobState.STARTING, _nodes_reason(view, "GateOpen", idle)) if idle else (JobState.RUNNING, None)
+    return (JobState.STARTING, _nodes_reason(view, "BarrierReleased", idle)) if idle else (JobState.RUNNING, None)
 
 
 def _continuing_reason(view: _StatusContext, lost: list[int], loss: NodeLoss) -> Reason:
-    replaceable = [node for node in lost if not view.record.nodes[node].is_given_up]
-    return _nodes_reason(view, "GoesOn" if replaceable else "GoesOnWithout", replaceable or lost, detail=loss.text)
+    replaceable = [node for node in lost if not view.record.nodes[node].is_excluded]
+    return _nodes_reason(
+        view, "Degraded" if replaceable else "DegradedWithoutRetries", replaceable or lost, detail=loss.text
+    )
 
 
 def _unresponsive_reason(view: _StatusContext, groups: Iterable[ObservedGroup | None]) -> Reason | None:
@@ -215,14 +217,14 @@ def _unresponsive_reason(view: _StatusContext, groups: Iterable[ObservedGroup | 
     if not found:
         return None
     nodes, first = view.format_nodes(sorted({node for node, _ in found})), found[0][1]
-    return make_reason("MachineSilent", nodes=nodes, detail=first.text, mend=first.fix)
+    return make_reason("MachineUnreachable", nodes=nodes, detail=first.text, fix=first.fix)
 
 
 def _waiting_reason(view: _StatusContext, missing: list[int]) -> Reason:
     unresponsive = _unresponsive_reason(view, map(view.current_group, missing))
     if unresponsive is not None:
         return unresponsive
-    for lack, code in ((PendingCause.PREREQUISITE, "CannotBegin"), (PendingCause.CAPACITY, "NotPlaced")):
+    for lack, code in ((PendingCause.PREREQUISITE, "CannotStart"), (PendingCause.CAPACITY, "Unschedulable")):
         lacking = [
             node for node in missing if (group := view.current_group(node)) is not None and group.pending_cause is lack
         ]
@@ -230,9 +232,9 @@ def _waiting_reason(view: _StatusContext, missing: list[int]) -> Reason:
             return _nodes_reason(view, code, lacking)
     pending = [node for node in missing if view.record.nodes[node].state is NodeState.PENDING]
     if view.record.round_cause:
-        return _nodes_reason(view, "Replacing", missing, detail=view.record.round_cause)
+        return _nodes_reason(view, "Restarting", missing, detail=view.record.round_cause)
     if pending:
-        return _nodes_reason(view, "Beginning", pending, detail=_group_detail(view, pending[0]))
+        return _nodes_reason(view, "Initializing", pending, detail=_group_detail(view, pending[0]))
     return _nodes_reason(view, "NotReady", missing)
 
 
@@ -243,7 +245,7 @@ def _nodes_reason(view: _StatusContext, code: str, nodes: list[int], detail: str
 
 def _group_detail(view: _StatusContext, node: int) -> str:
     group = view.current_group(node)
-    return group.text if group and group.text else "the place says no more"
+    return group.text if group and group.text else "the platform gives no detail"
 
 
 def _reason_code(record: JobRecord, node: int) -> str:

@@ -51,7 +51,7 @@ def request_suspend(job: Job) -> DesiredJobState:
     """Keep all groups from running until the job is resumed; attempts that this ends are not charged."""
     _refuse_if_deleting("suspend", job)
     if job.record.outcome is not None:
-        raise _verb_error("suspend", job, "a job that has not ended", "Nothing of it runs any more")
+        raise _verb_error("suspend", job, "a job that has not ended", "No process of it runs any more")
     return replace(job.desired, suspend=True)
 
 

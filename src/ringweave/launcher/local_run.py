@@ -98,12 +98,12 @@ def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO,
                 return result
             stop_reason = attempts.stop_reason(first, time.monotonic() - started_s)
             if stop_reason:
-                write_message(stderr, f"ringweave: it is not started again: {stop_reason}.\n")
+                write_message(stderr, f"ringweave: no restart: {stop_reason}.\n")
                 return result
             write_message(
                 stderr,
-                "ringweave: no worker has called ringweave.prepare by then, so none can go on without the others: "
-                "all start again, from their last checkpoint if they keep one.\n",
+                "ringweave: no worker had called ringweave.prepare, so all workers restart, from their last checkpoint "
+                "if there is one.\n",
             )
 
 
@@ -169,7 +169,7 @@ def _close_record(recorder: RunRecorder, result: outcome.RunResult, wall_s: floa
     except OSError as error:
         how = f"{result.outcome}, exit code {result.exit_code}"
         write_message(
-            stderr, f"ringweave: run.json could not be written: {error}. It does not say how the run ended: {how}.\n"
+            stderr, f"ringweave: run.json could not be written: {error}. It lacks the outcome of the run: {how}.\n"
         )
         return wall_s
 
@@ -214,9 +214,9 @@ def _supervise(
 def _scale_requests(request: RunRequest, bounds: MemberBounds, slots: WorkerGroup, stderr: TextIO) -> ScaleRequests:
     """Create the scale requests of an elastic run; with rings, only the slots of the initial workers exist."""
     num_workers = sum(node.num_devices for node in request.cluster.nodes)
-    why = "the devices of its cluster file"
+    why = "the number of devices in its cluster file"
     if request.mode in SERVER_MODES:
-        slots, why = replace(slots, workers=slots.workers[:num_workers]), "the workers that its rings were formed of"
+        slots, why = replace(slots, workers=slots.workers[:num_workers]), "the number of workers in its rings"
     limits = ScaleLimits(bounds=bounds, num_slots=slots.world_size, reason=why)
     return ScaleRequests(
         request.run_dir, limits, num_workers, lambda text: write_message(stderr, f"ringweave: {text}.\n")
@@ -258,7 +258,7 @@ def _report_give_up(failure: WorkerFailure, why: str, run_dir: RunDir, stderr: T
     write_message(
         stderr,
         f"ringweave: rank {failure.global_rank} on node {failure.node} is given up: {why}, "
-        f"this time it {failure.reason}. The others go on without it. See what it lacks in {log}.\n",
+        f"the last time it {failure.reason}. The others continue without it. See the cause in {log}.\n",
     )
 
 

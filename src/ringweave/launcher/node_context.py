@@ -35,7 +35,7 @@ def free_port(rng: random.Random) -> int:
     for port in ports:
         if _is_port_free(port):
             return port
-    raise LaunchError(f"no free port between {LOWEST_PORT} and {HIGHEST_PORT}. End programs that listen. [ss -ltn]")
+    raise LaunchError(f"no free port between {LOWEST_PORT} and {HIGHEST_PORT}. End listening programs. [ss -ltn]")
 
 
 def _ephemeral_range() -> tuple[int, int]:
@@ -144,12 +144,12 @@ class LabContext(NodeContext):
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_FREE_PORT_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            do = "See whether the lab is still up, and how busy this machine is"
+            do = "Check that the lab is still up, and the load of this machine"
             got = f"nothing in {_FREE_PORT_TIMEOUT_S} s"
             raise LaunchError(explain(f"port on node {node}", got=got, expected="a free one", do=do)) from error
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise LaunchError(f"port on node {node}: {last}, expected a free one. See whether the lab is still up.")
+            raise LaunchError(f"port on node {node}: {last}, expected a free one. Check that the lab is still up.")
         return HostPort(host=self._lab.addresses[node][0], port=int(done.stdout))
 
     def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:

@@ -215,7 +215,7 @@ def run_failure_text(result: RunResult, *, wall_s: float, log_pattern: str) -> s
 
 def _crash_hint(first: WorkerFailure) -> list[str]:
     if first.exit.signal_name == "SIGKILL":
-        return ["If nobody killed it, the machine ran out of memory: `dmesg | grep -i oom` tells."]
+        return ["If it was not killed on purpose, the machine ran out of memory: see `dmesg | grep -i oom`."]
     if first.exit.signal_name in ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
         return ["It crashed in native code: run with PYTHONFAULTHANDLER=1 to see where."]
     return []

@@ -228,8 +228,8 @@ class WorkerRestartPolicy:
         """Return the reason why a slot was given up, in words."""
         num_own = self._own_failures.get(slot, 0)
         if num_own >= self._max_own_failures:
-            return f"{num_own} times in a row it has failed by itself"
-        return "time after time it has died before it could join the others"
+            return f"it failed by itself {num_own} times in a row"
+        return "it died before it joined the others too often"
 
     @property
     def is_over(self) -> bool:
@@ -283,7 +283,7 @@ class RunRestartPolicy:
         self._own_failures += first.exit.signal_name is None
         self._early_ends = self._early_ends + 1 if lifetime_s < self._early_s else 0
         if self._own_failures >= self._max_own_failures:
-            return f"{self._own_failures} attempts have ended with an exception of the script's own"
+            return f"{self._own_failures} attempts ended with an exception of the script"
         if self._early_ends >= self._max_early_ends:
-            return f"{self._early_ends} attempts in a row were over within {self._early_s:g} s each"
+            return f"{self._early_ends} attempts in a row ended within {self._early_s:g} s each"
         return ""

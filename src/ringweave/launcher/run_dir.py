@@ -161,7 +161,7 @@ def describe_training(summary: Mapping[str, Any] | None) -> str:
     count, samples = summary["epochs_accounted"], summary["samples_accounted"]
     account = f"{samples} samples in {count} epoch{'' if count == 1 else 's'}, each exactly once"
     if summary["exact"] is None:
-        account = "no epoch came to its end"
+        account = "no epoch was completed"
     elif not summary["exact"]:
         account = f"{samples} samples in {count} epochs, not each exactly once: see samples_accounted in events.jsonl"
     why = summary["reason"].rstrip(".")
@@ -271,7 +271,7 @@ def hold_run_dir(run_dir: RunDir) -> Iterator[None]:
     except BlockingIOError as error:
         os.close(descriptor)
         raise UsageError(
-            _run_dir_refusal(run_dir, "one that no other run is using", "Wait for that run, or give another")
+            _run_dir_refusal(run_dir, "one that no other run uses", "Wait for that run, or give another")
         ) from error
     try:
         yield
@@ -308,7 +308,7 @@ def begin_attempt(run_dir: RunDir, cluster_text: str) -> int:
         _archive_attempt(run_dir, number)
         number += 1
     elif run_dir.cluster_file.exists() and run_dir.cluster_file.read_text(encoding="utf-8") != cluster_text:
-        raise UsageError(_run_dir_refusal(run_dir, "one without a cluster.yaml that is not of a run", "Give another"))
+        raise UsageError(_run_dir_refusal(run_dir, "one without a cluster.yaml of another origin", "Give another"))
     run_dir.cluster_file.write_text(cluster_text, encoding="utf-8")
     (run_dir.root / "logs").mkdir(exist_ok=True)
     return number

@@ -208,7 +208,7 @@ class CoordinatorProcesses:
                     self._start_process(index, is_standby=True, is_first=False)
                 except (LaunchError, OSError) as error:
                     restart_policy.record_death(0.0, now_s)
-                    self._report_if_given_up(index, f"and another one could not be started: {error}")
+                    self._report_if_given_up(index, f"and a replacement could not be started: {error}")
 
     def _report_if_given_up(self, index: int, how: str) -> None:
         restart_policy = self._restart_policies[index]
@@ -216,8 +216,8 @@ class CoordinatorProcesses:
             node, log = self._pair.endpoints[index].node, self._log(index)
             self._give_up(
                 f"coordinator {index} on node {node} is given up: {restart_policy.num_early_deaths} of its processes "
-                f"in a row were over soon after they began, {how}. Training goes on; nobody takes over if the other "
-                f"coordinator dies as well. See what it lacks in {log}."
+                f"in a row ended soon after their start, {how}. Training continues, without a standby for the other "
+                f"coordinator. See the cause in {log}."
             )
 
     def _log(self, index: int) -> Path:
@@ -484,7 +484,7 @@ class JobServer:
                     self._processes[index] = self._start_process(index)
                 except (LaunchError, OSError) as error:
                     restart_policy.record_death(0.0, now_s)
-                    self._report_if_given_up(index, f"and another one could not be started: {error}")
+                    self._report_if_given_up(index, f"and a replacement could not be started: {error}")
 
     def _report_if_given_up(self, index: int, last: str) -> None:
         if self._restart_policies[index].has_given_up:
@@ -493,9 +493,9 @@ class JobServer:
     def _give_up_text(self, index: int, last: str, num_deaths: int) -> str:
         node, log = self._endpoints[index].node, self._run_dir.server_log(index)
         return (
-            f"parameter server {index} on node {node} is given up: {num_deaths} of its processes in a row were over "
-            f"soon after they began, {last}. Training goes on with the other one; "
-            f"nobody takes over if that dies as well. See what it lacks in {log}."
+            f"parameter server {index} on node {node} is given up: {num_deaths} of its processes in a row ended "
+            f"soon after their start, {last}. Training continues with the other one, without a standby. "
+            f"See the cause in {log}."
         )
 
     def summary_text(self) -> str:

@@ -3,7 +3,7 @@
 A running elastic run is asked for another number of workers through its run directory:
 
 ```text
-RUN_DIR/scale.json      {"asked": "3f0c...", "workers": 4}; gone once the run has taken it
+RUN_DIR/scale.json      {"request_id": "3f0c...", "workers": 4}; removed when the run has read it
 RUN_DIR/events.jsonl    the answer: event `workers_asked` with the same word
 ```
 """
@@ -74,7 +74,7 @@ class ScaleLimits:
             else self.reason
         )
         expected = f"{self.bounds.min_members} to {max_workers} ({reason})"
-        return explain("--workers", got=workers, expected=expected, do="Ask for as many as the run was given room for")
+        return explain("--workers", got=workers, expected=expected, do="Ask for a number within the limits of the run")
 
 
 class ScaleRequests:
@@ -144,10 +144,10 @@ class ScaleRequests:
 
 
 def describe_answer(scale: ScaleAnswer) -> str:
-    """Return an answer as text: `4 workers are asked for, 2 before; started: ranks 2, 3`."""
-    changes = [("started", scale.starting), ("asked to leave after its train step", scale.leaving)]
+    """Return an answer as text: `4 workers requested, 2 before; started: ranks 2, 3`."""
+    changes = [("started", scale.starting), ("leaving after the train step", scale.leaving)]
     parts = [f"{what}: rank {', '.join(map(str, ranks))}" for what, ranks in changes if ranks]
-    return "; ".join([f"{scale.workers} workers are asked for, {scale.before} before", *parts])
+    return "; ".join([f"{scale.workers} workers requested, {scale.before} before", *parts])
 
 
 def request_workers(
@@ -172,14 +172,14 @@ def request_workers(
     _check_elastic(run_dir)
     request_id = secrets.token_hex(8)
     temporary = run_dir.scale_request.with_name(f".{run_dir.scale_request.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"asked": request_id, "workers": workers}) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps({"request_id": request_id, "workers": workers}) + "\n", encoding="utf-8")
     temporary.replace(run_dir.scale_request)
     until_s = clock() + _ANSWER_TIMEOUT_S
     while (answer := _find_answer(run_dir, request_id)) is None:
         _check_alive(run_dir)
         if clock() > until_s:
             run_dir.scale_request.unlink(missing_ok=True)
-            do = "See whether its ringweave run is stopped"
+            do = "Check whether its ringweave run is stopped"
             got = f"no answer within {_ANSWER_TIMEOUT_S:g} s"
             raise LaunchError(explain("run", got=got, expected="one", do=do, where=str(run_dir.root)))
         sleep(_ANSWER_POLL_S)
@@ -192,19 +192,19 @@ def _check_elastic(run_dir: RunDir) -> None:
     try:
         record = file_io.load_json(run_dir.run_json, launcher_run_dir.MAX_RUN_JSON_BYTES)
     except (OSError, ValueError) as error:
-        do = "Give the directory that `ringweave run` has named"
+        do = "Give the directory that `ringweave run` printed"
         text = explain("run directory", got=str(run_dir.root), expected="one with a run.json", do=do)
         raise UsageError(text) from error
     _check_alive(run_dir)
     if not isinstance(record, dict) or not record.get("elastic"):
-        expected = "one that was started with --elastic MIN:MAX"
+        expected = "a run with --elastic MIN:MAX"
         raise UsageError(explain("run", got=str(run_dir.root), expected=expected, do="Start it again with --elastic"))
 
 
 def _check_alive(run_dir: RunDir) -> None:
     if not launcher_run_dir.is_run_dir_held(run_dir):
-        do = "Start it again with as many workers as it shall have"
-        raise UsageError(explain("run", got=f"{run_dir.root}, which is over", expected="one that is under way", do=do))
+        do = "Start it again with the new number of workers"
+        raise UsageError(explain("run", got=f"{run_dir.root}, which is over", expected="a current run", do=do))
 
 
 def _find_answer(run_dir: RunDir, request_id: str) -> ScaleAnswer | None:
@@ -222,7 +222,7 @@ def _parse_request(text: bytes) -> tuple[str, int] | None:
         return None
     if not isinstance(request, dict):
         return None
-    request_id, workers = request.get("asked"), request.get("workers")
+    request_id, workers = request.get("request_id"), request.get("workers")
     is_valid = isinstance(request_id, str) and isinstance(workers, int) and not isinstance(workers, bool)
     return (request_id, workers) if is_valid and len(request_id) <= 64 else None
 
@@ -541,7 +541,7 @@ class ElasticSupervisor:
     def _scale_refusal(self, states: Sequence[WorkerState], *, is_ending: bool) -> str:
         """Return the reason why workers can neither come nor go now; empty if they can."""
         if is_ending or self._restarts.is_over:
-            return explain("run", got="at its end", expected="one that trains", do="Start it again with more workers")
+            return explain("run", got="at its end", expected="a run that trains", do="Start it again with more workers")
         if not self._past_members([self._current_member(slot) for slot in _running_slots(states)]).members:
             do = "Wait until the event epoch_begun is in its events.jsonl; scripts without prepare keep their workers"
             return explain("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
@@ -590,10 +590,10 @@ class ElasticSupervisor:
         slot = worker.global_rank
         if self._restarts.record_start_failure(slot, now_s) == "give up":
             self._abandoned_slots.add(slot)
-            why = f"time after time it could not be started, or died before it could join the others. At last: {error}"
-            self._notify_user(f"rank {slot} on node {worker.node} is given up: {why} The others go on without it")
+            why = f"it could not be started, or died before it joined the others, too often. Last error: {error}"
+            self._notify_user(f"rank {slot} on node {worker.node} is given up: {why} The others continue without it")
         elif slot not in self._unstarted_slots:
-            self._notify_user(f"{error} It is tried again, and later each time; the others go on meanwhile")
+            self._notify_user(f"{error} It is tried again with growing delay; the others continue meanwhile")
         self._unstarted_slots.add(slot)
 
 

@@ -17,7 +17,7 @@ from ringweave.jobs.records import AttemptEnd, EndCause, Job, JobRecord, NodeRec
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 
-TOMBSTONE_FILE = "farewell.json"
+TOMBSTONE_FILE = "tombstone.json"
 """Name of the file in the job's folder; it exists if a process watches the job."""
 MAX_WATCHED_JOBS = 64
 """Upper limit of watched jobs of one platform; above it the oldest is dropped."""
@@ -126,7 +126,7 @@ class JobView:
     """A job, with everything that `status`, `why` and `events` print."""
 
     name: str
-    place: str
+    platform: str
     """Name of the platform: `local`, `slurm`, `kubernetes`, ..."""
     requester: str
     """User who submitted it, by the platform."""
@@ -166,7 +166,7 @@ def job_view(job: Job, *, platform: str, events: Sequence[EventView] = (), files
     record, request = job.record, job.request
     return JobView(
         name=request.name,
-        place=platform,
+        platform=platform,
         requester=job.requester,
         state=record.state,
         reason=record.reason,

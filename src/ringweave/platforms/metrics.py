@@ -12,7 +12,7 @@ from ringweave.errors import LaunchError
 from ringweave.jobs.states import JobState
 from ringweave.platforms.api import JobView, NodeView, Platform
 
-_JOB_LABELS = ("place", "job", "requester")
+_JOB_LABELS = ("platform", "job", "requester")
 
 
 class JobsCollector(Collector):
@@ -28,17 +28,20 @@ class JobsCollector(Collector):
 def job_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
     """Yield the metrics of these jobs. Pure."""
     state = GaugeMetricFamily(
-        "ringweave_job_state", "1 for the state that the job is in.", labels=(*_JOB_LABELS, "state")
+        "ringweave_job_state", "1 for the current state of the job.", labels=(*_JOB_LABELS, "state")
     )
     rows = {
-        "ringweave_job_workers": ("Workers that the job asks for in all.", lambda job: job.workers),
-        "ringweave_job_rounds": ("How often all nodes were gathered at the gate.", lambda job: job.round),
-        "ringweave_job_created_timestamp_seconds": ("When it was submitted.", lambda job: job.created_s),
-        "ringweave_job_state_timestamp_seconds": ("When it came into its state.", lambda job: job.since_s),
+        "ringweave_job_workers": ("Total number of workers of the job.", lambda job: job.workers),
+        "ringweave_job_rounds": (
+            "Number of rounds: 1, and one more for each restart of all nodes.",
+            lambda job: job.round,
+        ),
+        "ringweave_job_created_timestamp_seconds": ("Time of submission.", lambda job: job.created_s),
+        "ringweave_job_state_timestamp_seconds": ("Time of the last change of state.", lambda job: job.since_s),
     }
     of_jobs = {name: GaugeMetricFamily(name, text, labels=_JOB_LABELS) for name, (text, _) in rows.items()}
     for job in found:
-        labels = (job.place, job.name, job.requester)
+        labels = (job.platform, job.name, job.requester)
         for each in JobState:
             state.add_metric((*labels, str(each)), float(job.state is each))
         for name, (_, value) in rows.items():
@@ -65,7 +68,9 @@ def serve_metrics(platform: Platform, port: int) -> int:
     try:
         server, thread = start_http_server(port, addr="127.0.0.1", registry=_collector_registry(platform.jobs))
     except OSError as error:
-        raise LaunchError(f"metrics: port {port} cannot be had ({error}). Give another. [--serve-metrics]") from error
+        raise LaunchError(
+            f"metrics: port {port} is not available ({error}). Choose another one. [--serve-metrics]"
+        ) from error
     try:
         ended.wait()
     finally:
@@ -84,9 +89,9 @@ def _collector_registry(list_jobs: Callable[[], Sequence[JobView]]) -> Collector
 def _node_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
     rows = {
         "ringweave_node_workers": ("Workers of the node.", _workers),
-        "ringweave_node_retries": ("Replacements after failures of its own in this run.", _retries),
-        "ringweave_node_iterations": ("Training steps done, as last reported.", _iterations),
-        "ringweave_node_last_loss": ("The last loss reported.", _last_loss),
+        "ringweave_node_retries": ("Replacements in this run after failures of this node.", _retries),
+        "ringweave_node_iterations": ("Train steps done, as last reported.", _iterations),
+        "ringweave_node_last_loss": ("Last reported loss.", _last_loss),
     }
     for name, (text, value) in rows.items():
         family = GaugeMetricFamily(name, text, labels=(*_JOB_LABELS, "node"))
@@ -94,7 +99,7 @@ def _node_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
             for node in job.used_nodes:
                 measured = value(node)
                 if measured is not None:
-                    family.add_metric((job.place, job.name, job.requester, node.name), float(measured))
+                    family.add_metric((job.platform, job.name, job.requester, node.name), float(measured))
         yield family
 
 

@@ -101,7 +101,7 @@ def reason_with_platform_option(reason: Reason | None, name: str, platform: str)
     return replace(
         reason,
         text=with_platform_option(reason.text, name, platform),
-        helps=with_platform_option(reason.helps, name, platform),
+        hint=with_platform_option(reason.hint, name, platform),
     )
 
 

@@ -16,7 +16,7 @@ from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, submission
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission
 
-JOBS_PATH = "/v1/jobs"
+JOBS_PATH = "/v2/jobs"
 TOKEN_FILE = "RINGWEAVE_SERVICE_TOKEN_FILE"
 """Variable with the path of a file that holds the bearer token, by which the adapter identifies the user."""
 ANSWER_TIMEOUT_S = 60.0
@@ -160,8 +160,8 @@ class RemotePlatform(Platform):
         return self._failure(f"HTTP {status}: {text}")
 
     def _failure(self, got: str) -> LaunchError:
-        do = "See whether the adapter runs, and its own log"
-        expected = "an answer of the protocol in docs/services.md"
+        do = "Check that the adapter runs, and read its log"
+        expected = "an answer of the protocol in docs/how-to/write-a-platform.md"
         return LaunchError(explain(f"service {self._address}", got=got, expected=expected, do=do, where="--on"))
 
 

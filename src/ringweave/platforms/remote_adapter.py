@@ -76,18 +76,18 @@ class _AdapterHandler(BaseHTTPRequestHandler):
         words = [unquote(word) for word in parts.path.strip("/").split("/")]
         platform = self._adapter.platform
         match method, *words:
-            case "GET", "v1", "jobs":
+            case "GET", "v2", "jobs":
                 self._send_json(200, {"jobs": [api.job_view_document(job) for job in platform.jobs()]})
-            case "POST", "v1", "jobs":
+            case "POST", "v2", "jobs":
                 self._send_json(200, self._submit(self._read_body()))
-            case "GET", "v1", "jobs", name:
+            case "GET", "v2", "jobs", name:
                 self._send_json(200, api.job_view_document(platform.job(name)))
-            case "GET", "v1", "jobs", name, "logs":
+            case "GET", "v2", "jobs", name, "logs":
                 self._send_logs(name, parse_qs(parts.query))
-            case "POST", "v1", "jobs", name, verb if verb in verbs.VERB_NAMES:
+            case "POST", "v2", "jobs", name, verb if verb in verbs.VERB_NAMES:
                 self._send_json(200, api.job_view_document(platform.act(name, verb)))
             case _:
-                do = "See docs/services.md"
+                do = "See docs/how-to/write-a-platform.md"
                 got = f"{method} {parts.path}"
                 self._send_json(400, {"error": explain("request", got=got, expected="one of the protocol's", do=do)})
 
@@ -105,12 +105,14 @@ class _AdapterHandler(BaseHTTPRequestHandler):
         given = self.headers.get("Content-Length") or "0"
         length = int(given) if given.isascii() and given.isdecimal() and len(given) < 20 else -1
         if not 0 <= length <= MAX_REQUEST_BYTES:
-            do = "Put what the script needs beside it, and give that folder as directory"
+            do = "Put the files of the script into one folder, and give that folder as directory"
             raise JobError(explain("bytes of the request", got=given, expected=f"at most {MAX_REQUEST_BYTES}", do=do))
         try:
             body = file_io.parse_json(self.rfile.read(length), MAX_REQUEST_BYTES)
         except ValueError as error:
-            raise JobError(explain("request", got=str(error), expected="JSON", do="See docs/services.md")) from error
+            raise JobError(
+                explain("request", got=str(error), expected="JSON", do="See docs/how-to/write-a-platform.md")
+            ) from error
         return body if isinstance(body, dict) else {}
 
     def _send_logs(self, name: str, query: dict[str, list[str]]) -> None:
@@ -144,9 +146,9 @@ class _AdapterHandler(BaseHTTPRequestHandler):
 
 
 @click.command
-@click.option("--on", "place", default="local", show_default=True, help="The service that is served.")
+@click.option("--on", "place", default="local", show_default=True, help="Platform to serve.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8470, show_default=True)
-@click.option("--token-file", required=True, type=click.Path(exists=True, dir_okay=False), help="Holds the token.")
+@click.option("--token-file", required=True, type=click.Path(exists=True, dir_okay=False), help="File with the token.")
 def main(place: str, port: int, token_file: str) -> None:
     """Serve a service until interrupted."""
     token = Path(token_file).read_text(encoding="utf-8").strip()

@@ -73,7 +73,7 @@ def test_lines_are_sorted_and_remarks_left_out() -> None:
     [
         ("kill worker 3", r"fault: 'kill worker 3', expected a line like \"at 20s pause worker 2 for 30s\"\. See docs"),
         ("at 3s kil worker 3", r"fault: 'at 3s kil worker 3', expected .*\. Did you mean \"kill\"\? \[line 1\]"),
-        ("at 3s kill worker 3 for 4s", r"fault: .*See docs/chaos\.md\. \[line 1\]"),
+        ("at 3s kill worker 3 for 4s", r"fault: .*See docs/how-to/inject-faults\.md\. \[line 1\]"),
         ("at 3s pause worker 3", r"fault: .*\[line 1\]"),
         ("at 3s pause 3 for 4s", r"fault: .*\[line 1\]"),
         ("at 3s cut a0 in to 3Mbit/s for 4s", r"fault: .*\[line 1\]"),
@@ -81,7 +81,7 @@ def test_lines_are_sorted_and_remarks_left_out() -> None:
         ("at 3s kill worker coordinator", r"fault: .*\[line 1\]"),
         ("at 3s kill serve", r"fault: .*\[line 1\]"),
         ("at 3s kill server during commit", r"fault: .*\[line 1\]"),
-        ("at 3s kill coordinator during commit", r"fault: .*See docs/chaos\.md\. \[line 1\]"),
+        ("at 3s kill coordinator during commit", r"fault: .*See docs/how-to/inject-faults\.md\. \[line 1\]"),
         ("at 3s kill worker 1 during bucket", r"fault: .*\[line 1\]"),
         ("at 3s kill worker 1 during lunch", r"fault: .*\[line 1\]"),
         ("at 3s pause worker 1 during commit for 3s", r"fault: .*\[line 1\]"),

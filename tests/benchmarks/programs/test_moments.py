@@ -112,7 +112,9 @@ def test_a_bucket_is_waited_for_where_the_step_s_sums_are_under_way_already(said
 
 def test_a_moment_that_there_is_not() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
-    with pytest.raises(UsageError, match=r"moment of a train step: 'lunch', expected forward, .* See docs/chaos\.md"):
+    with pytest.raises(
+        UsageError, match=r"moment of a train step: 'lunch', expected forward, .* See docs/how-to/inject-faults\.md"
+    ):
         moments.arm_moment("lunch", optimizer, stop)
 
 

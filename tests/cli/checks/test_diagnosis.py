@@ -20,7 +20,7 @@ def test_all_is_well() -> None:
     findings = diagnose(GOOD)
     assert is_fit_for_training(findings)
     assert [finding.name for finding in findings] == list(REQUIREMENTS)
-    assert all(finding.mend is None for finding in findings)
+    assert all(finding.fix is None for finding in findings)
     assert findings_table(findings).endswith("\nTraining on workers of this machine works.\n")
 
 
@@ -34,9 +34,9 @@ def test_only_what_the_main_job_needs_decides() -> None:
 
 def test_missing_and_broken_have_mends_of_their_own() -> None:
     missing = diagnose(changed(hwloc="missing"))[list(REQUIREMENTS).index("hwloc")]
-    assert missing.mend == "apt-get install hwloc"
+    assert missing.fix == "apt-get install hwloc"
     broken = diagnose(changed(hwloc="broken"))[list(REQUIREMENTS).index("hwloc")]
-    assert broken.mend == "apt-get install --reinstall hwloc"
+    assert broken.fix == "apt-get install --reinstall hwloc"
     assert all(need.fix_missing and need.fix_broken and need.needed_for for need in REQUIREMENTS.values())
 
 
@@ -46,7 +46,7 @@ def test_what_was_not_looked_at_is_left_out() -> None:
 
 def test_the_verdict_names_what_to_mend() -> None:
     table = findings_table(diagnose(changed(torch="missing", gloo="broken", mpi="missing")))
-    assert table.endswith("\nTraining on workers of this machine does not work: mend torch, gloo first.\n")
+    assert table.endswith("\nTraining on workers of this machine does not work: fix torch, gloo first.\n")
 
 
 def test_the_table(check_golden) -> None:
@@ -76,5 +76,5 @@ def test_the_document() -> None:
         "seen": "nothing",
         "needed_for": "training",
         "is_required": True,
-        "mend": "pip install 'ringweave[train]'   (in a clone: make setup)",
+        "fix": "pip install 'ringweave[train]'   (in a clone: make setup)",
     }

@@ -29,7 +29,7 @@ class Told:
 
     def job(self, name: str) -> JobView:
         if not self.views:
-            raise UnknownJobError(f"job: {name!r}, expected the name of a job that is here.")
+            raise UnknownJobError(f"job: {name!r}, expected the name of an existing job.")
         found = self.views.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -56,13 +56,15 @@ def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     told = Told(*[JobState.RUNNING] * 4, JobState.SUCCEEDED)
-    loss = make_reason("GoesOn", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3")
+    loss = make_reason(
+        "Degraded", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3"
+    )
     told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3] if isinstance(view, JobView)]
     assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     assert capfd.readouterr().err.splitlines() == [
         "ringweave: job is Running",
-        "ringweave: job is Running: node n0 failed (killed), retry 1 of 3; the others train on, and node n0 can join "
-        "them when replaced",
+        "ringweave: job is Running: node n0 failed (killed), retry 1 of 3; the other nodes continue, and node n0 can "
+        "join them when replaced",
         "ringweave: job is Running",
         "ringweave: job is Succeeded",
     ]
@@ -70,12 +72,12 @@ def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
 
 def test_a_job_that_is_gone_before_its_end_was_seen_is_no_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:
     assert follow(JobState.RUNNING, JobState.DELETING) == 1
-    said = "ringweave: job was removed, and nobody saw how it ended (last seen: Deleting)\n"
+    said = "ringweave: job was removed before its outcome was read (last state: Deleting)\n"
     assert capfd.readouterr().err.endswith(said)
 
 
 def test_a_job_that_was_never_seen_is_an_error() -> None:
-    with pytest.raises(JobError, match="expected the name of a job"):
+    with pytest.raises(JobError, match="expected the name of an existing job"):
         follow()
     with pytest.raises(LaunchError, match="expected an answer"):
         follow(SILENT)
@@ -113,7 +115,7 @@ def test_logs_that_break_are_told_and_the_job_is_followed_on(capfd: pytest.Captu
     assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     out, err = capfd.readouterr()
     assert out == "[0] one line\n"
-    assert "ringweave: what job prints is not shown any more: service: 'refused', expected an answer." in err
+    assert "ringweave: the output of job is no longer shown: service: 'refused', expected an answer." in err
 
 
 @pytest.mark.parametrize(

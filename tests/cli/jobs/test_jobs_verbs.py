@@ -61,7 +61,7 @@ def test_the_plan_is_shown_and_nothing_is_submitted(ask) -> None:
 def test_the_plan_of_an_elastic_job_says_with_how_many_it_goes_on(ask) -> None:
     code, out, err = ask("submit", "job.yaml", "--elastic", "3", "--dry-run")
     assert (code, err) == (0, "")
-    wanted = "elastic  goes on with 3 of 11 workers or more when a node is lost; coordinators on big and small"
+    wanted = "elastic  continues with 3 of 11 workers or more when a node is lost; coordinators on big and small"
     assert wanted in out.splitlines()
     code, out, err = ask("submit", "job.yaml", "--elastic", "9", "--dry-run")
     assert (code, out) == (2, "")
@@ -82,7 +82,7 @@ def test_dry_run_full_has_what_the_job_becomes(ask) -> None:
 def test_nobody_there_to_be_asked(ask) -> None:
     code, _, err = ask("submit", "job.yaml")
     assert code == 2
-    assert "answer: 'no terminal', expected somebody who can be asked. Add -y to submit" in err
+    assert "answer: 'no terminal', expected a terminal for the confirmation. Add -y to submit" in err
 
 
 def test_who_says_no_has_submitted_nothing(ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_what_was_submitted_is_told_in_every_form(ask) -> None:
     assert ask("submit", "job.yaml", "-y", "--detach")[0] == 0
     code, out, _ = ask("jobs", "-o", "wide")
     assert code == 0
-    assert out.splitlines()[0].split() == ["name", "state", "workers", "nodes", "requester", "age", "mode", "why"]
+    assert out.splitlines()[0].split() == ["name", "state", "workers", "nodes", "requester", "age", "mode", "reason"]
     assert out.splitlines()[1].startswith("text  Pending")
     assert json.loads(ask("jobs", "--json")[1])["jobs"][0]["name"] == "text"
     assert "name: text" in ask("jobs", "-o", "yaml")[1]
@@ -138,7 +138,7 @@ def test_what_was_submitted_is_told_in_every_form(ask) -> None:
         ["small", "3", "of", "5", "Waiting", "1", "0", "of", "1", "-", "-"],
     ]
     (row,) = [line for line in ask("status", "text", "-o", "wide")[1].splitlines() if line.startswith("big")]
-    assert row.endswith("-          waits for its worker group to be made (attempt 1)")
+    assert row.endswith("-          waits for its worker group to be created (attempt 1)")
     code, out, _ = ask("why", "text")
     assert out.splitlines()[0] == (
         "text is Pending: waits for nodes big, small to be ready; no node starts before all are."
@@ -177,12 +177,12 @@ def test_flags_say_all_that_a_file_can(ask, here: Path) -> None:
         (["submit", "job.yaml", "--gpus", "16", "--dry-run"], "split: 16, expected a total that nodes of (10, 5)"),
         (
             ["submit", "job.yaml", "--capacity", "a"],
-            "--capacity: 'a', expected whole numbers with commas between, one a",
+            "--capacity: 'a', expected whole numbers separated by commas, one for each node",
         ),
         (["submit", "job.yaml", "--ttl", "3", "--dry-run"], "[--ttl]"),
         (
             ["submit", "job.yaml", "--max-retries", "1", "--deletion", "keep"],
-            "flags: '--max-retries, --deletion', expected --capacity, whose nodes they are about. Write them into",
+            "flags: '--max-retries, --deletion', expected --capacity, to whose nodes they apply. Write them into",
         ),
         (
             ["submit", "job.yaml", "--capacity", "10,5", "--deletion", "never", "--dry-run"],
@@ -190,11 +190,11 @@ def test_flags_say_all_that_a_file_can(ask, here: Path) -> None:
             "[--capacity, --max-retries, --deletion]",
         ),
         (["submit", "job.yaml", "--env", "SEED"], "--env: 'SEED', expected NAME=VALUE. Write it like SEED=1."),
-        (["submit", "job.yaml", "--arguments", "'a"], '--arguments: "\'a", expected words as a shell reads them.'),
+        (["submit", "job.yaml", "--arguments", "'a"], '--arguments: "\'a", expected words in shell syntax.'),
         (
             ["status", "nosuch"],
-            "job: 'nosuch', expected the name of a job that is here. See ringweave jobs, or say with --on where else "
-            "it is. [local]",
+            "job: 'nosuch', expected the name of an existing job. See ringweave jobs, or name its platform with "
+            "--on. [local]",
         ),
         (["jobs", "--on", "nosuch"], "service: 'nosuch', expected one of"),
         (["logs", "-f", "--json", "x"], "-o: 'json', expected table with --follow, which never ends. Leave out one"),

@@ -41,7 +41,7 @@ def test_a_refusal_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.out == ""
     assert captured.err == (
         "ringweave: error: split: 5, expected a total that nodes of (4, 4) can share with at least 3 each. "
-        "Ask for 4 or 6, the nearest that can be.\n"
+        "Ask for 4 or 6, the nearest possible totals.\n"
     )
 
 
@@ -49,7 +49,7 @@ def test_a_refusal_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "text"),
     [
         (["--gpus", "0", "--capacity", "4"], "total: 0, expected a whole number of at least 1. Ask for some GPUs."),
-        (["--gpus", "4", "--capacity", "4,x"], "--capacity: '4,x', expected whole numbers with commas between, one a"),
+        (["--gpus", "4", "--capacity", "4,x"], "--capacity: '4,x', expected whole numbers separated by commas, one "),
         (["--gpus", "4", "--capacity", "4,-1"], "capacity of node 1: -1, expected a whole number of at least 0. Write"),
         (["--gpus", "4", "--capacity", "4", "--min-per-node", "0"], "minimum per node: 0, expected a whole number of"),
     ],

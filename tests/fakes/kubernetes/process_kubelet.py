@@ -135,7 +135,7 @@ class ProcessKubelet:
         container_environ = {name: mounts.get(value, value) for name, value in given.items()}
         path = os.pathsep.join([str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")])
         of_names = {sitecustomize.HOSTS_VARIABLE: str(self._hosts), "PYTHONPATH": path.rstrip(os.pathsep)}
-        return {**os.environ, **container_environ, **of_names, "RINGWEAVE_LAST_WORDS": str(last_words)}
+        return {**os.environ, **container_environ, **of_names, "RINGWEAVE_TERMINATION_LOG": str(last_words)}
 
     def _write_hosts(self) -> None:
         """Write the host table of the headless Services: all Pods whose container has not ended."""

@@ -66,7 +66,7 @@ class SimulatedKubelet:
                 if node not in hold:
                     self._ready_nodes.setdefault((job, round_), set()).add(node)
                     address = HostPort(host=f"10.0.{attempt % 250}.{node}", port=29500)
-                    ready = AgentStatus(round=round_, phase=GroupPhase.READY, pid=1, meeting=address)
+                    ready = AgentStatus(round=round_, phase=GroupPhase.READY, pid=1, master_address=address)
                     await self.set_running(
                         pod, replace(ready, coordinator=_coordinator_address(config, job, node, self.namespace))
                     )

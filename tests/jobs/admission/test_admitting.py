@@ -40,7 +40,7 @@ def test_a_taken_name_comes_first_and_says_whose_it_is(age_s: float, age: str) -
         admitted(impossible, rules="rules: []", there=[lives.a_job()], now=age_s)
     assert str(caught.value) == (
         f"job name text: 'taken by ann {age} ago (Pending)', expected a free name. "
-        "Take another name, or remove that job first with ringweave delete text."
+        "Choose another name, or remove that job first with ringweave delete text."
     )
 
 
@@ -48,8 +48,8 @@ def test_a_permission_comes_second() -> None:
     with pytest.raises(JobError) as caught:
         admitted(replace(REQUEST, num_workers=16), rules="rules: [{users: [bob]}]")
     assert str(caught.value) == (
-        "submit by ann: 'no rule of the policy lets ann submit', expected a permission. "
-        "Ask whoever runs this place to let ann submit."
+        "submit by ann: 'no rule of the policy allows ann to submit', expected a permission. "
+        "Ask the administrator of this platform to allow ann to submit."
     )
 
 
@@ -97,7 +97,7 @@ def test_processes_without_gpus_are_not_counted() -> None:
 
 
 def test_the_split_comes_last() -> None:
-    with pytest.raises(JobError, match=r"split: 16, expected .*Ask for 15, the nearest that can be\. \[job text\]"):
+    with pytest.raises(JobError, match=r"split: 16, expected .*Ask for 15, the nearest possible totals\. \[job text\]"):
         admitted(replace(REQUEST, num_workers=16))
 
 

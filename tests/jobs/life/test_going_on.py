@@ -32,7 +32,7 @@ def test_a_killed_group_alone_is_replaced_and_nobody_else_is_called() -> None:
     record = record_of(place)
     assert (record.state, str(record.reason)) == (
         JobState.RUNNING,
-        "node n1 failed (its agent was killed), retry 1 of 1; the others train on, and node n1 can join them when "
+        "node n1 failed (its agent was killed), retry 1 of 1; the other nodes continue, and node n1 can join them when "
         "replaced. Nothing to do; ringweave logs text --node n1 shows why it failed.",
     )
     for _ in range(4):
@@ -155,7 +155,7 @@ def test_a_device_that_fails_is_its_nodes_loss_and_the_others_train_on() -> None
     record = record_of(place)
     assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 1, 0])
     assert str(record.reason) == (
-        f"node n1 failed ({ECC}), retry 1 of 1; the others train on, and node n1 can join them when "
+        f"node n1 failed ({ECC}), retry 1 of 1; the other nodes continue, and node n1 can join them when "
         "replaced. Nothing to do; ringweave logs text --node n1 shows why it failed."
     )
     come_back(place)
@@ -170,7 +170,7 @@ def test_a_device_that_fails_more_often_than_it_may_is_given_up_and_the_others_f
         come_back(place)
     record = record_of(place)
     assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 2, 0])
-    assert record.nodes[1].is_given_up
+    assert record.nodes[1].is_excluded
     assert place.created.count((1, 4)) == 0
     lives.end_all(place)
     lives.settle(place)
@@ -184,7 +184,7 @@ def test_a_mistake_that_ends_the_script_on_all_nodes_fails_the_job_at_once() -> 
     assert (record.outcome, retries(place)) == (JobState.FAILED, [0, 0, 0])
     assert record.outcome_reason is not None
     assert record.outcome_reason.text == (
-        "the script failed on nodes n0, n1, n2: rank 0 raised KeyError: 'label'; trying again would not mend it"
+        "the script failed on nodes n0, n1, n2: rank 0 raised KeyError: 'label'; a retry would not fix it"
     )
 
 
@@ -201,7 +201,7 @@ def test_a_mistake_that_some_nodes_come_to_later_fails_the_job_then(later_s: flo
     record = record_of(place)
     assert (record.outcome, retries(place)) == (JobState.FAILED, [1, 0, 0])
     assert record.outcome_reason is not None
-    assert record.outcome_reason.code == "ProgramFailed"
+    assert record.outcome_reason.code == "NonZeroExitCode"
 
 
 def test_a_replacement_that_has_trained_for_long_goes_on_alone_when_others_fail() -> None:
@@ -294,12 +294,13 @@ def test_the_others_go_on_without_a_node_that_may_not_be_tried_again() -> None:
     record = record_of(place)
     assert (record.state, record.round, len(place.created)) == (JobState.RUNNING, 1, 3)
     assert str(record.reason) == (
-        "node n1 failed (its agent was killed), retry 0 of 0; the others train on without node n1, which failed more "
+        "node n1 failed (its agent was killed), retry 0 of 0; the other nodes continue without node n1, which failed "
+        "more "
         "often than max_retries allows. Nothing to do; ringweave logs text --node n1 shows why it failed."
     )
     told = record.nodes[1]
     assert told.reason is not None
-    assert (told.state, told.reason.code, told.retries) == ("Failed", "NodeGivenUp", 0)
+    assert (told.state, told.reason.code, told.retries) == ("Failed", "NodeBackoffLimitExceeded", 0)
     lives.end_all(place)
     lives.settle(place)
     record = record_of(place)
@@ -327,7 +328,7 @@ def test_without_it_there_is_no_other_round(what: str) -> None:
     record = record_of(place)
     assert record.outcome is JobState.FAILED
     assert record.outcome_reason is not None
-    assert record.outcome_reason.code == "RetriesSpent"
+    assert record.outcome_reason.code == "BackoffLimitExceeded"
 
 
 def test_tried_again_it_may_come_back() -> None:
@@ -340,7 +341,7 @@ def test_tried_again_it_may_come_back() -> None:
         place.pass_time()
     record = record_of(place)
     assert (record.state, record.run) == (JobState.RUNNING, 2)
-    assert not any(known.is_given_up for known in record.nodes)
+    assert not any(known.is_excluded for known in record.nodes)
 
 
 def test_with_too_few_left_a_node_that_is_spent_fails_the_job() -> None:

@@ -13,7 +13,7 @@ from tests.jobs.life import lives
 from tests.jobs.life.lives import DELETE, KEEP, record_of, running
 
 THREE = (DELETE,) * 3
-STANDS_STILL = "it stands still, or is cut off"
+STANDS_STILL = "it hangs, or is cut off"
 
 
 def change(place: FakeJobRuntime, key: tuple[int, int], **changes) -> None:
@@ -48,7 +48,7 @@ def test_a_node_whose_workers_were_put_out_and_do_not_end_is_replaced_while_the_
     record = record_of(place)
     assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 1, 0])
     assert record.reason is not None
-    assert record.reason.code == "GoesOn"
+    assert record.reason.code == "Degraded"
     assert STANDS_STILL in record.reason.text
     for _ in range(4):
         place.pass_time()
@@ -106,14 +106,14 @@ def test_a_job_does_not_wait_for_a_node_that_hangs_when_the_others_have_finished
     assert (record.state, record.ended_s, retries(place)) == (JobState.SUCCEEDED, place.clock_s, [0, 0, 0])
     assert record.reason is not None
     assert (record.reason.code, record.reason.text) == (
-        "FinishedWithout",
-        f"all nodes finished their iterations but node n1: {EVICTED_HANG.text}",
+        "CompletedWithoutNodes",
+        f"all nodes but node n1 finished their iterations: {EVICTED_HANG.text}",
     )
     told = [(known.state, known.reason.code if known.reason else "") for known in record.nodes]
     assert told == [
-        (NodeState.SUCCEEDED, "NodeFinished"),
-        (NodeState.STOPPED, "NodeLeftBehind"),
-        (NodeState.SUCCEEDED, "NodeFinished"),
+        (NodeState.SUCCEEDED, "NodeCompleted"),
+        (NodeState.STOPPED, "NodeAbandoned"),
+        (NodeState.SUCCEEDED, "NodeCompleted"),
     ]
     assert place.event_keys.count("node1/attempt1/ended") == 1
     lives.ask(place, "delete")

@@ -28,7 +28,7 @@ def test_the_budget_of_a_node_is_exact(max_retries: int) -> None:
     record = record_of(place)
     assert record.outcome is JobState.FAILED
     assert record.reason is not None
-    assert record.reason.code == "RetriesSpent"
+    assert record.reason.code == "BackoffLimitExceeded"
     assert "node n1 failed more often than max_retries allows: killed by SIGKILL" in str(record.reason)
     assert [known.retries for known in record.nodes] == [0, max_retries]
 
@@ -42,9 +42,9 @@ def test_a_failure_of_the_script_is_not_tried_again_once_no_other_cause_can_come
     record = record_of(place)
     assert record.outcome is JobState.FAILED
     assert str(record.reason) == (
-        "the script failed on node n0: exit code 1: ValueError: no such file; trying again would not mend it. "
-        "Mend the script (ringweave logs text --node n0), then ringweave retry text; "
-        "a script without a directory was copied: ringweave delete text, and submit it anew."
+        "the script failed on node n0: exit code 1: ValueError: no such file; a retry would not fix it. "
+        "Fix the script (ringweave logs text --node n0), then ringweave retry text; "
+        "a script without a directory was copied: ringweave delete text, and submit it again."
     )
     assert [known.state for known in record.nodes] == [NodeState.FAILED, NodeState.STOPPED]
 
@@ -58,7 +58,7 @@ def test_an_exit_code_is_not_believed_while_a_first_cause_may_show_up() -> None:
     found = lives.look(place)
     assert found[-1] == records.RequeueAt(at_s=place.clock_s + SETTLE_S)
     lives.settle(place)
-    assert record_of(place).reason.code == "FindingCause"
+    assert record_of(place).reason.code == "DeterminingCause"
     place.clock_s += 1
     place.end_group((1, 1), EndCause.PLATFORM, "its machine is gone")
     lives.settle(place)
@@ -238,13 +238,13 @@ def vanish_once_seen(place: FakeJobRuntime) -> None:
 @pytest.mark.parametrize(
     ("happens", "code", "said"),
     [
-        (blame_each_other, "RetriesSpent", "lost its peer"),
-        (end_at_once(GroupPhase.FAILED, EndCause.PLATFORM), "RetriesSpent", "no room on the disk"),
-        (end_at_once(GroupPhase.FAILED, EndCause.PEER), "RetriesSpent", "no room on the disk"),
-        (end_at_once(GroupPhase.FAILED, None), "RetriesSpent", "no room on the disk"),
-        (end_at_once(GroupPhase.STOPPED), "RetriesSpent", "no room on the disk"),
-        (end_at_once(GroupPhase.FAILED, EndCause.PROGRAM), "ProgramFailed", "no room on the disk"),
-        (vanish_once_seen, "RetriesSpent", "its worker group vanished"),
+        (blame_each_other, "BackoffLimitExceeded", "lost its peer"),
+        (end_at_once(GroupPhase.FAILED, EndCause.PLATFORM), "BackoffLimitExceeded", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, EndCause.PEER), "BackoffLimitExceeded", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, None), "BackoffLimitExceeded", "no room on the disk"),
+        (end_at_once(GroupPhase.STOPPED), "BackoffLimitExceeded", "no room on the disk"),
+        (end_at_once(GroupPhase.FAILED, EndCause.PROGRAM), "NonZeroExitCode", "no room on the disk"),
+        (vanish_once_seen, "BackoffLimitExceeded", "its worker group disappeared"),
     ],
 )
 def test_what_fails_the_same_way_every_time_comes_to_an_end_that_says_why(happens, code: str, said: str) -> None:
@@ -258,5 +258,5 @@ def test_what_fails_the_same_way_every_time_comes_to_an_end_that_says_why(happen
     assert record.state is JobState.FAILED
     assert record.reason is not None
     assert (record.reason.code, said in record.reason.text) == (code, True)
-    assert "ringweave retry text" in record.reason.helps
+    assert "ringweave retry text" in record.reason.hint
     assert len(place.created) <= 3 * (3 + 1), "no node gets more attempts than it may have"

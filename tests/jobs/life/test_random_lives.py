@@ -95,11 +95,11 @@ class Lives(RuleBasedStateMachine):
             return
         record = self.place.job.record
         if len(self.states) > 1:
-            goes_on = record.reason is not None and record.reason.code == "GoesOn"
+            goes_on = record.reason is not None and record.reason.code == "Degraded"
             assert (record.reason is None or goes_on) == (record.state is JobState.RUNNING)
             for known in record.nodes:
                 assert (known.reason is None) == (known.state is NodeState.RUNNING)
-                assert known.reason is None or known.reason.helps
+                assert known.reason is None or known.reason.hint
         self.check_loss(self.place.job)
         for known in record.nodes:
             assert known.retries <= 2

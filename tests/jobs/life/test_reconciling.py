@@ -46,7 +46,7 @@ def test_the_gate_opens_only_when_all_are_ready() -> None:
     assert known.reason is not None
     assert (known.state, str(known.reason)) == (
         NodeState.READY,
-        "is ready, and waits for node n1. Nothing to do: it goes on by itself.",
+        "ready, and waits for node n1. Nothing to do; the job continues by itself.",
     )
     place.advance_group((1, 1))
     assert kinds(place) == ["SaveRecord", "ReleaseBarrier"]
@@ -73,9 +73,9 @@ def test_a_killed_group_alone_is_replaced_and_the_others_go_back_to_the_gate() -
     ]
     lives.settle(place)
     assert str(record_of(place).reason) == (
-        "node n1 failed (killed by SIGKILL), retry 1 of 1; waits for nodes n0, n1, n2 to be ready, then all start "
-        "again, from their last checkpoint if any. ringweave logs text shows why it failed; a node that fails again "
-        "and again needs mending."
+        "node n1 failed (killed by SIGKILL), retry 1 of 1; waits for nodes n0, n1, n2 to be ready, then all nodes "
+        "start again, from their last checkpoint if there is one. ringweave logs text shows why the node failed; "
+        "repair a node that fails repeatedly."
     )
     place.pass_time()
     lives.settle(place)
@@ -164,18 +164,20 @@ def test_a_suspended_job_makes_nothing_and_says_how_to_go_on() -> None:
     place = FakeJobRuntime(job=lives.a_job(suspend=True))
     lives.settle(place)
     assert (place.groups, place.has_config) == ({}, False)
-    assert str(record_of(place).reason) == "it is suspended, nothing of it runs. ringweave resume text."
+    assert str(record_of(place).reason) == "suspended; no process of it runs. ringweave resume text."
 
 
 def test_a_pending_group_says_what_its_place_says() -> None:
     place = FakeJobRuntime(job=lives.a_job())
     lives.settle(place)
-    place.groups[1, 1] = replace(place.groups[1, 1], text="its container is being made")
+    place.groups[1, 1] = replace(place.groups[1, 1], text="its container is being created")
     place.advance_group((0, 1))
     lives.settle(place)
-    helps = "Nothing to do while an image or files are on their way; if it lasts, see what its place says of it."
-    assert str(record_of(place).reason) == f"waits for node n1 to begin: its container is being made. {helps}"
-    assert str(record_of(place).nodes[1].reason).startswith("begins: its container is being made. Nothing to do while")
+    hint = "Nothing to do while an image or files are transferred; if it takes long, look at the platform's own status."
+    assert str(record_of(place).reason) == f"waits for node n1 to start: its container is being created. {hint}"
+    assert str(record_of(place).nodes[1].reason).startswith(
+        "starts: its container is being created. Nothing to do while"
+    )
 
 
 def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
@@ -187,9 +189,9 @@ def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
     )
     lives.settle(place)
     record = record_of(place)
-    helps = "Once you know that nothing runs there any more, pull its plug."
-    assert str(record.reason) == f"the machine of node n1 does not answer: it is dark. {helps}"
-    assert str(record.nodes[1].reason) == f"its machine does not answer: it is dark. {helps}"
+    hint = "Once you know that no process runs there any more, pull its plug."
+    assert str(record.reason) == f"the machine of node n1 does not answer: it is dark. {hint}"
+    assert str(record.nodes[1].reason) == f"its machine does not answer: it is dark. {hint}"
 
 
 def test_one_whose_machine_does_not_answer_runs_as_long_as_nobody_misses_it() -> None:
@@ -222,16 +224,18 @@ def test_a_group_that_cannot_begin_by_itself_asks_for_no_room(is_retried: bool) 
     """More room does not bring an image that does not exist; also in a later round that is what there is to say."""
     record = lacking(PendingCause.PREREQUISITE, "ImagePullBackOff: no such image", is_retried=is_retried)
     assert str(record.reason) == (
-        "node n1 cannot begin: ImagePullBackOff: no such image. See that what is named there can be had: it is tried "
-        "again; where the job has to change for it, ringweave delete text, and submit it anew."
+        "node n1 cannot start: ImagePullBackOff: no such image. Provide the missing resource; the start is tried "
+        "again. If the job itself has to change, ringweave delete text and submit it again."
     )
-    assert str(record.nodes[1].reason).startswith("cannot begin: ImagePullBackOff: no such image. See that what")
+    assert str(record.nodes[1].reason).startswith("cannot start: ImagePullBackOff: no such image. Provide the missing")
 
 
 @pytest.mark.parametrize("is_retried", [False, True])
 def test_a_group_that_finds_no_room_says_so_also_when_its_node_was_lost(is_retried: bool) -> None:
     record = lacking(PendingCause.CAPACITY, "Unschedulable: 0/3 nodes", is_retried=is_retried)
-    assert str(record.reason).startswith("waits for a place for node n1: Unschedulable: 0/3 nodes. Free room there")
+    assert str(record.reason).startswith(
+        "waits for capacity for node n1: Unschedulable: 0/3 nodes. Free capacity on the platform"
+    )
 
 
 def test_nothing_is_done_twice_while_groups_are_on_their_way_out() -> None:

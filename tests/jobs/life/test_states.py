@@ -1,8 +1,12 @@
 from pathlib import Path
 
-from ringweave.jobs import states
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.jobs import records, states
 from ringweave.jobs.records import EndCause, cause_of_exit
 from ringweave.jobs.states import JOB_STATE_TEXTS, TRANSITIONS, JobState
+from tests.jobs.life import lives
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "job-states.md"
 
@@ -23,3 +27,12 @@ def test_a_signal_is_the_places_doing_and_an_exit_code_the_scripts() -> None:
     assert cause_of_exit(None, "SIGKILL", blames_peer=False) is EndCause.PLATFORM
     assert cause_of_exit(137, None, blames_peer=False) is EndCause.PLATFORM
     assert cause_of_exit(1, None, blames_peer=True) is EndCause.PEER
+
+
+def test_a_record_of_another_format_is_refused() -> None:
+    text = records.dump_record(lives.a_job().record)
+    assert text.startswith('{"format":2,')
+    assert records.parse_record(text) == lives.a_job().record
+    for other, found in ((text.replace('"format":2,', "", 1), 1), (text.replace('"format":2', '"format":3', 1), 3)):
+        with pytest.raises(JobError, match=rf"record of the job: 'format {found}', expected format 2\. Delete the job"):
+            records.parse_record(other)

@@ -75,7 +75,7 @@ def test_one_that_is_tried_again_is_not_over_though_nobody_has_begun_with_it(sta
         (
             "suspend",
             JobState.STOPPED,
-            r"suspend of job text: 'Stopped', expected a job that has not ended\. Noth",
+            r"suspend of job text: 'Stopped', expected a job that has not ended\. No pr",
         ),
         ("resume", JobState.DELETING, r"resume of job text: 'Deleting', expected a job that is not being deleted\."),
     ],

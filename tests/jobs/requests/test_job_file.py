@@ -101,11 +101,11 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
         ),
         ("{min: 0}", r"elastic\.min: 0, expected 1 to 5"),
         ("{least: 3}", r"unknown key in elastic: 'least', expected one of min\."),
-        ("3", r"elastic: 3, expected a map with min: with how many workers at least the others go on"),
+        ("3", r"elastic: 3, expected a map with min: the smallest number of workers with which"),
         ('{min: "3"}', r"min: '3', expected a whole number from 1 .*\[j:5: elastic\.min\]"),
         (
             "{min: 4}\nmode: ps",
-            r"elastic: 'mode ps', expected none with a parameter server, which dies with its node\.",
+            r"elastic: 'mode ps', expected none with a parameter server, which fails with its node\.",
         ),
     ],
 )

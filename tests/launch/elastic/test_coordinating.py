@@ -93,9 +93,9 @@ def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path
         coordinators.restart_dead()
         assert not coordinators.pids
     assert said == [
-        "coordinator 1 on node b is given up: 10 of its processes in a row were over soon after they began, the last "
-        "one with exit code 3. Training goes on; nobody takes over if the other coordinator dies as well. See what it "
-        f"lacks in {tmp_path / 'logs' / 'coordinator-1.log'}."
+        "coordinator 1 on node b is given up: 10 of its processes in a row ended soon after their start, the last "
+        "one with exit code 3. Training continues, without a standby for the other coordinator. See the cause in "
+        f"{tmp_path / 'logs' / 'coordinator-1.log'}."
     ]
 
 
@@ -128,7 +128,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
 
     with coordinators.running(os.environ):
         wait_until(look, "an end of it")
-    assert f"and another one could not be started: {error}. Training goes on" in said[0]
+    assert f"and a replacement could not be started: {error}. Training continues" in said[0]
 
 
 class Elsewhere(HostContext):

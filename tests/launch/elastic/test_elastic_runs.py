@@ -84,7 +84,7 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(start, script) -> None:
 def test_a_script_without_prepare_starts_again_as_a_whole_and_it_is_said(start, script) -> None:
     run = start("--elastic", "1:2", "--workers", "2", script(PLAIN))
     assert run.wait_ended() == 0, run.stderr
-    assert "no worker has called ringweave.prepare by then" in run.stderr
+    assert "no worker had called ringweave.prepare, so all workers restart" in run.stderr
     wait_until(lambda: run.stdout.count("done") == 2, "both done")
     assert run.record["attempt"] == 2
 

@@ -45,7 +45,7 @@ def test_members_whom_no_event_tells_of_go_on_when_one_is_killed(start, script) 
     (run.folder / "go").touch()
     run.wait_printed('"member": "1.0"', times=3)
     os.kill(run.pids()[1], signal.SIGKILL)
-    starts_anew = "no worker has called ringweave.prepare"
+    starts_anew = "no worker had called ringweave.prepare"
     wait_until(lambda: run.process.poll() is not None or starts_anew in run.stderr, "its end")
     assert starts_anew not in run.stderr
     assert run.wait_ended() == 0, run.stderr + run.stdout
@@ -60,7 +60,7 @@ def test_a_run_that_was_good_has_been_good_though_its_record_cannot_be_written(s
     assert run.wait_ended() == 0, run.stderr
     assert "[0] through" in run.stdout
     assert "ringweave: run.json could not be written: [Errno 21] Is a directory" in run.stderr
-    assert "It does not say how the run ended: done, exit code 0." in run.stderr
+    assert "It lacks the outcome of the run: done, exit code 0." in run.stderr
     assert run.record["outcome"] == "running"
 
 

@@ -108,7 +108,7 @@ def test_a_mistake_that_all_meet_ends_the_run_at_once_with_its_traceback(start, 
 
 def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_path) -> None:
     run = start("--elastic", "1:3", "--workers", "3", "--mode", "sync", script(TRAINS + BROKEN_DEVICE))
-    says = "rank 1 on node node0 is given up: 3 times in a row it has failed by itself"
+    says = "rank 1 on node node0 is given up: it failed by itself 3 times in a row"
     wait_until(lambda: says in run.stderr or run.process.poll() is not None, "the end of rank 1")
     (tmp_path / "given-up").touch()
     assert run.wait_ended() == 0, run.stderr + run.stdout

@@ -73,7 +73,7 @@ def test_when_a_worker_is_killed_all_start_again_and_go_on_from_the_checkpoint(s
     wait_until(lambda: any(each.train_step >= LEAST for each in store.list_checkpoints(saved)), lambda: run.stderr)
     os.kill(run.pids()[1], signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    said = "no worker has called ringweave.prepare by then, so none can go on without the others: all start again"
+    said = "no worker had called ringweave.prepare, so all workers restart"
     assert f"ringweave: {said}, from their last checkpoint if they keep one.\n" in run.stderr
     assert run.stderr.count(said) == 1
     assert "ringweave: attempt 2; files of attempt 1 are in" in run.stderr

@@ -53,7 +53,7 @@ OTHERS_TRAIN = {1: True, 2: True}
 def test_a_slot_that_fails_by_itself_three_times_in_a_row_is_given_up_while_others_train() -> None:
     restarts = WorkerRestartPolicy()
     assert [restarts.decide(0, OWN, 0.0, OTHERS_TRAIN) for _ in range(3)] == ["again", "again", "give up"]
-    assert restarts.give_up_reason(0) == "3 times in a row it has failed by itself"
+    assert restarts.give_up_reason(0) == "it failed by itself 3 times in a row"
     restarts = WorkerRestartPolicy()
     verdicts = [restarts.decide(0, each, 0.0, OTHERS_TRAIN) for each in (OWN, OWN, ended("SIGKILL"), OWN, OWN)]
     assert verdicts == ["again"] * 5, "another kind of death in between"
@@ -89,7 +89,7 @@ def test_the_last_slot_fails_the_run_though_others_were_given_up_for_another_rea
     restarts = WorkerRestartPolicy()
     for _ in range(10):
         restarts.decide(1, replace(ended("SIGSEGV"), was_member=False), 0.0, {0: True})
-    assert restarts.give_up_reason(1) == "time after time it has died before it could join the others"
+    assert restarts.give_up_reason(1) == "it died before it joined the others too often"
     assert restarts.decide(0, OWN, 0.0, {1: False}) == "fail"
 
 
@@ -161,7 +161,7 @@ def death(signal_name: str | None = None) -> WorkerFailure:
 def test_a_run_that_is_killed_before_it_begins_is_not_started_again_for_ever() -> None:
     attempts = RunRestartPolicy()
     whys = [attempts.stop_reason(death("SIGSEGV"), 3.0) for _ in range(10)]
-    assert whys == [*[""] * 9, "10 attempts in a row were over within 60 s each"]
+    assert whys == [*[""] * 9, "10 attempts in a row ended within 60 s each"]
     attempts = RunRestartPolicy()
     assert not any(attempts.stop_reason(death("SIGKILL"), 61.0 if number % 9 == 8 else 3.0) for number in range(40))
 
@@ -169,4 +169,4 @@ def test_a_run_that_is_killed_before_it_begins_is_not_started_again_for_ever() -
 def test_a_run_whose_script_fails_before_it_begins_is_tried_three_times() -> None:
     attempts = RunRestartPolicy()
     whys = [attempts.stop_reason(each, 100.0) for each in (death(), death("SIGKILL"), death(), death())]
-    assert whys == ["", "", "", "3 attempts have ended with an exception of the script's own"]
+    assert whys == ["", "", "", "3 attempts ended with an exception of the script"]

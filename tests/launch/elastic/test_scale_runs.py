@@ -119,7 +119,7 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     assert json.loads(asked.stdout) == {"workers": 4, "before": 2, "starting": [2, 3], "leaving": []}
     wait_until(lambda: any(len(ranks) == 4 for ranks in sums(run).values()), lambda: f"steps of four: {run.stderr}")
     asked = scale(run, 2)
-    said = "2 workers are asked for, 4 before; asked to leave after its train step: rank 2, 3"
+    said = "2 workers requested, 4 before; leaving after the train step: rank 2, 3"
     assert (asked.returncode, asked.stdout) == (0, f"{said}\n")
     assert run.wait_ended() == 0, run.stderr + run.stdout
     assert f"ringweave: {said}.\n" in run.stderr
@@ -139,7 +139,7 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     assert run.record["outcome"] == "done"
     over = scale(run, 3)
     assert over.returncode == 2
-    assert "which is over', expected one that is under way" in over.stderr
+    assert "which is over', expected a current run" in over.stderr
 
 
 def test_what_a_run_cannot_have_is_refused_and_changes_nothing(start, script) -> None:
@@ -159,7 +159,7 @@ def test_a_run_that_is_not_elastic_is_refused(start, script) -> None:
     run.wait_printed("up")
     asked = scale(run, 2)
     assert asked.returncode == 2
-    assert "expected one that was started with --elastic MIN:MAX" in asked.stderr
+    assert "expected a run with --elastic MIN:MAX" in asked.stderr
 
 
 def test_workers_of_a_ring_leave_and_come_back_and_no_further_ones_come(start, script) -> None:
@@ -167,14 +167,14 @@ def test_workers_of_a_ring_leave_and_come_back_and_no_further_ones_come(start, s
     run.wait_printed("step of 2", times=4)
     asked = scale(run, 3)
     assert asked.returncode == 2
-    assert "--workers: 3, expected 1 to 2 (the workers that its rings were formed of)." in asked.stderr
+    assert "--workers: 3, expected 1 to 2 (the number of workers in its rings)." in asked.stderr
     asked = scale(run, 1)
-    said = "1 workers are asked for, 2 before; asked to leave after its train step: rank 1"
+    said = "1 workers requested, 2 before; leaving after the train step: rank 1"
     assert (asked.returncode, asked.stdout) == (0, f"{said}\n")
     run.wait_printed("step of 1", times=4)
     wait_until(lambda: events(run, "worker_exited") != [], "the end of the one that leaves")
     asked = scale(run, 2)
-    assert (asked.returncode, asked.stdout) == (0, "2 workers are asked for, 1 before; started: rank 1\n")
+    assert (asked.returncode, asked.stdout) == (0, "2 workers requested, 1 before; started: rank 1\n")
     assert run.wait_ended() == 0, run.stderr + run.stdout
     ends = [line.split()[-1] for line in run.stdout.splitlines() if " sum " in line]
     assert len(ends) == 2

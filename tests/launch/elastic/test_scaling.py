@@ -18,7 +18,7 @@ from ringweave.launcher.supervise import ScaleAnswer, ScaleLimits, ScaleRequests
 from ringweave.membership.settings import MemberBounds
 
 LIMITS = ScaleLimits(
-    bounds=MemberBounds(min_members=2, max_members=6), num_slots=4, reason="the devices of its cluster file"
+    bounds=MemberBounds(min_members=2, max_members=6), num_slots=4, reason="the number of devices in its cluster file"
 )
 
 
@@ -55,15 +55,15 @@ def test_a_request_is_taken_once_and_answered(run_dir: RunDir) -> None:
     found = supervise.request_workers(run_dir, 4, sleep=answering(desk, grant))
     assert found == ScaleAnswer(workers=4, before=2, starting=[2, 3], leaving=[])
     assert (taken, desk.workers, desk.take_request()) == ([4], 4, None)
-    assert said == ["4 workers are asked for, 2 before; started: rank 2, 3"]
+    assert said == ["4 workers requested, 2 before; started: rank 2, 3"]
     assert not run_dir.scale_request.exists()
 
 
 @pytest.mark.parametrize(
     ("workers", "text"),
     [
-        (7, r"--workers: 7, expected 2 to 4 \(the devices of its cluster file\)\. Ask for as many"),
-        (5, r"--workers: 5, expected 2 to 4 \(the devices of its cluster file\)\."),
+        (7, r"--workers: 7, expected 2 to 4 \(the number of devices in its cluster file\)\. Ask for a number"),
+        (5, r"--workers: 5, expected 2 to 4 \(the number of devices in its cluster file\)\."),
         (1, r"--workers: 1, expected 2 to 4 \(--elastic 2:6\)\."),
         (-3, r"--workers: -3, expected 2 to 4"),
         (3, r"^not now$"),
@@ -85,7 +85,7 @@ def test_a_run_that_is_stopped_does_not_answer_and_forgets_the_request(run_dir: 
         now_s[0] += seconds
 
     with pytest.raises(
-        LaunchError, match=r"run: 'no answer within 30 s', expected one\. See whether its ringweave run"
+        LaunchError, match=r"run: 'no answer within 30 s', expected one\. Check whether its ringweave run"
     ):
         supervise.request_workers(run_dir, 4, clock=lambda: now_s[0], sleep=sleep)
     assert not run_dir.scale_request.exists()
@@ -95,26 +95,26 @@ _RUBBISH = [
     b"",
     b"{",
     b"[]",
-    b'{"asked": "a"}',
-    b'{"asked": 1, "workers": 3}',
+    b'{"request_id": "a"}',
+    b'{"request_id": 1, "workers": 3}',
     b'{"workers": 3}',
     b"\xff\xfe",
     b"[" * 4000,
 ]
 
 
-@pytest.mark.parametrize("text", [*_RUBBISH, b'{"asked": "a", "workers": 3' + b" " * 5000 + b"}"], ids=range(9))
+@pytest.mark.parametrize("text", [*_RUBBISH, b'{"request_id": "a", "workers": 3' + b" " * 5000 + b"}"], ids=range(9))
 def test_what_is_no_request_is_thrown_away(run_dir: RunDir, text: bytes) -> None:
     desk = ScaleRequests(run_dir, LIMITS, 2)
     run_dir.scale_request.write_bytes(text)
     assert desk.take_request() is None
     assert not run_dir.scale_request.exists()
-    run_dir.scale_request.write_text(json.dumps({"asked": "a", "workers": True}))
+    run_dir.scale_request.write_text(json.dumps({"request_id": "a", "workers": True}))
     assert desk.take_request() is None
 
 
 def test_what_was_asked_of_an_earlier_run_is_forgotten(run_dir: RunDir) -> None:
-    run_dir.scale_request.write_text(json.dumps({"asked": "a", "workers": 3}))
+    run_dir.scale_request.write_text(json.dumps({"request_id": "a", "workers": 3}))
     assert ScaleRequests(run_dir, LIMITS, 2).take_request() is None
     assert list(telemetry.read_events(run_dir.events)) == []
 
@@ -126,10 +126,10 @@ def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     run_dir.root.mkdir()
     record: dict[str, Any] = {"elastic": None}
     run_dir.run_json.write_text(json.dumps(record))
-    with pytest.raises(UsageError, match=r"which is over', expected one that is under way\. Start it again"):
+    with pytest.raises(UsageError, match=r"which is over', expected a current run\. Start it again"):
         supervise.request_workers(run_dir, 3)
     descriptor = os.open(run_dir.root, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(UsageError, match=r"expected one that was started with --elastic MIN:MAX\. Start it again with"):
+    with pytest.raises(UsageError, match=r"expected a run with --elastic MIN:MAX\. Start it again with"):
         supervise.request_workers(run_dir, 3)
     os.close(descriptor)

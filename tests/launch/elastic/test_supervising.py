@@ -232,8 +232,8 @@ def test_a_slot_that_cannot_be_started_is_tried_again_and_the_others_train_on() 
     workers, said = Workers(2, script, unstartable={1: 4}), list[str]()
     states = supervise(workers, 2, said=said)
     assert said == [
-        "worker 1 could not be started: no room. [python] It is tried again, and later each time; the others go on "
-        "meanwhile"
+        "worker 1 could not be started: no room. [python] It is tried again with growing delay; "
+        "the others continue meanwhile"
     ]
     assert [round(late - soon) for soon, late in itertools.pairwise(workers.refused)] == [1, 2, 4]
     assert [name for _, name in workers.started] == ["1.1"]
@@ -245,8 +245,8 @@ def test_a_slot_that_can_never_be_started_is_given_up_and_the_others_finish() ->
     states = supervise(workers, 2, said=said)
     assert (len(workers.refused), workers.started, workers.pauses_at_boundary) == (10, [], [])
     assert said[1:] == [
-        "rank 1 on node a is given up: time after time it could not be started, or died before it could join the "
-        "others. At last: worker 1 could not be started: no room. [python] The others go on without it"
+        "rank 1 on node a is given up: it could not be started, or died before it joined the others, "
+        "too often. Last error: worker 1 could not be started: no room. [python] The others continue without it"
     ]
     assert [state.global_rank for state in states] == [0]
 
@@ -274,7 +274,7 @@ def test_who_interrupts_has_members_leave_and_at_the_second_time_ends_them(how: 
 OVER = "ringweave.errors.MembershipError: job is over: workers left: 1, expected at least 2."
 
 
-NEVER_JOINED = "time after time it has died before it could join the others"
+NEVER_JOINED = "it died before it joined the others too often"
 
 
 def test_a_slot_whose_device_fails_again_and_again_is_given_up_and_the_others_finish() -> None:
@@ -283,7 +283,7 @@ def test_a_slot_whose_device_fails_again_and_again_is_given_up_and_the_others_fi
     workers, given_up = Workers(3, script, doomed={1: 1}), list[tuple[int, str]]()
     says = {1: "torch.AcceleratorError: CUDA error: unspecified launch failure"}
     states = supervise(workers, 3, members={"0.0", "1.0", "1.1", "1.2", "2.0"}, says=says, given_up=given_up)
-    assert given_up == [(1, "3 times in a row it has failed by itself")]
+    assert given_up == [(1, "it failed by itself 3 times in a row")]
     assert (workers.pauses_at_boundary, len(workers.started)) == ([], 2)
     assert [state.global_rank for state in states] == [0, 2]
     assert all(state.exit and state.exit.is_success for state in states)
@@ -394,5 +394,5 @@ def test_before_the_first_epoch_and_at_the_end_workers_neither_come_nor_go() -> 
     workers = Workers(2, [(10.0, 0, None), (60.0, 1, None)])
     desk = Asked(workers, 2, (20.0, 3))
     supervise(workers, 3, desk=desk)
-    assert desk.refused == ["run: 'at its end', expected one that trains. Start it again with more workers."]
+    assert desk.refused == ["run: 'at its end', expected a run that trains. Start it again with more workers."]
     assert workers.started == []

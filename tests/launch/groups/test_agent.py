@@ -30,7 +30,7 @@ class FakeCrew:
 
     def request_stop(self) -> None:
         self.was_told_to_end = True
-        self.outcome = NodeOutcome(phase=GroupPhase.STOPPED, text="its workers were ended")
+        self.outcome = NodeOutcome(phase=GroupPhase.STOPPED, text="its workers were stopped")
 
     def poll(self) -> NodeOutcome | None:
         return self.outcome
@@ -63,7 +63,7 @@ class FakePost(AgentChannel):
         self.now = replace(self.now, **changes)
 
     def open(self, round_: int) -> None:
-        self.order(opening=RendezvousResult(round=round_, meeting=HERE))
+        self.order(rendezvous=RendezvousResult(round=round_, master_address=HERE))
 
 
 class Scene:
@@ -109,13 +109,13 @@ def test_from_the_gate_to_a_good_end(scene: Scene) -> None:
 
     told = scene.play(lambda: None, lambda: scene.post.open(1), lambda: None, finish)
     assert phases(told) == [(1, "Ready"), (1, "Running"), (1, "Succeeded")]
-    assert told[0].meeting == HERE
+    assert told[0].master_address == HERE
     assert (told[-1].iterations, told[-1].last_loss, told[-1].ended_s) == (9, 0.5, 100.0)
     assert scene.post.waited_s == [agent.IDLE_POLL_S] * 2 + [agent.RUNNING_POLL_S] * 2
 
 
 def test_a_gate_of_another_round_starts_nothing(scene: Scene) -> None:
-    told = scene.play(lambda: scene.post.open(2), lambda: scene.post.order(leave=True, why="enough"))
+    told = scene.play(lambda: scene.post.open(2), lambda: scene.post.order(stop=True, reason="enough"))
     assert phases(told) == [(1, "Ready"), (1, "Stopped")]
     assert (told[-1].text, scene.crews) == ("enough", [])
 
@@ -137,7 +137,7 @@ def test_a_peers_failure_interrupts_it_and_it_waits_to_be_called(scene: Scene) -
         scene.ends(GroupPhase.INTERRUPTED, cause=EndCause.PEER, text="rank 0 raised PeerError"),
         lambda: None,
         lambda: scene.post.order(round=2),
-        lambda: scene.post.order(leave=True),
+        lambda: scene.post.order(stop=True),
     )
     assert phases(told)[2:] == [(1, "Interrupted"), (2, "Ready"), (2, "Stopped")]
     assert (told[2].cause, told[2].text) == (None, "rank 0 raised PeerError")
@@ -147,12 +147,12 @@ def test_a_peers_failure_interrupts_it_and_it_waits_to_be_called(scene: Scene) -
 def test_a_failure_of_its_own_is_the_end(scene: Scene, cause: EndCause) -> None:
     told = scene.play(lambda: scene.post.open(1), scene.ends(GroupPhase.FAILED, cause=cause, exit_code=3, text="why"))
     assert told[-1] == replace(
-        told[1], phase=GroupPhase.FAILED, cause=cause, exit_code=3, text="why", ended_s=100.0, meeting=None
+        told[1], phase=GroupPhase.FAILED, cause=cause, exit_code=3, text="why", ended_s=100.0, master_address=None
     )
 
 
 def test_ordered_to_leave_it_ends_its_workers_first(scene: Scene) -> None:
-    told = scene.play(lambda: scene.post.open(1), lambda: scene.post.order(leave=True, why="the job ends"))
+    told = scene.play(lambda: scene.post.open(1), lambda: scene.post.order(stop=True, reason="the job ends"))
     assert scene.crews[0].was_told_to_end
     assert (phases(told)[-1], told[-1].text) == ((1, "Stopped"), "the job ends")
 
@@ -198,7 +198,7 @@ def test_a_round_that_is_over_before_its_workers_start_is_no_failure_of_the_node
     )
     assert phases(post.told) == [(1, "Ready"), (1, "Interrupted"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
     assert post.told[1].cause is None
-    assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a round that is not")
+    assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a current round")
 
 
 @pytest.mark.parametrize("is_offering", [True, False])
@@ -236,7 +236,7 @@ def test_who_waits_for_credentials_hears_of_the_next_round() -> None:
         return EndpointOffer(master_address=HERE)
 
     agent = NodeAgent(post, make_offer=offer, start_workers=lambda _: pytest.fail("the gate is shut"))
-    post.happenings = [lambda: None, lambda: post.order(leave=True, why="enough")]
+    post.happenings = [lambda: None, lambda: post.order(stop=True, reason="enough")]
     agent.serve_until_done()
     assert waited == ["round 2 is called"]
     assert phases(post.told) == [(2, "Ready"), (2, "Stopped")]

@@ -17,7 +17,7 @@ from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_workers import COORDINATOR_LINGER_S, RoundCoordinator, RoundCoordinatorFactory
 
 NODES = tuple(NodeConfig(index=index, name=name, workers=2) for index, name in enumerate("abc"))
-CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", least=3)
+CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", min_workers=3)
 
 
 class Noted(HostContext):
@@ -35,7 +35,9 @@ class Noted(HostContext):
 def opening(desks: dict[str, RoundCoordinatorFactory], round_: int = 1) -> RendezvousResult:
     """The gate as it is opened when all have offered."""
     offers = {
-        name: AgentStatus(round=round_, phase="Ready", pid=1, meeting=HostPort(host="h", port=1), coordinator=meeting)
+        name: AgentStatus(
+            round=round_, phase="Ready", pid=1, master_address=HostPort(host="h", port=1), coordinator=meeting
+        )
         for name, desk in desks.items()
         for meeting in [desk.prepare_round(DesiredState(round=round_))]
     }
@@ -54,7 +56,7 @@ def desks(tmp_path: Path) -> dict[str, RoundCoordinatorFactory]:
 
 def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundCoordinatorFactory]) -> None:
     assert CONFIG.coordinator_nodes == ("a", "b")
-    assert replace(CONFIG, least=None).coordinator_nodes == ()
+    assert replace(CONFIG, min_workers=None).coordinator_nodes == ()
     found = opening(desks)
     assert [meeting.host for meeting in found.coordinators] == ["127.0.0.1"] * 2
     assert desks["c"].prepare_round(DesiredState(round=1)) is None
@@ -68,7 +70,7 @@ def test_there_are_credentials_for_every_life_each_of_use_once(
     names = [spares.take(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
     assert names == [f"3.{life}" for life in range(NUM_INCARNATIONS)]
     with pytest.raises(
-        RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a round that"
+        RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a current round"
     ):
         spares.take(1, "worker-3")
     assert (spares.take(1, "coordinator-1").identity.role, spares.take(1, "worker-5").identity.name) == (
@@ -109,7 +111,7 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     assert second.other == f"127.0.0.1:{first.port}"
     assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), {}, initial_members=["4.0"]) is None
     later = RoundCoordinatorFactory(CONFIG, "a", desks["a"]._node_context, FolderCredentialPool(tmp_path / "secrets"))
-    assert later.prepare_round(DesiredState(round=1, opening=found)) is None, (
+    assert later.prepare_round(DesiredState(round=1, rendezvous=found)) is None, (
         "the gate is open: the credentials stay as they are"
     )
     again = told(later, found, tmp_path, ["0.1", "1.1"])
@@ -122,7 +124,7 @@ class FakeCoordinators:
 
 def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     count = [3]
-    monkeypatch.setattr("ringweave.launcher.services.count_established", lambda pid, port: count[0])
+    monkeypatch.setattr("ringweave.platforms.agent.node_workers.count_established", lambda pid, port: count[0])
     coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)

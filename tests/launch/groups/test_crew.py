@@ -55,7 +55,7 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     (tmp_path / "s.py").write_text("raise SystemExit(3)")
     meeting = HostPort(host="127.0.0.1", port=9)
     program = WorkerProgram(target=str(tmp_path / "s.py"))
-    opening = RendezvousResult(round=1, meeting=meeting, server=meeting)
+    opening = RendezvousResult(round=1, master_address=meeting, server=meeting)
     group = node_layout.node_worker_group(
         CONFIG, 0, opening, run_dir=run_dir, program=program, python=sys.executable, cpus=1
     )

@@ -37,7 +37,7 @@ def test_the_config_says_what_the_split_gave(config: JobConfig) -> None:
 
 
 def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Path) -> None:
-    opening = RendezvousResult(round=3, meeting=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
+    opening = RendezvousResult(round=3, master_address=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
     run_dir = RunDir(root=tmp_path)
     program = node_layout.worker_program(config, tmp_path)
     assert program == WorkerProgram(target="/home/ann/a/train.py")
@@ -108,12 +108,18 @@ def test_a_text_that_cannot_travel(text: str, said: str) -> None:
 
 def test_what_is_told_reads_back() -> None:
     report = AgentStatus(
-        round=2, phase=GroupPhase.FAILED, pid=7, cause=EndCause.PLATFORM, text="x", meeting=MEETING, last_loss=0.1
+        round=2,
+        phase=GroupPhase.FAILED,
+        pid=7,
+        cause=EndCause.PLATFORM,
+        text="x",
+        master_address=MEETING,
+        last_loss=0.1,
     )
     assert agent_channel.parse_status(agent_channel.dump_status(report)) == report
-    orders = DesiredState(round=2, opening=RendezvousResult(round=1, meeting=MEETING), leave=True, why="w")
+    orders = DesiredState(round=2, rendezvous=RendezvousResult(round=1, master_address=MEETING), stop=True, reason="w")
     assert agent_channel.parse_desired_state(agent_channel.dump_desired_state(orders)) == orders
-    opening = RendezvousResult(round=1, meeting=MEETING, addresses={"a": "b"})
+    opening = RendezvousResult(round=1, master_address=MEETING, addresses={"a": "b"})
     assert agent_channel.parse_rendezvous(agent_channel.dump_rendezvous(opening)) == opening
     seen = report.to_group(3, 4, leaving=True)
     assert (seen.node, seen.attempt, seen.round, seen.phase, seen.cause, seen.is_terminating) == (
@@ -169,7 +175,7 @@ PEER = ("Traceback (most recent call last):", "ringweave.errors.PeerError: rank 
     ("deaths", "phase", "cause", "text"),
     [
         ([], GroupPhase.SUCCEEDED, None, ""),
-        ([death(0, "SIGTERM", stopped=True)], GroupPhase.STOPPED, None, "its workers were ended"),
+        ([death(0, "SIGTERM", stopped=True)], GroupPhase.STOPPED, None, "its workers were stopped"),
         ([death(0, 1, *PEER)], GroupPhase.INTERRUPTED, EndCause.PEER, f"rank 0 raised {PEER[1]}"),
         (
             [death(0, 1, *PEER), death(1, "SIGKILL")],

@@ -60,7 +60,7 @@ def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
 
 
 def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
-    opening = RendezvousResult(round=1, meeting=HostPort(host="h", port=1), server=HostPort(host="h", port=7))
+    opening = RendezvousResult(round=1, master_address=HostPort(host="h", port=1), server=HostPort(host="h", port=7))
     group = node_layout.node_worker_group(
         CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), python="python", cpus=1
     )
@@ -96,7 +96,7 @@ def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_
     desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2, 3):
         desk.prepare_round(round_)
-    with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a round that is"):
+    with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a current round"):
         handover.take(1, 0)
     with pytest.raises(FileNotFoundError):
         handover.take(4, 0)

@@ -59,7 +59,7 @@ def test_a_killed_pod_comes_back_while_the_others_train_on(place: Place, tmp_pat
     seen = place.service.job(job)
     assert (seen.round, [each.retries for each in seen.nodes]) == (1, [int(node == 0), int(node == 1)])
     assert [len(each.attempts) for each in seen.nodes] == [1 + int(node == 0), 1 + int(node == 1)]
-    assert "GoesOn" in {event.kind for event in seen.events}
+    assert "Degraded" in {event.kind for event in seen.events}
     check_steps(place, job, node)
     assert place.service.act(job, "delete").name == job
     place.wait(lambda: place.service.jobs() == [])

@@ -101,7 +101,7 @@ def test_whoever_shows_no_token_is_nobody(cluster: FakeCluster, kubeconfig: Path
     with pytest.raises(ApiError, match=r"401 Unauthorized.*Log in again"):
         run(stranger, lambda client: client.list(api_client.PODS, "default"))
     ann = cluster.kubeconfig(tmp_path / "ann", user="ann", groups=())
-    with pytest.raises(ApiError, match=r'User "ann" cannot list resource "pods".*Ask whoever runs the cluster'):
+    with pytest.raises(ApiError, match=r'User "ann" cannot list resource "pods".*Ask for a role that allows it'):
         run(ann, lambda client: client.list(api_client.PODS, "default"))
 
 

@@ -38,7 +38,7 @@ class FakeDesk:
 
 CREDENTIALS = CertificateAuthority("job").issue("worker", "3")
 NODES = (NodeConfig(index=0, name="n0", workers=4),)
-CONFIG = JobConfig(job="job", device="cpu", mode="sync", nodes=NODES, script="s.py", least=2)
+CONFIG = JobConfig(job="job", device="cpu", mode="sync", nodes=NODES, script="s.py", min_workers=2)
 
 
 def test_they_are_lodged_once_the_desk_is_back() -> None:
@@ -59,8 +59,8 @@ def test_those_of_all_workers_of_the_node_are_fetched_at_once() -> None:
 def test_a_round_that_is_over_is_not_waited_for_and_says_so() -> None:
     desk = FakeDesk((410, "round 2 has begun"))
     text = (
-        r"credentials of round 1: '410 round 2 has begun', expected a round that is not over\. "
-        r"Nothing to do: this node gathers for the next one"
+        r"credentials of round 1: '410 round 2 has begun', expected a current round\. "
+        r"Nothing to do; this node joins the next round"
     )
     with pytest.raises(RoundOverError, match=text):
         desk.credential_distribution(3).take(1, 3)
@@ -73,9 +73,7 @@ RUBBISH = ["", "null", "[]", '{"3": 1}', "[" * 100_000, '{"3": "KEY"', "{}", '{"
 @pytest.mark.parametrize("text", RUBBISH)
 def test_what_is_no_credentials_is_refused_and_not_shown(text: str) -> None:
     desk = FakeDesk((200, text))
-    expected = (
-        r"credentials from the operator's desk: .*, expected those that were asked for\. Run the same ringweave in"
-    )
+    expected = r"credentials from the agent gateway: .*, expected the requested credentials\. Run the same ringweave in"
     with pytest.raises(LaunchError, match=expected) as caught:
         desk.credential_distribution(3).take(1, 3)
     assert "KEY" not in str(caught.value)
@@ -86,7 +84,7 @@ def test_what_is_no_credentials_is_refused_and_not_shown(text: str) -> None:
 @pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, GATEWAY_TIMEOUT_S)])
 def test_a_no_is_final_and_silence_is_not_for_long(status: int, waits_s: float) -> None:
     desk = FakeDesk((status, "not now"))
-    text = rf"credentials at the operator's desk: '{status} not now', expected its yes\. See what the operator says"
+    text = rf"credentials at the agent gateway: '{status} not now', expected acceptance\. Read the operator's log"
     with pytest.raises(LaunchError, match=text):
         desk.credential_distribution().publish(1, {})
     assert desk.now_s == waits_s
@@ -96,7 +94,7 @@ def test_who_is_told_to_leave_or_called_back_asks_no_longer() -> None:
     """As long as nobody lodges them, which may be for ever: their maker may be gone."""
     desk = FakeDesk((404, "nobody has lodged credentials of round 1; ask again"))
     reasons = iter(["", "", "it got SIGTERM"])
-    text = r"credentials of round 1: 'it got SIGTERM', expected a round that is not over"
+    text = r"credentials of round 1: 'it got SIGTERM', expected a current round"
     with pytest.raises(RoundOverError, match=text):
         desk.credential_distribution(3).take(1, 3, lambda: next(reasons))
     assert len(desk.asked) == 2

@@ -22,7 +22,7 @@ def job_with_lost_attempts() -> Job:
     nodes = (NodeRequest(name="n0", capacity=2), NodeRequest(name="n1", capacity=1))
     request = JobRequest(name="logs", num_workers=3, script="s.py", nodes=nodes, min_per_node=1, device="cpu")
     job = records.new_job(request, requester="ann", counts=(2, 1), now=0.0)
-    lost = AttemptEnd(attempt=1, cause=EndCause.PLATFORM, charged=True, text="its Pod is gone")
+    lost = AttemptEnd(attempt=1, cause=EndCause.PLATFORM, charged=True, text="its Pod was deleted")
     given_back = AttemptEnd(attempt=2, cause=EndCause.SUSPENDED, charged=False, text="the job was suspended")
     known = replace(job.record.nodes[1], attempt=3, history=(lost, given_back))
     return replace(job, record=replace(job.record, nodes=(job.record.nodes[0], known)))
@@ -45,7 +45,7 @@ def test_all_that_is_known_is_told(kubeconfig: Path) -> None:
 
     asyncio.run(keep())
     of_n0 = [("n0", 1, 2, 1, "loss 1"), ("n0", 1, 2, 0, "loss 2")]
-    lost = ("n1", 1, 0, None, "its Pod was removed by somebody else, and its log with it")
+    lost = ("n1", 1, 0, None, "its Pod was deleted from outside, and its log with it")
     assert told() == [("n0", 1, 1, None, "python: no torch"), *of_n0, ("n0", 1, 2, None, UNREAD), lost]
     assert told(rank=1) == of_n0[:1]
     assert told(node="n1") == told(rank=2) == [lost]

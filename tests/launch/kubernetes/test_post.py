@@ -90,10 +90,10 @@ def test_who_answers_without_end_or_sense_is_no_desk(
     monkeypatch.setattr(agent_main, "MAX_GATEWAY_ANSWER_BYTES", 1000)
     desk, answers = answering
     answers.content, answers.headers_said = b"x" * 1000, {agent_main.TAG_HEADER: "7"}
-    assert desk.request("GET", "orders") == (200, "x" * 1000, "7")
+    assert desk.request("GET", "desired-state") == (200, "x" * 1000, "7")
     answers.content, answers.headers_said = content, headers
     with pytest.raises(http.client.HTTPException) as caught:
-        desk.request("GET", "orders")
+        desk.request("GET", "desired-state")
     assert re.match(error, str(caught.value))
 
 
@@ -104,23 +104,31 @@ def test_orders_that_are_none_are_asked_for_again(tmp_path: Path) -> None:
             "[" * 100_000,
             "null",
             '{"round": "x"}',
-            agent_channel.dump_desired_state(DesiredState(round=4, leave=True)),
+            agent_channel.dump_desired_state(DesiredState(round=4, stop=True)),
         ]
     )
     waited: list[float] = []
     desk = SimpleNamespace(request=lambda *_: (200, next(said), "tag"))
     own = GatewayChannel(cast("GatewayClient", desk), None, sleep=waited.append)
     own._poll_desired_state()
-    assert own.desired_state() == DesiredState(round=4, leave=True)
+    assert own.desired_state() == DesiredState(round=4, stop=True)
     assert waited == [agent_main.GATEWAY_RETRY_S] * 4
 
 
 def test_what_is_known_of_many_members_does_not_cost_the_last_words() -> None:
     many = tuple(f"{rank}.0" for rank in range(2000))
     said = AgentStatus(
-        round=1, phase=GroupPhase.SUCCEEDED, pid=7, text="all is well", epoch=(1, 2), members=many[:63], out=many
+        round=1,
+        phase=GroupPhase.SUCCEEDED,
+        pid=7,
+        text="all is well",
+        generation=(1, 2),
+        members=many[:63],
+        evicted=many,
     )
     heard = agent_channel.parse_status(agent_main.termination_message(said))
-    assert (heard.phase, heard.text, heard.out) == (GroupPhase.SUCCEEDED, "all is well", ())
-    few = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=7, epoch=(1, 2), members=many[:3], out=many[3:6])
+    assert (heard.phase, heard.text, heard.evicted) == (GroupPhase.SUCCEEDED, "all is well", ())
+    few = AgentStatus(
+        round=1, phase=GroupPhase.SUCCEEDED, pid=7, generation=(1, 2), members=many[:3], evicted=many[3:6]
+    )
     assert agent_channel.parse_status(agent_main.termination_message(few)) == few

@@ -85,7 +85,7 @@ def test_one_job_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
         assert odd.reason is not None
         assert (odd.state, odd.reason.code, odd.workers) == ("Failed", "Invalid", 3)
         assert r"script: 'a\xa0b.py', expected a path" in odd.reason.text
-        assert odd.reason.helps == "ringweave delete odd --on kubernetes, and submit it anew"
+        assert odd.reason.hint == "ringweave delete odd --on kubernetes, and submit it again"
         service.act("odd", "delete")
         assert [job.name for job in service.jobs()] == ["plain"]
 

@@ -1,4 +1,4 @@
-"""What comes from this process is ended, but for what is somebody else's."""
+"""What comes from this process is ended, except processes of other owners."""
 
 import subprocess
 import sys

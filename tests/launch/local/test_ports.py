@@ -24,7 +24,7 @@ def test_a_free_port_can_be_listened_on() -> None:
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(node_context, "non_ephemeral_ports", lambda _: [taken.getsockname()[1]])
-        with pytest.raises(LaunchError, match=r"no free port between 10000 and 65535\. End programs that listen\."):
+        with pytest.raises(LaunchError, match=r"no free port between 10000 and 65535\. End listening programs\."):
             node_context.free_port(random.Random())
 
 

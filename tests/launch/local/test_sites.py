@@ -23,7 +23,7 @@ def test_a_node_that_does_not_say_its_port_in_time_is_named(monkeypatch: pytest.
         raise subprocess.TimeoutExpired(argv, timeout)
 
     monkeypatch.setattr(subprocess, "run", run)
-    said = r"port on node b: 'nothing in 30 s', expected a free one\. See whether the lab is still up, and how busy"
+    said = r"port on node b: 'nothing in 30 s', expected a free one\. Check that the lab is still up, and the load"
     with pytest.raises(LaunchError, match=said):
         node_context.LabContext(Slow()).pick_address("b")  # type: ignore[arg-type]
 

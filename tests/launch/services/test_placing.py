@@ -45,7 +45,7 @@ def test_an_address_is_a_place() -> None:
 @pytest.mark.parametrize("code", states.REASON_TEMPLATES)
 def test_no_reason_names_a_command_without_its_place(code: str) -> None:
     words = {"nodes": "node n0", "node": "n0", "detail": "it is so", "attempt": 1, "count": 10, "job": "text"}
-    words["mend"] = "mend it"
+    words["fix"] = "fix it"
     text = with_platform_option(str(make_reason(code, **words)), "text", "slurm")
     assert re.findall(r"ringweave \w+ (?:-f )?text(?! --on slurm)", text) == []
 
@@ -96,7 +96,7 @@ def test_all_that_a_service_says() -> None:
     for view in seen:
         assert view.reason is not None
         assert view.nodes[0].reason is not None
-        assert [view.reason.helps, view.nodes[0].reason.helps, view.events[0].text] == [f"{HELPS} --on slurm"] * 3
+        assert [view.reason.hint, view.nodes[0].reason.hint, view.events[0].text] == [f"{HELPS} --on slurm"] * 3
     with pytest.raises(JobError, match=r"ringweave delete text --on slurm\.$"):
         service.submit(REQUEST, base=Path("taken"))
     with pytest.raises(JobError, match="ringweave delete text --on slurm removes it"):
@@ -111,7 +111,7 @@ def test_the_status_of_a_training_job_names_the_place_and_its_record_does_not() 
     events = [JobEvent(key="a", kind="Suspended", text=HELPS)]
     status = job_resource.status_from_job(job(), before={}, generation=1, events=events, now=0.0)
     wanted = f"{HELPS} --on kubernetes"
-    assert [status["helps"], status["nodes"][0]["helps"], status["events"][0]["text"]] == [wanted] * 3
+    assert [status["hint"], status["nodes"][0]["hint"], status["events"][0]["text"]] == [wanted] * 3
     assert all(wanted in item["message"] for item in status["conditions"] if item["type"] != "Admitted")
     assert records.parse_record(status["record"]) == job().record
 

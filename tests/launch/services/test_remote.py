@@ -112,14 +112,14 @@ def test_who_has_no_token_is_refused(adapter: RemoteAdapter) -> None:
 
 
 def test_what_is_not_of_the_protocol(there: RemotePlatform) -> None:
-    with pytest.raises(JobError, match=r"request: 'POST /v1/jobs/job/fly', expected one of the protocol's\. See docs"):
+    with pytest.raises(JobError, match=r"request: 'POST /v2/jobs/job/fly', expected one of the protocol's\. See docs"):
         there.act("job", "fly")
 
 
 def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
     there: RemotePlatform, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnknownJobError, match="job: 'nosuch', expected the name of a job that is here"):
+    with pytest.raises(UnknownJobError, match="job: 'nosuch', expected the name of an existing job"):
         there.job("nosuch")
     with pytest.raises(JobError) as caught:
         there.act("job", "fly")
@@ -142,7 +142,7 @@ def test_a_request_of_rubbish_is_refused(adapter: RemoteAdapter, body: bytes) ->
     connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
     connection.request("POST", remote.JOBS_PATH, body, {"Authorization": f"Bearer {TOKEN}"})
     answer = connection.getresponse()
-    assert (answer.status, b"expected JSON. See docs/services.md" in answer.read()) == (409, True)
+    assert (answer.status, b"expected JSON. See docs/how-to/write-a-platform.md" in answer.read()) == (409, True)
     connection.close()
 
 

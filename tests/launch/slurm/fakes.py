@@ -134,15 +134,15 @@ def read(path):
         return None
 
 def tell(phase):
-    with open(f"{group}/report.json.new", "w") as file:
+    with open(f"{group}/status.json.new", "w") as file:
         meeting = {"host": "here", "port": 1}
-        json.dump({"round": round, "phase": phase, "pid": os.getpid(), "meeting": meeting}, file)
-    os.rename(f"{group}/report.json.new", f"{group}/report.json")
+        json.dump({"round": round, "phase": phase, "pid": os.getpid(), "master_address": meeting}, file)
+    os.rename(f"{group}/status.json.new", f"{group}/status.json")
 
 round, phase = 0, "Pending"
 while phase not in ("Succeeded", "Stopped"):
-    orders, gate = read(f"{group}/orders.json"), read(f"{root}/gate.json")
-    if orders is None or orders["leave"]:
+    orders, gate = read(f"{group}/desired.json"), read(f"{root}/rendezvous.json")
+    if orders is None or orders["stop"]:
         phase = "Stopped"
     elif orders["round"] > round:
         round, phase = orders["round"], "Ready"

@@ -73,7 +73,7 @@ class World:
 
     def released(self) -> bool:
         entry = self.registry.find_by_name("text")
-        return entry is None or entry.hold.allocation is None
+        return entry is None or entry.allocation_state.allocation is None
 
     def finish(self) -> None:
         (self.folder / "state" / "jobs" / "text" / "go").touch()
@@ -147,7 +147,7 @@ def test_it_dies_at_every_boundary(tmp_path):
     assert {
         "before SaveRecord",
         "grant written",
-        "orders written",
+        "desired state written",
         "after ReleaseBarrier",
         "marked for removal",
     } <= died
@@ -159,7 +159,7 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
     world.lead(lambda: world.state() == "Running")
     for group in ("0.1", "1.1"):  # as Slurm ends them; the agents say that they were ended
         root = world.registry.folder("text").group(*map(int, group.split(".")))
-        replace_text(root.desired_state, '{"round": 1, "leave": true}')
+        replace_text(root.desired_state, '{"round": 1, "stop": true}')
     deadline_s = time.monotonic() + SOON_S
     while world.orphans():
         assert time.monotonic() < deadline_s, "the agents do not leave"
@@ -184,7 +184,7 @@ def test_what_is_kept_of_a_former_run_is_no_allocation_that_was_taken_back(tmp_p
     entry = world.registry.find_by_name("text")
     assert entry is not None
     nodes = tuple(replace(node, attempt=2) for node in entry.job.record.nodes)
-    world.registry.save_record("text", replace(entry.job.record, nodes=nodes, run=2), entry.hold)
+    world.registry.save_record("text", replace(entry.job.record, nodes=nodes, run=2), entry.allocation_state)
     world.registry.folder("text").group(*map(int, group.split("."))).root.mkdir(parents=True)
     controller = SlurmController(world.registry, "text", a_grant(), world.means)
     assert controller.claim_job()
@@ -205,13 +205,15 @@ def test_an_allocation_that_is_requeued_time_after_time_before_all_nodes_ran_is_
         assert entry is not None
         return entry
 
-    assert [requeue(restarts).hold.num_fruitless for restarts in range(10)] == list(range(10))
-    assert requeue(9).hold.num_fruitless == 9, "the same allocation: its controller was started again"
+    assert [requeue(restarts).allocation_state.num_fruitless_requeues for restarts in range(10)] == list(range(10))
+    assert requeue(9).allocation_state.num_fruitless_requeues == 9, (
+        "the same allocation: its controller was started again"
+    )
     assert world.state() == "Pending"
     entry = requeue(10)
     assert str(entry.job.record.outcome_reason) == (
-        "its place took it all away 10 times in a row before all nodes ran: its allocation was taken back by Slurm. "
-        "See why the place does that, then ringweave retry text."
+        "preempted 10 times in a row before all nodes were running: Slurm revoked its allocation. "
+        "Find out why the platform preempts the job, then ringweave retry text."
     )
     world.grant = a_grant(restarts=10)
     world.lead(world.released)
@@ -226,8 +228,8 @@ def test_an_allocation_that_ran_may_be_requeued_for_ever(tmp_path):
         controller.adopt_allocation()
         entry = world.registry.find_by_name("text")
         assert entry is not None
-        assert (entry.hold.num_fruitless, entry.job.record.outcome) == (0, None)
-        world.registry.save_record("text", replace(entry.job.record, state=JobState.RUNNING), entry.hold)
+        assert (entry.allocation_state.num_fruitless_requeues, entry.job.record.outcome) == (0, None)
+        world.registry.save_record("text", replace(entry.job.record, state=JobState.RUNNING), entry.allocation_state)
 
 
 def test_a_controller_of_a_former_allocation_leaves(tmp_path):
@@ -273,7 +275,7 @@ def test_a_job_of_slurm_whose_number_was_never_recorded_takes_over(tmp_path):
     world = World(tmp_path)
     with world.registry.locked_entry("text") as entry:
         assert entry is not None
-        world.registry.save_record("text", entry.job.record, type(entry.hold)())
+        world.registry.save_record("text", entry.job.record, type(entry.allocation_state)())
     assert SlurmController(world.registry, "text", a_grant(job_id=10), world.means).claim_job()
     assert world.service.job("text").reason is not None
     assert len(world.fake.scripts) == 1, "and no second one is asked for"

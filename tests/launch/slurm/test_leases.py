@@ -30,7 +30,7 @@ def test_beats_of_its_allocation_renew_it(lease, tmp_path, clock):
         clock.now_s += 29.0
     assert lease.check() == ""
     clock.now_s += 2.0
-    assert lease.check() == "nothing was heard of its controller for 31 s"
+    assert lease.check() == "its controller has not renewed the lease for 31 s"
 
 
 @pytest.mark.parametrize("beat", ["12.1 99 0\n", "13.0 99 0\n", "revoked\n"])
@@ -38,7 +38,7 @@ def test_the_beat_of_another_allocation_ends_it_at_once(lease, tmp_path, beat):
     (tmp_path / "beat").write_text("12.0 99 0\n")
     assert lease.check() == ""
     (tmp_path / "beat").write_text(beat)
-    assert lease.check() == "its allocation was taken back by Slurm"
+    assert lease.check() == "Slurm revoked its allocation"
 
 
 def test_a_folder_that_cannot_be_read_renews_nothing(lease, tmp_path, clock):
@@ -82,4 +82,4 @@ def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
     group.desired_state.unlink()
     assert post.desired_state() == DesiredState(round=3)
     (tmp_path / "beat").write_text("revoked\n")
-    assert post.desired_state() == DesiredState(round=3, leave=True, why="its allocation was taken back by Slurm")
+    assert post.desired_state() == DesiredState(round=3, stop=True, reason="Slurm revoked its allocation")

@@ -69,7 +69,7 @@ def test_a_lost_group_is_leaving_until_slurm_knows_that_its_step_is_gone(world):
     world.fake.steps, world.now_s = "", 3.0
     found = only(place)
     assert (found.phase, found.cause, found.is_terminating) == (GroupPhase.FAILED, EndCause.PLATFORM, False)
-    assert found.text == "its agent ended without a word"
+    assert found.text == "its agent ended without a status"
 
 
 def test_what_slurm_says_of_a_machine_that_does_not_answer_is_not_believed(world):
@@ -116,7 +116,7 @@ def test_ended_with_its_allocation_it_is_nobodys_fault(world):
     world.group(GroupPhase.STOPPED, text="it got SIGTERM")
     found = only(world.place(a_grant(restarts=1)))
     assert (found.phase, found.cause) == (GroupPhase.FAILED, EndCause.PEER)
-    assert found.text == "its allocation was taken back by Slurm"
+    assert found.text == "Slurm revoked its allocation"
 
 
 def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(world):
@@ -143,9 +143,9 @@ def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_ma
 
 
 def test_ended_as_it_was_told_to(world):
-    world.group(GroupPhase.STOPPED, orders=DesiredState(round=1, leave=True, why="the job ends"))
+    world.group(GroupPhase.STOPPED, orders=DesiredState(round=1, stop=True, reason="the job ends"))
     assert only(world.place(a_grant())).phase is GroupPhase.STOPPED
-    world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, leave=True, why="the job ends"))
+    world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, stop=True, reason="the job ends"))
     place = world.place(a_grant())
     found = only(place)
     assert (found.phase, found.text) == (GroupPhase.STOPPED, "the job ends"), "killed when it was to end"
@@ -177,7 +177,7 @@ def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(world):
 
 
 def test_slurm_kills_a_step_that_does_not_leave(world):
-    folder = world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, leave=True))
+    folder = world.group(GroupPhase.RUNNING, orders=DesiredState(round=1, stop=True))
     held = job_folder.try_lock_file(folder.alive_lock)
     assert held is not None
     world.fake.steps = "10.0 rw-0-1\n11.4 rw-1-1\n"
@@ -200,18 +200,18 @@ def test_the_gate_opens_at_what_the_first_node_offered(world):
         folder = world.folder.group(node, 1)
         folder.root.mkdir(parents=True)
         folder.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1)))
-        report = AgentStatus(round=1, phase=GroupPhase.READY, pid=1, meeting=HostPort(host=host, port=5))
+        report = AgentStatus(round=1, phase=GroupPhase.READY, pid=1, master_address=HostPort(host=host, port=5))
         folder.status.write_text(agent_channel.dump_status(report))
     assert place.observe().released_round == 0
     place.apply(records.ReleaseBarrier(round=1))
     assert place.observe().released_round == 1
     opening = agent_channel.parse_rendezvous(world.folder.rendezvous.read_bytes())
-    assert opening.meeting == HostPort(host="10.0.0.2", port=5)
+    assert opening.master_address == HostPort(host="10.0.0.2", port=5)
     assert opening.addresses == {"n0": "10.0.0.2", "n1": "10.0.0.3"}
     place.apply(records.DeleteConfig())
     assert place.observe().released_round == 0
 
 
 def test_without_an_allocation_nothing_can_be_made(world):
-    with pytest.raises(LaunchError, match="job text: no allocation, expected one that runs"):
+    with pytest.raises(LaunchError, match="job text: no allocation, expected a running one"):
         world.place().apply(records.CreateGroup(node=0, attempt=1, workers=10, round=1))

@@ -69,7 +69,7 @@ def test_name_permission_and_split_come_before_all_that_the_request_names(tmp_pa
     with pytest.raises(JobError, match="split: 16, expected a total"):
         service.submit(replace(lost, num_workers=16), base=tmp_path)
     forbidden = a_service(tmp_path, fake, rules=admission.parse_policy("rules: []"))
-    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
+    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy allows ann to submit'"):
         forbidden.submit(replace(lost, num_workers=16), base=tmp_path)
     assert fake.called == [], "Slurm was not asked either"
 
@@ -93,7 +93,7 @@ def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fa
     )
     scontrol = fake.scontrol
     monkeypatch.setattr(fake, "scontrol", lambda argv, stdin: lost)
-    said = r"Unable to contact slurm controller .*Slurm has taken job text: it is Slurm job 10\. Look again with"
+    said = r"Unable to contact slurm controller .*Slurm has accepted job text as Slurm job 10\. Check it with"
     with pytest.raises(LaunchError, match=said):
         service.submit(a_request(), base=tmp_path)
     monkeypatch.setattr(fake, "scontrol", scontrol)
@@ -104,7 +104,7 @@ def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fa
 
 def test_an_answer_of_sbatch_that_nobody_heard_leaves_no_job_behind(tmp_path, fake, service):
     fake.is_silent = True
-    said = r"sbatch: 'nothing in 60 s', expected Slurm to answer\. .* Slurm may have taken job text\. Look again with"
+    said = r"sbatch: 'nothing in 60 s', expected Slurm to answer\. .* Slurm may have accepted job text\. Check it with"
     with pytest.raises(LaunchError, match=said):
         service.submit(a_request(), base=tmp_path)
     fake.is_silent = False
@@ -121,7 +121,7 @@ def test_what_slurm_never_took_can_be_asked_for_again(tmp_path, fake, service):
         service.submit(a_request(), base=tmp_path)
     fake.refusal = ""
     reason = str(service.job("text").reason)
-    assert "Slurm did not answer when it was asked, and has no such job by now; ringweave resume text asks" in reason
+    assert "Slurm did not answer the request, and has no such job now; ringweave resume text requests" in reason
     assert service.act("text", "resume").state == "Pending"
     assert fake.states == {10: "PENDING"}
 
@@ -153,9 +153,9 @@ def test_a_waiting_job_says_what_slurm_waits_for(tmp_path, fake, service):
     fake.reasons[10] = "ReqNodeNotAvail,_UnavailableNodes:small"
     view = service.job("text")
     assert view.reason is not None
-    assert view.reason.code == "NotPlaced"
-    assert "Slurm job 10 (ReqNodeNotAvail,_UnavailableNodes:small): a machine that it names is down" in view.reason.text
-    assert all("sinfo -R says why" in str(node.reason) for node in view.used_nodes)
+    assert view.reason.code == "Unschedulable"
+    assert "Slurm job 10 (ReqNodeNotAvail,_UnavailableNodes:small): a requested machine is down" in view.reason.text
+    assert all("sinfo -R shows why" in str(node.reason) for node in view.used_nodes)
 
 
 def test_a_requeued_job_says_so(tmp_path, fake, service):
@@ -163,12 +163,14 @@ def test_a_requeued_job_says_so(tmp_path, fake, service):
     registry = SlurmJobRegistry(tmp_path / "state")
     with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save_record("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+        registry.save_record(
+            "text", entry.job.record, type(entry.allocation_state)(allocation=10, claim="10.0", adopted="10.0")
+        )
     fake.now_s += 5
     fake.reasons[10] = "BeginTime"
     view = service.job("text")
     assert view.state == "Retrying"
-    text = "its allocation was taken back by Slurm; Slurm job 10 (BeginTime): it was requeued"
+    text = "Slurm revoked its allocation; Slurm job 10 (BeginTime): it was requeued"
     assert str(view.reason).startswith(text)
 
 
@@ -178,7 +180,9 @@ def test_a_job_that_has_just_begun_is_not_taken_for_a_requeued_one(tmp_path, fak
     registry = SlurmJobRegistry(tmp_path / "state")
     with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save_record("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+        registry.save_record(
+            "text", entry.job.record, type(entry.allocation_state)(allocation=10, claim="10.0", adopted="10.0")
+        )
     fake.states[10] = "RUNNING"
     view = service.job("text")  # at once: Slurm's last answer is not old
     assert view.state == "Pending"
@@ -202,7 +206,7 @@ def test_deleted_while_it_waits_nothing_is_left(tmp_path, fake, service):
     service.act("text", "delete")
     assert files(tmp_path) == ["submit.lock"]
     assert fake.states == {10: "CANCELLED"}
-    with pytest.raises(JobError, match=r"job: 'text', expected the name of a job that is here. See ringweave jobs"):
+    with pytest.raises(JobError, match=r"job: 'text', expected the name of an existing job. See ringweave jobs"):
         service.job("text")
 
 
@@ -220,7 +224,7 @@ def test_killed_before_slurm_was_asked_a_look_says_so_and_resume_asks(tmp_path, 
         service.submit(a_request(), base=tmp_path)
     fake.refusal = ""
     service = a_service(tmp_path, fake)
-    assert "Slurm was not asked; ringweave resume text asks" in str(service.job("text").reason)
+    assert "not requested from Slurm; ringweave resume text requests it" in str(service.job("text").reason)
     assert fake.scripts == [], "a job must not begin because somebody looks at it"
     service.act("text", "resume")
     assert len(fake.scripts) == 1
@@ -232,7 +236,7 @@ def test_an_allocation_that_slurm_forgot_is_one_that_ended(tmp_path, fake, servi
     fake.now_s += 5
     view = service.job("text")
     assert view.state == "Stopped"
-    assert "Slurm does not know it any more. ringweave retry text asks for another" in view.events[0].text
+    assert "unknown to Slurm. ringweave retry text requests another one" in view.events[0].text
 
 
 def test_a_ttl_that_has_passed_removes_it_at_the_next_look(tmp_path, fake, service):
@@ -249,7 +253,7 @@ def test_who_looks_when_a_ttl_has_passed_is_told_how_it_ended(tmp_path, fake, se
     fake.now_s += 6
     assert service.job("text").state == "Stopped", "this look removes it"
     assert files(tmp_path) == ["submit.lock"]
-    with pytest.raises(JobError, match="job: 'text', expected the name of a job that is here"):
+    with pytest.raises(JobError, match="job: 'text', expected the name of an existing job"):
         service.job("text")
 
 
@@ -283,7 +287,7 @@ def test_tried_again_it_is_not_over_while_its_controller_has_only_begun(tmp_path
     registry = SlurmJobRegistry(tmp_path / "state")
     with registry.locked_entry("text") as entry:
         assert entry is not None
-        registry.save_record("text", entry.job.record, replace(entry.hold, claim="20.0", adopted="20.0"))
+        registry.save_record("text", entry.job.record, replace(entry.allocation_state, claim="20.0", adopted="20.0"))
     job = service.job("text")
     assert (job.state, job.run) == ("Pending", 2)
 
@@ -292,7 +296,7 @@ def test_where_slurm_refuses_that_the_job_ends_all_the_same(tmp_path, fake, serv
     service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
     fake.refusal = "too many jobs"
     assert service.act("text", "stop").state == "Stopped"
-    assert "TTL of text: sbatch: too many jobs, expected Slurm to take it" in capsys.readouterr().err
+    assert "TTL of text: sbatch: too many jobs, expected Slurm to accept it" in capsys.readouterr().err
 
 
 def test_the_sweeper_waits_for_the_end_of_the_ttl_to_the_tenth_of_a_second(tmp_path, fake, service):
@@ -337,3 +341,14 @@ def test_logs_of_what_is_not_there_are_refused(tmp_path, fake, service):
     with pytest.raises(JobError, match="node: 'n7', expected one of n0, n1"):
         service.logs("text", LogQuery(node="n7"))
     assert list(service.logs("text", LogQuery())) == []
+
+
+def test_a_job_of_another_format_is_refused(tmp_path, service):
+    service.submit(a_request(), base=tmp_path)
+    path = tmp_path / "state" / "jobs" / "text" / "job.json"
+    assert path.read_text().startswith('{"format":2,')
+    path.write_text(path.read_text().replace('"format":2,', "", 1))
+    text = r"job text: 'format 1', expected format 2\. Delete the job with the ringweave that made it, then submit"
+    for ask in (service.jobs, lambda: service.job("text")):
+        with pytest.raises(JobError, match=text):
+            ask()

@@ -55,7 +55,7 @@ IDLE_POLL_S = 0.5
 """Upper limit of the time between two reads of the desired state."""
 PROGRESS_INTERVAL_S = 0.5
 """Minimum time between two reports that differ only in progress."""
-_NO_OFFER = {"meeting": None, "server": None, "coordinator": None}
+_NO_OFFER = {"master_address": None, "server": None, "coordinator": None}
 
 
 class NodeAgent:
@@ -94,8 +94,8 @@ class NodeAgent:
         Waiting code calls it.
         """
         desired = self._desired_state()
-        if desired.leave:
-            return desired.why or "it was told to leave"
+        if desired.stop:
+            return desired.reason or "stopped by the job"
         return f"round {desired.round} is called" if desired.round > self._round else ""
 
     def serve_until_done(self) -> GroupPhase:
@@ -113,13 +113,13 @@ class NodeAgent:
 
     def _desired_state(self) -> DesiredState:
         desired = self._channel.desired_state()
-        return replace(desired, leave=True, why=self._leave_reason) if self._leave_reason else desired
+        return replace(desired, stop=True, reason=self._leave_reason) if self._leave_reason else desired
 
     def _advance_idle(self, desired: DesiredState) -> None:
         """Follow the desired state while no workers run."""
-        rendezvous = desired.opening
-        if desired.leave:
-            self._finish(NodeOutcome(phase=GroupPhase.STOPPED, text=desired.why or "it was told to leave"))
+        rendezvous = desired.rendezvous
+        if desired.stop:
+            self._finish(NodeOutcome(phase=GroupPhase.STOPPED, text=desired.reason or "stopped by the job"))
         elif desired.round > self._status.round:
             self._join_round(desired)
         elif self._status.phase is GroupPhase.READY and rendezvous and rendezvous.round == self._status.round:
@@ -129,7 +129,7 @@ class NodeAgent:
         """Follow the desired state while workers run."""
         assert self._workers is not None
         is_restarted = desired.round > self._status.round
-        if desired.leave or is_restarted:
+        if desired.stop or is_restarted:
             self._workers.request_stop()
         outcome = self._workers.poll()
         if outcome is None:
@@ -140,10 +140,10 @@ class NodeAgent:
         desired = (
             self._desired_state()
         )  # again: whatever ends all processes of a node ends workers shortly before or after us
-        if is_restarted and not desired.leave:
+        if is_restarted and not desired.stop:
             self._join_round(desired)
-        elif outcome.phase is GroupPhase.STOPPED or (desired.leave and outcome.cause is EndCause.PLATFORM):
-            self._finish(replace(outcome, phase=GroupPhase.STOPPED, text=desired.why or outcome.text))
+        elif outcome.phase is GroupPhase.STOPPED or (desired.stop and outcome.cause is EndCause.PLATFORM):
+            self._finish(replace(outcome, phase=GroupPhase.STOPPED, text=desired.reason or outcome.text))
         else:
             self._finish(outcome)
 
@@ -156,7 +156,9 @@ class NodeAgent:
         except (RingweaveError, OSError) as error:
             self._finish(NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=str(error)))
             return
-        ready = AgentStatus(round=desired.round, phase=GroupPhase.READY, pid=os.getpid(), meeting=offer.master_address)
+        ready = AgentStatus(
+            round=desired.round, phase=GroupPhase.READY, pid=os.getpid(), master_address=offer.master_address
+        )
         addresses = {"server": offer.server, "coordinator": offer.coordinator}
         self._report_status(
             replace(ready, **addresses, iterations=self._status.iterations, last_loss=self._status.last_loss)
@@ -190,7 +192,9 @@ class NodeAgent:
     def _with_progress(self) -> AgentStatus:
         assert self._workers is not None
         progress = self._workers.progress()
-        status = replace(self._status, epoch=progress.generation, members=progress.members, out=progress.evicted)
+        status = replace(
+            self._status, generation=progress.generation, members=progress.members, evicted=progress.evicted
+        )
         if progress.iterations is None:
             return status
         return replace(status, iterations=progress.iterations, last_loss=progress.last_loss)
@@ -278,11 +282,11 @@ def _coordinator_factory(assignment: AgentAssignment) -> RoundCoordinatorFactory
         LaunchError: The job is elastic, and its platform has no elastic jobs.
     """
     config = assignment.config
-    if config.least is None:
+    if config.min_workers is None:
         return None
     if assignment.credential_pool is None:
-        do = "Submit it to a place that has elastic jobs"
-        got, expected = f"elastic, at least {config.least} workers", "a job that is not elastic"
+        do = "Submit it to a platform with elastic jobs"
+        got, expected = f"elastic, at least {config.min_workers} workers", "a job that is not elastic"
         raise LaunchError(explain(f"job {config.job}", got=got, expected=expected, do=do))
     name = config.node(assignment.node).name
     return RoundCoordinatorFactory(config, name, assignment.node_context, assignment.credential_pool, assignment.host)
@@ -426,7 +430,7 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         "schedule": None,
         "tuning": None,
         "mode": config.mode,
-        "elastic": None if config.least is None else f"{config.least}:{config.world_size}",
+        "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.world_size}",
         "server": {"address": f"{rendezvous.server.host}:{rendezvous.server.port}"} if rendezvous.server else None,
         "order": "block",
         "lab": assignment.node_context.lab_name,

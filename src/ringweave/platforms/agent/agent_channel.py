@@ -28,7 +28,7 @@ class RendezvousResult:
     """Result of a round's rendezvous: the start barrier is released, because all nodes were ready."""
 
     round: int
-    meeting: HostPort
+    master_address: HostPort
     """Master address: the offer of the first node for this round."""
     server: HostPort | None = None
     """Address of the job's parameter server in this round; None if it has none."""
@@ -44,12 +44,12 @@ class DesiredState:
 
     round: int
     """Round to be ready for, or to run in; workers of an earlier round are stopped."""
-    opening: RendezvousResult | None = None
+    rendezvous: RendezvousResult | None = None
     """Last rendezvous result; None if there was none. It counts only for the same round."""
-    leave: bool = False
-    """Stop the workers, and leave."""
-    why: str = ""
-    """Reason to leave, for people."""
+    stop: bool = False
+    """Stop the workers, and exit."""
+    reason: str = ""
+    """Reason to stop, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class AgentStatus:
     phase: GroupPhase
     pid: int
     """Process id of the agent."""
-    meeting: HostPort | None = None
+    master_address: HostPort | None = None
     """Possible master address, of a ready node."""
     server: HostPort | None = None
     """Address of the job's parameter server, of a ready node that has it."""
@@ -76,11 +76,11 @@ class AgentStatus:
     """Time of the end or interruption, seconds since 1970."""
     iterations: int | None = None
     last_loss: float | None = None
-    epoch: tuple[int, int] = (0, 0)
+    generation: tuple[int, int] = (0, 0)
     """Newest known generation (term, number) of an elastic job's membership; zeros if none is known."""
     members: tuple[str, ...] = ()
     """Member names of its own workers in an elastic job, `RANK.INCARNATION`."""
-    out: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
     """Members of an elastic job that are not in that generation any more and have not finished."""
 
     def to_group(self, node: int, attempt: int, *, requested_round: int = 0, leaving: bool = False) -> ObservedGroup:
@@ -97,9 +97,9 @@ class AgentStatus:
             is_terminating=leaving,
             iterations=self.iterations,
             last_loss=self.last_loss,
-            generation=self.epoch,
+            generation=self.generation,
             members=self.members,
-            evicted=self.out,
+            evicted=self.evicted,
         )
 
 
@@ -131,12 +131,12 @@ def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, Agent
         offers: Node name -> its status when it was ready.
     """
     first_status, coordinators = offers.get(config.nodes[0].name), coordinator_addresses(config, offers)
-    if first_status is None or first_status.meeting is None or coordinators is None:
+    if first_status is None or first_status.master_address is None or coordinators is None:
         return None
-    hosts = {name: status.meeting.host for name, status in offers.items() if status.meeting}
+    hosts = {name: status.master_address.host for name, status in offers.items() if status.master_address}
     return RendezvousResult(
         round=round_,
-        meeting=first_status.meeting,
+        master_address=first_status.master_address,
         server=next((status.server for status in offers.values() if status.server), None),
         coordinators=coordinators,
         addresses=hosts if len(set(hosts.values())) > 1 else {},

@@ -26,8 +26,8 @@ class RoundOverError(LaunchError):
     """The next round was requested, or the agent told to leave, while this round was being prepared; not a failure."""
 
     def __init__(self, round_: int, got: str) -> None:
-        do = "Nothing to do: this node gathers for the next one"
-        expected = "a round that is not over"
+        do = "Nothing to do; this node joins the next round"
+        expected = "a current round"
         super().__init__(explain(f"credentials of round {round_}", got=got, expected=expected, do=do))
 
 

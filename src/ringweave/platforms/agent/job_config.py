@@ -44,7 +44,7 @@ class JobConfig:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     data: str | None = None
-    least: int | None = None
+    min_workers: int | None = None
     """Minimum number of workers with which the others go on when a node is lost; None for a job that is not elastic."""
     lab: str | None = None
     """Name of the lab that contains these nodes; None outside of a lab."""
@@ -59,7 +59,7 @@ class JobConfig:
     @property
     def coordinator_nodes(self) -> tuple[str, ...]:
         """Names of the nodes with a coordinator: the first two of an elastic job, the active one first."""
-        return () if self.least is None else tuple(node.name for node in self.nodes[:2])
+        return () if self.min_workers is None else tuple(node.name for node in self.nodes[:2])
 
     @property
     def world_size(self) -> int:
@@ -98,7 +98,7 @@ def job_config(job: Job, *, directory: str | None, script_text: str | None, clus
         arguments=request.arguments,
         environment=dict(request.environment),
         data=request.data,
-        least=request.elastic.min if request.elastic else None,
+        min_workers=request.elastic.min if request.elastic else None,
         lab=request.lab,
         cluster=cluster,
     )
@@ -110,7 +110,7 @@ def read_script(path: Path) -> str:
     Raises:
         JobError: It cannot be read, is no text, or is too long to travel.
     """
-    do = "Check the path, or give the folder that it needs around it as directory"
+    do = "Check the path, or give the folder of the script as directory"
     try:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -132,7 +132,7 @@ def check_script_text(text: str, path: str) -> None:
         do, got = "Write it as UTF-8", "characters that are no UTF-8"
         raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
     if num_bytes > MAX_SCRIPT_BYTES:
-        do = "Put what it needs beside it, and give that folder as directory"
+        do = "Put the script into a folder with its files, and give that folder as directory"
         expected = f"at most {MAX_SCRIPT_BYTES} (1 MiB), which travel with the job"
         raise JobError(explain(f"bytes of script {path}", got=num_bytes, expected=expected, do=do, where="script"))
 

@@ -85,9 +85,9 @@ def node_worker_group(
         server=f"{rendezvous.server.host}:{rendezvous.server.port}" if rendezvous.server else None,
     )
     cluster = build_cluster(config, rendezvous.addresses)
-    argv = program.argv(python, entry=entry.__file__ if config.least is not None else None)
+    argv = program.argv(python, entry=entry.__file__ if config.min_workers is not None else None)
     group = build_worker_group(
-        cluster.nodes, argv, rendezvous.meeting, num_cpus=cpus * config.world_size, common_environment=common
+        cluster.nodes, argv, rendezvous.master_address, num_cpus=cpus * config.world_size, common_environment=common
     )
     name = config.node(index).name
     return replace(group, workers=tuple(worker for worker in group.workers if worker.node == name))

@@ -282,7 +282,7 @@ def conclude_node(failures: Sequence[WorkerFailure]) -> NodeOutcome:
         return NodeOutcome(phase=GroupPhase.SUCCEEDED, exit_code=0)
     first = first_cause(failures)
     if first is None:
-        return NodeOutcome(phase=GroupPhase.STOPPED, text="its workers were ended")
+        return NodeOutcome(phase=GroupPhase.STOPPED, text="its workers were stopped")
     worker_exit = first.exit
     cause = cause_of_exit(worker_exit.exit_code, worker_exit.signal_name, blames_peer=first.is_peer_error)
     phase = GroupPhase.INTERRUPTED if cause is EndCause.PEER else GroupPhase.FAILED
@@ -297,7 +297,7 @@ def conclude_elastic_node(failures: Sequence[WorkerFailure]) -> NodeOutcome:
     if first is None or MEMBERSHIP_ERROR not in exception:
         return conclude_node(failures)
     if JOB_FINISHED in exception:
-        return NodeOutcome(phase=GroupPhase.SUCCEEDED, exit_code=0, text="the others had finished")
+        return NodeOutcome(phase=GroupPhase.SUCCEEDED, exit_code=0, text="the other nodes had finished")
     text = f"rank {first.global_rank} {first.reason}"
     if JOB_OVER in exception or NO_COORDINATOR in exception:
         return NodeOutcome(phase=GroupPhase.INTERRUPTED, cause=EndCause.PEER, exit_code=first.exit.exit_code, text=text)
@@ -358,7 +358,7 @@ class RoundCoordinatorFactory:
             LaunchError: There is no free port, or no receiver of the credentials.
             OSError: The credentials cannot be written.
         """
-        is_open = desired.opening is not None and desired.opening.round == desired.round
+        is_open = desired.rendezvous is not None and desired.rendezvous.round == desired.round
         if self._node not in self._config.coordinator_nodes or is_open:
             return None
         if self._node == self._config.coordinator_nodes[0]:
@@ -389,11 +389,11 @@ class RoundCoordinatorFactory:
         ):
             return None
         index = self._config.coordinator_nodes.index(self._node)
-        assert self._config.least is not None, "it has coordinators"
+        assert self._config.min_workers is not None, "it has coordinators"
         node_addresses = zip(self._config.coordinator_nodes, rendezvous.coordinators, strict=True)
         pair = CoordinatorPair(
             endpoints=[self._endpoint(node, address) for node, address in node_addresses],
-            bounds=MemberBounds(min_members=self._config.least, max_members=self._config.world_size),
+            bounds=MemberBounds(min_members=self._config.min_workers, max_members=self._config.world_size),
             expected_members=self._config.world_size,
             initial_members=initial_members,
         )

@@ -47,7 +47,7 @@ class NameConflictError(LaunchError):
 
     def __init__(self, kind: ResourceKind, namespace: str, name: str) -> None:
         shows = f"kubectl -n {namespace} get {kind.plural} {name} -o yaml"
-        self.message = f"{kind.kind} {name} is there already, and belongs to something else ({shows})"
+        self.message = f"{kind.kind} {name} exists already, and does not belong to the job ({shows})"
         super().__init__(self.message)
 
 
@@ -101,14 +101,14 @@ _ACTION_TEXTS: Mapping[type, str] = {
     records.CreateConfig: "its config",
     records.CreateGroup: "the Pod",
     records.RestartGroup: "a change of the Pod",
-    records.ReleaseBarrier: "the opening of the gate",
+    records.ReleaseBarrier: "the release of the barrier",
     records.StopGroup: "the end of the Pod",
     records.DeleteGroup: "the removal of the Pod",
     records.DeleteConfig: "the removal of its config",
 }
 
 
-_WARNING_EVENTS = ("AttemptProgram", "AttemptPlace", "Failed", *job_resource.REFUSAL_CODES)
+_WARNING_EVENTS = ("AttemptProgram", "AttemptPlatform", "Failed", *job_resource.REFUSAL_CODES)
 
 
 class ActionExecutor:
@@ -316,7 +316,7 @@ class ActionExecutor:
         now = self._clock()
         since_s = self._unread_log_since_s.setdefault(uid, now)
         if now - since_s < pod_logs.LOG_RETRY_TIMEOUT_S:
-            do = f"It is tried again until {pod_logs.LOG_RETRY_TIMEOUT_S:g} s are over"
+            do = f"It is tried again for {pod_logs.LOG_RETRY_TIMEOUT_S:g} s"
             got = error.message if isinstance(error, ApiError) else str(error) or "no answer"
             text = explain(f"log of Pod {uid}", got=got, expected="its lines", do=do)
             raise UnreadLogError(text) from error
@@ -393,13 +393,15 @@ def make_rendezvous(observed: ObservedJob, config: JobConfig, round_: int) -> Re
     first = offers.get(config.nodes[0].name)
     coordinators = agent_channel.coordinator_addresses(config, offers)
     if coordinators is None:
-        do = "Nothing to do: who trains goes on, and when a node is lost all gather at the gate of the next round"
-        expected = f"what nodes {' and '.join(config.coordinator_nodes)} offered before they started"
-        text = explain(f"gate of round {round_}", got="no addresses of coordinators", expected=expected, do=do)
+        do = "Nothing to do; training workers continue, and when a node is lost all nodes join the next round"
+        expected = f"the addresses that nodes {' and '.join(config.coordinator_nodes)} offered before they started"
+        text = explain(f"barrier of round {round_}", got="no addresses of coordinators", expected=expected, do=do)
         raise LaunchError(text)
     return RendezvousResult(
         round=round_,
-        meeting=first.meeting if first and first.meeting else HostPort(host=next(iter(addresses.values())), port=0),
+        master_address=first.master_address
+        if first and first.master_address
+        else HostPort(host=next(iter(addresses.values())), port=0),
         server=next((report.server for report in offers.values() if report.server), None),
         coordinators=coordinators,
         addresses=addresses,

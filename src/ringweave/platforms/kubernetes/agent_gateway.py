@@ -154,7 +154,7 @@ class CredentialStore:
         version = (round_, uploader.attempt)
         found = await self._find_secret(uploader.owner, name)
         if found is not None and credential_secrets.upload_version(found) > version:
-            raise UploadRejectedError(f"credentials of round {round_}: those of a later attempt are there")
+            raise UploadRejectedError(f"credentials of round {round_}: credentials of a later attempt are stored")
         await self._check_job_wanted(uploader.owner)
         if found is not None:
             await self._delete_object(api_client.SECRETS, found)
@@ -174,7 +174,9 @@ class CredentialStore:
         found = await self._find_object(api_client.SECRETS, owner, name)
         if found is not None and not owner.owns(found):
             do = f"Remove the Secret, or give the job {owner.name} another name"
-            text = explain(f"Secret {name}", got="somebody else's", expected=f"none, or one of job {owner.name}", do=do)
+            text = explain(
+                f"Secret {name}", got="an object of another owner", expected=f"none, or one of job {owner.name}", do=do
+            )
             raise UploadRejectedError(text)
         return found
 
@@ -220,7 +222,7 @@ PROGRESS_WRITE_INTERVAL_S = 10.0
 """Interval between two writes for a Pod that differ in training progress only."""
 TOKEN_REREAD_INTERVAL_S = 2.0
 """Interval between two reads of a job's Secret that an unknown token causes."""
-TAG_HEADER = "X-Ringweave-Orders"
+TAG_HEADER = "X-Ringweave-Tag"
 _MAX_REQUEST_BYTES = 2**20 + 2**16
 """Maximum request size: all workers' credentials, or the end of a log, within the size of an API object."""
 _AT_BARRIER_PHASES = (GroupPhase.READY, GroupPhase.RUNNING, GroupPhase.SUCCEEDED)
@@ -269,14 +271,15 @@ class AgentGateway:
             self._tokens.pop(job, None)  # its Secret is deleted too; the next one has another token
         current = {(*job, *key): pod for key, pod in observed.objects.pods.items()}
         for key in [key for key in self._pod_states if key[:2] == job and key not in current]:
-            self._set_desired_state(key, DesiredState(round=0, leave=True, why="its Pod is gone"))
+            self._set_desired_state(key, DesiredState(round=0, stop=True, reason="its Pod was deleted"))
             del self._pod_states[key]
         for key, pod in current.items():
             metadata = pod["metadata"]
             must_leave = "deletionTimestamp" in metadata or names.STOPPED_ANNOTATION in metadata.get("annotations", {})
             why = "it was stopped" if must_leave else ""
             self._set_desired_state(
-                key, DesiredState(round=pod_status.requested_round(pod), opening=rendezvous, leave=must_leave, why=why)
+                key,
+                DesiredState(round=pod_status.requested_round(pod), rendezvous=rendezvous, stop=must_leave, reason=why),
             )
 
     def forget_job(self, job: tuple[str, str]) -> None:
@@ -289,13 +292,13 @@ class AgentGateway:
     async def start_serving(self, host: str, port: int, certificate: ServerCertificate | None) -> web.AppRunner:
         """Start serving. The runner's `addresses` are the endpoints; its `cleanup` stops it."""
         app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-        path = r"/v1/{namespace}/{job}/{node:\d{1,9}}/{attempt:\d{1,9}}"
-        app.router.add_get(path + "/orders", self._get_desired_state)
-        app.router.add_put(path + "/report", self._put_status)
+        path = r"/v2/{namespace}/{job}/{node:\d{1,9}}/{attempt:\d{1,9}}"
+        app.router.add_get(path + "/desired-state", self._get_desired_state)
+        app.router.add_put(path + "/status", self._put_status)
         app.router.add_put(path + r"/credentials/{round:\d{1,9}}", self._put_credentials)
         app.router.add_get(path + r"/credentials/{round:\d{1,9}}", self._get_credentials)
-        app.router.add_put(path + r"/spares/{round:\d{1,9}}/{of:\d{1,9}}", self._put_pool)
-        app.router.add_post(path + r"/spares/{round:\d{1,9}}", self._take_from_pool)
+        app.router.add_put(path + r"/credential-pool/{round:\d{1,9}}/{of:\d{1,9}}", self._put_pool)
+        app.router.add_post(path + r"/credential-pool/{round:\d{1,9}}", self._take_from_pool)
         app.router.add_put(path + "/log", self._put_log)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -314,7 +317,7 @@ class AgentGateway:
         key = await self._authenticate(request)
         pod_state = self._pod_states.get(key)
         if pod_state is None:
-            return web.Response(status=404, text="no such Pod is known; ask again")
+            return web.Response(status=404, text="unknown Pod; retry")
         known = request.headers.get(TAG_HEADER)
         if _content_tag(pod_state.desired_state) == known:
             try:
@@ -333,10 +336,10 @@ class AgentGateway:
         try:
             status = agent_channel.parse_status(await request.read())
         except ValueError:
-            return web.Response(status=400, text="no report")
+            return web.Response(status=400, text="not a status")
         pod_state = self._pod_states.get(key)
         if pod_state is None:
-            return web.Response(status=404, text="no such Pod is known; ask again")
+            return web.Response(status=404, text="unknown Pod; retry")
         status = self._with_operator_time(pod_state, status)
         if self._should_write(pod_state, status):
             try:
@@ -480,7 +483,7 @@ async def _credentials_response(lookup: Awaitable[dict[str, str] | None], round_
     except LaunchError as error:
         return _error_response(error)
     if texts is None:
-        return web.Response(status=404, text=f"nobody has lodged credentials of round {round_}; ask again")
+        return web.Response(status=404, text=f"no credentials of round {round_} were uploaded yet; retry")
     return web.json_response(texts)
 
 
@@ -493,7 +496,7 @@ async def _read_credential_texts(request: web.Request) -> dict[str, str] | None:
 
 
 def _no_credentials_response() -> web.Response:
-    return web.Response(status=400, text="no credentials")
+    return web.Response(status=400, text="not credentials")
 
 
 def _error_response(error: LaunchError) -> web.Response:

@@ -37,7 +37,7 @@ from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.kubernetes import names, objects, pod_logs
 from ringweave.rpc import Credentials
 
-TAG_HEADER = "X-Ringweave-Orders"
+TAG_HEADER = "X-Ringweave-Tag"
 _REQUEST_TIMEOUT_S = 60.0
 """The gateway answers within 25 s."""
 GATEWAY_RETRY_S = 0.5
@@ -86,7 +86,7 @@ class GatewayClient:
         headers = {"Authorization": f"Bearer {self.token()}", **({TAG_HEADER: tag} if tag else {})}
         try:
             content = None if body is None else body.encode()  # http.client would write Latin-1
-            connection.request(method, f"/v1/{self.group}/{path}", body=content, headers=headers)
+            connection.request(method, f"/v2/{self.group}/{path}", body=content, headers=headers)
             with connection.getresponse() as answer:
                 return answer.status, _read_answer_text(answer), answer.headers.get(TAG_HEADER, "")
         finally:
@@ -120,7 +120,7 @@ def termination_message(status: AgentStatus) -> str:
     message = agent_channel.dump_status(status)
     if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
         return message
-    status = replace(status, members=(), out=())
+    status = replace(status, members=(), evicted=())
     message = agent_channel.dump_status(status)
     if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
         return message
@@ -155,8 +155,8 @@ class GatewayChannel(AgentChannel):
 
     def start_threads(self) -> None:
         """Start polling the desired state and sending statuses."""
-        threading.Thread(target=self._poll_desired_state, name="orders", daemon=True).start()
-        threading.Thread(target=self._send_statuses, name="reports", daemon=True).start()
+        threading.Thread(target=self._poll_desired_state, name="desired-state", daemon=True).start()
+        threading.Thread(target=self._send_statuses, name="status-reports", daemon=True).start()
 
     def desired_state(self) -> DesiredState:
         """Return the last desired state that arrived; at first none is wanted."""
@@ -186,8 +186,8 @@ class GatewayChannel(AgentChannel):
 
     def _poll_desired_state(self) -> None:
         tag = ""
-        while not self._desired_state.leave:
-            status, text, new_tag = self._request_or_503("GET", "orders", tag=tag)
+        while not self._desired_state.stop:
+            status, text, new_tag = self._request_or_503("GET", "desired-state", tag=tag)
             desired = _parse_desired_state(text) if status == 200 else None
             if desired is not None:
                 tag, self._desired_state = new_tag, desired
@@ -202,7 +202,7 @@ class GatewayChannel(AgentChannel):
                 self._status_changed.wait_for(lambda: self._unsent_status is not None)
                 unsent = self._unsent_status
             assert unsent is not None
-            status, _, _ = self._request_or_503("PUT", "report", agent_channel.dump_status(unsent))
+            status, _, _ = self._request_or_503("PUT", "status", agent_channel.dump_status(unsent))
             if status not in (204, 410):
                 self._sleep(GATEWAY_RETRY_S)
                 continue
@@ -258,9 +258,9 @@ class RetryingGatewayClient:
             if status == _GONE_STATUS:
                 raise RoundOverError(round_, f"{status} {text}")
             if status in (409, 413) or self._clock() >= deadline_s:
-                do = "See what the operator says: kubectl -n ringweave-system logs deploy/ringweave-operator"
+                do = "Read the operator's log: kubectl -n ringweave-system logs deploy/ringweave-operator"
                 got = f"{status} {text}"
-                raise LaunchError(explain("credentials at the operator's desk", got=got, expected="its yes", do=do))
+                raise LaunchError(explain("credentials at the agent gateway", got=got, expected="acceptance", do=do))
             self._sleep(GATEWAY_RETRY_S)
 
 
@@ -347,7 +347,7 @@ class GatewayCredentialPool(CredentialPool):
                 for holder in sorted(holders)
                 for incarnation, each in enumerate(credentials[holder])
             }
-            path = f"spares/{round_}/{node.index}"
+            path = f"credential-pool/{round_}/{node.index}"
             self._gateway.request("PUT", path, json.dumps(texts), round_=round_, stop_reason=stop_reason)
 
     def take(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
@@ -362,7 +362,7 @@ class GatewayCredentialPool(CredentialPool):
         if holder not in self._fetched[1]:
             wanted = ",".join(sorted(self._workers if holder in self._workers else {holder}))
             text = self._gateway.request(
-                "POST", f"spares/{round_}?holders={wanted}", round_=round_, stop_reason=stop_reason
+                "POST", f"credential-pool/{round_}?holders={wanted}", round_=round_, stop_reason=stop_reason
             )
             self._fetched[1].update(_parse_credential_texts(text))
         return _pop_credentials(holder, self._fetched[1], where=holder)
@@ -373,18 +373,18 @@ def _parse_credential_texts(text: str) -> dict[str, str]:
     try:
         return _CREDENTIAL_TEXTS_ADAPTER.validate_json(text)
     except ValueError:
-        raise _bad_credentials_error(f"{len(text)} characters of something else", "") from None
+        raise _bad_credentials_error(f"{len(text)} characters that are not credentials", "") from None
 
 
 def _pop_credentials(holder: str, texts: dict[str, str], where: str) -> Credentials:
     if holder not in texts:
-        raise _bad_credentials_error("those of others", where)
+        raise _bad_credentials_error("credentials of other workers", where)
     return Credentials.from_text(texts.pop(holder), where=where)
 
 
 def _bad_credentials_error(got: str, where: str) -> LaunchError:
-    what, do = "credentials from the operator's desk", "Run the same ringweave in the operator and in its Pods"
-    return LaunchError(explain(what, got=got, expected="those that were asked for", do=do, where=where))
+    what, do = "credentials from the agent gateway", "Run the same ringweave in the operator and in its Pods"
+    return LaunchError(explain(what, got=got, expected="the requested credentials", do=do, where=where))
 
 
 _CREDENTIAL_TEXTS_ADAPTER = TypeAdapter(dict[str, str])
@@ -417,10 +417,10 @@ def main(environ: Mapping[str, str]) -> int:
     config = objects.parse_config_data(data)
     namespace, job, node, attempt = environ["RINGWEAVE_POD"].split("/")
     gateway = GatewayClient(
-        url=environ["RINGWEAVE_DESK"],
+        url=environ["RINGWEAVE_GATEWAY"],
         group=f"{namespace}/{job}/{node}/{attempt}",
         token=(Path(environ["RINGWEAVE_SECRET_DIR"]) / objects.TOKEN_KEY).read_text,
-        certificate=environ.get("RINGWEAVE_DESK_AUTHORITY", ""),
+        certificate=environ.get("RINGWEAVE_GATEWAY_CA", ""),
     )
     home = Path(environ["RINGWEAVE_HOME"])
     assignment = AgentAssignment(
@@ -435,10 +435,10 @@ def main(environ: Mapping[str, str]) -> int:
         host=names.pod_dns_name(job, int(node), namespace),
     )
     os.chdir(config.directory or home)
-    termination_log = Path(environ.get("RINGWEAVE_LAST_WORDS", TERMINATION_LOG))
+    termination_log = Path(environ.get("RINGWEAVE_TERMINATION_LOG", TERMINATION_LOG))
     channel = LoggingGatewayChannel(gateway, termination_log if termination_log.exists() else None, home)
     channel.start_threads()
-    hidden = {"RINGWEAVE_DESK_AUTHORITY", "RINGWEAVE_SECRET_DIR", "RINGWEAVE_DESK"}
+    hidden = {"RINGWEAVE_GATEWAY_CA", "RINGWEAVE_SECRET_DIR", "RINGWEAVE_GATEWAY"}
     phase = run_agent(assignment, channel, {name: value for name, value in environ.items() if name not in hidden})
     return _EXIT_CODES.get(phase, 1)
 

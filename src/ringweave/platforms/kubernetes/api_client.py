@@ -407,7 +407,7 @@ def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, st
         )
         return dict(file_io.parse_json(done.stdout)["status"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        do = plugin.get("installHint") or "See whether it runs by itself"
+        do = plugin.get("installHint") or "Check that the command runs by itself"
         text = explain(f"credentials by {command}", got=str(error), expected="an ExecCredential", do=str(do))
         raise LaunchError(text) from error
 
@@ -457,5 +457,5 @@ async def fetch_permission(
     )
     if status.get("allowed"):
         return Permission(allowed=True, text=status.get("reason", "") or "the roles of the cluster", any_owner=True)
-    reason = status.get("reason") or status.get("evaluationError") or "no role says so"
+    reason = status.get("reason") or status.get("evaluationError") or "no role allows it"
     return Permission(allowed=False, text=f"no role allows {verb} on {names.CRD_PLURAL}.{names.API_GROUP} ({reason})")

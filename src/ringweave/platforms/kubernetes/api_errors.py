@@ -43,7 +43,7 @@ def error_from_answer(what: str, status: int, answer: Mapping[str, Any]) -> ApiE
     """Return the error of an answer: a Status object, or the body that a proxy made."""
     reason = str(answer.get("reason") or "Unknown")
     message = str(answer.get("message") or "no message")
-    do = _FIXES.get(reason, "See what the API server says, and whether it is well")
+    do = _FIXES.get(reason, "Check the API server and its log")
     text = explain(what, got=f"{status} {reason}", expected="an answer of the API server", do=f"{message}. {do}")
     return ApiError(text, status=status, reason=reason, message=message)
 
@@ -56,8 +56,8 @@ def unreachable_error(server: str, error: Exception) -> LaunchError:
 
 
 _FIXES = {
-    "Forbidden": "Ask whoever runs the cluster for a role that allows it (kubectl auth can-i --list shows yours)",
+    "Forbidden": "Ask for a role that allows it (kubectl auth can-i --list shows your permissions)",
     "Unauthorized": "Log in again: the credentials of the kubeconfig are not accepted",
     "NotFound": "Check the name and the namespace; if the resource itself is unknown, apply deploy/base first",
-    "Conflict": "Somebody else changed it at the same time; try again",
+    "Conflict": "It was changed at the same time; try again",
 }

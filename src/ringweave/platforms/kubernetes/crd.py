@@ -30,8 +30,8 @@ MAX_SOURCE = 2**20
 """Maximum characters of a script; its bytes are counted when the ConfigMap is created."""
 _HOST_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
 _ELASTIC_MIN_TEXT = (
-    "With so many workers at least the others go on, with fewer all begin again from the last checkpoint. At most all "
-    "but those of the smallest node that the split uses."
+    "Smallest number of workers with which training continues; with fewer, all workers restart from the last "
+    "checkpoint. At most the total without the smallest node that the split uses."
 )
 _VISIBLE_CHARACTER = r"[^\p{C}\p{Z}]"
 """Neither a control character nor a separator, in the API server's regular expressions (RE2)."""
@@ -49,7 +49,7 @@ def spec_schema() -> Schema:
     properties = {**_program_fields(), **_node_fields(), **_lifecycle_fields()}
     return {
         "type": "object",
-        "description": "What is asked for; only suspend, stopRun and retryRun can change.",
+        "description": "Specification of the job; only suspend, stopRun and retryRun can change.",
         "required": ["script", "nodes"],
         "properties": properties,
     }
@@ -62,19 +62,19 @@ def job_name_schema() -> Schema:
 
 def _program_fields() -> Schema:
     return {
-        "gpus": _count_schema("GPUs in all, shared out over the nodes. Either gpus or cpuWorkers."),
-        "cpuWorkers": _count_schema("Workers without a GPU in all. Either gpus or cpuWorkers."),
+        "gpus": _count_schema("Total number of GPUs, split over the nodes. Either gpus or cpuWorkers."),
+        "cpuWorkers": _count_schema("Total number of workers without a GPU. Either gpus or cpuWorkers."),
         "script": _line_schema(
-            "Path of the Python program: below directory where there is one, else its name.", 4096, least=1
+            "Path of the Python script: relative to directory if that is set, otherwise its name.", 4096, least=1
         ),
         "source": _limited_text_schema(
             "Text of the script, at most 1 MiB with the rest of the ConfigMap. Absent: the image has the script.",
             MAX_SOURCE,
         ),
-        "directory": _line_schema("Folder in the image that the script needs around it.", 4096, least=1),
+        "directory": _line_schema("Folder of the script in the image.", 4096, least=1),
         "arguments": {
             "type": "array",
-            "description": "What the script is called with.",
+            "description": "Command line arguments of the script.",
             "maxItems": MAX_ARGUMENTS,
             "x-kubernetes-list-type": "atomic",
             "items": _limited_text_schema("One argument.", 16384),
@@ -82,31 +82,33 @@ def _program_fields() -> Schema:
         },
         "environment": {
             "type": "array",
-            "description": "Variables of the workers.",
+            "description": "Environment variables of the workers.",
             "maxItems": MAX_VARIABLES,
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["name"],
             "items": _variable_schema(),
             "default": [],
         },
-        "data": _line_schema("Where the training data is; workers see it as RINGWEAVE_DATA.", 4096, least=1),
-        "image": _line_schema("Container image with Python and ringweave. Absent: the operator's.", 1024, least=1),
+        "data": _line_schema("Location of the training data; the workers' RINGWEAVE_DATA.", 4096, least=1),
+        "image": _line_schema(
+            "Container image with Python and ringweave. Absent: the operator's default.", 1024, least=1
+        ),
         "claim": {
             **_limited_text_schema(
-                "PersistentVolumeClaim that all Pods mount at /claim, which RINGWEAVE_CLAIM says.", 253, least=1
+                "PersistentVolumeClaim that all Pods mount at /claim, the workers' RINGWEAVE_CLAIM.", 253, least=1
             ),
             "pattern": _HOST_NAME_PATTERN,
         },
         "mode": {
             "type": "string",
-            "description": "How to train; auto leaves the choice to the planner. ps-hra, ps: with a parameter server.",
+            "description": "Training mode; auto lets the planner choose. ps-hra and ps use a parameter server.",
             "enum": list(request.MODES),
             "default": "auto",
         },
         "elastic": {
             "type": "object",
-            "description": "Absent: when a node is lost all begin again from the last checkpoint. Present: the others "
-            "go on without losing a train step, its Pod alone is replaced, and its workers join the others.",
+            "description": "Absent: when a node is lost, all workers restart from the last checkpoint. Present: the "
+            "other workers continue without losing a train step, and only the lost Pod is replaced.",
             "required": ["min"],
             "properties": {"min": _count_schema(_ELASTIC_MIN_TEXT)},
         },
@@ -114,14 +116,14 @@ def _program_fields() -> Schema:
 
 
 def _variable_schema() -> Schema:
-    name = _limited_text_schema(f"Name of the variable; {request.RESERVED_PREFIX} is ours.", 255)
+    name = _limited_text_schema(f"Name of the variable; {request.RESERVED_PREFIX} is reserved.", 255)
     return {
         "type": "object",
-        "description": "A variable.",
+        "description": "An environment variable.",
         "required": ["name", "value"],
         "properties": {
             "name": {**name, "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
-            "value": _limited_text_schema("Its value.", 32768),
+            "value": _limited_text_schema("Value of the variable.", 32768),
         },
     }
 
@@ -130,45 +132,45 @@ def _node_fields() -> Schema:
     return {
         "nodes": {
             "type": "array",
-            "description": "The nodes that may be used, in node order; the split takes the fewest that can hold all.",
+            "description": "Usable nodes, in node order; the split takes the fewest that hold all workers.",
             "minItems": 1,
             "maxItems": MAX_NODES,
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["name"],
             "items": _node_schema(),
         },
-        "minPerNode": {**_count_schema("The least that a used node gets."), "default": MIN_PER_NODE},
+        "minPerNode": {**_count_schema("Minimum number of workers on a used node."), "default": MIN_PER_NODE},
     }
 
 
 def _node_schema() -> Schema:
     return {
         "type": "object",
-        "description": "A node that may be used.",
+        "description": "A usable node.",
         "required": ["name", "capacity"],
         "properties": {
             "name": {
-                **_limited_text_schema("What it is called in this job.", 63, least=1),
+                **_limited_text_schema("Name of the node in this job.", 63, least=1),
                 "pattern": _HOST_NAME_PATTERN,
             },
             "host": {
                 **_limited_text_schema(
-                    "Kubernetes node that it must be (kubernetes.io/hostname). Absent: any.", 63, least=1
+                    "Required Kubernetes node (kubernetes.io/hostname). Absent: any node.", 63, least=1
                 ),
                 "pattern": _HOST_NAME_PATTERN,
             },
-            "capacity": {**_count_schema("How many GPUs (or CPU workers) it may run."), "minimum": 0},
+            "capacity": {**_count_schema("Maximum number of GPUs (or CPU workers) on the node."), "minimum": 0},
             "maxRetries": {
                 "type": "integer",
                 "format": "int32",
-                "description": "How often its Pod is replaced after a failure that is not the script's.",
+                "description": "Maximum number of replacements of its Pod after failures not caused by the script.",
                 "minimum": 0,
                 "maximum": request.MAX_RETRIES,
                 "default": _MAX_RETRIES,
             },
             "deletionPolicy": {
                 "type": "string",
-                "description": "What becomes of its Pod when the job has ended; a TTL or delete removes all.",
+                "description": "Deletion of its Pod after the end of the job; a TTL or a deletion removes all Pods.",
                 "enum": [str(policy) for policy in DeletionPolicy],
                 "default": str(DeletionPolicy.DELETE),
             },
@@ -180,31 +182,31 @@ def _lifecycle_fields() -> Schema:
     return {
         "ttlSecondsAfterFinished": {
             "type": "number",
-            "description": "So long after its end the job is removed with all it left. Absent: kept until deleted.",
+            "description": "Seconds from its end to the removal of the job and its objects. Absent: kept.",
             "minimum": 0,
             "maximum": request.MAX_TTL_S,
         },
         "suspend": {
             "type": "boolean",
-            "description": "Nothing of it runs until it is false. Kueue sets it, and ringweave suspend and resume.",
+            "description": "No Pod of the job runs while true. Set by Kueue, ringweave suspend and resume.",
             "default": False,
         },
-        "stopRun": _level_schema("Runs up to this one shall stop; ringweave stop sets it."),
-        "retryRun": _level_schema(
-            "This run, once it ended badly, shall be followed by another; ringweave retry sets it."
+        "stopRun": _run_number_schema("Runs up to this one are stopped. Set by ringweave stop."),
+        "retryRun": _run_number_schema(
+            "After this run has failed or was stopped, another run starts. Set by ringweave retry."
         ),
         "managedBy": _limited_text_schema(
-            "Who leads it; absent or ringweave.dev/operator: this operator, else it keeps away.", 63
+            "Controller of the job; absent or ringweave.dev/operator: this operator. Other jobs are ignored.", 63
         ),
         "requester": {
             "type": "object",
-            "description": "Who asks, as the API server says; set or checked by the admission policies.",
+            "description": "Requesting user as reported by the API server; set or checked by the admission policies.",
             "required": ["username"],
             "properties": {
-                "username": _limited_text_schema("The user's name.", 1024, least=1),
+                "username": _limited_text_schema("Name of the user.", 1024, least=1),
                 "groups": {
                     "type": "array",
-                    "description": "The user's groups, for the question whether they may.",
+                    "description": "Groups of the user, for the permission check.",
                     "maxItems": 500,
                     "x-kubernetes-list-type": "atomic",
                     "items": _limited_text_schema("A group.", 1024),
@@ -219,7 +221,7 @@ def _count_schema(description: str) -> Schema:
     return {"type": "integer", "format": "int64", "description": description, **limits}
 
 
-def _level_schema(description: str) -> Schema:
+def _run_number_schema(description: str) -> Schema:
     return {"type": "integer", "format": "int32", "description": description, "minimum": 0, "default": 0}
 
 
@@ -255,26 +257,24 @@ OPTIONAL_FIELDS = (
 def spec_rules() -> list[ValidationRule]:
     """Return the rules of the whole spec, in reading order for users."""
     return [
-        _make_rule(
-            "has(self.gpus) != has(self.cpuWorkers)", "write either gpus or cpuWorkers, not both and not neither"
-        ),
+        _make_rule("has(self.gpus) != has(self.cpuWorkers)", "exactly one of gpus and cpuWorkers is required"),
         _make_rule(
             f"{_TOTAL} >= self.minPerNode",
-            "the total is less than one used node gets at least: ask for more, or lower minPerNode",
-            message_expression="'a total of %d is less than the %d that a used node gets at least: "
+            "the total is less than minPerNode: ask for more, or lower minPerNode",
+            message_expression="'a total of %d is less than the %d of minPerNode: "
             f"ask for %d or more, or lower minPerNode'.format([{_TOTAL}, self.minPerNode, self.minPerNode])",
         ),
         _make_rule(
             f"{_TOTAL} <= {_TOTAL_CAPACITY}",
-            "the nodes have not enough room in all: ask for less, add a node or raise a capacity",
-            message_expression="'a total of %d is more than the %d that the nodes with room for at least %d can run: "
+            "the total is more than the capacity of all nodes: ask for less, add a node or raise a capacity",
+            message_expression="'a total of %d is more than the %d that nodes of at least %d can run: "
             f"ask for less, add a node or raise a capacity'.format([{_TOTAL}, {_TOTAL_CAPACITY}, self.minPerNode])",
         ),
         _make_rule(
             # If all usable nodes may be used, their total capacity decides: the previous rule.
             f"{_TOTAL} < self.minPerNode || {_TOTAL} / self.minPerNode >= {_USABLE}.size() || {_FITS_LARGEST_NODES}",
-            "no split gives every used node minPerNode: as many nodes as are needed would get too few each; "
-            "ringweave split names the nearest totals that can be",
+            "no split gives every used node minPerNode: the necessary nodes would get too few workers each; "
+            "ringweave split prints the nearest possible totals",
         ),
         *_elastic_rules(),
         _make_rule(
@@ -283,12 +283,13 @@ def spec_rules() -> list[ValidationRule]:
         ),
         _make_rule(
             " && ".join(f"has(self.{name}) == has(oldSelf.{name})" for name in OPTIONAL_FIELDS),
-            "a field that was absent stays absent, one that was there stays: delete the job and submit it anew",
+            "fields can be neither added nor removed: delete the job and submit it again",
         ),
         _make_rule(
-            "self.stopRun >= oldSelf.stopRun && self.retryRun >= oldSelf.retryRun", "stopRun and retryRun only grow"
+            "self.stopRun >= oldSelf.stopRun && self.retryRun >= oldSelf.retryRun",
+            "stopRun and retryRun cannot decrease",
         ),
-        _make_rule("!has(oldSelf.requester) || has(self.requester)", "the requester stays"),
+        _make_rule("!has(oldSelf.requester) || has(self.requester)", "requester cannot be removed"),
     ]
 
 
@@ -298,18 +299,18 @@ def _elastic_rules() -> list[ValidationRule]:
     return [
         _make_rule(
             f"!has(self.elastic) || !({served})",
-            "elastic excludes a parameter server, which dies with its node: leave elastic out, or write mode balanced",
+            "elastic excludes a parameter server, which fails with its node: leave elastic out, or write mode balanced",
         ),
         _make_rule(
             f"!has(self.elastic) || self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
-            "an elastic job needs two nodes or more, as one can be lost, and here one node gets all: leave elastic "
-            "out, or lower its capacity",
+            "an elastic job needs at least two nodes, since one can be lost, but one node gets all workers: leave "
+            "elastic out, or lower its capacity",
         ),
         _make_rule(
             f"!has(self.elastic) || {_TOTAL} < 1 || {_USABLE}.size() == 0 || self.elastic.min <= {most}",
-            "elastic.min is more than is left without the smallest node that the split uses",
-            message_expression="'elastic.min of %d is more than the %d that are left without the smallest node that "
-            "the split uses: write %d, or less to survive the loss of larger nodes'"
+            "elastic.min is more than the total without the smallest node that the split uses",
+            message_expression="'elastic.min of %d is more than the %d without the smallest node that the split "
+            "uses: write %d, or less to survive the loss of larger nodes'"
             f".format([self.elastic.min, {most}, {most}])",
         ),
     ]
@@ -344,10 +345,10 @@ def field_rules(name: str) -> list[ValidationRule]:
     """Return the rules of one field of the spec."""
     found = []
     if name in IMMUTABLE_FIELDS:
-        found.append(_make_rule("self == oldSelf", f"{name} cannot change: delete the job and submit it anew"))
+        found.append(_make_rule("self == oldSelf", f"{name} cannot change: delete the job and submit it again"))
     if name == "environment":
         reserved = f"!self.exists(v, v.name.startsWith('{RESERVED_PREFIX}'))"
-        found.append(_make_rule(reserved, f"a variable begins with {RESERVED_PREFIX}: those are set by the launcher"))
+        found.append(_make_rule(reserved, f"variables that begin with {RESERVED_PREFIX} are reserved for the launcher"))
     return found
 
 
@@ -365,11 +366,11 @@ def _make_rule(rule: str, message: str, *, message_expression: str | None = None
 
 
 CONDITION_TEXTS = {
-    "Admitted": "It may run: the requester may submit it, and the total can be split.",
-    "Running": "All its nodes train; of an elastic job enough of them do.",
-    "Suspended": "It is suspended.",
-    "Succeeded": "All nodes finished with exit code 0; of an elastic job all that did not hang.",
-    "Failed": "The script failed, a node failed too often, or somebody stopped it.",
+    "Admitted": "The requester may submit the job, and the total can be split.",
+    "Running": "All nodes train; of an elastic job, enough of them.",
+    "Suspended": "The job is suspended.",
+    "Succeeded": "All nodes finished with exit code 0; of an elastic job, all but hung ones.",
+    "Failed": "The script failed, a node failed more often than maxRetries allows, or a user stopped the job.",
 }
 """Condition type -> meaning of True."""
 REFUSED_STATE = "Refused"
@@ -418,7 +419,7 @@ def _resource_schema() -> Schema:
             field["x-kubernetes-validations"] = found
     return {
         "type": "object",
-        "description": "A training job: N GPUs in all over nodes that may run unequal numbers of them.",
+        "description": "A training job: N GPUs over nodes with unequal numbers of GPUs.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of this schema."},
@@ -433,47 +434,47 @@ def _resource_schema() -> Schema:
 def _status_schema() -> Schema:
     states = ", ".join([*JobState, REFUSED_STATE])
     properties = {
-        "observedGeneration": _integer_schema("The generation of the spec that this tells of."),
+        "observedGeneration": _integer_schema("Generation of the spec that this describes."),
         "state": _text_schema(f"One of {states}."),
-        "reason": _text_schema("Why it does not run, as one word; empty while it does."),
-        "message": _text_schema("What it waits for, or what happened."),
-        "helps": _text_schema("What would help."),
-        "ready": _text_schema("How many of the used nodes are at the gate or beyond, such as 2/3."),
-        "workers": _integer_schema("GPUs, or CPU workers, in all."),
-        "run": _integer_schema("1, and one more for each retry of the whole job."),
-        "round": _integer_schema("How often all nodes have been gathered at the gate."),
-        "admittedAt": _time_schema("When it was admitted."),
-        "endedAt": _time_schema("When its outcome was decided; the TTL counts from here."),
-        "nodes": _list_schema("What each node does, in the order of the spec.", ["name"], _node_status_schema()),
-        "conditions": _list_schema("Conditions.", ["type"], _condition_schema()),
-        "events": _list_schema("The last things that happened, oldest first.", ["key"], _event_schema()),
-        "record": _text_schema("What the operator knows, as JSON; the fields above say the same for people."),
+        "reason": _text_schema("Reason for not running, in CamelCase; empty while the job runs."),
+        "message": _text_schema("Description of the reason."),
+        "hint": _text_schema("Remedy."),
+        "ready": _text_schema("Number of used nodes that reached the start barrier, such as 2/3."),
+        "workers": _integer_schema("Total number of GPUs or CPU workers."),
+        "run": _integer_schema("Number of the run: 1, and one more for each retry of the whole job."),
+        "round": _integer_schema("Number of the round: 1, and one more for each restart of all nodes."),
+        "admittedAt": _time_schema("Time of admission."),
+        "endedAt": _time_schema("Time of the outcome; the TTL counts from here."),
+        "nodes": _list_schema("Status of each node, in the order of the spec.", ["name"], _node_status_schema()),
+        "conditions": _list_schema("Conditions of the job.", ["type"], _condition_schema()),
+        "events": _list_schema("Last events, oldest first.", ["key"], _event_schema()),
+        "record": _text_schema("Record of the operator, as JSON. The other fields are derived from it."),
     }
-    return {"type": "object", "description": "What became of it; written by the operator.", "properties": properties}
+    return {"type": "object", "description": "Status of the job, written by the operator.", "properties": properties}
 
 
 def _node_status_schema() -> Schema:
     return _object_schema(
-        "A node.",
+        "Status of a node.",
         ["name"],
         {
-            "name": _text_schema("Its name in the spec."),
-            "workers": _integer_schema("What the split gave it; 0: not used."),
-            "state": _text_schema("What it does."),
-            "reason": _text_schema("Why it does not run, as one word."),
-            "message": _text_schema("What it waits for, or what happened."),
-            "helps": _text_schema("What would help."),
-            "attempt": _integer_schema("The current attempt."),
-            "retries": _integer_schema("Replacements after failures of its own in this run."),
-            "iterations": _integer_schema("Training steps done, as last reported."),
-            "lastLoss": {"type": "number", "description": "The last loss reported."},
+            "name": _text_schema("Name of the node in the spec."),
+            "workers": _integer_schema("Number of workers by the split; 0: not used."),
+            "state": _text_schema("State of the node."),
+            "reason": _text_schema("Reason for not running, in CamelCase."),
+            "message": _text_schema("Description of the reason."),
+            "hint": _text_schema("Remedy."),
+            "attempt": _integer_schema("Number of the current attempt."),
+            "retries": _integer_schema("Replacements in this run after failures of this node."),
+            "iterations": _integer_schema("Train steps done, as last reported."),
+            "lastLoss": {"type": "number", "description": "Last reported loss."},
         },
     )
 
 
 def _condition_schema() -> Schema:
     return _object_schema(
-        "A condition.",
+        "Condition of the job.",
         ["type", "status", "lastTransitionTime", "reason", "message"],
         {
             "type": _text_schema(f"One of {', '.join(CONDITION_TEXTS)}."),
@@ -482,23 +483,23 @@ def _condition_schema() -> Schema:
                 "description": "True, False or Unknown.",
                 "enum": ["True", "False", "Unknown"],
             },
-            "reason": _text_schema("One word for programs."),
-            "message": _text_schema("In words."),
-            "lastTransitionTime": _time_schema("When the status changed last."),
-            "observedGeneration": _integer_schema("The generation of the spec that this tells of."),
+            "reason": _text_schema("Reason in CamelCase."),
+            "message": _text_schema("Description."),
+            "lastTransitionTime": _time_schema("Time of the last change of the status."),
+            "observedGeneration": _integer_schema("Generation of the spec that this describes."),
         },
     )
 
 
 def _event_schema() -> Schema:
     return _object_schema(
-        "Something that happened.",
+        "Event of the job.",
         ["key"],
         {
             "key": _text_schema("Unique within the job."),
-            "time": _time_schema("When."),
-            "kind": _text_schema("A reason's code, or a state."),
-            "text": _text_schema("In words."),
+            "time": _time_schema("Time of the event."),
+            "kind": _text_schema("Code of a reason, or a state."),
+            "text": _text_schema("Description."),
         },
     )
 
@@ -509,14 +510,14 @@ def _printer_columns() -> list[dict[str, Any]]:
         return {**shown, "priority": 1} if wide else shown
 
     return [
-        column("State", ".status.state", "What it does."),
-        column("Reason", ".status.reason", "Why it does not run."),
-        column("Ready", ".status.ready", "Nodes at the gate or beyond, of those used."),
-        column("Workers", ".status.workers", "GPUs, or CPU workers, in all.", "integer"),
-        column("Requester", ".spec.requester.username", "Who asked for it."),
-        column("Age", ".metadata.creationTimestamp", "Since when it is there.", "date"),
-        column("Message", ".status.message", "What it waits for, or what happened.", wide=True),
-        column("Helps", ".status.helps", "What would help.", wide=True),
+        column("State", ".status.state", "State of the job."),
+        column("Reason", ".status.reason", "Reason for not running."),
+        column("Ready", ".status.ready", "Used nodes that reached the start barrier."),
+        column("Workers", ".status.workers", "Total number of GPUs or CPU workers.", "integer"),
+        column("Requester", ".spec.requester.username", "Requesting user."),
+        column("Age", ".metadata.creationTimestamp", "Age of the job.", "date"),
+        column("Message", ".status.message", "Description of the reason.", wide=True),
+        column("Helps", ".status.hint", "Remedy.", wide=True),
     ]
 
 

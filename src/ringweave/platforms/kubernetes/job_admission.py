@@ -46,12 +46,14 @@ class JobAdmission:
                 request.mode in jobs_request.SERVER_MODES
                 and request.num_workers > credential_secrets.MAX_SERVER_WORKERS
             ):
-                raise AdmissionRefusedError("TooManyForServer", _too_many_for_server(request.mode, request.num_workers))
+                raise AdmissionRefusedError(
+                    "TooManyWorkersForServer", _too_many_for_server(request.mode, request.num_workers)
+                )
             if (
                 request.elastic is not None
                 and (most := max(request.split.counts or (0,))) > credential_secrets.MAX_ELASTIC_WORKERS_PER_NODE
             ):
-                raise AdmissionRefusedError("TooManyForElastic", _too_many_on_node(most))
+                raise AdmissionRefusedError("TooManyWorkersForElastic", _too_many_on_node(most))
             loop = asyncio.get_running_loop()
             async with self._lock:  # one question at a time, and none twice
                 job = await asyncio.to_thread(
@@ -83,7 +85,7 @@ class JobAdmission:
 
 def _too_many_for_server(mode: str, num_workers: int) -> str:
     expected = f"at most {credential_secrets.MAX_SERVER_WORKERS} with mode {mode}, whose credentials one Secret holds"
-    return explain("workers", got=num_workers, expected=expected, do="Ask for fewer, or take mode balanced")
+    return explain("workers", got=num_workers, expected=expected, do="Ask for fewer, or use mode balanced")
 
 
 def _too_many_on_node(num_workers: int) -> str:
@@ -103,10 +105,10 @@ def _refusal_code(error: JobError) -> str:
 
 
 _NO_REQUESTER = (
-    "requester: nobody, expected the user who made the job. Submit it with ringweave submit --on kubernetes, write "
-    "spec.requester.username as kubectl auth whoami says it, or have the admission policies of deploy/ set it."
+    "requester: none, expected the user who made the job. Submit it with ringweave submit --on kubernetes, write "
+    "spec.requester.username as printed by kubectl auth whoami, or let the admission policies of deploy/ set it."
 )
 _NO_IMAGE = (
-    "image: none, expected a container image with Python and ringweave. Write spec.image, or have the operator run "
+    "image: none, expected a container image with Python and ringweave. Write spec.image, or start the operator "
     "with --image."
 )

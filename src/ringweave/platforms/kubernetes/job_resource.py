@@ -159,38 +159,38 @@ def _to_node_entry(index: int, node: NodeRequest) -> dict[str, Any]:
 
 
 StatusObject = dict[str, Any]
-_OTHER_REFUSAL, _SERVER_FAILURE = "ObjectRefused", "ApiServerFails"
+_OTHER_REFUSAL, _SERVER_FAILURE = "ObjectRefused", "ApiServerError"
 _REFUSAL_KINDS = {
-    "NameTaken": (
-        r"is there already, and belongs to something else",
+    "AlreadyExists": (
+        r"exists already, and does not belong to the job",
         "Remove that object, or delete the job and submit it under another name",
     ),
     "WebhookUnreachable": (
         r"fail\w+ calling (admission )?webhook",
-        "Ask whoever runs the cluster why this webhook does not answer; it is tried again",
+        "Ask the administrator of the cluster why this webhook does not answer; the request is tried again",
     ),
     "QuotaExceeded": (
         r"exceeded quota|failed quota|maximum .* usage per",
         "Free some of it (kubectl describe resourcequota, limitrange), or ask for a larger quota; it is tried again",
     ),
-    "PodSecurityRefused": (
+    "PodSecurityViolation": (
         r"violates PodSecurity",
         "Have the namespace allow such Pods (its labels pod-security.kubernetes.io/*), or submit it in another one",
     ),
-    "WebhookRefused": (
+    "AdmissionDenied": (
         r"admission webhook|ValidatingAdmissionPolicy|denied the request",
-        "Ask whoever runs the cluster what this policy wants; it is tried again",
+        "Ask the administrator of the cluster about this policy; the request is tried again",
     ),
     "OperatorForbidden": (
         r"cannot \w+ resource",
-        "Apply deploy/base again: the operator's role is not what it has to be",
+        "Apply deploy/base again: the operator's role lacks a permission",
     ),
     "ObjectInvalid": (
         r"is invalid",
-        "Correct what is named there: delete the job and submit it anew",
+        "Correct the named field: delete the job and submit it again",
     ),
-    _SERVER_FAILURE: (r"(?!)", "Ask whoever runs the cluster what ails the API server; it is tried again"),
-    _OTHER_REFUSAL: (r"", "Ask whoever runs the cluster; it is tried again"),
+    _SERVER_FAILURE: (r"(?!)", "Ask the administrator of the cluster about the API server; the request is tried again"),
+    _OTHER_REFUSAL: (r"", "Ask the administrator of the cluster; the request is tried again"),
 }
 """Code -> pattern of the API server's message, tried in this order, and hint."""
 REFUSAL_CODES = tuple(_REFUSAL_KINDS)
@@ -220,13 +220,13 @@ def refusal_reason(job: Job, refusals: list[ApiRefusal]) -> Reason:
     plural = "s" if len(nodes) > 1 else ""
     what = f"{first.what}{plural} of node{plural} {shorten_names(nodes, len(nodes))}" if nodes else first.what
     verb = "fails at" if first.is_failure else "refuses"
-    return Reason(code=code, text=f"the API server {verb} {what}: {first.message}", helps=_REFUSAL_KINDS[code][1])
+    return Reason(code=code, text=f"the API server {verb} {what}: {first.message}", hint=_REFUSAL_KINDS[code][1])
 
 
 def status_with_refusals(status: Mapping[str, Any], job: Job, refusals: list[ApiRefusal], now: float) -> StatusObject:
     """Return the status with the refusals; an equal one if it has them already."""
     reason = refusal_reason(job, refusals)
-    reason_fields = {"reason": reason.code, "message": reason.text, "helps": reason.helps}
+    reason_fields = {"reason": reason.code, "message": reason.text, "hint": reason.hint}
     refused = {refusal.node for refusal in refusals}
     nodes = [{**node, **reason_fields} if index in refused else node for index, node in enumerate(status["nodes"])]
     conditions = [
@@ -245,7 +245,7 @@ def recorded_refusal(status: Mapping[str, Any]) -> Reason | None:
     """Return the refusal in a status, or in the status of a node; None if there is none."""
     if status.get("reason") not in REFUSAL_CODES:
         return None
-    return Reason(code=status["reason"], text=status["message"], helps=status["helps"])
+    return Reason(code=status["reason"], text=status["message"], hint=status["hint"])
 
 
 def job_with_refusals(job: Job, status: Mapping[str, Any]) -> Job:
@@ -286,8 +286,8 @@ def status_from_job(
         "observedGeneration": generation,
         "state": str(record.state),
         "reason": record.reason.code if record.reason else "",
-        "message": record.reason.text if record.reason else "all nodes run",
-        "helps": record.reason.helps if record.reason else "",
+        "message": record.reason.text if record.reason else "all nodes are running",
+        "hint": record.reason.hint if record.reason else "",
         "ready": _ready_text(job),
         "workers": job.request.num_workers,
         "run": record.run,
@@ -311,7 +311,7 @@ def refused_status(before: Mapping[str, Any], *, reason: str, text: str, generat
         "state": REFUSED_STATE,
         "reason": reason,
         "message": text,
-        "helps": "",
+        "hint": "",
         "conditions": [condition],
     }
 
@@ -353,7 +353,7 @@ def _node_status(job: Job, index: int) -> StatusObject:
         status |= {
             "reason": node_record.reason.code,
             "message": node_record.reason.text,
-            "helps": node_record.reason.helps,
+            "hint": node_record.reason.hint,
         }
     if node_record.iterations is not None:
         status["iterations"] = node_record.iterations
@@ -365,7 +365,7 @@ def _node_status(job: Job, index: int) -> StatusObject:
 def _all_conditions(job: Job, before: Mapping[str, Any], generation: int, now: float) -> list[StatusObject]:
     record = job.record
     reason = record.reason.code if record.reason else "Running"
-    text = str(record.reason) if record.reason else "all nodes run"
+    text = str(record.reason) if record.reason else "all nodes are running"
     holds = {
         "Admitted": True,
         "Running": record.state is JobState.RUNNING,
@@ -376,7 +376,7 @@ def _all_conditions(job: Job, before: Mapping[str, Any], generation: int, now: f
     conditions = []
     for kind in CONDITION_TEXTS:
         if kind == "Admitted":
-            admitted = f"{job.request.split}, asked for by {job.requester}"
+            admitted = f"{job.request.split}, requested by {job.requester}"
             conditions.append(_make_condition(before, kind, True, "Admitted", admitted, generation, now))
         else:
             conditions.append(_make_condition(before, kind, holds[kind], reason, text, generation, now))

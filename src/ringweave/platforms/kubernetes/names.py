@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 PLATFORM_NAME = "kubernetes"
 """Value of `--on`."""
 API_GROUP = "ringweave.dev"
-CRD_VERSION = "v1alpha1"
+CRD_VERSION = "v1alpha2"
 API_VERSION = f"{API_GROUP}/{CRD_VERSION}"
 CRD_KIND = "TrainingJob"
 CRD_PLURAL = "trainingjobs"
@@ -21,7 +21,7 @@ ROUND_ANNOTATION = f"{API_GROUP}/round"
 """Annotation of a Pod: round of the start barrier that it has to join."""
 STOPPED_ANNOTATION = f"{API_GROUP}/stopped"
 """Annotation of a Pod that was told to stop and is kept."""
-BARRIER_CONDITION = f"{API_GROUP}/AtGate"
+BARRIER_CONDITION = f"{API_GROUP}/AtBarrier"
 """Condition of a Pod, in its readiness gates: the status of its agent."""
 
 
@@ -37,7 +37,7 @@ def server_secret_name(job: str) -> str:
 
 def credential_pool_name(job: str, node: int) -> str:
     """Return the name of the Secret with the credentials of a node's processes, if the job is elastic."""
-    return f"{job}-spares-{node}"
+    return f"{job}-credentials-{node}"
 
 
 def service_name(job: str) -> str:

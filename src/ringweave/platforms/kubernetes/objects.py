@@ -61,7 +61,7 @@ MAX_CONFIG_MAP_BYTES = 2**20
 """Maximum size of keys and values of a ConfigMap, as the API server counts them."""
 CONFIG_KEY = "config.json"
 SCRIPT_KEY = "script"
-RENDEZVOUS_KEY = "opening.json"
+RENDEZVOUS_KEY = "rendezvous.json"
 _RENDEZVOUS_RESERVE_BYTES = 16 * 1024
 """Reserve for the rendezvous result: addresses of 128 nodes."""
 TOKEN_KEY = "token"
@@ -79,8 +79,8 @@ def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
         data[SCRIPT_KEY] = source
     num_bytes = sum(len(key) + len(value.encode()) for key, value in data.items())
     if num_bytes > MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES:
-        do = "Put the script into the image and name its folder as directory; then it need not travel with the job"
-        expected = f"at most {MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES} (1 MiB less the opening of the gate)"
+        do = "Put the script into the image and give its folder as directory"
+        expected = f"at most {MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES} (1 MiB less the rendezvous result)"
         raise JobError(
             explain(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
         )
@@ -259,8 +259,8 @@ def worker_pod(job: Job, owner: JobOwner, action: CreateGroup, *, host: str | No
 def _worker_container(job: Job, owner: JobOwner, action: CreateGroup, settings: PodSettings) -> Object:
     field = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     variables = {
-        "RINGWEAVE_DESK": settings.gateway_url,
-        "RINGWEAVE_DESK_AUTHORITY": settings.gateway_certificate,
+        "RINGWEAVE_GATEWAY": settings.gateway_url,
+        "RINGWEAVE_GATEWAY_CA": settings.gateway_certificate,
         "RINGWEAVE_POD": f"{owner.namespace}/{owner.name}/{action.node}/{action.attempt}",
         "RINGWEAVE_CONFIG_DIR": CONFIG_DIR,
         "RINGWEAVE_SECRET_DIR": SECRET_DIR,

@@ -109,7 +109,7 @@ class LeaderElection:
                 if isinstance(error, ApiError) and error.status in (401, 403):
                     raise
                 why = str(error) or f"no answer in {self._settings.renew_s:g} s"
-                self._log.warning("lease: not asked for: %s", why)
+                self._log.warning("lease: not requested: %s", why)
             await asyncio.sleep(min(self._settings.renew_s, self._settings.duration_s / 4))
 
     async def renew_until_lost(self) -> None:
@@ -212,7 +212,7 @@ class LeaderElection:
 
 
 def _lost_lease_error() -> LostLeaseError:
-    return LostLeaseError("lease of the operator: lost, expected to hold it. Another one leads now, or will.")
+    return LostLeaseError("lease of the operator: lost, expected to hold it. Another operator leads now, or will.")
 
 
 GRACE_S = 1.0
@@ -264,7 +264,7 @@ async def cancel_other_tasks(kept: set[asyncio.Task[Any]], limit_s: float = CANC
     while left := asyncio.all_tasks() - kept - {asyncio.current_task()}:
         if loop.time() >= deadline_s:
             names = ", ".join(sorted(task.get_name() for task in left))
-            logging.getLogger(__name__).warning("given up after %.2g s: %s", limit_s, names)
+            logging.getLogger(__name__).warning("abandoned after %.2g s: %s", limit_s, names)
             return left
         for task in left:
             task.cancel()
@@ -294,7 +294,7 @@ def kill_process_later(after_s: float = PROCESS_EXIT_LIMIT_S) -> None:
     """Kill this process after a time if it still runs, and dump its stacks."""
 
     def end() -> None:
-        sys.stderr.write(f"operator: still there {after_s:g} s after it was told to end, ended by force\n")
+        sys.stderr.write(f"operator: still running {after_s:g} s after it was told to stop; killed\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()
         os._exit(1)
@@ -348,7 +348,7 @@ async def _list_job_views(client: KubernetesClient, namespaces: Sequence[str]) -
     for namespace in namespaces or (None,):
         for resource in await client.list(api_client.TRAINING_JOBS, namespace):
             platform = f"{names.PLATFORM_NAME}/{resource['metadata']['namespace']}"
-            views.append(replace(kubernetes_platform.training_job_view(resource, time.time()), place=platform))
+            views.append(replace(kubernetes_platform.training_job_view(resource, time.time()), platform=platform))
     return views
 
 
@@ -356,7 +356,7 @@ _Read = TypeVar("_Read")
 Connect = Callable[[], kopf.ConnectionInfo]
 RENEW_FRACTION = 4 / 15
 """Renewal interval, as a fraction of the lease's duration."""
-_GATEWAY_SECRET = "ringweave-operator-desk"
+_GATEWAY_SECRET = "ringweave-operator-gateway"
 _WATCHED_RESOURCES = ("pods", "configmaps")
 """Resources watched besides jobs. Only ours have the label; the API server filters out the others."""
 _LIST_CHUNK_SIZE = 500
@@ -574,7 +574,7 @@ def _pod_settings(options: Mapping[str, Any]) -> PodSettings:
         try:
             return parse(text)
         except ValueError:
-            do = "Write it as Kubernetes does"
+            do = "Write it in Kubernetes' notation"
             raise UsageError(explain(f"--{option}", got=text, expected=expected, do=do)) from None
 
     def amount(option: str) -> Quantity | None:

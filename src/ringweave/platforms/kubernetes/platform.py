@@ -32,7 +32,7 @@ LOG_POLL_S = 0.5
 """Interval between checks for new Pods."""
 _RANK_LINE = re.compile(r"\[(\d+)\] (.*)", re.DOTALL)
 _END_OF_LOGS = None
-_LOST_LOG_TEXT = "its Pod was removed by somebody else, and its log with it"
+_LOST_LOG_TEXT = "its Pod was deleted from outside, and its log with it"
 
 
 class JobLogReader:
@@ -222,13 +222,13 @@ def displayed_training_job(resource: TrainingJobObject, now: float) -> Job:
         request, requester=job_resource.requester_of(resource), counts=counts, now=_created_s(resource, now)
     )
     if status.get("state") == REFUSED_STATE:
-        reason = Reason(code=status["reason"], text=status["message"], helps="Mend that; the operator looks again")
+        reason = Reason(code=status["reason"], text=status["message"], hint="Fix it; the operator tries again")
         return replace(job, record=replace(job.record, state=JobState.FAILED, reason=reason))
     manager = resource["spec"].get("managedBy") or "the operator"
     reason = Reason(
         code="NotAdmitted",
-        text=f"waits for {manager} to admit it",
-        helps="See whether it runs: kubectl -n ringweave-system get pods",
+        text=f"waits for admission by {manager}",
+        hint="Check that it runs: kubectl -n ringweave-system get pods",
     )
     return replace(job, record=replace(job.record, reason=reason))
 
@@ -243,7 +243,7 @@ def _invalid_job(resource: TrainingJobObject, error: JobError, now: float) -> Jo
         request, requester=job_resource.requester_of(resource), counts=(0,), now=_created_s(resource, now)
     )
     reason = Reason(
-        code="Invalid", text=str(error), helps=f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it anew"
+        code="Invalid", text=str(error), hint=f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it again"
     )
     return replace(job, record=replace(job.record, state=JobState.FAILED, reason=reason))
 
@@ -425,9 +425,7 @@ def open_service(environ: Mapping[str, str]) -> KubernetesPlatform:
 def _check_image_directory(request: JobRequest) -> None:
     """Refuse a relative directory: on Kubernetes a directory is one in the image, and local files are not uploaded."""
     if request.directory is not None and not Path(request.directory).is_absolute():
-        do = (
-            "Put the folder into the image, and write where it is there; or leave directory out, and the script travels"
-        )
+        do = "Put the folder into the image and give its path there, or leave directory out"
         expected = "an absolute path in the container image"
         raise JobError(explain("directory", got=request.directory, expected=expected, do=do, where=request.name))
 
@@ -436,7 +434,7 @@ def _to_user_error(error: ApiError, what: str) -> LaunchError | JobError:
     """Return the API server's refusal as an error of the request; other errors stay unchanged."""
     if error.status not in (403, 422):
         return error
-    do = "Correct it" if error.status == 422 else "Ask whoever runs the cluster for the role ringweave-user"
+    do = "Correct it" if error.status == 422 else "Ask the administrator of the cluster for the role ringweave-user"
     return JobError(f"{what}: {error.message} {do}. [kubernetes]")
 
 

@@ -44,11 +44,11 @@ def _unresponsive_signs(pod: Pod, now: float) -> Iterator[str]:
     metadata, status = pod["metadata"], pod.get("status", {})
     until = metadata.get("deletionTimestamp")  # with its grace
     if until is not None and not metadata.get("finalizers") and now >= names.parse_time(until) + UNRESPONSIVE_AFTER_S:
-        yield f"its Pod was to be gone by {until}, and nobody has ended it"
+        yield f"its Pod was to end by {until}, and has not ended"
     if status.get("reason") == "NodeLost" or status.get("phase") == "Unknown":
         yield f"its Pod is {status.get('reason') or 'Unknown'}"
     if _was_marked_unready(status, now):
-        yield "its Pod was marked as not ready, and not by its own kubelet"
+        yield "its Pod was marked as not ready, but not by its own kubelet"
 
 
 def _was_marked_unready(status: Mapping[str, Any], now: float) -> bool:
@@ -173,7 +173,7 @@ def observed_group(pod: Pod, now: float) -> ObservedGroup:
 
 def _invalid_pod_group(pod: Pod, error: Exception) -> ObservedGroup:
     """Return a failed group for an invalid Pod, so that it is replaced and blocks nothing."""
-    text = f"its Pod cannot be understood ({type(error).__name__}: {error})"
+    text = f"its Pod has an unreadable status ({type(error).__name__}: {error})"
     return ObservedGroup(
         node=0, attempt=0, round=requested_round(pod), phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=text
     )
@@ -256,7 +256,7 @@ def _pending_cause(pod: Pod) -> tuple[PendingCause | None, str]:
     for item in status.get("conditions") or ():
         if item["type"] == "PodScheduled" and item["status"] == "False":
             return PendingCause.CAPACITY, _reason_and_message(item)
-    return None, "its container is being made" if status.get("phase") else ""
+    return None, "its container is being created" if status.get("phase") else ""
 
 
 def _reason_and_message(found: Mapping[str, Any]) -> str:

@@ -208,7 +208,7 @@ class ReconcileQueue:
             except LaunchError as error:
                 self._handle_failure(key, entry, error)
             except Exception:
-                self._log.exception("job %s/%s: a bug of ours", *key)
+                self._log.exception("job %s/%s: unexpected error", *key)
                 self._handle_failure(key, entry, None)
             else:
                 self._handle_result(key, entry, result)

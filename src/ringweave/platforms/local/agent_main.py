@@ -55,9 +55,9 @@ class FileAgentChannel(AgentChannel):
         """Return the desired state; it says to leave if the group's folder was removed."""
         desired = self._desired_state_file.read()
         if desired is None:
-            return DesiredState(round=0, leave=True, why=f"its folder {self._group.root} is gone")
+            return DesiredState(round=0, stop=True, reason=f"its folder {self._group.root} was removed")
         rendezvous: RendezvousResult | None = self._rendezvous_file.read()
-        return DesiredState(round=desired.round, opening=rendezvous, leave=desired.leave, why=desired.why)
+        return DesiredState(round=desired.round, rendezvous=rendezvous, stop=desired.stop, reason=desired.reason)
 
     def report_status(self, status: AgentStatus) -> None:
         """Replace the status, and wake the supervisor."""

@@ -5,12 +5,12 @@ STATE/jobs.sqlite                             the registry
 STATE/jobs/ID/                                one job; ID is its name and a random number
     bell                                      wakes the supervisor
     supervisor.lock, supervisor.log           held while it runs; its standard error
-    config.json, gate.json                    node names, counts, script; the last rendezvous result
+    config.json, rendezvous.json                    node names, counts, script; the last rendezvous result
     secrets/round-1/worker-0.json             for a worker that trains with a parameter server; gone when it starts
     secrets/round-1/worker-0.1.json           for incarnation 1 of a worker of an elastic job; gone when it starts
     groups/NODE.ATTEMPT/                      a worker group that exists (NODE: index in the request)
         alive                                 locked until no process of the group can run any more
-        orders.json, report.json, bell        desired state, status, and the pipe that wakes the agent
+        desired.json, status.json, bell        desired state, status, and the pipe that wakes the agent
         removing                              the group is to be removed when it has ended
     runs/NAME/ATTEMPT/agent.log               output of the agent; NAME: of the node
     runs/NAME/ATTEMPT/round-1/                run directory of a round: logs, events.jsonl, cluster.yaml, run.json
@@ -81,11 +81,11 @@ class GroupFolder:
 
     @property
     def desired_state(self) -> Path:
-        return self.root / "orders.json"
+        return self.root / "desired.json"
 
     @property
     def status(self) -> Path:
-        return self.root / "report.json"
+        return self.root / "status.json"
 
     def read_state(self) -> tuple[AgentStatus | None, DesiredState | None]:
         """Return the status and the desired state; None for a missing one."""
@@ -99,7 +99,7 @@ class GroupFolder:
     @property
     def wakeup(self) -> Path:
         """Named pipe that wakes the group's agent."""
-        return self.root / "bell"
+        return self.root / "wakeup"
 
     @property
     def removal_mark(self) -> Path:
@@ -116,7 +116,7 @@ class JobFolder:
     @property
     def wakeup(self) -> Path:
         """Named pipe that wakes the supervisor."""
-        return self.root / "bell"
+        return self.root / "wakeup"
 
     @property
     def supervisor_lock(self) -> Path:
@@ -136,7 +136,7 @@ class JobFolder:
     @property
     def rendezvous(self) -> Path:
         """File of the last rendezvous result."""
-        return self.root / "gate.json"
+        return self.root / "rendezvous.json"
 
     @property
     def secrets(self) -> Path:

@@ -105,7 +105,7 @@ class FolderJobRuntime(abc.ABC):
                     self._stop_group(group, "it is removed")
             case records.DeleteConfig():
                 self._folder.rendezvous.unlink(missing_ok=True)
-                self._on_boundary("gate removed")
+                self._on_boundary("rendezvous removed")
                 shutil.rmtree(self._folder.secrets, ignore_errors=True)  # unused credentials of an elastic job
                 self._folder.config.unlink(missing_ok=True)
 
@@ -116,7 +116,7 @@ class FolderJobRuntime(abc.ABC):
     def _create_group(self, action: records.CreateGroup) -> None:
         folder = self._folder.group(action.node, action.attempt)
         folder.root.mkdir(parents=True, exist_ok=True)
-        self._on_boundary("folder made")
+        self._on_boundary("folder created")
         self._agent_log(folder).parent.mkdir(parents=True, exist_ok=True)
         lock = job_folder.try_lock_file(self._agent_lock(folder))
         if lock is None:
@@ -124,7 +124,7 @@ class FolderJobRuntime(abc.ABC):
         try:
             argv = self._agent_command(folder)
             replace_text(folder.desired_state, agent_channel.dump_desired_state(DesiredState(round=action.round)))
-            self._on_boundary("orders written")
+            self._on_boundary("desired state written")
             self._spawn_agent(folder, argv, lock, action.round)
         finally:
             os.close(lock)
@@ -138,7 +138,7 @@ class FolderJobRuntime(abc.ABC):
             self._children.append(job_folder.spawn_locked(argv, self._environ, lock=lock, log=self._agent_log(folder)))
         except OSError as error:
             what = f"agent of node {self._config.node(folder.node).name}"
-            do = "See what this machine lacks: the interpreter, memory, processes"
+            do = "Check the interpreter, the memory and the process limit of this machine"
             got, expected = error.strerror or str(error), "a program that starts"
             text = explain(what, got=got, expected=expected, do=do, where=argv[0])
             failed = AgentStatus(round=round_, phase=GroupPhase.FAILED, pid=0, cause=EndCause.PLATFORM, text=text)
@@ -149,26 +149,26 @@ class FolderJobRuntime(abc.ABC):
         offers = {}
         for folder in self._folder.groups():
             status, _ = folder.read_state()
-            if status and status.round == round_ and status.meeting:
+            if status and status.round == round_ and status.master_address:
                 offers[self._config.node(folder.node).name] = status
         rendezvous = rendezvous_result(self._config, round_, offers)
         if rendezvous is not None:
             replace_text(self._folder.rendezvous, agent_channel.dump_rendezvous(rendezvous))
-        self._on_boundary("gate opened")
+        self._on_boundary("barrier released")
         for folder in self._folder.groups():
             self._wake_agent(folder)
 
     def _stop_group(self, folder: GroupFolder, why: str) -> None:
         _, desired = folder.read_state()
         if desired is not None:
-            self._write_desired_state(folder, DesiredState(round=desired.round, leave=True, why=why))
+            self._write_desired_state(folder, DesiredState(round=desired.round, stop=True, reason=why))
 
     def _write_desired_state(self, folder: GroupFolder, desired: DesiredState) -> None:
         """Replace the desired state; an agent that was told to leave stays so."""
         if not folder.root.exists():
             return
         _, before = folder.read_state()
-        if before is None or not before.leave or desired.leave:
+        if before is None or not before.stop or desired.stop:
             replace_text(folder.desired_state, agent_channel.dump_desired_state(desired))
         self._wake_agent(folder)
 
@@ -207,7 +207,7 @@ class LocalJobRuntime(FolderJobRuntime):
         """Return the group; None also after a crash between creating its folder and its process."""
         is_held = job_folder.is_lock_held(folder.alive_lock)
         status, desired = folder.read_state()
-        is_told_to_go = folder.removal_mark.exists() or (desired is not None and desired.leave)
+        is_told_to_go = folder.removal_mark.exists() or (desired is not None and desired.stop)
         if not is_held and status is None and not is_told_to_go:
             status = self._startup_failure(folder, desired)
         if not is_held and (status is None or folder.removal_mark.exists()):
@@ -224,7 +224,7 @@ class LocalJobRuntime(FolderJobRuntime):
         if is_held or not status.phase.is_alive:
             return found
         if is_told_to_go:
-            return replace(found, phase=GroupPhase.STOPPED, text="its agent was killed when it was to end")
+            return replace(found, phase=GroupPhase.STOPPED, text="its agent was killed after it did not stop in time")
         return replace(found, phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text="its agent was killed")
 
     def _startup_failure(self, folder: GroupFolder, desired: DesiredState | None) -> AgentStatus | None:
@@ -235,7 +235,7 @@ class LocalJobRuntime(FolderJobRuntime):
             return None
         if desired is None or not lines:
             return None
-        text = f"its agent ended without a word: {find_exception(lines) or lines[-1]}"
+        text = f"its agent ended without a status: {find_exception(lines) or lines[-1]}"
         return AgentStatus(round=desired.round, phase=GroupPhase.FAILED, pid=0, cause=EndCause.PLATFORM, text=text)
 
     def _agent_lock(self, folder: GroupFolder) -> Path:

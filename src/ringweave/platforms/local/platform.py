@@ -209,7 +209,7 @@ class LocalPlatform(Platform):
         """Return the entry, if it exists and the requester may access it."""
         if entry is None:
             names = [each.job.request.name for each in self._registry.all_entries()]
-            look = "See ringweave jobs, or say with --on where else it is"
+            look = "See ringweave jobs, or name its platform with --on"
             raise admission.unknown_job_error(name, names, look=look, where="local")
         self._check_permission(verb, entry.job.requester, self._clock())
         return entry

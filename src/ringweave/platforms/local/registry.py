@@ -20,7 +20,8 @@ from ringweave.platforms.submission import JobOrigin
 
 LOCK_TIMEOUT_S = 60.0
 """Upper limit of the wait for other writing processes, which need milliseconds each."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Format of the database and of the job folders beside it. A database of another format is refused."""
 _SCHEMA = """
 CREATE TABLE jobs (
   name TEXT PRIMARY KEY, id TEXT NOT NULL UNIQUE, requester TEXT NOT NULL, created_s REAL NOT NULL,
@@ -60,6 +61,7 @@ class LocalJobRegistry:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._create_tables()
+            self._check_version()
         except (OSError, sqlite3.Error) as error:
             do = "Make the folder writable, or set XDG_STATE_HOME to one that is"
             raise LaunchError(
@@ -136,10 +138,19 @@ class LocalJobRegistry:
         if self._path.exists() and self._version() == SCHEMA_VERSION:
             return
         with job_folder.lock_file(self._path.with_suffix(".making")), self._connected() as connection:
-            if self._version() != SCHEMA_VERSION:
+            if self._version() == 0:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         self._path.chmod(0o600)
+
+    def _check_version(self) -> None:
+        found = self._version()
+        if found != SCHEMA_VERSION:
+            do = f"Delete its jobs with the ringweave that made them, then remove {self._path.parent}"
+            expected = f"format {SCHEMA_VERSION}"
+            raise LaunchError(
+                explain("registry of jobs", got=f"format {found}", expected=expected, do=do, where=str(self._path))
+            )
 
     def _version(self) -> int:
         with self._connected() as connection:

@@ -38,11 +38,11 @@ class SharedFolderChannel(AgentChannel):
         """Return the desired state. An unreadable file counts as unchanged; the lease limits how long."""
         why = self._lease.check()
         if why:
-            return DesiredState(round=self._last.round, leave=True, why=why)
+            return DesiredState(round=self._last.round, stop=True, reason=why)
         try:
             desired = agent_channel.parse_desired_state(self._group.desired_state.read_bytes())
             self._last = DesiredState(
-                round=desired.round, opening=self._read_rendezvous(), leave=desired.leave, why=desired.why
+                round=desired.round, rendezvous=self._read_rendezvous(), stop=desired.stop, reason=desired.reason
             )
         except OSError:
             pass
@@ -68,7 +68,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
     lock = job_folder.try_lock_file(group.alive_lock)
     if lock is None:
         sys.exit(f"node {node}, attempt {attempt} runs already, expected one agent at a time. [{group.root}]")
-    lease = AgentLease(root / "beat.json", key, lease_s)
+    lease = AgentLease(root / "controller.lease", key, lease_s)
     threading.Thread(target=lease.kill_when_expired, name="lease", daemon=True).start()
     config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
     assignment = AgentAssignment(

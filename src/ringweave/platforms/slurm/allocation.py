@@ -27,38 +27,38 @@ from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.registry import AllocationState, SlurmJobRegistry, SlurmRegistryEntry
 
 PENDING_REASON_TEXTS: Mapping[str, str] = {
-    "None": "Slurm has not looked at it yet",
-    "Resources": "the machines that it needs are in use; it goes on by itself when other jobs end (squeue shows them)",
-    "Priority": "other jobs of its partition come first; it goes on by itself (squeue --start says when)",
-    "BeginTime": "it was requeued, and Slurm waits until the machines have forgotten the former try; at most 2 minutes",
+    "None": "Slurm has not considered it yet",
+    "Resources": "the necessary machines are in use; it starts when other jobs end (squeue shows them)",
+    "Priority": "other jobs of its partition have priority; squeue --start shows the expected start",
+    "BeginTime": "it was requeued, and Slurm waits at most 2 minutes before the next start",
     "Dependency": "a job that it depends on has not ended",
-    "JobHeldUser": "somebody holds it; scontrol release {job_id} lets it go",
-    "JobHeldAdmin": "whoever runs the cluster holds it; ask them",
-    "ReqNodeNotAvail": "a machine that it names is down, drained or reserved; sinfo -R says why. "
-    "Leave its name out to take another, or have it mended",
+    "JobHeldUser": "held by a user; scontrol release {job_id} releases it",
+    "JobHeldAdmin": "held by an administrator of the cluster; ask them",
+    "ReqNodeNotAvail": "a requested machine is down, drained or reserved; sinfo -R shows why. "
+    "Leave its name out to use another one, or have it repaired",
     "PartitionDown": "its partition is down; sinfo shows others, SBATCH_PARTITION chooses one",
     "PartitionInactive": "its partition takes no jobs now; sinfo shows others, SBATCH_PARTITION chooses one",
     "PartitionNodeLimit": "it asks for more machines than its partition allows; ask for fewer nodes",
     "PartitionTimeLimit": "it asks for more time than its partition allows; set SBATCH_TIMELIMIT",
-    "Reservation": "it waits for its reservation to begin",
+    "Reservation": "its reservation has not started",
     "Licenses": "it waits for a licence",
-    "NodeDown": "a machine that it needs is down; sinfo -R says why",
-    "BadConstraints": "no machine has what it asks for; see sinfo and ask for less",
+    "NodeDown": "a necessary machine is down; sinfo -R shows why",
+    "BadConstraints": "no machine satisfies the request; see sinfo and ask for less",
     "InvalidAccount": "its account is not valid; set SBATCH_ACCOUNT",
     "InvalidQOS": "its quality of service is not valid; set SBATCH_QOS",
-    "AssocGrpGRES": "the GPUs of its account are in use up to their limit; it goes on when jobs of the account end",
-    "AssocGrpCpuLimit": "the CPUs of its account are in use up to their limit; it goes on when jobs of the account end",
-    "AssocMaxJobsLimit": "the account has as many jobs as it may; it goes on when one of them ends",
-    "QOSMaxJobsPerUserLimit": "you have as many jobs as you may; it goes on when one of them ends",
-    "QOSMaxGRESPerUser": "you have as many GPUs as you may; it goes on when one of your jobs ends",
-    "QOSGrpGRES": "the GPUs of its quality of service are in use up to their limit",
+    "AssocGrpGRES": "the GPU limit of its account is reached; it starts when jobs of the account end",
+    "AssocGrpCpuLimit": "the CPU limit of its account is reached; it starts when jobs of the account end",
+    "AssocMaxJobsLimit": "the job limit of its account is reached; it starts when one of the jobs ends",
+    "QOSMaxJobsPerUserLimit": "your job limit is reached; it starts when one of your jobs ends",
+    "QOSMaxGRESPerUser": "your GPU limit is reached; it starts when one of your jobs ends",
+    "QOSGrpGRES": "the GPU limit of its quality of service is reached",
     "launch_failed_requeued_held": "its start failed, and Slurm holds it; see sinfo -R, then scontrol release {job_id}",
-    "job_requeued_in_held_state": "it was requeued and is held; scontrol release {job_id} lets it go",
-    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": "machines that it "
-    "needs are down, drained or reserved; sinfo -R says why. Have them mended, or ask for less",
+    "job_requeued_in_held_state": "requeued and held; scontrol release {job_id} releases it",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": "necessary "
+    "machines are down, drained or reserved; sinfo -R shows why. Have them repaired, or ask for less",
 }
 """Slurm's reason -> meaning and hint."""
-_LIMIT_TEXT = "a limit of account or quality of service is reached; sacctmgr show assoc says which"
+_LIMIT_TEXT = "a limit of the account or the quality of service is reached; sacctmgr show assoc shows it"
 
 
 def pending_text(allocation: Allocation) -> str:
@@ -86,7 +86,7 @@ class MonitoredJob:
 
     entry: SlurmRegistryEntry
     allocation: Allocation | None
-    """None if the job has no allocation, or Slurm does not know it any more."""
+    """None if the job has no allocation, or unknown to Slurm."""
 
 
 class AllocationMonitor:
@@ -118,11 +118,11 @@ class AllocationMonitor:
         entry = self._find_unconfirmed(self._registry.find_by_name(name))
         if entry is None:
             return None
-        allocation = self._query_allocation(entry.hold, fresh=may_request)
+        allocation = self._query_allocation(entry.allocation_state, fresh=may_request)
         if allocation is not None and allocation.is_pending and not wants_allocation(entry):
             allocation = self._cancel_pending(allocation)
-        if entry.hold.allocation is not None and (allocation is None or allocation.is_over):
-            self._record_allocation_end(name, entry.hold.allocation, allocation)
+        if entry.allocation_state.allocation is not None and (allocation is None or allocation.is_over):
+            self._record_allocation_end(name, entry.allocation_state.allocation, allocation)
         elif allocation is not None:
             return MonitoredJob(entry=entry, allocation=allocation)
         if may_request:
@@ -137,34 +137,34 @@ class AllocationMonitor:
 
     def _find_unconfirmed(self, entry: SlurmRegistryEntry | None) -> SlurmRegistryEntry | None:
         """Return the entry with the Slurm job of an unconfirmed submission, if Slurm has it."""
-        if entry is None or not entry.hold.unsure or entry.hold.allocation is not None:
+        if entry is None or not entry.allocation_state.is_unconfirmed or entry.allocation_state.allocation is not None:
             return entry
         job_id = self._slurm.find_job_id(batch_script.slurm_job_name(entry.job), entry.id)
         if job_id is None:
             return entry
         name = entry.job.request.name
         with self._registry.locked_entry(name) as latest:
-            if latest is not None and latest.hold.allocation is None:
-                hold = replace(latest.hold, allocation=job_id, unsure=False)
-                self._registry.save_record(name, latest.job.record, hold)
+            if latest is not None and latest.allocation_state.allocation is None:
+                allocation_state = replace(latest.allocation_state, allocation=job_id, is_unconfirmed=False)
+                self._registry.save_record(name, latest.job.record, allocation_state)
         return self._registry.find_by_name(name)
 
     def _request_allocation(self, name: str) -> None:
         """Submit the batch script. If this process is killed after that, the Slurm job takes over by itself."""
         with self._registry.locked_entry(name) as entry:
-            if entry is None or entry.hold.allocation is not None or not wants_allocation(entry):
+            if entry is None or entry.allocation_state.allocation is not None or not wants_allocation(entry):
                 return
             try:
                 job_id = self._slurm.submit_script(
                     self.batch_script(entry), without_slurm_variables(entry.origin.environ)
                 )
             except SlurmTimeoutError as error:
-                self._registry.save_record(name, entry.job.record, replace(entry.hold, unsure=True))
+                self._registry.save_record(name, entry.job.record, replace(entry.allocation_state, is_unconfirmed=True))
                 again = f"ringweave resume {name} --on slurm"
-                do = f"Look again with ringweave status {name} --on slurm, or ask again with {again}"
-                raise SlurmTimeoutError(f"{error} Slurm may have taken job {name}. {do}.") from error
-            hold = replace(entry.hold, allocation=job_id, unsure=False)
-            self._registry.save_record(name, entry.job.record, hold)
+                do = f"Check it with ringweave status {name} --on slurm, or request it again with {again}"
+                raise SlurmTimeoutError(f"{error} Slurm may have accepted job {name}. {do}.") from error
+            allocation_state = replace(entry.allocation_state, allocation=job_id, is_unconfirmed=False)
+            self._registry.save_record(name, entry.job.record, allocation_state)
 
     def _cancel_pending(self, allocation: Allocation) -> Allocation | None:
         """Cancel a pending Slurm job; a job that starts meanwhile is left to its controller."""
@@ -179,22 +179,20 @@ class AllocationMonitor:
     def _record_allocation_end(self, name: str, job_id: int, allocation: Allocation | None) -> None:
         """Record the end of an allocation that was not released: by scancel, a time limit or an administrator."""
         with self._registry.locked_entry(name) as entry:
-            if entry is None or entry.hold.allocation != job_id:
+            if entry is None or entry.allocation_state.allocation != job_id:
                 return
             if wants_allocation(entry):
                 slurm_state = (
-                    f"{allocation.state} {allocation.reason}".strip()
-                    if allocation is not None
-                    else "Slurm does not know it any more"
+                    f"{allocation.state} {allocation.reason}".strip() if allocation is not None else "unknown to Slurm"
                 )
                 text = (
                     f"Slurm job {job_id} ended before the job did: {slurm_state}. "
-                    f"ringweave retry {name} asks for another."
+                    f"ringweave retry {name} requests another one."
                 )
                 event = JobEvent(key=f"allocation/{job_id}", kind="AllocationEnded", text=text)
                 self._registry.add_events(name, [event], self._clock())
                 self._registry.update_desired(name, replace(entry.job.desired, stop_run=entry.job.record.run))
-            self._registry.save_record(name, entry.job.record, replace(entry.hold, allocation=None))
+            self._registry.save_record(name, entry.job.record, replace(entry.allocation_state, allocation=None))
 
     def _clean_without_controller(self, name: str) -> MonitoredJob | None:
         """Do the controller's work that needs no hosts, unless a controller runs."""
@@ -204,7 +202,7 @@ class AllocationMonitor:
         except FileNotFoundError:
             return None
         entry = self._registry.find_by_name(name)
-        if lock is not None and entry is not None and entry.hold.allocation is None:
+        if lock is not None and entry is not None and entry.allocation_state.allocation is None:
             deps = make_deps(self._slurm, entry.origin.environ, self._timeouts)
             controller = SlurmController(self._registry, name, None, deps, clock=self._clock)
             deadline = self._clock() + CLEAR_TIMEOUT_S
@@ -215,20 +213,26 @@ class AllocationMonitor:
         entry = self._registry.find_by_name(name)
         if entry is None:
             return None
-        return MonitoredJob(entry=entry, allocation=self._query_allocation(entry.hold, fresh=True))
+        return MonitoredJob(entry=entry, allocation=self._query_allocation(entry.allocation_state, fresh=True))
 
-    def _query_allocation(self, hold: AllocationState, *, fresh: bool) -> Allocation | None:
+    def _query_allocation(self, allocation_state: AllocationState, *, fresh: bool) -> Allocation | None:
         """Return Slurm's state of a job, cached for a while for commands that follow the job.
 
         An answer is valid only for the same controller: one that started later is not in an earlier answer.
         """
-        job_id = hold.allocation
+        job_id = allocation_state.allocation
         if job_id is None:
             return None
         known = self._answers.get(job_id)
-        is_known = known is not None and known[1] == hold.adopted and 0 <= self._clock() - known[0] < ANSWER_TTL_S
+        is_known = (
+            known is not None and known[1] == allocation_state.adopted and 0 <= self._clock() - known[0] < ANSWER_TTL_S
+        )
         if fresh or known is None or not is_known:
-            known = self._answers[job_id] = (self._clock(), hold.adopted, self._slurm.get_allocation(job_id))
+            known = self._answers[job_id] = (
+                self._clock(),
+                allocation_state.adopted,
+                self._slurm.get_allocation(job_id),
+            )
         return known[2]
 
     def _controller_command(self, folder: Path) -> Sequence[str]:
@@ -242,20 +246,20 @@ def displayed_slurm_job(monitored: MonitoredJob, now: float) -> Job:
     job, pending_cause = entry.job, PendingCause.CAPACITY
     if not wants_allocation(entry):
         return job
-    if allocation is None and entry.hold.unsure:
+    if allocation is None and entry.allocation_state.is_unconfirmed:
         resume = f"ringweave resume {job.request.name}"
-        text = f"Slurm did not answer when it was asked, and has no such job by now; {resume} asks again"
+        text = f"Slurm did not answer the request, and has no such job now; {resume} requests it again"
     elif allocation is None:
-        text = f"it is recorded, and Slurm was not asked; ringweave resume {job.request.name} asks"
+        text = f"recorded, but not requested from Slurm; ringweave resume {job.request.name} requests it"
     elif allocation.is_pending:
         text = pending_text(allocation)
-    elif entry.hold.adopted != f"{allocation.job_id}.{allocation.restarts}":
+    elif entry.allocation_state.adopted != f"{allocation.job_id}.{allocation.restarts}":
         text, pending_cause = f"Slurm job {allocation.job_id} ({allocation.state}): its controller starts", None
     else:
         return advance.with_pending_retry(job, now)
     if advance.is_retry_pending(job):
         job = advance.with_pending_retry(job, now)
-    elif entry.hold.adopted:
+    elif entry.allocation_state.adopted:
         job = replace(job, record=advance.record_after_preemption(job.record, f"{ALLOCATION_REVOKED}; {text}"))
         pending_cause = None  # the new round has its own reason
     groups = tuple(

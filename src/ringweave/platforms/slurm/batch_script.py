@@ -62,7 +62,7 @@ def check_feasible(job: Job, hosts: Sequence[SlurmHost]) -> None:
     names = [job.node_name(part.node) for part in needed]
     for part, name in zip(needed, names, strict=True):
         if part.host is None and not _is_default_name(name, part.node):
-            do = suggest_closest(name, capacities) or "Leave the names of nodes out to take any machine"
+            do = suggest_closest(name, capacities) or "Leave the names of nodes out to use any machine"
             raise JobError(
                 explain(
                     "node",
@@ -80,8 +80,8 @@ def check_feasible(job: Job, hosts: Sequence[SlurmHost]) -> None:
         if nearest.is_feasible:
             do = f"Correct the capacities of the nodes: {total} can be shared as {nearest}"
         else:
-            do = f"Ask for {' or '.join(totals)}" if totals else "Ask whoever runs the cluster"
-        expected = f"what the machines can give together: {_format_capacities(capacities, unit)}"
+            do = f"Ask for {' or '.join(totals)}" if totals else "Ask the administrator of the cluster"
+        expected = f"at most the capacity of the machines: {_format_capacities(capacities, unit)}"
         raise JobError(
             explain(f"{unit} of job {job.request.name}", got=counts, expected=expected, do=do, where="slurm")
         )

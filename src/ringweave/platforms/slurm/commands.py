@@ -108,7 +108,7 @@ def run_slurm_command(argv: Sequence[str], stdin: str, environ: Mapping[str, str
 
 
 def _no_answer_text(command: str, got: str) -> str:
-    do = "Run it where Slurm's commands are, and see whether slurmctld answers (scontrol ping)"
+    do = "Run it on a machine with Slurm's commands, and check that slurmctld answers (scontrol ping)"
     return explain(command, got=got, expected="Slurm to answer", do=do, where="slurm")
 
 
@@ -209,6 +209,6 @@ class SlurmClient:
             error_text = " ".join(
                 line.partition("error: ")[2] or line for line in result.stderr.split("\n") if line.strip()
             )
-            do = "See what Slurm means in its manual, and what it has with sinfo"
-            raise LaunchError(f"{argv[0]}: {error_text[:MAX_ERROR_CHARS]}, expected Slurm to take it. {do}. [slurm]")
+            do = "See Slurm's manual for the message, and sinfo for the machines"
+            raise LaunchError(f"{argv[0]}: {error_text[:MAX_ERROR_CHARS]}, expected Slurm to accept it. {do}. [slurm]")
         return result.stdout

@@ -98,29 +98,29 @@ class SlurmController:
 
     def claim_job(self) -> bool:
         """Claim the job for this allocation. Return False if another allocation has it, or if it is gone."""
-        assert self._grant is not None, "there is nothing to claim it by"
+        assert self._grant is not None, "no allocation to claim the job with"
         with self._registry.locked_entry(self._name) as entry:
-            if entry is None or entry.hold.allocation not in (None, self._grant.job_id):
+            if entry is None or entry.allocation_state.allocation not in (None, self._grant.job_id):
                 return False
-            if not _is_same_or_newer_grant(self._grant.key, entry.hold.claim):
+            if not _is_same_or_newer_grant(self._grant.key, entry.allocation_state.claim):
                 return False
-            hold = replace(entry.hold, allocation=self._grant.job_id, claim=self._grant.key)
-            self._registry.save_record(self._name, entry.job.record, hold)
+            allocation_state = replace(entry.allocation_state, allocation=self._grant.job_id, claim=self._grant.key)
+            self._registry.save_record(self._name, entry.job.record, allocation_state)
             return True
 
     def adopt_allocation(self) -> None:
         """Record that this allocation is a new one: all nodes gather again, and no node is charged."""
-        assert self._grant is not None, "there is nothing to adopt it into"
+        assert self._grant is not None, "no allocation to adopt the job into"
         with self._registry.locked_entry(self._name) as entry:
-            if entry is None or entry.hold.adopted == self._grant.key:
+            if entry is None or entry.allocation_state.adopted == self._grant.key:
                 return
             record, count = entry.job.record, _count_fruitless_requeues(entry, self._grant)
             if count >= MAX_FRUITLESS_REQUEUES:
                 record = advance.fail_after_preemptions(entry.job, record, ALLOCATION_REVOKED, count, self._clock())
             elif self._has_wanted_groups(record):
                 record = advance.record_after_preemption(record, ALLOCATION_REVOKED)
-            hold = replace(entry.hold, adopted=self._grant.key, num_fruitless=count)
-            self._registry.save_record(self._name, record, hold)
+            allocation_state = replace(entry.allocation_state, adopted=self._grant.key, num_fruitless_requeues=count)
+            self._registry.save_record(self._name, record, allocation_state)
 
     def _has_wanted_groups(self, record: JobRecord) -> bool:
         """Return whether groups of current attempts ran in an earlier allocation; kept groups do not count."""
@@ -130,12 +130,12 @@ class SlurmController:
     def holds_claim(self) -> bool:
         """Return whether no other controller has claimed the job since."""
         entry = self._registry.find_by_name(self._name)
-        return entry is not None and self._grant is not None and entry.hold.claim == self._grant.key
+        return entry is not None and self._grant is not None and entry.allocation_state.claim == self._grant.key
 
     def reconcile_once(self) -> float | None:
         """Observe and act once. Return the seconds until the next pass, or None if there is nothing more to do."""
         entry = self._registry.find_by_name(self._name)
-        if entry is None or (self._grant is not None and entry.hold.claim != self._grant.key):
+        if entry is None or (self._grant is not None and entry.allocation_state.claim != self._grant.key):
             return None
         self._runtime = self._runtime or make_runtime(self._registry, entry, self._grant, self._deps)
         observed, now = self._runtime.observe(), self._clock()
@@ -170,43 +170,43 @@ class SlurmController:
                 return 0.0
             if wants_allocation(latest) and self._grant is not None:
                 return CONTROLLER_POLL_S
-            hold = self._schedule_cleanup(latest, replace(latest.hold, allocation=None))
-            self._registry.save_record(self._name, latest.job.record, hold)
+            allocation_state = self._schedule_cleanup(latest, replace(latest.allocation_state, allocation=None))
+            self._registry.save_record(self._name, latest.job.record, allocation_state)
             return None
 
-    def _schedule_cleanup(self, entry: SlurmRegistryEntry, hold: AllocationState) -> AllocationState:
+    def _schedule_cleanup(self, entry: SlurmRegistryEntry, allocation_state: AllocationState) -> AllocationState:
         """Submit a Slurm job that removes the job after its TTL, even if no command looks at it."""
         at_s = advance.ttl_expiry_s(entry.job, entry.job.record)
-        if at_s is None or at_s == hold.sweeps_at_s:
-            return hold
-        if hold.sweeper is not None:  # of an earlier end, which another run followed
-            self._deps.slurm.cancel(str(hold.sweeper), only_pending=True)
+        if at_s is None or at_s == allocation_state.cleanup_at_s:
+            return allocation_state
+        if allocation_state.cleanup_job is not None:  # of an earlier end, which another run followed
+            self._deps.slurm.cancel(str(allocation_state.cleanup_job), only_pending=True)
         argv = [*self._deps.cleanup_command, str(self._registry.folder(self._name).root), entry.id]
         script = batch_script.render_cleanup_script(entry.job, max(0.0, at_s - self._clock() - CLEANUP_LEAD_S), argv)
         try:
             cleanup_job_id = self._deps.slurm.submit_script(script, without_slurm_variables(self._deps.environ))
         except LaunchError as error:
             print(f"TTL of {self._name}: {error}", file=sys.stderr, flush=True)
-            return hold  # the first command after the TTL removes the job anyway
-        return replace(hold, sweeper=cleanup_job_id, sweeps_at_s=at_s)
+            return allocation_state  # the first command after the TTL removes the job anyway
+        return replace(allocation_state, cleanup_job=cleanup_job_id, cleanup_at_s=at_s)
 
     def _apply(self, runtime: SlurmJobRuntime, entry: SlurmRegistryEntry, action: JobAction, now: float) -> None:
         name = type(action).__name__
         self._on_boundary(f"before {name}")
         if isinstance(action, records.SaveRecord):
             with self._registry.locked_entry(self._name) as latest:
-                if latest is None or latest.hold.claim != entry.hold.claim:
-                    raise LaunchError("the record is another controller's by now")
+                if latest is None or latest.allocation_state.claim != entry.allocation_state.claim:
+                    raise LaunchError("another controller owns the record now")
                 self._registry.add_events(self._name, action.events, now)
-                self._on_boundary("events told")
-                self._registry.save_record(self._name, action.record, latest.hold)
+                self._on_boundary("events recorded")
+                self._registry.save_record(self._name, action.record, latest.allocation_state)
         elif isinstance(action, records.ForgetJob):
             latest = self._registry.find_by_name(self._name)
             if latest is not None and not latest.job.desired.delete:
                 api.write_tombstone(self._registry.folder(self._name).root, latest.job.record)
             self._registry.delete(entry)
-            if entry.hold.sweeper is not None:
-                self._deps.slurm.cancel(str(entry.hold.sweeper), only_pending=True)
+            if entry.allocation_state.cleanup_job is not None:
+                self._deps.slurm.cancel(str(entry.allocation_state.cleanup_job), only_pending=True)
         else:
             runtime.apply(action)
         self._on_boundary(f"after {name}")
@@ -224,8 +224,12 @@ def wants_allocation(entry: SlurmRegistryEntry) -> bool:
 
 def _count_fruitless_requeues(entry: SlurmRegistryEntry, grant: AllocationGrant) -> int:
     """Return the requeues in a row of this allocation before all nodes ran, including this one."""
-    is_requeued = entry.hold.adopted.partition(".")[0] == str(grant.job_id)
-    return entry.hold.num_fruitless + 1 if is_requeued and entry.job.record.state is not JobState.RUNNING else 0
+    is_requeued = entry.allocation_state.adopted.partition(".")[0] == str(grant.job_id)
+    return (
+        entry.allocation_state.num_fruitless_requeues + 1
+        if is_requeued and entry.job.record.state is not JobState.RUNNING
+        else 0
+    )
 
 
 def without_slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -260,7 +264,7 @@ def main(root: Path, timeouts: SlurmTimeouts) -> None:
     os.chdir("/")
     registry = SlurmJobRegistry(root.parent.parent)
     controller = SlurmController(registry, root.name, grant, make_deps(slurm, os.environ, timeouts))
-    lease_renewer = LeaseRenewer(root / "beat.json", grant.key)
+    lease_renewer = LeaseRenewer(root / "controller.lease", grant.key)
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

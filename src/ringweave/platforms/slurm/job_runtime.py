@@ -19,7 +19,7 @@ from ringweave.platforms.slurm.batch_script import AllocationComponent
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 
-ALLOCATION_REVOKED = "its allocation was taken back by Slurm"
+ALLOCATION_REVOKED = "Slurm revoked its allocation"
 _SRUN_ERROR_PREFIX = "srun: error: "
 SLURM_QUERY_INTERVAL_S = 2.0
 """Interval between queries to Slurm."""
@@ -96,7 +96,7 @@ class SlurmJobRuntime(FolderJobRuntime):
         # In this order: an agent that exits after the first check has written its status before.
         runs = job_folder.is_lock_held(self._agent_lock(folder)) or job_folder.is_lock_held(folder.alive_lock)
         status, desired = folder.read_state()
-        is_told_to_leave = folder.removal_mark.exists() or (desired is not None and desired.leave)
+        is_told_to_leave = folder.removal_mark.exists() or (desired is not None and desired.stop)
         has_ended = status is not None and not status.phase.is_alive
         was_started = status is not None or self._agent_log(folder).exists()
         if runs or (was_started and not has_ended and not self._cannot_be_running(folder)):
@@ -140,15 +140,15 @@ class SlurmJobRuntime(FolderJobRuntime):
         if status is None:
             status = AgentStatus(round=desired.round if desired else 0, phase=GroupPhase.PENDING, pid=0)
         found = self._reported_group(folder, status)
-        if desired is not None and desired.leave:
-            return found if not status.phase.is_alive else replace(found, phase=GroupPhase.STOPPED, text=desired.why)
+        if desired is not None and desired.stop:
+            return found if not status.phase.is_alive else replace(found, phase=GroupPhase.STOPPED, text=desired.reason)
         if status.phase is GroupPhase.STOPPED or (
             status.phase is GroupPhase.PENDING and not self._is_of_this_allocation(folder)
         ):
             return self._cancelled_group(folder, found)
         if not status.phase.is_alive:
             return found
-        text = f"its agent ended without a word{self._last_srun_error(folder)}"
+        text = f"its agent ended without a status{self._last_srun_error(folder)}"
         return replace(found, phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=text)
 
     def _cancelled_group(self, folder: GroupFolder, found: ObservedGroup) -> ObservedGroup:
@@ -215,7 +215,7 @@ class SlurmJobRuntime(FolderJobRuntime):
 
     def _agent_command(self, folder: GroupFolder) -> Sequence[str]:
         if self._grant is None:
-            raise LaunchError(f"job {self._config.job}: no allocation, expected one that runs. Ask Slurm for one.")
+            raise LaunchError(f"job {self._config.job}: no allocation, expected a running one. Request one from Slurm.")
         replace_text(_grant_path(folder), self._grant.key)
         self._on_boundary("grant written")
         agent_argv = self._deps.agent_command(self._folder, folder.node, folder.attempt, self._grant.key)

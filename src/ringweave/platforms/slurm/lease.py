@@ -54,9 +54,9 @@ class AgentLease:
         if text != self._last:
             self._last, self._renewed_s = text, self._clock()
         if text and text.split()[0] != self._key:
-            return "its allocation was taken back by Slurm"
+            return "Slurm revoked its allocation"
         if self.unrenewed_s > self._lease_s:
-            return f"nothing was heard of its controller for {self.unrenewed_s:.0f} s"
+            return f"its controller has not renewed the lease for {self.unrenewed_s:.0f} s"
         return ""
 
     @property
@@ -77,7 +77,7 @@ class LeaseRenewer:
     def __init__(self, path: Path, key: str) -> None:
         self._path, self._key = path, key
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew_repeatedly, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._renew_repeatedly, name="lease-renewer", daemon=True)
 
     def start(self) -> None:
         """Start renewing; the first renewal is written when this returns."""

@@ -147,12 +147,12 @@ class SlurmPlatform(Platform):
         with self._registry.locked_entry(name) as latest:
             if latest is None or latest.id != entry.id:
                 return
-            job_id = latest.hold.allocation
+            job_id = latest.allocation_state.allocation
             if job_id is None:
                 self._registry.delete(entry)
                 return
-        look = f"Look again with ringweave status {name} --on slurm"
-        raise LaunchError(f"{error} Slurm has taken job {name}: it is Slurm job {job_id}. {look}.") from error
+        look = f"Check it with ringweave status {name} --on slurm"
+        raise LaunchError(f"{error} Slurm has accepted job {name} as Slurm job {job_id}. {look}.") from error
 
     def _admit(self, request: JobRequest, existing: Sequence[Job]) -> Job:
         return admission.admit_job(

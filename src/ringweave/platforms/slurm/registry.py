@@ -11,7 +11,7 @@ ROOT/jobs/NAME/                     all of one job; also the contents that local
     events.jsonl                    events
     change.lock                     held while one of these files is changed
     controller.lock                 held by the running controller
-    controller.log, beat.json       errors of the controller; its lease
+    controller.log, controller.lease       errors of the controller; its lease
 ROOT/gone/                          folders being removed
 ```
 """
@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 from ringweave import telemetry
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io
+from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
 from ringweave.platforms.api import EventView
 from ringweave.platforms.local import job_folder
@@ -46,17 +47,17 @@ class AllocationState:
 
     allocation: int | None = None
     """Slurm job that was requested and not released; None: Slurm has no job for it."""
-    unsure: bool = False
+    is_unconfirmed: bool = False
     """Slurm did not confirm the submission; the job is looked up in Slurm by its id."""
     claim: str = ""
     """Key (`12.1`: Slurm job, restarts) of the controller that may control the job; any other controller exits."""
     adopted: str = ""
     """Key of the last allocation whose start the record includes."""
-    num_fruitless: int = 0
+    num_fruitless_requeues: int = 0
     """Number of requeues in a row before all nodes ran."""
-    sweeper: int | None = None
+    cleanup_job: int | None = None
     """Slurm job that removes this one after its TTL; None if there is none."""
-    sweeps_at_s: float | None = None
+    cleanup_at_s: float | None = None
     """Time of that removal."""
 
 
@@ -70,7 +71,7 @@ class SlurmRegistryEntry:
     origin: JobOrigin
     components: tuple[AllocationComponent, ...]
     """Components of the allocation, in Slurm's order."""
-    hold: AllocationState = AllocationState()
+    allocation_state: AllocationState = AllocationState()
 
 
 class SlurmJobRegistry:
@@ -106,7 +107,7 @@ class SlurmJobRegistry:
             entry = make(existing)
             temporary = self._root / "gone" / f"new-{entry.id}"
             temporary.mkdir(mode=0o700)
-            (temporary / "job.json").write_bytes(_ENTRY_ADAPTER.dump_json(entry))
+            (temporary / "job.json").write_bytes(records.add_format(_ENTRY_ADAPTER.dump_json(entry)))
             try:
                 temporary.rename(self.folder(entry.job.request.name).root)
             except OSError:
@@ -128,15 +129,23 @@ class SlurmJobRegistry:
         return sorted(found, key=lambda entry: (entry.job.created_s, entry.job.request.name))
 
     def find_by_name(self, name: str) -> SlurmRegistryEntry | None:
-        """Return the job of that name; None also after it was forgotten."""
+        """Return the job of that name; None also after it was forgotten.
+
+        Raises:
+            JobError: Another version of ringweave made it, with another format.
+        """
         root = self.folder(name).root
         try:
-            entry = _ENTRY_ADAPTER.validate_json((root / "job.json").read_bytes())
+            text = (root / "job.json").read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        records.check_format(text, f"job {name}", where=str(root))
+        entry = _ENTRY_ADAPTER.validate_json(text)
         desired = _read_json_file(root / "desired.json", _DESIRED_ADAPTER, entry.job.desired)
-        record, hold = _read_json_file(root / "state.json", _STATE_ADAPTER, (entry.job.record, entry.hold))
-        return replace(entry, job=replace(entry.job, desired=desired, record=record), hold=hold)
+        record, allocation_state = _read_json_file(
+            root / "state.json", _STATE_ADAPTER, (entry.job.record, entry.allocation_state)
+        )
+        return replace(entry, job=replace(entry.job, desired=desired, record=record), allocation_state=allocation_state)
 
     @contextmanager
     def locked_entry(self, name: str) -> Iterator[SlurmRegistryEntry | None]:
@@ -150,9 +159,11 @@ class SlurmJobRegistry:
         """Save the desired state of a job. Call it inside `locked_entry`."""
         replace_text(self.folder(name).root / "desired.json", _DESIRED_ADAPTER.dump_json(desired).decode())
 
-    def save_record(self, name: str, record: JobRecord, hold: AllocationState) -> None:
+    def save_record(self, name: str, record: JobRecord, allocation_state: AllocationState) -> None:
         """Save record and allocation state of a job in one step. Call it inside `locked_entry`."""
-        replace_text(self.folder(name).root / "state.json", _STATE_ADAPTER.dump_json((record, hold)).decode())
+        replace_text(
+            self.folder(name).root / "state.json", _STATE_ADAPTER.dump_json((record, allocation_state)).decode()
+        )
 
     def add_events(self, name: str, events: Sequence[JobEvent], now: float) -> None:
         """Append events; known events are left out."""

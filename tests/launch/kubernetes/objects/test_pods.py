@@ -116,9 +116,9 @@ def test_the_operator_is_told_them_on_its_command_line() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
-        ("worker_cpu", "1.5", r"--worker-cpu: '1\.5', expected a whole number and a unit: 4, 500m, 16Gi\. Write it as"),
+        ("worker_cpu", "1.5", r"--worker-cpu: '1\.5', expected a whole number and a unit: 4, 500m, 16Gi\. Write it in"),
         ("worker_memory", "16GB", r"--worker-memory: '16GB', expected a whole number and a unit"),
-        ("tolerations", ("a:Never",), r"--toleration: 'a:Never', expected KEY\[=VALUE\]\[:EFFECT\]\. Write it as"),
+        ("tolerations", ("a:Never",), r"--toleration: 'a:Never', expected KEY\[=VALUE\]\[:EFFECT\]\. Write it in"),
     ],
 )
 def test_what_is_no_amount_and_no_taint_is_refused(option: str, value: Any, text: str) -> None:

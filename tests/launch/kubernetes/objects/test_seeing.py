@@ -69,7 +69,7 @@ def test_one_that_finished_an_earlier_round_finished_that() -> None:
 @pytest.mark.parametrize(
     ("status", "text"),
     [
-        ({"phase": "Pending", "containerStatuses": [], "conditions": []}, "its container is being made"),
+        ({"phase": "Pending", "containerStatuses": [], "conditions": []}, "its container is being created"),
         (
             {
                 "containerStatuses": [],
@@ -187,7 +187,7 @@ def test_a_container_of_which_the_kubelet_knows_nothing_any_more_was_lost_by_its
 @pytest.mark.parametrize(
     ("odd", "text"),
     [
-        ({"conditions": ["a text"]}, "its Pod cannot be understood (TypeError: "),
+        ({"conditions": ["a text"]}, "its Pod has an unreadable status (TypeError: "),
         (
             {"phase": "Failed", "containerStatuses": [{"name": "workers", "state": {"terminated": 1}}]},
             "(AttributeError: ",

@@ -28,11 +28,11 @@ WELL = (condition("ContainersReady", "True"), condition(names.BARRIER_CONDITION,
 @pytest.mark.parametrize(
     ("pod", "text"),
     [
-        (a_pod(metadata={"deletionTimestamp": LONG_AGO}), f"its Pod was to be gone by {LONG_AGO}, and nobody has"),
+        (a_pod(metadata={"deletionTimestamp": LONG_AGO}), f"its Pod was to be end by {LONG_AGO}, and has not ended"),
         (a_pod(reason="NodeLost"), "its Pod is NodeLost (kubectl get node gpu-7)"),
         (a_pod(phase="Unknown"), "its Pod is Unknown (kubectl get node gpu-7)"),
-        (a_pod(condition("Ready", "Unknown")), "its Pod was marked as not ready, and not by its own kubelet"),
-        (a_pod(condition("Ready", "False", LONG_AGO), *WELL), "its Pod was marked as not ready, and not by its own"),
+        (a_pod(condition("Ready", "Unknown")), "its Pod was marked as not ready, but not by its own kubelet"),
+        (a_pod(condition("Ready", "False", LONG_AGO), *WELL), "its Pod was marked as not ready, but not by its own"),
     ],
 )
 def test_what_shows_that_a_machine_does_not_answer(pod: dict[str, Any], text: str) -> None:

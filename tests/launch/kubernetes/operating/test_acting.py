@@ -142,7 +142,7 @@ def looked(*phases: GroupPhase) -> ObservedJob:
     job = records.new_job(job_resource.request_from_resource(resource), requester="ann", counts=(3, 3), now=0.0)
     pods = {}
     for node, phase in enumerate(phases):
-        offers = {"meeting": HostPort(host=f"10.0.0.{node}", port=1)} if phase is GroupPhase.READY else {}
+        offers = {"master_address": HostPort(host=f"10.0.0.{node}", port=1)} if phase is GroupPhase.READY else {}
         coordinator = HostPort(host=names.pod_dns_name("text", node, "default"), port=2) if offers else None
         report = AgentStatus(round=1, phase=phase, pid=1, coordinator=coordinator, **offers)
         pods[node, 1] = {
@@ -163,8 +163,9 @@ def test_the_gate_of_an_elastic_job_says_where_its_coordinators_are() -> None:
 def test_a_gate_that_somebody_shut_while_an_elastic_job_trains_stays_shut() -> None:
     look = looked(GroupPhase.RUNNING, GroupPhase.RUNNING)
     text = (
-        r"gate of round 1: 'no addresses of coordinators', expected what nodes n0 and n1 offered before they started\. "
-        r"Nothing to do: who trains goes on, and when a node is lost all gather at the gate of the next round"
+        r"barrier of round 1: 'no addresses of coordinators', expected the addresses that nodes n0 and n1 "
+        r"offered before they started\. Nothing to do; training workers continue, and when a node is "
+        r"lost all nodes join the next round"
     )
     with pytest.raises(LaunchError, match=text):
         action_executor.make_rendezvous(look, job_config.job_config(look.job, directory=None, script_text=""), 1)

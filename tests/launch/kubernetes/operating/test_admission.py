@@ -27,7 +27,7 @@ def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
     text = rf"workers: {most + 1}, expected at most {most} with mode ps, whose credentials one Secret"
     with pytest.raises(AdmissionRefusedError, match=text) as caught:
         asyncio.run(JobAdmission(client, PodSettings(), lambda: 0.0).admit(resource))
-    assert caught.value.code == "TooManyForServer"
+    assert caught.value.code == "TooManyWorkersForServer"
 
 
 def test_a_secret_holds_the_credentials_of_as_many_as_may() -> None:
@@ -53,7 +53,7 @@ def test_an_elastic_job_with_too_many_workers_on_a_node_is_refused() -> None:
     )
     with pytest.raises(AdmissionRefusedError, match=text) as caught:
         asyncio.run(JobAdmission(client, PodSettings(), lambda: 0.0).admit(resource))
-    assert caught.value.code == "TooManyForElastic"
+    assert caught.value.code == "TooManyWorkersForElastic"
 
 
 def test_a_secret_holds_the_spare_credentials_of_as_many_as_may() -> None:

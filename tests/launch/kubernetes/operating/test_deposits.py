@@ -101,7 +101,9 @@ def test_credentials_are_those_of_the_round_and_of_who_asks(kubeconfig: Path) ->
             await scene.lodged(1)
         assert await scene.lodged(3) is None, "not yet"
         assert await scene.lodged(2) == SECOND
-        with pytest.raises(UploadRejectedError, match="credentials of round 1: those of a later attempt are there"):
+        with pytest.raises(
+            UploadRejectedError, match="credentials of round 1: credentials of a later attempt are stored"
+        ):
             await scene.deposits.store_credentials(scene.by(), 1, FIRST)
         with pytest.raises(UploadRejectedError):
             await scene.deposits.store_credentials(scene.by(attempt=1), 2, FIRST)
@@ -132,7 +134,9 @@ def test_spare_credentials_are_used_once_each_and_are_those_of_the_round(kubecon
         await scene.deposits.fill_pool(scene.by(attempt=2), 2, 1, lives)
         with pytest.raises(RoundPassedError, match=r"round 1 of job spares is over: round 2 has begun"):
             await scene.deposits.take_from_pool(second, 1, ["worker-3"])
-        with pytest.raises(UploadRejectedError, match="credentials of round 1: those of a later attempt are there"):
+        with pytest.raises(
+            UploadRejectedError, match="credentials of round 1: credentials of a later attempt are stored"
+        ):
             await scene.deposits.fill_pool(scene.by(), 1, 1, lives)
         with pytest.raises(
             UploadRejectedError, match="credentials of node 2: job spares has no such node, or is not elastic"
@@ -166,7 +170,7 @@ def test_somebody_elses_secret_stays(kubeconfig: Path) -> None:
             "stringData": {"a": "b"},
         }
         made = await scene.client.create(api_client.SECRETS, "default", body)
-        text = r"Secret theirs-server: \"somebody else's\", expected none, or one of job theirs\. Remove the Secret"
+        text = r"Secret theirs-server: 'an object of another owner', expected none, or one of job theirs\. Remove the S"
         with pytest.raises(UploadRejectedError, match=text):
             await scene.deposits.store_credentials(scene.by(), 1, FIRST)
         await scene.client.delete(api_client.SECRETS, "default", made["metadata"]["name"])

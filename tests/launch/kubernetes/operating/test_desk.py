@@ -132,14 +132,14 @@ def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path
     assert post.desired_state().round == 0
     office.note()
     wait(lambda: post.desired_state().round == 1)
-    ready = AgentStatus(round=1, phase=GroupPhase.READY, pid=7, meeting=HostPort(host="10.0.0.1", port=5))
+    ready = AgentStatus(round=1, phase=GroupPhase.READY, pid=7, master_address=HostPort(host="10.0.0.1", port=5))
     post.report_status(ready)
     wait(lambda: pod_status.agent_status(office.pod()) == ready)
     conditions = {item["type"]: item["status"] for item in office.pod()["status"]["conditions"]}
     assert conditions == {names.BARRIER_CONDITION: "True"}
-    opening = RendezvousResult(round=1, meeting=HostPort(host="10.0.0.1", port=5))
+    opening = RendezvousResult(round=1, master_address=HostPort(host="10.0.0.1", port=5))
     office.note(opening=opening)
-    wait(lambda: post.desired_state().opening == opening)
+    wait(lambda: post.desired_state().rendezvous == opening)
     office.note(opening=opening, round_=2)
     wait(lambda: post.desired_state().round == 2)
     last = AgentStatus(round=2, phase=GroupPhase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
@@ -147,8 +147,8 @@ def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path
     assert pod_status.agent_status(office.pod()) == replace(last, ended_s=office.now_s), "by the operator's clock"
     assert (tmp_path / "last-words").read_text() == dump_status(last)
     office.note(is_there=False)
-    wait(lambda: post.desired_state().leave)
-    assert post.desired_state().why == "its Pod is gone"
+    wait(lambda: post.desired_state().stop)
+    assert post.desired_state().reason == "its Pod was deleted"
 
 
 def test_results_alone_are_written_seldom(office: Office) -> None:
@@ -160,7 +160,7 @@ def test_results_alone_are_written_seldom(office: Office) -> None:
     wait(lambda: pod_status.agent_status(office.pod()) == first)
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
     body = dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=2))
-    assert address.request("PUT", "report", body)[0] == 204
+    assert address.request("PUT", "status", body)[0] == 204
     assert pod_status.agent_status(office.pod()) == first
 
 
@@ -168,38 +168,38 @@ def test_results_alone_are_written_seldom(office: Office) -> None:
 def test_without_the_token_of_the_job_nothing_is_told(office: Office, token: str) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=lambda: token)
-    assert address.request("GET", "orders")[0] == 403
-    assert address.request("PUT", "report", "{}")[0] == 403
+    assert address.request("GET", "desired-state")[0] == 403
+    assert address.request("PUT", "status", "{}")[0] == 403
     other = Address(url=office.url, group="default/other/0/1", token=office.token)
-    assert other.request("GET", "orders")[0] == 403
+    assert other.request("GET", "desired-state")[0] == 403
 
 
 def test_a_job_that_is_resumed_has_another_token(office: Office) -> None:
     office.note()
     before = office.address()
-    wait(lambda: before.request("PUT", "report", "{}")[0] == 400)
+    wait(lambda: before.request("PUT", "status", "{}")[0] == 400)
     office.note(is_there=False, has_config=False)
     office.make_secret_anew()
     office.note()
     after = office.address()
-    wait(lambda: after.request("PUT", "report", "{}")[0] == 400)
-    assert before.request("PUT", "report", "{}")[0] == 403
+    wait(lambda: after.request("PUT", "status", "{}")[0] == 400)
+    assert before.request("PUT", "status", "{}")[0] == 403
 
 
 def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(office: Office) -> None:
     office.note()
     before = office.address()
-    wait(lambda: before.request("PUT", "report", "{}")[0] == 400)
+    wait(lambda: before.request("PUT", "status", "{}")[0] == 400)
     office.make_secret_anew()
     after = office.address()
-    assert after.request("PUT", "report", "{}")[0] == 403, "the Secret was read just now"
+    assert after.request("PUT", "status", "{}")[0] == 403, "the Secret was read just now"
     office.now_s += TOKEN_REREAD_INTERVAL_S
-    assert after.request("PUT", "report", "{}")[0] == 400
-    assert before.request("PUT", "report", "{}")[0] == 403
+    assert after.request("PUT", "status", "{}")[0] == 400
+    assert before.request("PUT", "status", "{}")[0] == 403
     office.now_s += TOKEN_REREAD_INTERVAL_S
     office.run(office.client.delete(api_client.SECRETS, "default", names.config_name(office.name)))
-    assert before.request("PUT", "report", "{}")[0] == 403
-    assert after.request("PUT", "report", "{}")[0] == 400, "what cannot be read changes nothing"
+    assert before.request("PUT", "status", "{}")[0] == 403
+    assert after.request("PUT", "status", "{}")[0] == 400, "what cannot be read changes nothing"
 
 
 def test_what_is_no_latin_is_reported_too(office: Office) -> None:
@@ -214,21 +214,21 @@ def test_what_is_no_latin_is_reported_too(office: Office) -> None:
 def test_what_is_no_report_is_refused(office: Office) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
-    wait(lambda: address.request("PUT", "report", "{}")[0] == 400)
+    wait(lambda: address.request("PUT", "status", "{}")[0] == 400)
 
 
 @pytest.mark.parametrize("place", ["0/1" + "0" * 9, "9" * 5000 + "/1", "0/x"])
 def test_numbers_that_no_node_has_are_nowhere(office: Office, place: str) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/{place}", token=office.token)
-    assert address.request("GET", "orders")[0] == 404
+    assert address.request("GET", "desired-state")[0] == 404
 
 
 def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_called_back(office: Office) -> None:
     """It waited for them until its patience was over, failed, and paid a retry for what another node had done."""
     office.note()
     address = office.address()
-    wait(lambda: address.request("PUT", "report", "{}")[0] == 400)
+    wait(lambda: address.request("PUT", "status", "{}")[0] == 400)
     body = credential_secrets.credential_secret(
         office.owner, names.server_secret_name(office.name), (2, 1), {"3": "three"}
     )
@@ -240,8 +240,8 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
 def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(office: Office) -> None:
     office.note()
     address, authority = office.address(), CertificateAuthority("job")
-    wait(lambda: address.request("PUT", "spares/1/0", "{}")[0] == 409)
-    assert address.request("PUT", "spares/1/0", "[]")[0] == 400
+    wait(lambda: address.request("PUT", "credential-pool/1/0", "{}")[0] == 409)
+    assert address.request("PUT", "credential-pool/1/0", "[]")[0] == 400
     issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
     body = credential_secrets.credential_secret(
         office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued
@@ -253,8 +253,6 @@ def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(offi
     # Each is another agent's: what one has taken none gets again.
     taken = [GatewayCredentialPool(address, config, 0).take(1, "worker-0").identity.name for _ in range(2)]
     assert taken == ["0.0", "0.1"]
-    text = (
-        rf"'410 round 1 of job {office.name}: no credentials are left for worker-0', expected a round that is not over"
-    )
+    text = rf"'410 round 1 of job {office.name}: no credentials are left for worker-0', expected a current round"
     with pytest.raises(RoundOverError, match=text):
         GatewayCredentialPool(address, config, 0).take(1, "worker-0")

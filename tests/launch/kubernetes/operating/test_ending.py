@@ -92,7 +92,7 @@ def test_what_does_not_end_is_given_up_and_named(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level(logging.WARNING):
         run(work)
-    assert "given up after 0.3 s: stubborn" in caplog.text
+    assert "abandoned after 0.3 s: stubborn" in caplog.text
 
 
 def test_its_end_begins_once_a_signal_is_heard() -> None:
@@ -125,5 +125,5 @@ def test_a_process_that_does_not_end_is_ended_by_force_and_says_where_it_was() -
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON_S, check=False)
     assert done.returncode == 1
-    assert "operator: still there 0.1 s after it was told to end, ended by force" in done.stderr
+    assert "operator: still running 0.1 s after it was told to stop; killed" in done.stderr
     assert "stands_still" in done.stderr

@@ -36,7 +36,7 @@ def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: Fak
         status = job["status"]
         assert (status["state"], status["reason"]) == ("Pending", "QuotaExceeded")
         assert status["message"].startswith("the API server refuses the Pod of node n1: pods")
-        assert "kubectl describe resourcequota" in status["helps"]
+        assert "kubectl describe resourcequota" in status["hint"]
         running = next(item for item in status["conditions"] if item["type"] == "Running")
         assert (running["status"], running["reason"]) == ("False", "QuotaExceeded")
         assert [node.get("reason") for node in status["nodes"]][1] == "QuotaExceeded"
@@ -74,8 +74,11 @@ def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: Fak
         (QUOTA.format("a-0-1"), "QuotaExceeded"),
         ('pods "a" is forbidden: failed quota: q: must specify limits.cpu', "QuotaExceeded"),
         ('pods "a" is forbidden: maximum cpu usage per Container is 1, but limit is 8', "QuotaExceeded"),
-        ('pods "a" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true', "PodSecurityRefused"),
-        ('admission webhook "validate.kyverno.svc-fail" denied the request: no', "WebhookRefused"),
+        (
+            'pods "a" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true',
+            "PodSecurityViolation",
+        ),
+        ('admission webhook "validate.kyverno.svc-fail" denied the request: no', "AdmissionDenied"),
         ('pods is forbidden: User "system:serviceaccount:a:b" cannot create resource "pods"', "OperatorForbidden"),
         ('Pod "a" is invalid: spec.containers[0].image: Required value', "ObjectInvalid"),
         ('pods "a" is forbidden: error looking up service account x/default', "ObjectRefused"),
@@ -85,7 +88,7 @@ def test_each_refusal_has_its_word_and_what_helps(message: str, code: str) -> No
     why = job_resource.refusal_reason(None, [job_resource.ApiRefusal(node=None, message=message, what="its config")])  # type: ignore[arg-type]
     assert why.code == code
     assert str(why).startswith(f"the API server refuses its config: {message}. ")
-    assert why.helps
+    assert why.hint
 
 
 WEBHOOK = (
@@ -100,8 +103,8 @@ WEBHOOK = (
         (ApiFailure(500, "InternalError", WEBHOOK), "WebhookUnreachable", f"fails at the Pod of node n1: {WEBHOOK}. "),
         (
             ApiFailure(500, "InternalError", "etcdserver: no leader"),
-            "ApiServerFails",
-            "n1: etcdserver: no leader. Ask who",
+            "ApiServerError",
+            "n1: etcdserver: no leader. Ask the",
         ),
     ],
 )
@@ -135,15 +138,15 @@ def test_a_failure_that_lasts_is_told_of_until_it_is_over(
 def test_a_name_that_is_taken_by_something_else_is_told_of(kubeconfig: Path) -> None:
     async def test(world: World) -> None:
         await world.client.create(api_client.SERVICES, "default", {"metadata": {"name": "web"}, "spec": {}})
-        with pytest.raises(ObjectsRefusedError, match="1 refused, expected none: Service web is there already"):
+        with pytest.raises(ObjectsRefusedError, match="1 refused, expected none: Service web exists already"):
             await world.settle()
         status = (await world.job())["status"]
-        assert (status["state"], status["reason"]) == ("Pending", "NameTaken")
+        assert (status["state"], status["reason"]) == ("Pending", "AlreadyExists")
         assert status["message"] == (
-            "the API server refuses its config: Service web is there already, and belongs to something else "
+            "the API server refuses its config: Service web exists already, and does not belong to the job "
             "(kubectl -n default get services web -o yaml)"
         )
-        assert status["helps"] == "Remove that object, or delete the job and submit it under another name"
+        assert status["hint"] == "Remove that object, or delete the job and submit it under another name"
         await world.client.delete(api_client.SERVICES, "default", "web")
         await world.settle()
         assert (await world.job())["status"]["reason"] not in job_resource.REFUSAL_CODES
@@ -156,11 +159,11 @@ def test_a_pod_that_a_former_job_of_the_name_has_left_is_told_of(kubeconfig: Pat
         labels = {names.JOB_LABEL: "orphans", names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "1"}
         left = {"metadata": {"name": "orphans-1-1", "labels": labels}, "spec": {"containers": [{"name": "workers"}]}}
         await world.client.create(api_client.PODS, "default", left)  # as kubectl delete --cascade=orphan leaves it
-        with pytest.raises(ObjectsRefusedError, match="Pod orphans-1-1 is there already"):
+        with pytest.raises(ObjectsRefusedError, match="Pod orphans-1-1 exists already"):
             await world.settle()
         status = (await world.job())["status"]
-        assert [node.get("reason") == "NameTaken" for node in status["nodes"]] == [False, True]
-        assert "refuses the Pod of node n1: Pod orphans-1-1 is there already" in status["message"]
+        assert [node.get("reason") == "AlreadyExists" for node in status["nodes"]] == [False, True]
+        assert "refuses the Pod of node n1: Pod orphans-1-1 exists already" in status["message"]
         await world.client.delete(api_client.PODS, "default", "orphans-1-1")
         await world.settle()
         assert "orphans-1-1" in await world.pods()
@@ -211,7 +214,7 @@ def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
         with pytest.raises(UnreadLogError):
             await world.settle()
         told = (await world.job())["status"]["nodes"][0]
-        assert (told["state"], told["reason"]) == ("Interrupted", "NodeCalledBack"), "also once its Pod says so"
+        assert (told["state"], told["reason"]) == ("Interrupted", "NodeRestarting"), "also once its Pod says so"
         world.now_s += pod_logs.LOG_RETRY_TIMEOUT_S
         await world.settle()
         assert set(await world.pods()) == {"silent-0-1", "silent-1-2"}

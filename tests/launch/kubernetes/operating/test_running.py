@@ -58,7 +58,9 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
             async with session.get(url.replace("healthz", "metrics")) as answer:
                 shown = await answer.text()
                 assert (answer.status, answer.content_type) == (200, "text/plain")
-        assert 'ringweave_job_workers{job="seen",place="kubernetes/default",requester="ann"} 3.0' in shown.splitlines()
+        assert (
+            'ringweave_job_workers{job="seen",platform="kubernetes/default",requester="ann"} 3.0' in shown.splitlines()
+        )
         assert not ready.is_set(), "it leads, though another one has the lease"
 
     async def take() -> None:

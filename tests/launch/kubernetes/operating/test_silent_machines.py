@@ -29,21 +29,21 @@ def test_a_lost_machine_is_named_and_replaced_when_somebody_says_that_it_is_off(
     async def test(world: World) -> None:
         await lose_one(world)
         status = (await world.job())["status"]
-        assert (status["state"], status["reason"]) == ("Retrying", "MachineSilent")
+        assert (status["state"], status["reason"]) == ("Retrying", "MachineUnreachable")
         assert status["message"] == (
-            "the machine of node n1 does not answer: its Pod was marked as not ready, and not by its own kubelet "
+            "the machine of node n1 does not answer: its Pod was marked as not ready, but not by its own kubelet "
             "(kubectl get node gpu-7)"
         )
         remove = "kubectl -n default delete pod dark-1-1 --force, or kubectl delete node gpu-7"
-        assert status["helps"] == f"Once you know that nothing runs there any more, {remove}"
-        assert status["nodes"][1]["reason"] == "NodeSilent"
+        assert status["hint"] == f"Once you know that no process runs there any more, {remove}"
+        assert status["nodes"][1]["reason"] == "NodeUnreachable"
 
         # Its taint has its Pods deleted after five minutes, and they stay.
         await world.client.delete(api_client.PODS, "default", "dark-1-1")
         await settle_later(world, 600.0)
         status = (await world.job())["status"]
-        assert (status["state"], status["reason"]) == ("Retrying", "MachineSilent")
-        assert "its Pod was to be gone by 20" in status["message"]
+        assert (status["state"], status["reason"]) == ("Retrying", "MachineUnreachable")
+        assert "its Pod was to end by 20" in status["message"]
         assert set(await world.pods()) == {"dark-0-2", "dark-1-1"}, "something of it may run"
 
         await world.client.delete(api_client.PODS, "default", "dark-1-1", gracePeriodSeconds=0)
@@ -70,8 +70,8 @@ def test_verbs_that_wait_for_a_lost_machine_say_so(kubeconfig: Path, verb: str, 
         await settle_later(world, 1.0)
         await settle_later(world, 600.0)
         status = (await world.job())["status"]
-        assert (status["state"], status["reason"]) == (state, "MachineSilent")
-        assert f"kubectl -n default delete pod {name}-1-1 --force" in status["helps"]
+        assert (status["state"], status["reason"]) == (state, "MachineUnreachable")
+        assert f"kubectl -n default delete pod {name}-1-1 --force" in status["hint"]
         await world.client.delete(api_client.PODS, "default", f"{name}-1-1", gracePeriodSeconds=0)
         await settle_later(world, 1.0)
 

@@ -34,12 +34,17 @@ class Light:
         os.close(descriptor)
 
     def tell(self, phase: str, **more: object) -> None:
-        report = {"round": self.round, "phase": phase, "pid": os.getpid(), "meeting": {"host": "here", "port": 1}}
+        report = {
+            "round": self.round,
+            "phase": phase,
+            "pid": os.getpid(),
+            "master_address": {"host": "here", "port": 1},
+        }
         beside = self.folder / f".report.{os.getpid()}"
         try:
             beside.write_text(json.dumps(report | more))
-            beside.rename(self.folder / "report.json")
-            bell = os.open(self.root / "bell", os.O_WRONLY | os.O_NONBLOCK)
+            beside.rename(self.folder / "status.json")
+            bell = os.open(self.root / "wakeup", os.O_WRONLY | os.O_NONBLOCK)
             os.write(bell, b"!")
             os.close(bell)
         except OSError:  # nobody listens, or the folder is gone
@@ -55,20 +60,20 @@ class Light:
         is_running = False
         deadline = time.monotonic() + LIFE_S
         while time.monotonic() < deadline:
-            orders = self.read(self.folder / "orders.json")
-            if not orders or orders["leave"]:
+            orders = self.read(self.folder / "desired.json")
+            if not orders or orders["stop"]:
                 self.tell("Stopped", ended_s=time.time())
                 return
             if orders["round"] > self.round:
                 self.round, is_running = orders["round"], False
                 self.note("ready")
                 self.tell("Ready")
-            elif not is_running and self.read(self.root / "gate.json").get("round", 0) == self.round:
+            elif not is_running and self.read(self.root / "rendezvous.json").get("round", 0) == self.round:
                 is_running = True
                 self.note("running")
                 self.tell("Running")
             elif is_running and self.node == "1" and self.round in LOST[self.life] and self.round == int(self.attempt):
-                self.tell("Failed", cause="Place", text="killed by the test", ended_s=time.time())
+                self.tell("Failed", cause="Platform", text="killed by the test", ended_s=time.time())
                 return
             elif is_running and self.node == "0" and self.round == 4 and self.life == "fails":
                 self.tell("Failed", cause="Program", text="ended with exit code 3", exit_code=3, ended_s=time.time())

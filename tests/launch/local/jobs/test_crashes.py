@@ -22,7 +22,14 @@ ACTIONS = {
     "DeleteConfig",
     "ForgetJob",
 }
-INSIDE = {"folder made", "orders written", "gate opened", "marked for removal", "gate removed", "files removed"}
+INSIDE = {
+    "folder created",
+    "desired state written",
+    "barrier released",
+    "marked for removal",
+    "rendezvous removed",
+    "files removed",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def test_a_node_of_a_lab_is_replaced_while_the_other_one_trains_on(here: Here, r
     here.submit(until_back.SCRIPT, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2, lab=rack.name)
     wait_until(lambda: len(said(here, "n0", 1, 0)) > 5 and len(said(here, "n1", 1, 3)) > 5, "training")
     (folder,) = (here.state / "jobs").glob("job-*")
-    gate = json.loads((folder / "gate.json").read_text())
+    gate = json.loads((folder / "rendezvous.json").read_text())
     assert [meeting["host"] for meeting in gate["coordinators"]] == [rack.addresses[name][0] for name in ("n0", "n1")]
     assert {name: len(found) >= 3 for name, found in rack.processes().items()} == {"n0": True, "n1": True}
 

@@ -89,9 +89,9 @@ def test_a_lock_lives_as_long_as_whoever_has_it(tmp_path: Path) -> None:
 
 def test_a_bell_that_nobody_hears(tmp_path: Path) -> None:
     job_folder.notify(tmp_path / "nosuch")
-    os.mkfifo(tmp_path / "bell")
-    job_folder.notify(tmp_path / "bell")
-    bell = Wakeup(tmp_path / "bell")
+    os.mkfifo(tmp_path / "wakeup")
+    job_folder.notify(tmp_path / "wakeup")
+    bell = Wakeup(tmp_path / "wakeup")
     bell.wait(0.0)
     bell.close()
 
@@ -124,7 +124,7 @@ def test_an_agent_that_cannot_be_started_is_a_failure_of_the_place(folder: JobFo
     assert (seen.phase, seen.cause, seen.round, seen.is_terminating) == (GroupPhase.FAILED, EndCause.PLATFORM, 4, False)
     assert seen.text == (
         "agent of node n2: 'No such file or directory', expected a program that starts. "
-        "See what this machine lacks: the interpreter, memory, processes. [/nosuch/python]"
+        "Check the interpreter, the memory and the process limit of this machine. [/nosuch/python]"
     )
     here.apply(records.DeleteGroup(node=2, attempt=1))
     assert here.observe().groups == ()
@@ -137,7 +137,7 @@ def test_an_agent_that_dies_before_its_first_word_says_why_in_its_log(folder: Jo
     here.apply(records.CreateGroup(node=2, attempt=1, workers=3, round=1))
     wait_until(lambda: here.observe(sweeps=False).groups[0].phase is GroupPhase.FAILED, "the end of the agent")
     (seen,) = here.observe().groups
-    assert (seen.cause, seen.text) == (EndCause.PLATFORM, "its agent ended without a word: OSError: no directory")
+    assert (seen.cause, seen.text) == (EndCause.PLATFORM, "its agent ended without a status: OSError: no directory")
     here.apply(records.DeleteGroup(node=2, attempt=1))
     assert here.observe().groups == ()
 
@@ -182,7 +182,7 @@ def test_an_agent_that_is_gone_before_its_lock_is_leaving(folder: JobFolder) -> 
     group.root.mkdir(parents=True)
     held = job_folder.try_lock_file(group.alive_lock)  # by the guard of its workers
     assert held is not None
-    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1, leave=True)))
+    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1, stop=True)))
     os.utime(group.desired_state, (1.0, 1.0))
     group.status.write_text(agent_channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=2**30)))
     (seen,) = local_place(folder).observe().groups
@@ -251,18 +251,22 @@ def test_the_gate_opens_where_the_first_node_offered_to_meet(folder: JobFolder) 
         group = folder.group(node, 1)
         group.root.mkdir(parents=True)
         group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=3)))
-        report = AgentStatus(round=3, phase=GroupPhase.READY, pid=1, meeting=HostPort(host="h", port=port))
+        report = AgentStatus(round=3, phase=GroupPhase.READY, pid=1, master_address=HostPort(host="h", port=port))
         group.status.write_text(agent_channel.dump_status(report))
     here.apply(records.ReleaseBarrier(round=3))
     assert here.observe().released_round == 3
     post = FileAgentChannel(folder, folder.group(2, 1), ensure_supervisor=lambda: None)
     assert post.desired_state() == DesiredState(
-        round=3, opening=RendezvousResult(round=3, meeting=HostPort(host="h", port=7))
+        round=3, rendezvous=RendezvousResult(round=3, master_address=HostPort(host="h", port=7))
     )
     here.apply(records.DeleteConfig())
-    assert (here.observe().released_round, here.observe().has_config, post.desired_state().opening) == (0, False, None)
+    assert (here.observe().released_round, here.observe().has_config, post.desired_state().rendezvous) == (
+        0,
+        False,
+        None,
+    )
     shutil.rmtree(folder.group(2, 1).root)
-    assert post.desired_state().leave
+    assert post.desired_state().stop
 
 
 def test_nodes_of_one_machine_share_its_gpus_without_overlap() -> None:

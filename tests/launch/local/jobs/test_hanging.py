@@ -61,7 +61,7 @@ def test_a_job_ends_without_a_node_that_stands_still(here: Here) -> None:
     job = here.wait(lambda job: job.state.is_end, deadline_s=800)
     assert job.state == "Succeeded", job
     assert job.reason is not None
-    assert job.reason.text == f"all nodes finished their iterations but node n1: {EVICTED_HANG.text}"
+    assert job.reason.text == f"all nodes but node n1 finished their iterations: {EVICTED_HANG.text}"
     assert [each.retries for each in job.nodes] == [0, 0, 0]
     assert [each.state for each in job.nodes] == ["Succeeded", "Stopped", "Succeeded"]
     wait_until(lambda: not processes_of(here.state), "the end of what stood still")

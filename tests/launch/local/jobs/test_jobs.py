@@ -52,7 +52,7 @@ def test_workers_have_the_ranks_of_the_whole_job_and_all_is_removed_by_ttl(here:
     ]
     assert text_of(here, node="n1") == text_of(here, rank=2)
     assert [(node.iterations, node.last_loss) for node in job.nodes] == [(3, 0.25)] * 2
-    assert {event.kind for event in job.events} >= {"AttemptBegun", "Succeeded"}
+    assert {event.kind for event in job.events} >= {"AttemptStarted", "Succeeded"}
     here.service.act("job", "delete")
     here.wait_gone()
     here.wait_nothing_left()
@@ -73,13 +73,13 @@ def test_a_group_that_is_killed_alone_is_replaced_and_pays(here: Here) -> None:
     here.wait(lambda job: text_of(here).count("begun") == 6)
     assert [(node.retries, node.attempts[-1].attempt) for node in job.nodes] == [(0, 1), (1, 2)]
     assert job.nodes[1].attempts[0].text == "its agent was killed"
-    assert (job.nodes[1].attempts[0].cause, job.nodes[1].attempts[0].charged) == ("Place", True)
+    assert (job.nodes[1].attempts[0].cause, job.nodes[1].attempts[0].charged) == ("Platform", True)
 
     worker = here_worker(here, "n1")
     worker.send_signal(signal.SIGKILL)
     job = here.wait_state("Failed")
     assert job.reason is not None
-    assert job.reason.code == "RetriesSpent"
+    assert job.reason.code == "BackoffLimitExceeded"
     assert "was killed by SIGKILL" in job.reason.text
     assert text_of(here, node="n1", attempt=1) == text_of(here, node="n1", attempt=2) == ["begun", "begun"]
 
@@ -94,7 +94,7 @@ def test_an_error_of_the_script_is_not_tried_again(here: Here) -> None:
     here.submit("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)", 1, 1)
     job = here.wait_state("Failed")
     assert job.reason is not None
-    assert (job.reason.code, job.round, job.run) == ("ProgramFailed", 1, 1)
+    assert (job.reason.code, job.round, job.run) == ("NonZeroExitCode", 1, 1)
     assert "rank 1 ended with exit code 3" in job.reason.text
     assert [node.retries for node in job.nodes] == [0, 0]
 
@@ -125,7 +125,7 @@ def test_suspend_resume_stop_and_retry(here: Here) -> None:
     here.submit(UNTIL, 1, 1, suspend=True)
     job = here.wait_state("Suspended")
     assert job.reason is not None
-    assert job.reason.helps == "ringweave resume job"
+    assert job.reason.hint == "ringweave resume job"
     here.service.act("job", "resume")
     here.wait_state("Running")
     here.service.act("job", "suspend")

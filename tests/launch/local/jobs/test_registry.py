@@ -1,6 +1,8 @@
 """Names, permissions and limits of jobs on this machine; nothing runs here."""
 
+import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def test_of_64_submits_at_once_one_wins(folder: Path, supervised: list[str]) -> 
     refusals = [text for text in outcomes if text != "won"]
     assert (len(outcomes), len(refusals), len(supervised)) == (64, 63, 1)
     owner = service(folder, "root", PolicyRule(users=("root",), any_owner=True)).jobs()[0].requester
-    mend = "Take another name, or remove that job first with ringweave delete job."
+    mend = "Choose another name, or remove that job first with ringweave delete job."
     assert set(refusals) == {
         f"job name job: 'taken by {owner} 0 s ago (Pending)', expected a free name. {mend}",
     }
@@ -97,7 +99,7 @@ def test_permission_and_limit(folder: Path) -> None:
     ann.submit(request("a"), base=folder)
     with pytest.raises(JobError, match=r"GPUs in all: 6, expected at most 10 GPUs in all jobs of ann, of which 6 are"):
         ann.submit(request("b"), base=folder)
-    with pytest.raises(JobError, match=r"submit by bob: 'no rule of the policy lets bob submit', expected a"):
+    with pytest.raises(JobError, match=r"submit by bob: 'no rule of the policy allows bob to submit', expected a"):
         bob.submit(request("b"), base=folder)
     assert [job.name for job in bob.jobs()] == ["a"]
     assert bob.job("a").requester == "ann"
@@ -130,7 +132,7 @@ def test_name_permission_and_split_come_before_all_that_the_request_names(folder
     lost = replace(request(), script="nosuch.py")
     with pytest.raises(JobError, match="split: 9, expected a total"):
         service(folder).submit(replace(lost, num_workers=9), base=folder)
-    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
+    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy allows ann to submit'"):
         service(folder, "ann", PolicyRule(users=("bob",))).submit(replace(lost, num_workers=9), base=folder)
     service(folder).submit(request(), base=folder)
     with pytest.raises(JobError, match="job name job: 'taken by ann"):
@@ -147,7 +149,7 @@ def test_a_node_that_cannot_be_in_a_cluster_is_refused_at_once(folder: Path) -> 
 def test_unknown_jobs_nodes_and_ranks(folder: Path) -> None:
     here = service(folder)
     here.submit(request("first"), base=folder)
-    with pytest.raises(JobError, match=r"job: 'frist', expected the name of a job that is here\. Did you mean \"fir"):
+    with pytest.raises(JobError, match=r"job: 'frist', expected the name of an existing job\. Did you mean \"fir"):
         here.job("frist")
     with pytest.raises(
         JobError, match=r"node: 'n1', expected one of n0\. Leave --node out for all of them\. \[--node\]"
@@ -196,7 +198,7 @@ def test_who_followed_a_job_hears_how_it_ended_though_its_ttl_took_it(folder: Pa
     JobSupervisor(folder / "state", entry.id).serve()
     assert here.job("job").state == "Succeeded"
     for asked in (here, other):
-        with pytest.raises(JobError, match="expected the name of a job that is here"):
+        with pytest.raises(JobError, match="expected the name of an existing job"):
             asked.job("job")
     assert not list((folder / "state" / "jobs").iterdir())
 
@@ -223,3 +225,16 @@ def test_a_registry_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match=r"registry of jobs: .*, expected a file that can be used\. Make the folder"):
         LocalJobRegistry(tmp_path / "file" / "jobs.sqlite")
+
+
+def test_a_registry_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    LocalJobRegistry(path)
+    LocalJobRegistry(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    before = path.read_bytes()
+    text = r"registry of jobs: 'format 1', expected format 2\. Delete its jobs with the ringweave that made them, then"
+    with pytest.raises(LaunchError, match=text):
+        LocalJobRegistry(path)
+    assert path.read_bytes() == before

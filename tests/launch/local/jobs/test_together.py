@@ -18,7 +18,7 @@ from tests.launch.local.jobs.conftest import processes_of
 TOGETHER = Path(__file__).parents[2] / "together.py"
 REFUSAL = re.compile(
     r"ringweave: error: job name job: 'taken by \w+ \d+ s ago \(Suspended\)', expected a free name\. "
-    r"Take another name, or remove that job first with ringweave delete job\."
+    r"Choose another name, or remove that job first with ringweave delete job\."
 )
 
 

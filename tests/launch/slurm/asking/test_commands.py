@@ -59,7 +59,9 @@ def test_no_slurm_is_told():
     def absent(argv, stdin, environ):
         raise FileNotFoundError(2, "No such file or directory", "sinfo")
 
-    with pytest.raises(LaunchError, match=r"sinfo: .*expected Slurm to answer. Run it where Slurm's commands are"):
+    with pytest.raises(
+        LaunchError, match=r"sinfo: .*expected Slurm to answer. Run it on a machine with Slurm's commands"
+    ):
         SlurmClient(absent).list_hosts()
 
 

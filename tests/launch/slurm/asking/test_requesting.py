@@ -68,8 +68,8 @@ def test_the_batch_script(device, check_golden):
     ("changes", "there", "text"),
     [
         ({"gpus": "20", "nodes": "[{capacity: 20}]"}, {"a": 10, "b": 5}, "GPUs of a 10, b 5. Ask for 15. [slurm]"),
-        ({"gpus": "15"}, {"a": 10}, "'10+5', expected what the machines can give together: GPUs of a 10. Ask for 10."),
-        ({"gpus": "15"}, {}, "there is none. Ask whoever runs the cluster."),
+        ({"gpus": "15"}, {"a": 10}, "'10+5', expected at most the capacity of the machines: GPUs of a 10. Ask for 10."),
+        ({"gpus": "15"}, {}, "there is none. Ask the administrator of the cluster."),
         ({"gpus": "15"}, {"a": 8, "b": 8}, "Correct the capacities of the nodes: 15 can be shared as 15 on (8, 8)"),
         ({"nodes": "[{name: aa, capacity: 15}]"}, {"ab": 15}, "node: 'aa', expected a machine of Slurm: GPUs of ab 15"),
     ],

@@ -20,11 +20,11 @@ def test_every_reason_names_slurms_word(word):
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
-        ("ReqNodeNotAvail,_UnavailableNodes:small", "a machine that it names is down"),
-        ("JobHeldUser", "scontrol release 7 lets it go"),
-        ("QOSMaxSomethingNew", "a limit of account or quality of service is reached"),
+        ("ReqNodeNotAvail,_UnavailableNodes:small", "a requested machine is down"),
+        ("JobHeldUser", "scontrol release 7 releases it"),
+        ("QOSMaxSomethingNew", "a limit of the account or the quality of service is reached"),
         ("SomethingNew", "see the job reason codes"),
-        ("", "Slurm has not looked at it yet"),
+        ("", "Slurm has not considered it yet"),
     ],
 )
 def test_what_it_waits_for(reason, text):
