@@ -46,12 +46,12 @@ class CoordinatorEventReporter(CoordinatorListener):
 
     def generation_begun(self, part: str, membership: Membership, term: int) -> None:
         """Report the members, and those of them that are new."""
-        of_term, number = membership.ballot
+        of_term, number = membership.generation_id
         members = list(membership.members)
         prefix = f"{part}: " if part else ""
         print_line(f"coordinator: {prefix}epoch {number} of term {of_term}: {', '.join(members)}")
         if self._log and part != STARTUP_RENDEZVOUS:
-            newcomers = [each.member for each in membership.standings if not (each.has_state or each.is_following)]
+            newcomers = [each.member for each in membership.statuses if not (each.has_state or each.is_recovering)]
             self._log.write(
                 "epoch_begun",
                 term=of_term,

@@ -521,7 +521,8 @@ class RingClient:
             spoken = (client, self._generation_id()) if self._generation_id else None
             if spoken is not None and spoken != self._registered_leader:
                 client.call(
-                    RegisterRingLeader(term=term, ring=self._ring, ballot=spoken[1]), timeout_s=self._answer_timeout_s
+                    RegisterRingLeader(term=term, ring=self._ring, generation_id=spoken[1]),
+                    timeout_s=self._answer_timeout_s,
                 )
                 self._registered_leader = spoken
             return do(client, term)

@@ -222,7 +222,7 @@ class RegisterRingLeader(rpc.RpcMessage):
 
     term: Count
     ring: Count
-    ballot: tuple[Count, Count]
+    generation_id: tuple[Count, Count]
 
 
 class PauseRing(rpc.RpcMessage):

@@ -182,7 +182,7 @@ class RingSessions:
         registration: RegisterRingLeader = call.message
         job = self._job_access.find_job(registration.term, registration.ring, call.peer)
         with self._job_access.changed:
-            job.leader_fence.register_leader(registration.ring, registration.ballot, call.peer.name)
+            job.leader_fence.register_leader(registration.ring, registration.generation_id, call.peer.name)
             self._job_access.changed.notify_all()  # a previous representative stops waiting
         return Ack()
 

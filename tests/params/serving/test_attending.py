@@ -187,15 +187,15 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
     """It was stopped as it had pushed, and asks for the parameters when another one computes on them already."""
     job = Job()
     job.start()
-    job.call("0.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 3)))
+    job.call("0.0", RegisterRingLeader(term=0, ring=0, generation_id=(1, 3)))
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
     job.push("0.0", 0, 1, base)
-    job.call("3.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 4)))
+    job.call("3.0", RegisterRingLeader(term=0, ring=0, generation_id=(1, 4)))
     base = job.call("3.0", Pull(term=0, ring=0, after_sequence=1)).version
     other = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
     job.push("1.0", 1, 1, other)
     late = [
-        RegisterRingLeader(term=0, ring=0, ballot=(1, 3)),
+        RegisterRingLeader(term=0, ring=0, generation_id=(1, 3)),
         Pull(term=0, ring=0, after_sequence=1),
         LeaveRing(term=0, ring=0, is_for_good=False),
         TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=8),
@@ -208,14 +208,14 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
         job.push("0.0", 0, 2, base)
     assert job.push("3.0", 0, 2, base).staleness_versions == 1
     job.call("0.1", RingAssignmentRequest(term=0, slot=0, begins=True))
-    job.call("0.1", RegisterRingLeader(term=0, ring=0, ballot=(1, 1)))
+    job.call("0.1", RegisterRingLeader(term=0, ring=0, generation_id=(1, 1)))
     job.call("0.1", Pull(term=0, ring=0, after_sequence=2))
 
 
 def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks():
     job = Job()
     job.start()
-    job.call("0.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 3)))
+    job.call("0.0", RegisterRingLeader(term=0, ring=0, generation_id=(1, 3)))
     failed = []
 
     def wait() -> None:
@@ -230,7 +230,7 @@ def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks
     assert found is not None
     while found.last_pull_sequence.get(0) != 1:
         time.sleep(0.01)
-    job.call("3.0", RegisterRingLeader(term=0, ring=0, ballot=(2, 1)))
+    job.call("3.0", RegisterRingLeader(term=0, ring=0, generation_id=(2, 1)))
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
     assert "nobody who waits" in failed[0]

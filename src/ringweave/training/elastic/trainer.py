@@ -166,9 +166,9 @@ class ElasticTrainerState:
             TrainingError: The details of a member are malformed.
             DisagreementError: For the first value in which this member differs from the primary.
         """
-        for status, member_details in zip(membership.standings, details, strict=True):
+        for status, member_details in zip(membership.statuses, details, strict=True):
             check_trainer_details(status, member_details)
-            share_table.shares_of_text(status.sharing)
+            share_table.shares_of_text(status.batch_shares)
         primary = membership.primary
         names = [f"worker {member}" for member in (primary, self._description.member)]
         descriptions = [
@@ -185,7 +185,7 @@ class ElasticTrainerState:
         recovering: Collection[str],
     ) -> None:
         """Begin a generation; recovering members have no samples unless they have caught up."""
-        holders = [index for index, each in enumerate(membership.standings) if each.has_state]
+        holders = [index for index, each in enumerate(membership.statuses) if each.has_state]
         if is_joining and holders:
             progress = self.progress
             progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before = details[holders[0]][
@@ -199,9 +199,9 @@ class ElasticTrainerState:
             self.accounting.load_json(epoch, details[holders[0]]["books"])
         still_recovering, furthest = (
             self.share_table.still_recovering(recovering),
-            furthest_status(membership.standings),
+            furthest_status(membership.statuses),
         )
-        self.share_table.adopt_rows(share_table.shares_of_text(furthest.sharing))
+        self.share_table.adopt_rows(share_table.shares_of_text(furthest.batch_shares))
         speeds = [
             None if member_details["speed"] is None else _speed_of_json(member_details["speed"])
             for member_details in details

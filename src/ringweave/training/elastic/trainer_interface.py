@@ -146,8 +146,9 @@ def stop_error(stop: StopTraining) -> MembershipError:
     do = "Start it again: it joins with the state of the others"
     if stop.is_end:
         do = "See the coordinator's log"
-    if stop.heir:
-        do = f"Start it again: worker {stop.heir} saves the state, if the script gave ringweave.Checkpoints its loader"
+    if stop.final_checkpoint_owner:
+        owner = stop.final_checkpoint_owner
+        do = f"Start it again: worker {owner} saves the state, if the script gave ringweave.Checkpoints its loader"
     return MembershipError(f"{what} {state}: {stop.reason}. {do}.")
 
 
@@ -223,8 +224,8 @@ def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> N
     Raises:
         TrainingError: Something is missing or malformed.
     """
-    if not status.place:
-        raise _details_error("place", status.member, "none", "where its state can be read, as HOST PORT")
+    if not status.address:
+        raise _details_error("address", status.member, "none", "where its state can be read, as HOST PORT")
     text = json.dumps(details)
     _parse_text(
         "note", status.member, text, MAX_NOTE_CHARS + len(text), lambda: _TrainerDetails.model_validate_json(text)

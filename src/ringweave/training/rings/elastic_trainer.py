@@ -309,7 +309,7 @@ class RingTrainerState:
         is_joining: bool,
         recovering: Collection[str],
     ) -> None:
-        holders = [index for index, each in enumerate(membership.standings) if each.has_state]
+        holders = [index for index, each in enumerate(membership.statuses) if each.has_state]
         if is_joining:
             first = details[holders[0] if holders else 0]
             self.ring_cursor.load_json(first["ring"])

@@ -490,7 +490,7 @@ class ElasticRingWorker:
     def _get_client(self) -> RingClient:
         with self._lock:
             if self._client is None:
-                generation_id = lambda: self._session().membership.ballot  # noqa: E731 - each generation has another
+                generation_id = lambda: self._session().membership.generation_id  # noqa: E731 - each generation has another
                 self._client = RingClient(
                     self._servers, self._trainer().ring_cursor.ring, generation_id=generation_id, is_monitored=True
                 )

@@ -27,7 +27,7 @@ NOTE: dict[str, Any] = {
 def test_what_members_say_is_read_as_it_was_said() -> None:
     note = trainer_interface.parse_details("0.0", json.dumps(NOTE))
     assert note == NOTE
-    trainer_interface.check_trainer_details(MemberStatus(member="0.0", place="10.0.0.1 4712"), note)
+    trainer_interface.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), note)
     assert trainer_interface.parse_profile("0.0", '{"speed": 1.5}') == {"speed": 1.5}
 
 
@@ -47,7 +47,7 @@ def test_what_members_say_is_read_as_it_was_said() -> None:
 def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainingError) as error:
         trainer_interface.check_trainer_details(
-            MemberStatus(member="3.1", place="10.0.0.1 4712"),
+            MemberStatus(member="3.1", address="10.0.0.1 4712"),
             trainer_interface.parse_details("3.1", json.dumps(NOTE | change)),
         )
     assert re.match(f"note of worker 3\\.1: ['\"]{re.escape(text)}", str(error.value))
@@ -55,7 +55,7 @@ def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, A
 
 
 def test_a_member_that_says_nowhere_where_it_listens_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"place of worker 3\.1: .none., expected where its state can be read"):
+    with pytest.raises(TrainingError, match=r"address of worker 3\.1: .none., expected where its state can be read"):
         trainer_interface.check_trainer_details(MemberStatus(member="3.1"), NOTE)
 
 
@@ -77,7 +77,7 @@ def test_mutated_notes_are_refused_or_read() -> None:
     for _ in range(5_000):
         try:
             found = trainer_interface.parse_details("0.0", mutated(rng, note).decode("latin-1"))
-            trainer_interface.check_trainer_details(MemberStatus(member="0.0", place="10.0.0.1 4712"), found)
+            trainer_interface.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), found)
             assert len(found["place"]) == 4
         except TrainingError:
             num_refused += 1

@@ -140,12 +140,12 @@ def test_a_ring_that_begins_again_has_what_its_testament_says_of_this_epoch() ->
 def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> None:
     told: list[Membership] = []
     crew, _ = make(told.append)
-    decree = Membership(ballot=(1, 1), standings=tuple(MemberStatus(member=member) for member in MEMBERS))
+    membership = Membership(generation_id=(1, 1), statuses=tuple(MemberStatus(member=member) for member in MEMBERS))
     pending = {"num_samples": 8, "batch_share": 0.5, "testament": "{}", "spans": [[4, 8]]}
     notes = [{"ring": [4, 8, 5, 2, 9, pending, {"epoch": 1, "done": [[0, 4]], "seed": 3}], "is_whole": False}] * 2
-    crew.check_membership(decree, notes)
+    crew.check_membership(membership, notes)
     assert told == []
-    crew.begin_generation(decree, notes, is_joining=True, recovering=())
+    crew.begin_generation(membership, notes, is_joining=True, recovering=())
     assert (crew.ring_cursor, crew.has_whole_epoch) == (
         RingCursor(
             ring=1,
@@ -159,5 +159,5 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
         ),
         False,
     )
-    crew.check_membership(decree, notes)
-    assert told == [decree]
+    crew.check_membership(membership, notes)
+    assert told == [membership]
