@@ -27,7 +27,7 @@ from tests.wire.mutations import mutated
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
 PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25]
 PLAN = planning.plan_group(topology.one_machine([2]), ["node0"] * 2)
-ENTRY = {"place": PLACE, "entrances": [[[5000], "name"]], "token": "00" * 16}
+ENTRY = {"location": PLACE, "endpoints": [[[5000], "name"]], "token": "00" * 16}
 
 
 @pytest.mark.parametrize("value", RUBBISH)
@@ -40,11 +40,11 @@ def test_rubbish_is_refused_by_whoever_reads(value: bytes) -> None:
         group_info.parse_rank_info(value, 3)
     with pytest.raises(ScheduleError, match=r"plan: .*, expected the text of a plan"):
         Plan.parse(value.decode(errors="replace"))
-    with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent"):
+    with pytest.raises(ScheduleError, match=r"tuning decision: .*, expected what the first rank sent"):
         TuningDecision.parse(value.decode(errors="replace"))
 
 
-@pytest.mark.parametrize("what", ["entry", "plan", "NICs", "text of a machine", "ruling"])
+@pytest.mark.parametrize("what", ["entry", "plan", "NICs", "text of a machine", "tuning decision"])
 def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spaces at the end change nothing, but for how long it is."""
     most = peer_data.MAX_PEER_BYTES if what == "NICs" else 5000
@@ -59,7 +59,7 @@ def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: py
             stored(measure._NICS_KEY, text).store, two_nics(1), None, timedelta(seconds=5)
         ),
         "text of a machine": met,
-        "ruling": said_from_above,
+        "tuning decision": said_from_above,
     }
     goods = {"entry": json.dumps(ENTRY).encode(), "NICs": b'{"n0": {"eth0": 1.0, "eth1": 2.0}}'}
     good = goods.get(what, json.dumps({"plan": str(PLAN), "tuned": {"3": "ring"}}).encode())
@@ -189,8 +189,8 @@ def test_a_report_of_wrong_types_is_none(change: dict) -> None:
 def test_a_rank_whose_report_is_rubbish_is_one_that_did_not_report() -> None:
     store, clock = HashStore(), SimpleNamespace(now_s=0.0)
     ranks = tuple(RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), ()) for rank in range(3))
-    store.set("fault/1", b"[" * 100_000)
-    store.set("fault/2", json.dumps({"doing": "allreduce #7", "suspect": 1}).encode())
+    store.set("failure/1", b"[" * 100_000)
+    store.set("failure/2", json.dumps({"doing": "allreduce #7", "suspect": 1}).encode())
 
     def sleep(seconds: float) -> None:
         clock.now_s += seconds

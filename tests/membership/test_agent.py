@@ -192,7 +192,7 @@ def test_a_member_whose_agent_fails_hears_so_and_holds_nobody_up(where: str) -> 
     trust = rpc.TlsAuthentication(authority.issue("worker", "0.0"))
     agent = MembershipClient("0.0", [("127.0.0.1", headquarters.port)], trust, member, member.heartbeat).start()
     wait_until(lambda: bool(member.outs))
-    assert member.outs == [StopTraining(reason=f"its agent failed: KeyError('{where}')", is_end=False)]
+    assert member.outs == [StopTraining(reason=f"its membership client failed: KeyError('{where}')", is_end=False)]
     agent.close()
     headquarters.close()
 

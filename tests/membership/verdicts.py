@@ -223,9 +223,9 @@ class Verdicts:
             "its slot was given to another process": is_followed,
             "it has left": member.status.is_leaving,
             "its connection to the coordinator broke": member.is_dead,
-            "it was not heard of in time": side.was_silent.get(name, False)
+            "no heartbeat came in time": side.was_silent.get(name, False)
             or self._silent_s(side, heard, now_s) >= max(SILENT_S, patience_s),
-            "it stood still while others waited for it": heard is not None
+            "it made no progress while others waited for it": heard is not None
             and member.idle_s.get(heard.last.number, 0.0) + _EPSILON_S >= STILL_S + patience_s,
             "the others cannot reach it": heard is not None and len(heard.accused_in) >= 3 and not patience_s,
             "the others went on without it": not is_member

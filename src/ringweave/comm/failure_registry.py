@@ -123,7 +123,7 @@ class FailureRegistry:
             RuntimeError: The store is dead.
             TimeoutError: It is silent, or waiting was stopped.
         """
-        return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave faults")
+        return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave failures")
 
     def _others(self) -> list[int]:
         return [r for r in range(self._group.group_size) if r != self._group.group_rank]
@@ -160,4 +160,4 @@ class FailureRegistry:
 
     @staticmethod
     def _key(group_rank: int) -> str:
-        return f"fault/{group_rank}"
+        return f"failure/{group_rank}"

@@ -87,7 +87,7 @@ class _SpareConnection:
         self._lock, self._connected = threading.Lock(), threading.Event()
         self._client: rpc.RpcClient | None = None
         self._is_needed = True
-        threading.Thread(target=self._run, name="ringweave spare", daemon=True).start()
+        threading.Thread(target=self._run, name="ringweave idle connection", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -150,7 +150,7 @@ class CoordinatorProbe:
 
     def start_once(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ringweave question", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="ringweave probe", daemon=True)
             self._thread.start()
 
     def __enter__(self) -> "CoordinatorProbe":
@@ -335,7 +335,7 @@ class MembershipClient:
         except Exception as error:
             if not self._stopped.is_set():
                 self._stopped.set()
-                self._listener.stop_training(StopTraining(reason=f"its agent failed: {error!r}", is_end=False))
+                self._listener.stop_training(StopTraining(reason=f"its membership client failed: {error!r}", is_end=False))
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats in turn; drop a coordinator that leaves one unanswered for too long."""

@@ -435,7 +435,7 @@ class FailureDetector:
             if signs.is_silent(now_s, grace_s(member)):
                 yield member, membership_records.REASON_SILENT
             elif is_any_waiting and signs.is_stuck(grace_s(member)):
-                yield member, "it stood still while others waited for it"
+                yield member, "it made no progress while others waited for it"
 
     def mark_gone(self, member: str, *, is_silent: bool) -> None:
         signs = self.present.pop(member, None)

@@ -49,7 +49,7 @@ class CoordinatorEventReporter(CoordinatorListener):
         of_term, number = membership.generation_id
         members = list(membership.members)
         prefix = f"{part}: " if part else ""
-        print_line(f"coordinator: {prefix}epoch {number} of term {of_term}: {', '.join(members)}")
+        print_line(f"coordinator: {prefix}generation {number} of term {of_term}: {', '.join(members)}")
         if self._log and part != STARTUP_RENDEZVOUS:
             newcomers = [each.member for each in membership.statuses if not (each.has_state or each.is_recovering)]
             self._log.write(
@@ -84,7 +84,7 @@ class CoordinatorEventReporter(CoordinatorListener):
         """Report the generation that made no progress."""
         term, number = generation_id
         print_line(
-            f"coordinator: in epoch {number} of term {term} all wait for each other, and none gets on: another begins"
+            f"coordinator: standstill in generation {number} of term {term}: all members wait for each other; the next generation begins"
         )
         if self._log:
             self._log.write("standstill", term=term, number=number)
@@ -137,7 +137,7 @@ class CoordinatorProcess:
                 if self.service.end_reason != ended:
                     ended = self.service.end_reason
                     print_line(
-                        f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere"
+                        f"coordinator: the job is over: {ended}" if ended else "coordinator: the job continues with the other coordinator"
                     )
 
 

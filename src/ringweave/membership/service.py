@@ -546,7 +546,7 @@ class OtherCoordinatorPoller:
         """Store the address of the other coordinator, and the callback for its state."""
         self._address, self._authentication, self._on_status = address, authentication, on_status
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ringweave rival", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ringweave other coordinator", daemon=True)
 
     def __enter__(self) -> "OtherCoordinatorPoller":
         self._thread.start()

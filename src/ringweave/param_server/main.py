@@ -92,7 +92,9 @@ class ParameterServerProcess:
                     self.pair.tick(self.server.peers(), self.service)
                 if self._is_leading:
                     for ring in sorted(self.service.ring_sessions.check_silence(self.server.peers())):
-                        print_line(f"parameter server: ring {ring} is not heard of: nobody waits for it until it is")
+                        print_line(
+                            f"parameter server: ring {ring} is silent: no ring waits for it until it is heard"
+                        )
                 now_s = time.monotonic()
                 if now_s - counted_s >= _STATUS_EVERY_S and self.service.version:
                     counted_s = now_s

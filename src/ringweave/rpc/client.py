@@ -129,7 +129,7 @@ class RpcClient:
         self._lock = threading.Lock()
         self._pending: dict[int, PendingCall] = {}
         self._failure: RpcError | None = None
-        self._reader = threading.Thread(target=self._read_replies, name=f"wire from {channel.where}", daemon=True)
+        self._reader = threading.Thread(target=self._read_replies, name=f"rpc from {channel.where}", daemon=True)
         self._reader.start()
 
     @classmethod

@@ -151,7 +151,7 @@ class ElasticRecorder:
 
     def _write_caught_up(self, commit: Commit, batch_number: int) -> None:
         names = ", ".join(commit.caught_up)
-        _LOGGER.info("reduction %d: worker %s is level, and has samples from then on", commit.number, names)
+        _LOGGER.info("reduction %d: worker %s has caught up, and has samples from then on", commit.number, names)
         if self._log:
             self._log.write(
                 "members_level", rank=0, reduction=commit.number, members=list(commit.caught_up), batch=batch_number

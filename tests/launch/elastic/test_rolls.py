@@ -92,7 +92,7 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
     assert found.evicted_members() == set()
     add(lost("0.0", "its heartbeats stay away"), lost("1.0", "it has finished"), lost("2.0", "it has left"))
     assert found.evicted_members() == {"0.0"}
-    add(lost("4.0", "it was not heard of in time"), back("4.0"))
+    add(lost("4.0", "no heartbeat came in time"), back("4.0"))
     assert found.evicted_members() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
     assert found.evicted_members() == {"3.0"}

@@ -112,7 +112,7 @@ def error(reason: str, *, is_end: bool, final_checkpoint_owner: str = "") -> str
             GroupPhase.INTERRUPTED,
             EndCause.PEER,
         ),
-        (error("it was not heard of in time", is_end=False), GroupPhase.FAILED, EndCause.PLATFORM),
+        (error("no heartbeat came in time", is_end=False), GroupPhase.FAILED, EndCause.PLATFORM),
         ("ValueError: no", GroupPhase.FAILED, EndCause.PROGRAM),
         ("ConnectionResetError: peer", GroupPhase.INTERRUPTED, EndCause.PEER),
     ],

@@ -116,7 +116,7 @@ def test_who_hangs_when_it_asks_is_put_out_by_whoever_decides_then_and_hears_so(
         table.now_s += 0.05
         table.coordinator.tick(table.now_s)
     order = table.coordinator.directive_for("0.0")
-    assert order.reason == "it stood still while others waited for it"
+    assert order.reason == "it made no progress while others waited for it"
     assert order.generation_id > (2, 0), "greater than what it has promised to the one before"
 
 

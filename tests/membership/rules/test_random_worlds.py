@@ -358,7 +358,7 @@ def test_who_hangs_is_put_out_and_the_others_go_on() -> None:
     world = random.world
     world.members["1.0"].is_stuck = True
     random._go_on(120)
-    assert world.members["1.0"].reason == "it stood still while others waited for it"
+    assert world.members["1.0"].reason == "it made no progress while others waited for it"
     (generation_id,) = world.live_epochs
     assert world.memberships[generation_id].members == ("0.0", "2.0")
 
@@ -372,7 +372,7 @@ def test_who_hangs_just_when_another_coordinator_takes_over_is_put_out_as_soon()
         random._go_on(1)
     world.members["1.0"].is_stuck = True
     random._go_on(120)
-    assert world.members["1.0"].reason == "it stood still while others waited for it"
+    assert world.members["1.0"].reason == "it made no progress while others waited for it"
     (generation_id,) = world.live_epochs
     assert world.memberships[generation_id].members == ("0.0", "2.0")
 

@@ -69,7 +69,7 @@ def test_once_one_that_followed_has_the_state_nobody_is_waited_for_any_longer_th
     table.report_status(recovering("1.0", 6), holder("2.0", committed=6))
     table.pass_time(0.5, "1.0", "2.0")
     assert table.coordinator.present == ("1.0", "2.0")
-    assert table.coordinator.eviction_reason("0.0") == "it was not heard of in time"
+    assert table.coordinator.eviction_reason("0.0") == "no heartbeat came in time"
     assert table.coordinator.end_reason == ""
 
 

@@ -257,10 +257,10 @@ def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_los
         hangs_s = job.wait_message("1.0", lambda said: said == ("hangs",))
         goes_on_s = job.wait_message("0.0", lambda said: said[:2] == ("done", at))
         values = [value_of(job, member) for member in ("0.0", "2.0")]
-        assert job.coordinators[0].lost_members[0] == ("1.0", "it stood still while others waited for it")
+        assert job.coordinators[0].lost_members[0] == ("1.0", "it made no progress while others waited for it")
         assert goes_on_s - hangs_s > PROGRESS_TIMEOUT.min_s - 1.0, "a step may take so long"
         job.send_signal("1.0", signal.SIGUSR1)
-        assert "no member any more: it stood still while others waited for it" in job.outcome("1.0").error
+        assert "no member any more: it made no progress while others waited for it" in job.outcome("1.0").error
         assert done_steps(job, "1.0") == list(range(at)), "what it computes when it wakes changes nothing"
         check_alike(values)
         for member in ("0.0", "2.0"):

@@ -276,14 +276,14 @@ CREW_NOTE = {
     "cap": None,
     "assumed_speed": 1.0,
     "speed": None,
-    "place": [0, 0, 0, 0],
-    "books": [[0, 0], [0, 0], [0, 0]],
+    "position": [0, 0, 0, 0],
+    "accounts": [[0, 0], [0, 0], [0, 0]],
 }
 
 
 def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() -> None:
     crew: Any = ElasticTrainerState.__new__(ElasticTrainerState)
-    notes: list[dict[str, Any]] = [CREW_NOTE | {"alike": {"seed": seed}} for seed in (5, 5, 6)]
+    notes: list[dict[str, Any]] = [CREW_NOTE | {"must_match": {"seed": seed}} for seed in (5, 5, 6)]
     statuses = (
         MemberStatus(member="0.1", address=PLACE),
         MemberStatus(member="1.0", has_state=True, address=PLACE),

@@ -541,7 +541,7 @@ class CollectiveEngine:
     def _end_by_own_failure(self, cause: Exception, job: CollectiveJob) -> CommunicationError:
         """End the group after a failure of this rank itself, such as out of memory: the others must not wait for it."""
         own, text = self._group.rank_text(self._group.group_rank), f"{type(cause).__name__}: {cause}"
-        error = CommunicationError(f"{job.operation}: {own} failed: {text}. Mend what failed there.")
+        error = CommunicationError(f"{job.operation}: {own} failed: {text}. Fix what failed there.")
         return self._end_group(
             CollectiveFailureReport(doing=job.operation, suspect=None, failure=text), lambda: error, cause
         )

@@ -127,10 +127,10 @@ class ElasticTrainerState:
         return {
             "cap": self._description.max_samples,
             "assumed_speed": self._description.assumed_speed,
-            "alike": self._description.must_match,
+            "must_match": self._description.must_match,
             "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
-            "place": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
-            "books": self.accounting.to_json(),
+            "position": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
+            "accounts": self.accounting.to_json(),
         }
 
     def drawn_batches(self) -> tuple[int, str]:
@@ -172,7 +172,7 @@ class ElasticTrainerState:
         primary = membership.primary
         names = [f"worker {member}" for member in (primary, self._description.member)]
         descriptions = [
-            details[membership.members.index(member)]["alike"] for member in (primary, self._description.member)
+            details[membership.members.index(member)]["must_match"] for member in (primary, self._description.member)
         ]
         collectives.check_equal(descriptions, list(self._description.must_match), names)
 
@@ -189,14 +189,14 @@ class ElasticTrainerState:
         if is_joining and holders:
             progress = self.progress
             progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before = details[holders[0]][
-                "place"
+                "position"
             ]
             epoch, progress.committed, progress.has_joined_late = (
                 progress.epoch,
                 (progress.epoch, progress.position),
                 True,
             )
-            self.accounting.load_json(epoch, details[holders[0]]["books"])
+            self.accounting.load_json(epoch, details[holders[0]]["accounts"])
         still_recovering, furthest = (
             self.share_table.still_recovering(recovering),
             furthest_status(membership.statuses),

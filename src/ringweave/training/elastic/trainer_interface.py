@@ -191,10 +191,10 @@ class _TrainerDetails(pydantic.BaseModel):
 
     cap: Annotated[int, Field(ge=1, lt=_MAX_INT64)] | None
     assumed_speed: _POSITIVE_FLOAT
-    alike: dict[str, Any]
+    must_match: dict[str, Any]
     speed: tuple[_POSITIVE_FLOAT, _NON_NEGATIVE_FLOAT, Annotated[float, Field(ge=0)]] | None
-    place: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT]
-    books: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
+    position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT]
+    accounts: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
 
 
 def parse_details(member: str, text: str) -> dict[str, Any]:
