@@ -98,7 +98,7 @@ class Ended:
         """
         gone = [event for event in self.events if event["kind"] == "samples_lost"]
         within = {event["reduction"]: event["members"] for event in gone}
-        epochs = [event for event in self.events if event["kind"] == "epoch_begun"]
+        epochs = [event for event in self.events if event["kind"] == "generation_begun"]
         totals: dict[int, SampleAccount] = {}
         for reduction, member, own in self._drawn():
             if member in (within.get(reduction) or _members_at(epochs, reduction) or [member]):
@@ -129,7 +129,7 @@ class Ended:
         members: set[str] = set()
         missing: dict[int, int] = {}
         for event in self.events:
-            if event["kind"] == "epoch_begun":
+            if event["kind"] == "generation_begun":
                 members |= set(event["members"])
             elif event["kind"] == "samples_lost":
                 missing[event["reduction"]] = len(members - set(event["members"]))

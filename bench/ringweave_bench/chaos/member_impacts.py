@@ -153,7 +153,7 @@ def _caught_up_s(events: Sequence[Event], epoch: GenerationRecord) -> float | No
     """Return the time at which the last of a generation's newcomers had caught up."""
     wanted = {f"{rank}.{epoch.ranks[rank]}" for rank in epoch.newcomers}
     for event in events:
-        if event["kind"] == "members_level" and event["time"] >= epoch.time_s:
+        if event["kind"] == "members_caught_up" and event["time"] >= epoch.time_s:
             wanted -= set(event["members"])
             if not wanted:
                 return event["time"]
@@ -251,7 +251,7 @@ def _takeover_time_s(events: Sequence[Event], time_s: float, fault: Fault) -> fl
     for event in events:
         is_new_epoch = tracker.observe(event)
         acting = tracker.server if is_of_server else tracker.coordinator
-        acts = event["kind"] == "params_led" if is_of_server else is_new_epoch
+        acts = event["kind"] == "params_leader_changed" if is_of_server else is_new_epoch
         if event["time"] <= time_s:
             first = first if acting is None else acting
         elif acts and acting != first and event["time"] <= until_s:
@@ -361,7 +361,7 @@ class ElasticReport:
 
 def summarize_members(events: Sequence[Event]) -> ElasticReport | None:
     """Summarise the members' impacts; None for a job that is not elastic."""
-    if not any(event["kind"] == "epoch_begun" for event in events):
+    if not any(event["kind"] == "generation_begun" for event in events):
         return None
     fault_impacts, takeover_impacts = measure_fault_impacts(events), measure_takeover_impacts(events)
     join_impacts = measure_join_impacts(events)

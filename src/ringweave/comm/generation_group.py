@@ -147,8 +147,8 @@ class GenerationGroups:
             if self._clock() - started_s > _CALL_FRACTION * self._form_timeout_s and num_aborts == self._num_aborts:
                 self._form_timeout_s = min(2 * self._form_timeout_s, _MAX_FORM_TIMEOUT_S)
             raise PeerError(
-                f"group of generation {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} members. "
-                "Look into the logs of the others."
+                f"group of generation {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} "
+                "members. Look into the logs of the others."
             ) from cause
         self._form_timeout_s = self._first_form_timeout_s
         for each in groups:

@@ -3,8 +3,8 @@
 A running elastic run is asked for another number of workers through its run directory:
 
 ```text
-RUN_DIR/scale.json      {"asked": "3f0c...", "workers": 4}; gone once the run has taken it
-RUN_DIR/events.jsonl    the answer: event `workers_asked` with the same word
+RUN_DIR/scale.json      {"request": "3f0c...", "workers": 4}; gone once the run has taken it
+RUN_DIR/events.jsonl    the answer: event `workers_scaled` with the same word
 ```
 """
 
@@ -133,8 +133,8 @@ class ScaleRequests:
 
     def _write_answer(self, scale: ScaleAnswer) -> None:
         self._events.write(
-            "workers_asked",
-            asked=self._request_id,
+            "workers_scaled",
+            request=self._request_id,
             workers=scale.workers,
             before=scale.before,
             starting=list(scale.starting),
@@ -172,7 +172,7 @@ def request_workers(
     _check_elastic(run_dir)
     request_id = secrets.token_hex(8)
     temporary = run_dir.scale_request.with_name(f".{run_dir.scale_request.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"asked": request_id, "workers": workers}) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps({"request": request_id, "workers": workers}) + "\n", encoding="utf-8")
     temporary.replace(run_dir.scale_request)
     until_s = clock() + _ANSWER_TIMEOUT_S
     while (answer := _find_answer(run_dir, request_id)) is None:
@@ -196,6 +196,10 @@ def _check_elastic(run_dir: RunDir) -> None:
         text = explain("run directory", got=str(run_dir.root), expected="one with a run.json", do=do)
         raise UsageError(text) from error
     _check_alive(run_dir)
+    if isinstance(record, dict) and record.get("format") != launcher_run_dir.RUN_JSON_FORMAT:
+        got, expected = record.get("format", "none"), str(launcher_run_dir.RUN_JSON_FORMAT)
+        do = "Scale it with the ringweave that started it"
+        raise UsageError(explain("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json)))
     if not isinstance(record, dict) or not record.get("elastic"):
         expected = "one that was started with --elastic MIN:MAX"
         raise UsageError(explain("run", got=str(run_dir.root), expected=expected, do="Start it again with --elastic"))
@@ -209,7 +213,7 @@ def _check_alive(run_dir: RunDir) -> None:
 
 def _find_answer(run_dir: RunDir, request_id: str) -> ScaleAnswer | None:
     for event in telemetry.read_events(run_dir.events):
-        if event["kind"] == "workers_asked" and event["asked"] == request_id:
+        if event["kind"] == "workers_scaled" and event["request"] == request_id:
             fields: dict[str, Any] = {key: event[key] for key in ScaleAnswer.__slots__}
             return ScaleAnswer(**fields)
     return None
@@ -222,7 +226,7 @@ def _parse_request(text: bytes) -> tuple[str, int] | None:
         return None
     if not isinstance(request, dict):
         return None
-    request_id, workers = request.get("asked"), request.get("workers")
+    request_id, workers = request.get("request"), request.get("workers")
     is_valid = isinstance(request_id, str) and isinstance(workers, int) and not isinstance(workers, bool)
     return (request_id, workers) if is_valid and len(request_id) <= 64 else None
 
@@ -543,7 +547,7 @@ class ElasticSupervisor:
         if is_ending or self._restarts.is_over:
             return explain("run", got="at its end", expected="one that trains", do="Start it again with more workers")
         if not self._past_members([self._current_member(slot) for slot in _running_slots(states)]).members:
-            do = "Wait until the event epoch_begun is in its events.jsonl; scripts without prepare keep their workers"
+            do = "Wait for the event generation_begun in its events.jsonl; scripts without prepare keep their workers"
             return explain("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
         return ""
 

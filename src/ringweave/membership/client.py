@@ -335,7 +335,9 @@ class MembershipClient:
         except Exception as error:
             if not self._stopped.is_set():
                 self._stopped.set()
-                self._listener.stop_training(StopTraining(reason=f"its membership client failed: {error!r}", is_end=False))
+                self._listener.stop_training(
+                    StopTraining(reason=f"its membership client failed: {error!r}", is_end=False)
+                )
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats in turn; drop a coordinator that leaves one unanswered for too long."""

@@ -310,9 +310,7 @@ class ServerLeadership:
         """Record that the standby has all state; with the lock held."""
         self._separation_reason, self._is_other_gone = "the standby was not taken in", True  # if the claim fails
         if not self._append_record(self._rules.record_with_standby(1 - self._rules.own), "a standby has everything"):
-            raise _not_leading_error(
-                "one that is not sure of its own records", "one that can take a standby in"
-            )
+            raise _not_leading_error("one that is not sure of its own records", "one that can take a standby in")
         self._link, self._follow_requested_s = link, None
 
     def _renew_lease(self, link: StandbyLink) -> None:
@@ -376,9 +374,7 @@ class ServerLeadership:
         """
         newest = self._log.latest()
         if newest is None:
-            raise _not_leading_error(
-                "one whose leadership log is empty", "one that can read who leads"
-            )
+            raise _not_leading_error("one whose leadership log is empty", "one that can read who leads")
         record = self._rules.record_without_other(newest)
         if record is None:
             superseding = f"server {newest.leader} leads without it in term {newest.term}"

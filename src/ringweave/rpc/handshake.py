@@ -238,7 +238,7 @@ class RefusalLog:
         if count and self._write_event is not None:
             with contextlib.suppress(OSError):  # a full disk must neither admit nor refuse a peer
                 self._write_event(
-                    "wire_refused",
+                    "rpc_refused",
                     service=self._service,
                     peer=f"{host}:{port}",
                     reason=reason,

@@ -421,7 +421,9 @@ def _parse_round(rest: str, index: int, number: int) -> Round:
         match = _OP_PATTERN.fullmatch(word)
         if match is None:
             raise ScheduleError(
-                explain("operation", got=word, expected="like 0>1:+4 or 0>1:=4-6", do="Correct it", where=f"line {number}")
+                explain(
+                    "operation", got=word, expected="like 0>1:+4 or 0>1:=4-6", do="Correct it", where=f"line {number}"
+                )
             )
         src, dst, sign, first, last = match.groups()
         how = ReceiveOp.REDUCE if sign == "+" else ReceiveOp.COPY

@@ -93,7 +93,7 @@ def test_while_one_worker_goes_on_those_that_join_it_lose_nothing() -> None:
 def epoch(time: float, members: list[str], newcomers: list[str]) -> dict[str, Any]:
     return {
         "time": time,
-        "kind": "epoch_begun",
+        "kind": "generation_begun",
         "term": 1,
         "number": round(time),
         "members": members,

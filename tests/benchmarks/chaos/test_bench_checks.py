@@ -54,7 +54,7 @@ def test_parameters_that_are_alike(lab_jobs: ModuleType, tmp_path: Path) -> None
 
 
 def epoch(number: int, committed: int, *members: str) -> dict[str, Any]:
-    return {"kind": "epoch_begun", "term": 1, "number": number, "committed": committed, "members": list(members)}
+    return {"kind": "generation_begun", "term": 1, "number": number, "committed": committed, "members": list(members)}
 
 
 def test_one_bit_is_found(lab_jobs: ModuleType, tmp_path: Path) -> None:

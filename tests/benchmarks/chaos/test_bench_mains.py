@@ -53,7 +53,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
         lost(BEGIN_S + BEFORE + 0.9, BEFORE + 1),
         watched(1, BEGIN_S + BACK - 2),
         epoch(BEGIN_S + BACK + 0.2, ["0.0", "1.1"], ["1.1"]),
-        {"time": BEGIN_S + BACK + 0.9, "kind": "members_level", "members": ["1.1"]},
+        {"time": BEGIN_S + BACK + 0.9, "kind": "members_caught_up", "members": ["1.1"]},
         {"time": BEGIN_S + STEPS + 0.5, "kind": "chaos_ended", "outcome": "stopped"},
     ]
     total, epochs = SampleAccount(), []
@@ -90,7 +90,7 @@ def epoch(time: float, who: list[str], newcomers: list[str]) -> dict[str, Any]:
     number = {"term": 1, "number": round(time * 10), "part": ""}
     return {
         "time": time,
-        "kind": "epoch_begun",
+        "kind": "generation_begun",
         **number,
         "committed": max(0, int(time - BEGIN_S)),
         "members": who,
@@ -230,7 +230,7 @@ def test_joining(
 
 
 def without_level(events: Path) -> None:
-    kept = [line for line in events.read_text().splitlines() if "members_level" not in line]
+    kept = [line for line in events.read_text().splitlines() if "members_caught_up" not in line]
     events.write_text("".join(f"{line}\n" for line in kept))
 
 

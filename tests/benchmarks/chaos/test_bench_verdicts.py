@@ -66,7 +66,7 @@ def test_a_coordinators_node_that_is_cut_off_is_that_of_the_one_that_decides(
     bench: Callable[[str], ModuleType],
 ) -> None:
     standing = bench("standing")
-    epoch = {"kind": "epoch_begun", "term": 1, "number": 1, "part": ""}
+    epoch = {"kind": "generation_begun", "term": 1, "number": 1, "part": ""}
     cut = {"kind": "fault_begun", "fault": CUT, "target": "node a-0"}
     other = {"kind": "fault_begun", "fault": "at 70s cut a-5 for 30s", "target": "node a-5"}
     assert standing.strangers([epoch, cut, other]) == []

@@ -19,7 +19,7 @@ def steps(rank: int, *times: float) -> list[dict[str, Any]]:
 
 def epoch(time: float, members: list[str], newcomers: list[str], term: int = 1) -> dict[str, Any]:
     who = {"term": term, "number": round(time * 10), "members": members, "newcomers": newcomers}
-    return {"time": time, "kind": "epoch_begun", **who}
+    return {"time": time, "kind": "generation_begun", **who}
 
 
 def fault(line: str, time: float) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_a_survivors_stall_is_its_longest_step_less_the_usual_one() -> None:
 def test_steps_that_a_newcomer_does_again_at_once_are_not_its_usual_ones() -> None:
     """Worker 1 is level after twenty steps of a hundredth; worker 0 is killed when it has done two of a second."""
     again = steps(1, *(11.3 + number / 100 for number in range(20)))
-    level = {"time": 11.5, "kind": "members_level", "members": ["1.1"]}
+    level = {"time": 11.5, "kind": "members_caught_up", "members": ["1.1"]}
     later = [fault("at 13.7s kill worker 0", 13.7), epoch(14.0, ["1.1", "2.0"], []), *steps(1, 15.5), *steps(2, 15.5)]
     toll = member_impacts.measure_fault_impacts(sorted([*killed(), *again, level, *later], key=_time))[-1]
     assert (toll.survivors, toll.stall_s, toll.stall_median_s) == (2, pytest.approx(1.0), pytest.approx(1.0))
@@ -77,7 +77,7 @@ def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it()
 
 
 def test_peers_are_watched_until_the_newcomer_is_level() -> None:
-    level = {"time": 16.0, "kind": "members_level", "rank": 0, "reduction": 14, "members": ["1.1"], "batch": 16}
+    level = {"time": 16.0, "kind": "members_caught_up", "rank": 0, "reduction": 14, "members": ["1.1"], "batch": 16}
     later = [*steps(0, 15.3, 16.5, 99.0), *steps(2, 14.6, 15.7, 99.0)]
     (joining,) = member_impacts.measure_join_impacts(sorted([*killed(), level, *later], key=_time))
     assert joining.level_s == pytest.approx(4.9)
@@ -203,14 +203,14 @@ def test_where_nobody_comes_or_goes_no_other_coordinator_is_seen_and_nobody_wait
 
 
 def test_a_server_is_replaced_when_another_one_leads() -> None:
-    led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
+    led = [{"time": time, "kind": "params_leader_changed", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
     others = [each for rank in range(3) for each in steps(rank, 7.5, 8.5)]
     (found,) = member_impacts.measure_takeover_impacts(job(fault("at 5.5s pause server for 3s", 5.5), *led, *others))
     assert (found.taken_over_s, found.survivors, found.stall_s) == (pytest.approx(1.5), 3, pytest.approx(1.5))
 
 
 def test_nobody_takes_over_from_a_standby_and_what_comes_much_later_is_of_another_fault() -> None:
-    led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
+    led = [{"time": time, "kind": "params_leader_changed", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
     happens = [fault("at 5.4s kill standby", 5.4), fault("at 5.5s kill server-standby", 5.5)]
     happens.append(fault("at 5.6s kill coordinator", 5.6))
     others = [each for rank in range(3) for each in steps(rank, *range(6, 40))]

@@ -26,7 +26,7 @@ LIMITS = ScaleLimits(
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
     """Of an elastic run that is under way."""
     found = RunDir(root=tmp_path)
-    found.run_json.write_text(json.dumps({"elastic": "2:6"}))
+    found.run_json.write_text(json.dumps({"format": 2, "elastic": "2:6"}))
     with launcher_run_dir.hold_run_dir(found):
         yield found
 
@@ -95,26 +95,26 @@ _RUBBISH = [
     b"",
     b"{",
     b"[]",
-    b'{"asked": "a"}',
-    b'{"asked": 1, "workers": 3}',
+    b'{"request": "a"}',
+    b'{"request": 1, "workers": 3}',
     b'{"workers": 3}',
     b"\xff\xfe",
     b"[" * 4000,
 ]
 
 
-@pytest.mark.parametrize("text", [*_RUBBISH, b'{"asked": "a", "workers": 3' + b" " * 5000 + b"}"], ids=range(9))
+@pytest.mark.parametrize("text", [*_RUBBISH, b'{"request": "a", "workers": 3' + b" " * 5000 + b"}"], ids=range(9))
 def test_what_is_no_request_is_thrown_away(run_dir: RunDir, text: bytes) -> None:
     desk = ScaleRequests(run_dir, LIMITS, 2)
     run_dir.scale_request.write_bytes(text)
     assert desk.take_request() is None
     assert not run_dir.scale_request.exists()
-    run_dir.scale_request.write_text(json.dumps({"asked": "a", "workers": True}))
+    run_dir.scale_request.write_text(json.dumps({"request": "a", "workers": True}))
     assert desk.take_request() is None
 
 
 def test_what_was_asked_of_an_earlier_run_is_forgotten(run_dir: RunDir) -> None:
-    run_dir.scale_request.write_text(json.dumps({"asked": "a", "workers": 3}))
+    run_dir.scale_request.write_text(json.dumps({"request": "a", "workers": 3}))
     assert ScaleRequests(run_dir, LIMITS, 2).take_request() is None
     assert list(telemetry.read_events(run_dir.events)) == []
 
@@ -124,12 +124,17 @@ def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run directory: .*, expected one with a run\.json\. Give the directory that"):
         supervise.request_workers(run_dir, 3)
     run_dir.root.mkdir()
-    record: dict[str, Any] = {"elastic": None}
+    record: dict[str, Any] = {"format": 2, "elastic": None}
     run_dir.run_json.write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"which is over', expected one that is under way\. Start it again"):
         supervise.request_workers(run_dir, 3)
     descriptor = os.open(run_dir.root, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+    run_dir.run_json.write_text(json.dumps({"elastic": "2:6"}))
+    expected = r"^format of run\.json: .none., expected 2\. Scale it with the ringweave that started it\."
+    with pytest.raises(UsageError, match=expected):
+        supervise.request_workers(run_dir, 3)
+    run_dir.run_json.write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"expected one that was started with --elastic MIN:MAX\. Start it again with"):
         supervise.request_workers(run_dir, 3)
     os.close(descriptor)

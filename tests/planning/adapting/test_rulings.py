@@ -36,7 +36,9 @@ def test_a_ruling_reads_what_it_prints() -> None:
     "text", ["", "[]", "{}", '{"phases": []}', '{"phases": [[[1]]], "num_bytes": 3}', "[" * 100_000]
 )
 def test_other_text_is_none(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"tuning decision: .*, expected what the first rank sent\. Run the same version"):
+    with pytest.raises(
+        ScheduleError, match=r"tuning decision: .*, expected what the first rank sent\. Run the same version"
+    ):
         TuningDecision.parse(text)
 
 

@@ -232,5 +232,5 @@ def test_refusals_reach_the_event_log(authority: rpc.CertificateAuthority, tmp_p
             connect(server, trust(rpc.CertificateAuthority("job1"), "worker", "0"))
         wait_until(lambda: bool(list(read_events(log.path))))
     (event,) = read_events(log.path)
-    assert (event["kind"], event["reason"], event["refusals"]) == ("wire_refused", "certificate", 1)
+    assert (event["kind"], event["reason"], event["refusals"]) == ("rpc_refused", "certificate", 1)
     assert "PRIVATE" not in log.path.read_text()
