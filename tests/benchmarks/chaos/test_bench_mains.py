@@ -126,7 +126,7 @@ def test_kills(
     assert (found["steps"], found["steps_lost"], found["samples_lost"], found["attempts"]) == (STEPS, 0, 128, 1)
     assert found["samples_counted"] == STEPS * 256 - 128
     assert found["checks_alike"] == 2 * STEPS - (BACK - BEFORE)
-    assert (found["stall_p95_s"], found["put_out"], found["never_back"]) == (0.0, 0, [])
+    assert (found["stall_p95_s"], found["evicted"], found["never_back"]) == (0.0, 0, [])
     assert (found["never_began"], code, "missed:" in said) == ([], 0, False)
     code, _ = judge(bench, monkeypatch, tmp_path, "--kills", "2", "--outside", "--seed", "5")
     said = capsys.readouterr().out
@@ -221,12 +221,12 @@ def test_joining(
     keep(tmp_path / "peers", "at 12s kill worker 1")
     code, found = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
     assert (code, "missed:" in capsys.readouterr().out) == (0, False)
-    assert [(each["newcomers"], each["stall_s"], each["level_s"]) for each in found["joins"]] == [(1, 0.0, 0.7)]
+    assert [(each["newcomers"], each["stall_s"], each["caught_up_s"]) for each in found["joins"]] == [(1, 0.0, 0.7)]
     code, _ = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "2")
     assert (code, "missed: 1 times workers joined, not 2\n" in capsys.readouterr().out) == (1, True)
     without_level(tmp_path / "peers" / "events.jsonl")
     code, _ = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
-    assert (code, "missed: join 1: the newcomer was never level\n" in capsys.readouterr().out) == (1, True)
+    assert (code, "missed: join 1: the newcomer never caught up\n" in capsys.readouterr().out) == (1, True)
 
 
 def without_level(events: Path) -> None:
