@@ -133,14 +133,14 @@ class GenerationGroups:
         try:
             store = self._connect_store(host, int(port), name, num_aborts)
             group = self._call_first_member(
-                lambda: make("epoch", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
+                lambda: make("generation", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
             )
             _set_default_group(group)
             groups: list[dist.ProcessGroup] = [group]
             if has_reduce_group:
                 groups.append(
                     self._call_first_member(
-                        lambda: make("apart", f"{REDUCE_GROUP_PREFIX}{name}", "sums"), name, num_aborts
+                        lambda: make("reduce", f"{REDUCE_GROUP_PREFIX}{name}", "sums"), name, num_aborts
                     )
                 )
         except (RuntimeError, OSError) as cause:

@@ -374,11 +374,11 @@ class ServerLeadership:
         """
         newest = self._log.latest()
         if newest is None:
-            raise _not_leading_error("one whose leadership log is empty", "one that can read who leads")
+            raise _not_leading_error("one whose leadership log is empty", "one that can read it")
         record = self._rules.record_without_other(newest)
         if record is None:
             superseding = f"server {newest.leader} leads without it in term {newest.term}"
-            self.superseded = f"one that died, stood still or was cut off: {superseding}"
+            self.superseded = f"one that died, was paused or was cut off: {superseding}"
         elif self._should_go_on() and not self._append_record(record, reason):
             self.superseded = "one that came too late: the other server has gone on without it"
 

@@ -388,7 +388,7 @@ class ParameterService:
                 raise DeadlineError(
                     explain(
                         f"parameters for ring {pull.ring}",
-                        got=f"version {job.ledger.version} is all there is" if is_wanted else "nobody who waits",
+                        got=f"version {job.ledger.version} is all there is" if is_wanted else "no caller that waits",
                         expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
                         do="Look which ring does not push any more",
                     )

@@ -227,7 +227,7 @@ class PeerSession:
                 return False
             case other:
                 raise MessageError(
-                    explain("frame", got=other.name, expected="CALL, CANCEL or BYE", do="Look who called")
+                    explain("frame", got=other.name, expected="CALL, CANCEL or BYE", do="Check which process called")
                 )
         return True
 
@@ -549,7 +549,9 @@ class RpcServer:
 
     def _full_text(self, limit: str) -> str:
         got = f"{getattr(self.limits, limit)} already"
-        return explain("connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or look who calls")
+        return explain(
+            "connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or check which processes call"
+        )
 
     def _serve_connection(self, raw: socket.socket, address: tuple[str, int]) -> None:
         try:

@@ -233,4 +233,4 @@ def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks
     job.call("3.0", RegisterRingLeader(term=0, ring=0, generation_id=(2, 1)))
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
-    assert "nobody who waits" in failed[0]
+    assert "no caller that waits" in failed[0]

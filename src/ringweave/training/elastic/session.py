@@ -226,7 +226,7 @@ class SessionThread:
         rank = membership.members.index(state.member)
         state.trainer.check_membership(membership, details)
         if membership.statuses[rank].is_recovering and not state.status.is_recovering:
-            error = MembershipError("it begins anew: the state could not be read")
+            error = MembershipError("it starts again: the state could not be read")
             state.report_broken_group(error, abort_count, membership)
             return
         plan = RecoveryPlan.of_membership(membership)

@@ -200,7 +200,7 @@ def shares_of_text(text: str) -> list[BatchShares]:
     try:
         found = _SHARES_ADAPTER.validate_json(text)
     except pydantic.ValidationError as error:
-        raise _shares_error(describe_validation_error(error), "who computes what, of each") from None
+        raise _shares_error(describe_validation_error(error), "the shares of each member") from None
     return [
         BatchShares(first_batch=each.first_batch, members=tuple(each.members), shares=tuple(each.shares))
         for each in found

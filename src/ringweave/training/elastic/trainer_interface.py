@@ -171,7 +171,7 @@ _POSITIVE_FLOAT = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NON_NEGATIVE_FLOAT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _ACCOUNT = tuple[_NON_NEGATIVE_INT, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
 _STRICT = ConfigDict(strict=True, extra="allow")
-_AS_PREPARED = "what ringweave.prepare says"
+_AS_PREPARED = "the values of ringweave.prepare"
 
 _ParsedT = TypeVar("_ParsedT")
 

@@ -51,7 +51,7 @@ def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, A
             trainer_interface.parse_details("3.1", json.dumps(NOTE | change)),
         )
     assert re.match(f"note of worker 3\\.1: ['\"]{re.escape(text)}", str(error.value))
-    assert "expected what ringweave.prepare says. Run the same ringweave on all workers" in str(error.value)
+    assert "expected the values of ringweave.prepare. Run the same ringweave on all workers" in str(error.value)
 
 
 def test_a_member_that_says_nowhere_where_it_listens_is_refused() -> None:
