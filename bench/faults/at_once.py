@@ -44,7 +44,7 @@ def main() -> int:
         "members_at_the_end": len(epochs[-1].ranks),
     }
     rows = lab_jobs.toll_rows(found)
-    more = [("fail-over and new epoch, s (bar 3)", said["failover_s"]), ("fewest members", said["smallest"])]
+    more = [("fail-over and new generation, s (bar 3)", said["failover_s"]), ("fewest members", said["smallest"])]
     more.append(("members at the end", said["members_at_the_end"]))
     padded = [(*row, *[""] * (len(rows[0]) - 2)) for row in more]
     lab_jobs.conclude(options, "at-once", said, [*rows, *lab_jobs.summary_rows(said, len(rows[0])), *padded])

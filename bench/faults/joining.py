@@ -127,9 +127,15 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
 
 def rows_of_peers(said: dict[str, Any]) -> list[tuple[object, ...]]:
     """Return a row for each join, the head first."""
-    head = ("joined", "usual step, s", "longest stall of a peer, steps (bar 1)", "level after, s", "behind by, steps")
+    head = (
+        "joined",
+        "usual step, s",
+        "longest stall of a peer, steps (bar 1)",
+        "caught up after, s",
+        "behind by, steps",
+    )
     found = [
-        (each["newcomers"], usual_s, each["stall_s"] / usual_s, each["level_s"], each["lost_s"] / usual_s)
+        (each["newcomers"], usual_s, each["stall_s"] / usual_s, each["caught_up_s"], each["lost_s"] / usual_s)
         for each in said["joins"]
         if (usual_s := each["usual_s"])
     ]
@@ -175,7 +181,7 @@ def missed_by_peers(said: dict[str, Any], num_joins: int) -> list[str]:
     for number, each in enumerate(joins, start=1):
         stalled = each["stall_s"] / each["usual_s"] if each["usual_s"] else None
         found += lab_jobs.over(f"join {number}: longest stall of a peer in steps", stalled, BAR_STEPS)
-        found += [f"join {number}: the newcomer was never level"] if each["level_s"] is None else []
+        found += [f"join {number}: the newcomer never caught up"] if each["caught_up_s"] is None else []
     return found
 
 

@@ -98,7 +98,7 @@ class Ended:
         """
         gone = [event for event in self.events if event["kind"] == "samples_lost"]
         within = {event["reduction"]: event["members"] for event in gone}
-        epochs = [event for event in self.events if event["kind"] == "epoch_begun"]
+        epochs = [event for event in self.events if event["kind"] == "generation_begun"]
         totals: dict[int, SampleAccount] = {}
         for reduction, member, own in self._drawn():
             if member in (within.get(reduction) or _members_at(epochs, reduction) or [member]):
@@ -129,7 +129,7 @@ class Ended:
         members: set[str] = set()
         missing: dict[int, int] = {}
         for event in self.events:
-            if event["kind"] == "epoch_begun":
+            if event["kind"] == "generation_begun":
                 members |= set(event["members"])
             elif event["kind"] == "samples_lost":
                 missing[event["reduction"]] = len(members - set(event["members"]))
@@ -244,8 +244,8 @@ def parse(lines: Sequence[str], options: argparse.Namespace) -> tuple[Fault, ...
 
 def toll_rows(found: Sequence[FaultImpact]) -> list[tuple[object, ...]]:
     """Return rows of a table, the head first."""
-    head = ("fault", "longest stall of a survivor, s", "new epoch after, s", "back after, s", "steps as a zombie")
-    return [head, *((each.fault, each.stall_s, each.epoch_s, each.back_s, each.steps_as_zombie) for each in found)]
+    head = ("fault", "longest stall of a survivor, s", "new generation after, s", "back after, s", "steps as a zombie")
+    return [head, *((each.fault, each.stall_s, each.generation_s, each.back_s, each.steps_as_zombie) for each in found)]
 
 
 def summary(ended: Ended, found: Sequence[FaultImpact]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def summary(ended: Ended, found: Sequence[FaultImpact]) -> dict[str, Any]:
     except AssertionError as error:
         wrong.append(str(error))
     if ended.is_elastic and report.elastic is None:
-        wrong.append("no epoch began: the job had no members")
+        wrong.append("no generation began: the job had no members")
     members = asdict(report.elastic) if report.elastic else {}
     kept = {key: value for key, value in members.items() if key not in ("tolls", "takeovers", "joinings", "joins")}
     return {
@@ -302,7 +302,7 @@ def missed(said: Mapping[str, Any], *, are_back: bool = False) -> list[str]:
     found += [f"the job was started {said['attempts']} times"] if said["attempts"] != 1 else []
     if are_back:
         found += [f"{fault}: the victim never came back" for fault in said["never_back"]]
-        found += [f"{said['put_out']} members were put out though no fault hit them"] if said["put_out"] else []
+        found += [f"{said['evicted']} members were evicted though no fault hit them"] if said["evicted"] else []
     return found
 
 
@@ -333,12 +333,12 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
         "taken_over_p95_s": "service replaced after p95, s",
         "takeover_stall_p50_s": "stall by it p50, s",
         "takeover_stall_p95_s": "stall by it p95, s",
-        "put_out": "members put out though no fault hit them",
+        "evicted": "members evicted though no fault hit them",
         "never_went_on": "faults after which a survivor made no step",
         "checks_alike": "parameters after a step, alike bit by bit",
         "join_stall_steps_p50": f"stall of peers when workers joined ({len(said['joins'])}), in steps, p50",
         "join_stall_steps_p95": "the same, p95",
-        "level_p50_s": "newcomers level after, s, p50",
+        "caught_up_p50_s": "newcomers caught up after, s, p50",
         "join_lost_steps_p50": "until then peers are behind by, in steps, p50",
     }
     return [(text, said.get(key), *[""] * (width - 2)) for key, text in names.items()]

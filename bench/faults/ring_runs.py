@@ -177,7 +177,7 @@ class Run:
     def members(self) -> dict[str, list[str]]:
         """Return part of the job -> members of its newest generation."""
         events = list(telemetry.read_events(self.run_dir / "events.jsonl"))
-        return {event["part"]: event["members"] for event in events if event["kind"] == "epoch_begun"}
+        return {event["part"]: event["members"] for event in events if event["kind"] == "generation_begun"}
 
     def pid(self, member: str) -> int:
         """Return the process id of a member."""

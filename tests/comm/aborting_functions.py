@@ -60,7 +60,7 @@ def explain_to_one_that_aborts() -> str:
     failure_registry.REPORT_GRACE_S = 1000.0
     work: Any = dist.all_reduce(torch.ones(_OTHER), async_op=True)
     announce("reducing")
-    while not group._store.check(["fault/0"]):
+    while not group._store.check(["failure/0"]):
         time.sleep(0.01)
     group.abort()
     try:

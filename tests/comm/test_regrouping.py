@@ -17,14 +17,14 @@ def test_an_epoch_that_was_ordered_before_an_abort_is_not_formed() -> None:
     groups = GenerationGroups(HERE)
     num_aborts, place = groups.num_aborts, groups.store_address
     groups.abort()
-    with pytest.raises(PeerError, match=r"group of epoch 1\.1: aborted while it was formed\. Form the next one\."):
+    with pytest.raises(PeerError, match=r"group of generation 1\.1: aborted while it was formed\. Form the next one\."):
         groups.form_group(place, "1.1", 0, 1, num_aborts)
     assert groups.store_address == place, "it was not used"
 
 
 def test_a_first_member_that_is_gone_is_not_searched_for() -> None:
     groups = GenerationGroups(HERE)
-    with pytest.raises(PeerError, match=r"group of epoch 1\.2: .*refused, expected all of 2 members\."):
+    with pytest.raises(PeerError, match=r"group of generation 1\.2: .*refused, expected all of 2 members\."):
         groups.form_group(f"{HERE} 9", "1.2", 1, 2, groups.num_aborts)
 
 
@@ -111,11 +111,11 @@ def test_a_first_member_that_is_stopped_keeps_nobody_from_the_next_epoch(
         assert is_stopped.wait(30)
         groups.abort()
         forming.join(30)
-    assert "group of epoch 1.1: aborted while it was formed. Form the next one." in errors[0]
+    assert "group of generation 1.1: aborted while it was formed. Form the next one." in errors[0]
     groups.form_group(groups.store_address, "1.2", 0, 1, 1)
     default = dist.group.WORLD
     is_let_go.set()
-    while "ringweave meeting" in {thread.name for thread in threading.enumerate()}:
+    while "ringweave group setup" in {thread.name for thread in threading.enumerate()}:
         time.sleep(0.01)
     assert dist.group.WORLD is default, "the group that came too late is none that anybody uses"
     groups.form_group(groups.store_address, "1.3", 0, 1, 1)

@@ -27,7 +27,7 @@ from tests.wire.mutations import mutated
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
 PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25]
 PLAN = planning.plan_group(topology.one_machine([2]), ["node0"] * 2)
-ENTRY = {"place": PLACE, "entrances": [[[5000], "name"]], "token": "00" * 16}
+ENTRY = {"location": PLACE, "endpoints": [[[5000], "name"]], "token": "00" * 16}
 
 
 @pytest.mark.parametrize("value", RUBBISH)
@@ -40,11 +40,11 @@ def test_rubbish_is_refused_by_whoever_reads(value: bytes) -> None:
         group_info.parse_rank_info(value, 3)
     with pytest.raises(ScheduleError, match=r"plan: .*, expected the text of a plan"):
         Plan.parse(value.decode(errors="replace"))
-    with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent"):
+    with pytest.raises(ScheduleError, match=r"tuning decision: .*, expected what the first rank sent"):
         TuningDecision.parse(value.decode(errors="replace"))
 
 
-@pytest.mark.parametrize("what", ["entry", "plan", "NICs", "text of a machine", "ruling"])
+@pytest.mark.parametrize("what", ["entry", "plan", "NICs", "text of a machine", "tuning decision"])
 def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spaces at the end change nothing, but for how long it is."""
     most = peer_data.MAX_PEER_BYTES if what == "NICs" else 5000
@@ -59,7 +59,7 @@ def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: py
             stored(measure._NICS_KEY, text).store, two_nics(1), None, timedelta(seconds=5)
         ),
         "text of a machine": met,
-        "ruling": said_from_above,
+        "tuning decision": said_from_above,
     }
     goods = {"entry": json.dumps(ENTRY).encode(), "NICs": b'{"n0": {"eth0": 1.0, "eth1": 2.0}}'}
     good = goods.get(what, json.dumps({"plan": str(PLAN), "tuned": {"3": "ring"}}).encode())
@@ -71,9 +71,9 @@ def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: py
 
 def test_a_report_that_is_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_registry, "_MAX_REPORT_BYTES", 100)
-    report = json.dumps({"doing": "allreduce", "suspect": 1}).encode()
+    report = json.dumps({"operation": "allreduce", "suspect": 1}).encode()
     assert failure_registry.parse_failure_report(report.ljust(100)) == CollectiveFailureReport(
-        doing="allreduce", suspect=1
+        operation="allreduce", suspect=1
     )
     assert failure_registry.parse_failure_report(report.ljust(101)) is None
 
@@ -155,7 +155,9 @@ def test_mutated_entries_and_reports_are_refused_or_read() -> None:
     assert group_info.parse_rank_info(entry, 0)[0].location == RankLocation(
         "n0", "127.0.0.1", nics=("eth0",), host="host", cores=0.25
     )
-    report = json.dumps({"doing": "allreduce", "suspect": 1, "hung": True, "failure": "", "disagreement": ""}).encode()
+    report = json.dumps(
+        {"operation": "allreduce", "suspect": 1, "is_hung": True, "failure": "", "disagreement": ""}
+    ).encode()
     num_refused = 0
     for _ in range(10_000):
         try:
@@ -176,12 +178,12 @@ def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) ->
 
 @pytest.mark.parametrize(
     "change",
-    [{"suspect": []}, {"suspect": True}, {"hung": 1}, {"doing": None}, {"failure": {}}, {"more": 1}],
+    [{"suspect": []}, {"suspect": True}, {"is_hung": 1}, {"operation": None}, {"failure": {}}, {"more": 1}],
 )
 def test_a_report_of_wrong_types_is_none(change: dict) -> None:
-    good = {"doing": "allreduce", "suspect": None, "hung": False, "failure": "", "disagreement": ""}
+    good = {"operation": "allreduce", "suspect": None, "is_hung": False, "failure": "", "disagreement": ""}
     assert failure_registry.parse_failure_report(json.dumps(good).encode()) == CollectiveFailureReport(
-        doing="allreduce", suspect=None
+        operation="allreduce", suspect=None
     )
     assert failure_registry.parse_failure_report(json.dumps(good | change).encode()) is None
 
@@ -189,14 +191,14 @@ def test_a_report_of_wrong_types_is_none(change: dict) -> None:
 def test_a_rank_whose_report_is_rubbish_is_one_that_did_not_report() -> None:
     store, clock = HashStore(), SimpleNamespace(now_s=0.0)
     ranks = tuple(RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), ()) for rank in range(3))
-    store.set("fault/1", b"[" * 100_000)
-    store.set("fault/2", json.dumps({"doing": "allreduce #7", "suspect": 1}).encode())
+    store.set("failure/1", b"[" * 100_000)
+    store.set("failure/2", json.dumps({"operation": "allreduce #7", "suspect": 1}).encode())
 
     def sleep(seconds: float) -> None:
         clock.now_s += seconds
 
     board = FailureRegistry(store, GroupInfo(ranks, 0, b""), clock=lambda: clock.now_s, sleep=sleep)
-    board.publish(CollectiveFailureReport(doing="allreduce #7", suspect=1))
+    board.publish(CollectiveFailureReport(operation="allreduce #7", suspect=1))
     error = board.diagnose(TransferFailedError(1, "connection closed", hung=False), "allreduce #7")
     assert isinstance(error, PeerError)
     assert "rank 1 (node n1) is gone" in str(error)
@@ -240,7 +242,7 @@ def test_who_is_aborted_waits_no_longer_for_a_store_that_is_silent() -> None:
     errors: list[Exception] = []
 
     def fail() -> None:
-        board.publish(CollectiveFailureReport(doing="allreduce", suspect=0))
+        board.publish(CollectiveFailureReport(operation="allreduce", suspect=0))
         errors.append(board.diagnose(failure, "allreduce"))
 
     failing = threading.Thread(target=fail, daemon=True)

@@ -37,9 +37,9 @@ def test_absent_programs_are_named_with_their_packages(monkeypatch: pytest.Monke
 def test_who_is_not_root_is_told_so(unshare, monkeypatch: pytest.MonkeyPatch) -> None:
     unshare("")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    text = "user: 'id 1000', expected root, who may make and enter namespaces. Put sudo in front. [lab]"
+    text = "user: 'id 1000', expected root, which may make and enter namespaces. Put sudo in front. [lab]"
     assert tools.lab_problems() == [text]
-    with pytest.raises(LabError, match=r"expected root, who may make and enter namespaces\. Put sudo"):
+    with pytest.raises(LabError, match=r"expected root, which may make and enter namespaces\. Put sudo"):
         tools.require_root()
 
 

@@ -80,7 +80,7 @@ def test_every_agreement_is_listed_once() -> None:
 
 
 def test_training_is_summed_up() -> None:
-    prepared = {"mode": "balanced", "asked": "auto", "reason": "r", "batch_samples": 20, "shares": [10, 10]}
+    prepared = {"mode": "balanced", "requested_mode": "auto", "reason": "r", "batch_samples": 20, "shares": [10, 10]}
     events = [
         {"kind": "training_prepared", "rank": 0, **prepared},
         {"kind": "shares_changed", "shares": [16, 4]},

@@ -46,8 +46,8 @@ def test_a_run_in_rings(tmp_path):
     assert counted["samples"] == 390
     # Two, unless the machine was so busy that speeds differed.
     assert 2 <= counted["most_peers"] <= max(len(event["rings"]) for event in formed)
-    assert set(counted["wire"]) == set(counted["pushes"])
-    assert all(each["calls"] > 0 and each["latency_mean_s"] > 0 for each in counted["wire"].values())
+    assert set(counted["rpc"]) == set(counted["pushes"])
+    assert all(each["calls"] > 0 and each["latency_mean_s"] > 0 for each in counted["rpc"].values())
     names = {"run.json", "events.jsonl", "server.log", "rank-0.log"}
     kept_secrets.check_none(tmp_path / "run", tmp_path / "secrets", num_told=3, names=names)
 
@@ -76,7 +76,7 @@ def test_the_mode_may_be_left_to_the_planner(tmp_path, workers):
     done = run(tmp_path, SCRIPT, "--workers", workers, "--mode", "auto")
     assert done.returncode == 0, done.stderr
     training = json.loads((tmp_path / "run" / "run.json").read_text())["training"]
-    assert (training["asked"], training["exact"]) == ("auto", True)
+    assert (training["requested_mode"], training["exact"]) == ("auto", True)
     assert ("(measured)" in training["reason"]) is ("," in workers)
     said = f"ringweave: trained in mode {training['mode']}: {training['reason'].rstrip('.')}. 390 samples in 3 epochs"
     assert said in done.stderr

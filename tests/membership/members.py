@@ -21,8 +21,8 @@ class Member:
 
     name: str
     follower: MemberRules = field(init=False)
-    standing: MemberStatus = field(init=False)
-    decree: Membership | None = None
+    status: MemberStatus = field(init=False)
+    membership: Membership | None = None
     forming: Membership | None = None
     """The epoch that was ordered, while its group is not formed."""
     has_come: bool = False
@@ -72,7 +72,7 @@ class Member:
     """Between two looks at which it had got on."""
     idle_s: dict[int, float] = field(default_factory=dict)
     """Number of a heartbeat -> for how long it had neither got on nor waited when it said so."""
-    num_counted: int = 0
+    num_reductions: int = 0
     """Reductions that its script had the results of when they counted."""
     num_retained: int = 0
     """Reductions that it follows, and that its script does later."""
@@ -91,7 +91,7 @@ class Member:
 
     def __post_init__(self) -> None:
         self.follower = MemberRules(self.name)
-        self.standing = MemberStatus(member=self.name)
+        self.status = MemberStatus(member=self.name)
         self.contact = CoordinatorMonitor(self.heard_s)
         self.looked_s = self.on_s = self.heard_s
 
@@ -100,18 +100,18 @@ class Member:
         roster = self.share_table[max(first for first in self.share_table if first <= number)]
         self.drawn[number] = roster
         sharing = f"{roster[0]} {roster[1]}"
-        self.standing = replace(self.standing, at_border=False, num_drawn=number, sharing=sharing)
+        self.status = replace(self.status, at_step_boundary=False, num_drawn=number, batch_shares=sharing)
 
-    def begin_roster(self, decree: Membership) -> None:
+    def begin_roster(self, membership: Membership) -> None:
         """What others have drawn is shared as they say; what nobody has, by the members of this epoch."""
-        training = [each for each in decree.standings if each.has_state or each.is_following]
-        drawn = max((each.num_drawn for each in training), default=decree.last_committed)
+        training = [each for each in membership.statuses if each.has_state or each.is_recovering]
+        drawn = max((each.num_drawn for each in training), default=membership.last_committed)
         self.share_table = {number: roster for number, roster in self.share_table.items() if number <= drawn}
         for each in training:
-            if each.sharing and each.num_drawn == drawn:
-                term, number = map(int, each.sharing.split())
+            if each.batch_shares and each.num_drawn == drawn:
+                term, number = map(int, each.batch_shares.split())
                 self.share_table[drawn] = term, number
-        self.share_table[drawn + 1] = decree.ballot
+        self.share_table[drawn + 1] = membership.generation_id
 
     def look(self, now_s: float) -> Heartbeat:
         """Its next heartbeat."""
@@ -124,7 +124,10 @@ class Member:
             self.on_s = now_s
         self.looked_s, self.num_seen = now_s, self.num_progress
         beat = Heartbeat(
-            progress=self.num_progress, is_waiting=waits, is_starting=self.is_starting, num_counted=self.num_counted
+            progress=self.num_progress,
+            is_waiting=waits,
+            is_starting=self.is_starting,
+            num_reductions=self.num_reductions,
         )
         said = self.contact.observe_self(beat, now_s)
         self.idle_s[said.number] = now_s - self.on_s
@@ -140,13 +143,13 @@ class Member:
         """For the others: it has every sum, or its script stands still and does not hang elsewhere."""
         if self.has_missed_it:
             return True
-        may_wait = self.is_training_paused or self.standing.is_following
-        return self.standing.is_prepared or (may_wait and not self.is_stuck)
+        may_wait = self.is_training_paused or self.status.is_recovering
+        return self.status.is_prepared or (may_wait and not self.is_stuck)
 
     @property
     def is_starting(self) -> bool:
         """How late it beats now says nothing of later."""
-        return self.standing.is_following or self.num_counted < NUM_FIRST
+        return self.status.is_recovering or self.num_reductions < NUM_FIRST
 
     @property
     def can_act(self) -> bool:

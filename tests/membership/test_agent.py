@@ -33,8 +33,8 @@ class Still:
     def current_status(self) -> MemberStatus:
         return MemberStatus(member=self.member, has_state=bool(self.memberships))
 
-    def begin_generation(self, decree: Membership) -> None:
-        self.memberships.append(decree)
+    def begin_generation(self, membership: Membership) -> None:
+        self.memberships.append(membership)
 
     def stop_training(self, out: StopTraining) -> None:
         self.outs.append(out)
@@ -82,10 +82,10 @@ def test_an_accusation_that_the_coordinator_did_not_live_to_hear_is_heard_by_the
     job = Job(3)
     first = job.members[0].memberships[0]
     job.coordinators[0].close()
-    job.agents[1].report_failure(first.ballot, [])
+    job.agents[1].report_failure(first.generation_id, [])
     wait_until(lambda: all(len(each.memberships) > 1 for each in job.members))
     assert {each.memberships[-1].members for each in job.members} == {("0.0", "1.0", "2.0")}
-    assert job.members[0].memberships[-1].ballot[0] % 2 == 0, "a term of the standby's"
+    assert job.members[0].memberships[-1].generation_id[0] % 2 == 0, "a term of the standby's"
     assert [each.outs for each in job.members] == [[], [], []]
     job.close()
 
@@ -122,7 +122,7 @@ def test_thirty_days_after_the_begin_a_newcomer_is_let_in_and_members_can_go_to_
     wait_until(lambda: bool(newcomer.memberships))
     assert newcomer.memberships[0].members == ("0.0", "1.0", "2.0")
     job.coordinators[0].close()
-    agent.report_failure(newcomer.memberships[0].ballot, [])
+    agent.report_failure(newcomer.memberships[0].generation_id, [])
     wait_until(lambda: bool(job.coordinators[1].memberships))
     assert [each.outs for each in (*job.members, newcomer)] == [[], [], []]
     agent.close()
@@ -149,10 +149,10 @@ def test_who_went_without_need_comes_back_to_the_coordinator_that_the_others_hav
     wait_until(lambda: "1.0" in second.connected_members())
     job.tunnel.mend()
     wait_until(lambda: "1.0" not in second.connected_members())
-    job.agents[1].report_failure(job.members[1].memberships[0].ballot, [])
+    job.agents[1].report_failure(job.members[1].memberships[0].generation_id, [])
     wait_until(lambda: all(len(each.memberships) > 1 for each in job.members))
     assert {each.memberships[-1].members for each in job.members} == {("0.0", "1.0")}
-    assert job.members[1].memberships[-1].ballot[0] % 2 == 1, "a term of the first one's"
+    assert job.members[1].memberships[-1].generation_id[0] % 2 == 1, "a term of the first one's"
     assert [each.outs for each in job.members] == [[], []]
     job.close()
 
@@ -172,9 +172,9 @@ class Failing(Still):
         self._fail("freeze")
         return super().pause_training(is_urgent=is_urgent)
 
-    def begin_generation(self, decree: Membership) -> None:
+    def begin_generation(self, membership: Membership) -> None:
         self._fail("form")
-        super().begin_generation(decree)
+        super().begin_generation(membership)
 
     def heartbeat(self) -> Heartbeat:
         self._fail("beat")
@@ -192,17 +192,19 @@ def test_a_member_whose_agent_fails_hears_so_and_holds_nobody_up(where: str) -> 
     trust = rpc.TlsAuthentication(authority.issue("worker", "0.0"))
     agent = MembershipClient("0.0", [("127.0.0.1", headquarters.port)], trust, member, member.heartbeat).start()
     wait_until(lambda: bool(member.outs))
-    assert member.outs == [StopTraining(reason=f"its agent failed: KeyError('{where}')", is_end=False)]
+    assert member.outs == [StopTraining(reason=f"its membership client failed: KeyError('{where}')", is_end=False)]
     agent.close()
     headquarters.close()
 
 
 def test_a_coordinator_whose_time_is_over_is_left_for_the_other_one() -> None:
     job = Job(2)
-    count = CoordinatorStatus(term=2, is_active=True, ballot=(2, 1), members=[], committed=0, present=[], ended="")
+    count = CoordinatorStatus(
+        term=2, is_active=True, generation_id=(2, 1), members=[], committed=0, present=[], ended=""
+    )
     job.coordinators[0].service.update_from_other(count)
     for agent, each in zip(job.agents, job.members, strict=True):
-        agent.report_failure(each.memberships[-1].ballot, [])
+        agent.report_failure(each.memberships[-1].generation_id, [])
     wait_until(lambda: all(len(each.memberships) > 1 for each in job.members))
     assert [each.outs for each in job.members] == [[], []]
     job.close()

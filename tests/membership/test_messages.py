@@ -9,9 +9,9 @@ from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import (
+    MAX_BATCH_SHARES_CHARS,
     MAX_LAYOUT_CHARS,
     MAX_NOTE_CHARS,
-    MAX_SHARING_CHARS,
     HeartbeatReport,
     Join,
     StatusReport,
@@ -21,46 +21,50 @@ SHORT = MemberStatus(member="0.0")
 
 
 @pytest.mark.parametrize(
-    ("what", "most"), [("note", MAX_NOTE_CHARS), ("layout", MAX_LAYOUT_CHARS), ("sharing", MAX_SHARING_CHARS)]
+    ("what", "most"), [("note", MAX_NOTE_CHARS), ("layout", MAX_LAYOUT_CHARS), ("batch_shares", MAX_BATCH_SHARES_CHARS)]
 )
 def test_long_texts_are_refused_wherever_they_stand(what: str, most: int) -> None:
     long = MemberStatus(member="0.0", **{what: "x" * (most + 1)})
     rejoinings = (
-        Rejoin(standing=long, decree=None),
-        Rejoin(standing=SHORT, decree=Membership(ballot=(1, 1), standings=(SHORT, long))),
-        Rejoin(standing=SHORT, decree=Membership(ballot=(1, 1), standings=(SHORT,), finished=(long,))),
+        Rejoin(status=long, membership=None),
+        Rejoin(status=SHORT, membership=Membership(generation_id=(1, 1), statuses=(SHORT, long))),
+        Rejoin(status=SHORT, membership=Membership(generation_id=(1, 1), statuses=(SHORT,), finished=(long,))),
     )
     expected = f"a {what} of {most + 1} characters, expected at most {most}"
     with pytest.raises(pydantic.ValidationError, match=expected):
-        StatusReport(ballot=(1, 1), standing=long)
+        StatusReport(generation_id=(1, 1), status=long)
     for rejoining in rejoinings:
         with pytest.raises(pydantic.ValidationError, match=expected):
             Join(rejoining=rejoining)
-    assert Join(rejoining=Rejoin(standing=SHORT, decree=None)).rejoining is not None
+    assert Join(rejoining=Rejoin(status=SHORT, membership=None)).rejoining is not None
 
 
 @pytest.mark.parametrize(
-    "place", ["10.0.0.1", "10.0.0.1 x", "10.0.0.1 4711 5", "a\n 4711", "x" * 256 + " 1", " 4711", "a 1\n"]
+    "address", ["10.0.0.1", "10.0.0.1 x", "10.0.0.1 4711 5", "a\n 4711", "x" * 256 + " 1", " 4711", "a 1\n"]
 )
-def test_places_that_are_none_are_refused(place: str) -> None:
-    with pytest.raises(pydantic.ValidationError, match=r"a place of .*, expected HOST PORT"):
-        StatusReport(ballot=(1, 1), standing=MemberStatus(member="0.0", place=place))
+def test_addresses_that_are_none_are_refused(address: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"an address .*, expected HOST PORT"):
+        StatusReport(generation_id=(1, 1), status=MemberStatus(member="0.0", address=address))
     for said in ("", "10.0.0.1 4711", "fe80::1 4711", "node-3 1"):
-        assert StatusReport(ballot=(1, 1), standing=MemberStatus(member="0.0", place=said)).standing.place == said
+        assert (
+            StatusReport(generation_id=(1, 1), status=MemberStatus(member="0.0", address=said)).status.address == said
+        )
 
 
 @pytest.mark.parametrize("name", ["", "0", "0.0.0", "x.1", "1" * 10 + ".0"])
 def test_names_of_epochs_before_that_are_none_are_refused(name: str) -> None:
-    decree = Membership(ballot=(1, 2), standings=(SHORT,), forerunners=(("0.0", "1.0"), ("0.0", name)))
+    membership = Membership(
+        generation_id=(1, 2), statuses=(SHORT,), unconfirmed_predecessors=(("0.0", "1.0"), ("0.0", name))
+    )
     with pytest.raises(pydantic.ValidationError, match=r"a member .*, expected SLOT\.INCARNATION"):
-        Join(rejoining=Rejoin(standing=SHORT, decree=decree))
+        Join(rejoining=Rejoin(status=SHORT, membership=membership))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_that_are_none_are_refused(seconds: float) -> None:
     for what in ("lost_s", "patience_s"):
         with pytest.raises(pydantic.ValidationError, match=f"{what} of {seconds}, expected seconds"):
-            Join(rejoining=Rejoin(standing=SHORT, decree=None, **{what: seconds}))
-    for what in ("cpu_s", "still_s", "stuck_s"):
+            Join(rejoining=Rejoin(status=SHORT, membership=None, **{what: seconds}))
+    for what in ("cpu_s", "no_progress_s", "overdue_s"):
         with pytest.raises(pydantic.ValidationError, match=f"{what} of {seconds}, expected seconds"):
-            HeartbeatReport(beat=Heartbeat(**{what: seconds}))
+            HeartbeatReport(heartbeat=Heartbeat(**{what: seconds}))

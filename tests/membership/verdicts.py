@@ -35,7 +35,7 @@ _NOBODY_CAME = re.compile(r"(\d+) workers came, expected at least (\d+)")
 class Accusation:
     """What a member says of an epoch that is broken for it."""
 
-    ballot: GenerationId
+    generation_id: GenerationId
     suspects: tuple[str, ...]
 
 
@@ -43,8 +43,8 @@ class Accusation:
 class Stand:
     """Where a member says that it stands still."""
 
-    ballot: GenerationId
-    standing: MemberStatus
+    generation_id: GenerationId
+    status: MemberStatus
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Heard:
     accused_in: set[GenerationId] = field(default_factory=set)
     """Epochs in which somebody accused it, or it somebody."""
 
-    def beat(self, beat: Heartbeat, now_s: float) -> None:
+    def observe(self, heartbeat: Heartbeat, now_s: float) -> None:
         """A heartbeat has come."""
         self.at_s = now_s
-        self.last = max(self.last, beat, key=lambda each: each.number)
+        self.last = max(self.last, heartbeat, key=lambda each: each.number)
 
 
 @dataclass
@@ -126,25 +126,27 @@ class Verdicts:
 
     def note(self, index: int, member: str, said: Said, now_s: float) -> None:
         """A member's letter has arrived at that coordinator, which has done what it does about it."""
-        later = said.decree.ballot if isinstance(said, Rejoin) and said.decree is not None else NO_GENERATION
+        later = (
+            said.membership.generation_id if isinstance(said, Rejoin) and said.membership is not None else NO_GENERATION
+        )
         side, is_active = self._side(index, later), self._coordinators[index].is_active
         heard = side.heard.get(member)
         match said:
             case Join() if heard is None and is_active:
                 self._come(side, member, now_s)
             case Rejoin():
-                self._come(side, member, now_s).beat(said.beat, now_s)
+                self._come(side, member, now_s).observe(said.heartbeat, now_s)
                 side.lost_s = max(side.lost_s, now_s - said.lost_s)
             case Part() if not is_active:
                 side.heard.pop(member, None)
             case Heartbeat() if heard is not None:
-                heard.beat(said, now_s)
+                heard.observe(said, now_s)
             case Stand() if heard is not None:
                 heard.stood = said
             case Accusation() if heard is not None:
                 for each in (member, *said.suspects):
                     if each in side.heard:
-                        side.heard[each].accused_in.add(said.ballot)
+                        side.heard[each].accused_in.add(said.generation_id)
 
     def _side(self, index: int, later: GenerationId = NO_GENERATION) -> Side:
         """What it knows: nothing of before, if it has heard that another one decides, or began that later epoch."""
@@ -161,8 +163,8 @@ class Verdicts:
             side = self._side(index)
             if not coordinator.is_active or side.is_over:
                 continue
-            if coordinator.membership is not None and coordinator.membership.ballot != side.epoch:
-                side.epoch, side.lacks_since_s = coordinator.membership.ballot, None
+            if coordinator.membership is not None and coordinator.membership.generation_id != side.epoch:
+                side.epoch, side.lacks_since_s = coordinator.membership.generation_id, None
             if coordinator.end_reason:
                 side.is_over = True
                 self._judge_end(index, coordinator.end_reason, now_s)
@@ -170,7 +172,7 @@ class Verdicts:
             self._note_away(side, coordinator.present, now_s)
             for name in self._members:
                 order = coordinator.directive_for(name)
-                if order.is_out and name not in side.out:
+                if order.is_evicted and name not in side.out:
                     side.out[name] = order.reason
                     reasons = self._reasons(index, name, now_s) | self._in_vain(index, order.reason, now_s)
                     reason = reasons.get(order.reason)
@@ -191,13 +193,13 @@ class Verdicts:
             return
         assert not any(each.is_active for each in self._coordinators), f"{member.name} gives up beside a coordinator"
         living = {each.name for each in self._members.values() if each.can_act}
-        epochs = [each.decree for each in self._members.values() if each.can_act and each.decree is not None]
-        newest = max(epochs, key=lambda each: each.ballot, default=None)
+        epochs = [each.membership for each in self._members.values() if each.can_act and each.membership is not None]
+        newest = max(epochs, key=lambda each: each.generation_id, default=None)
         if newest is not None:
             left = living & set(newest.members)
             is_half = 2 * len(left) == len(newest.members) and newest.members[0] in left
             assert 2 * len(left) < len(newest.members) or (2 * len(left) == len(newest.members) and not is_half), (
-                f"{member.name} gives up though most of {newest.ballot} are there: {sorted(left)}"
+                f"{member.name} gives up though most of {newest.generation_id} are there: {sorted(left)}"
             )
 
     def _come(self, side: Side, member: str, now_s: float) -> Heard:
@@ -210,20 +212,20 @@ class Verdicts:
     def _reasons(self, index: int, name: str, now_s: float) -> dict[str, bool]:
         """What a coordinator may say to whom it puts out -> whether that is so."""
         member, side = self._members[name], self._sides[index]
-        decree, heard = self._coordinators[index].membership, side.heard.get(name)
+        membership, heard = self._coordinators[index].membership, side.heard.get(name)
         slot, incarnation = parse_member_name(name)
-        is_member = decree is not None and name in decree.members
+        is_member = membership is not None and name in membership.members
         is_followed = any(
             parse_member_name(each)[0] == slot and parse_member_name(each)[1] > incarnation for each in self._members
         )
         patience_s = self._wanted.member_wait_s if self._is_last(index, name) else 0.0
         return {
             "its slot was given to another process": is_followed,
-            "it has left": member.standing.is_leaving,
+            "it has left": member.status.is_leaving,
             "its connection to the coordinator broke": member.is_dead,
-            "it was not heard of in time": side.was_silent.get(name, False)
+            "no heartbeat came in time": side.was_silent.get(name, False)
             or self._silent_s(side, heard, now_s) >= max(SILENT_S, patience_s),
-            "it stood still while others waited for it": heard is not None
+            "it made no progress while others waited for it": heard is not None
             and member.idle_s.get(heard.last.number, 0.0) + _EPSILON_S >= STILL_S + patience_s,
             "the others cannot reach it": heard is not None and len(heard.accused_in) >= 3 and not patience_s,
             "the others went on without it": not is_member
@@ -254,12 +256,12 @@ class Verdicts:
 
     def _is_last(self, index: int, name: str) -> bool:
         """It has the job's state, and nobody who is there has it, or may for all that is known there."""
-        coordinator, decree = self._coordinators[index], self._coordinators[index].membership
-        if self._wanted.has_external_state or decree is None or not self._members[name].standing.has_state:
+        coordinator, membership = self._coordinators[index], self._coordinators[index].membership
+        if self._wanted.has_external_state or membership is None or not self._members[name].status.has_state:
             return False
-        known = decree.state_owners or decree.members
+        known = membership.state_owners or membership.members
         others = set(coordinator.present) - {name}
-        return not any(each in known or self._members[each].standing.has_state for each in others)
+        return not any(each in known or self._members[each].status.has_state for each in others)
 
     # How a job ends.
 
@@ -267,9 +269,9 @@ class Verdicts:
         side, least = self._sides[index], self._wanted.bounds.min_members
         counted = self._counted(index)
         is_through = any(each.through_s is not None for each in self._members.values())
-        heir = self._coordinators[index].directive_for("").heir
+        final_checkpoint_owner = self._coordinators[index].directive_for("").final_checkpoint_owner
         if reason in ("all workers are done", _NOBODY_LEFT):
-            assert not heir, "nobody who is left has the state"
+            assert not final_checkpoint_owner, "nobody who is left has the state"
             assert reason == _NOBODY_LEFT or is_through, "nobody is through"
             assert reason != _NOBODY_LEFT or self._could_be_lost(index), "anybody may begin with what there is"
             self._judge_nobody_left(index, now_s)
@@ -279,10 +281,10 @@ class Verdicts:
             assert int(found[1]) == len(self._coordinators[index].present) < least == int(found[2]), reason
             assert now_s - side.first_s + _EPSILON_S >= self._wanted.member_wait_s, "too early to give up"
             return
-        self._judge_heir(counted.values(), heir)
+        self._judge_heir(counted.values(), final_checkpoint_owner)
         if reason == "all workers have left":
             assert counted, reason
-            assert all(self._members[name].standing.is_leaving for name in counted), "not all wanted to leave"
+            assert all(self._members[name].status.is_leaving for name in counted), "not all wanted to leave"
             return
         lacks_since_s = side.first_s if self._coordinators[index].membership is None else side.lacks_since_s
         since_s = now_s if lacks_since_s is None else lacks_since_s
@@ -295,13 +297,13 @@ class Verdicts:
 
     def _could_be_lost(self, index: int) -> bool:
         """There is a state, with members alone; before any has it, it is that of any member of the first epoch."""
-        coordinator, decree = self._coordinators[index], self._coordinators[index].membership
+        coordinator, membership = self._coordinators[index], self._coordinators[index].membership
         if self._wanted.has_external_state:
             return False
-        if decree is None:  # it has heard of newcomers alone, some of which are in the place of others
+        if membership is None:  # it has heard of newcomers alone, some of which are in the place of others
             is_any_followed = any(parse_member_name(each)[1] for each in self._members)
-            return is_any_followed and all(each.decree is None for each in self._members.values() if each.can_act)
-        return bool(decree.state_owners) or not set(coordinator.present) & set(decree.members)
+            return is_any_followed and all(each.membership is None for each in self._members.values() if each.can_act)
+        return bool(membership.state_owners) or not set(coordinator.present) & set(membership.members)
 
     def _judge_nobody_left(self, index: int, now_s: float) -> None:
         """Who has the state, of those that this coordinator can know of, is gone, or out for a reason."""
@@ -310,23 +312,27 @@ class Verdicts:
         for name in known:
             member = self._members[name]
             is_gone = member.is_dead or member.follower.is_stopped or member.through_s is not None or name in side.out
-            if member.standing.has_state and not is_gone:
+            if member.status.has_state and not is_gone:
                 assert name not in coordinator.present, f"{name} has the state"
                 assert any(self._reasons(index, name, now_s).values()), f"{name} has the state, and ought to be there"
 
-    def _judge_heir(self, standings: Iterable[MemberStatus], heir: str) -> None:
+    def _judge_heir(self, statuses: Iterable[MemberStatus], final_checkpoint_owner: str) -> None:
         """Of those who have the state one that is furthest saves it."""
-        holders = {each.member: each.committed for each in standings if each.has_state}
-        assert holders.get(heir) == max(holders.values(), default=None), f"{heir!r} saves the state of {holders}"
+        holders = {each.member: each.committed for each in statuses if each.has_state}
+        assert holders.get(final_checkpoint_owner) == max(holders.values(), default=None), (
+            f"{final_checkpoint_owner!r} saves the state of {holders}"
+        )
 
     def _counted(self, index: int) -> dict[str, MemberStatus]:
         """Those who are there and have said where they stand, since all were last asked to."""
         coordinator, side = self._coordinators[index], self._sides[index]
         order = coordinator.directive_for("")
-        side.proposal = order.proposal.ballot if order.proposal is not None else side.proposal
+        side.proposal = order.proposal.generation_id if order.proposal is not None else side.proposal
         stood = {name: side.heard[name].stood for name in coordinator.present if name in side.heard}
         return {
-            name: each.standing for name, each in stood.items() if each is not None and each.ballot == side.proposal
+            name: each.status
+            for name, each in stood.items()
+            if each is not None and each.generation_id == side.proposal
         }
 
     def _do_most_answer(self, index: int, counted: dict[str, MemberStatus]) -> bool:
@@ -334,11 +340,11 @@ class Verdicts:
 
         And of those of epochs before, as long as none that is there has done a reduction in this one.
         """
-        decree = self._coordinators[index].membership
-        assert decree is not None, "there are members"
-        done = [each.committed for name, each in counted.items() if name in decree.members]
-        before = () if max(done, default=0) > decree.last_committed else decree.forerunners
-        return all(self._most_of(index, each, counted) for each in (decree.members, *before))
+        membership = self._coordinators[index].membership
+        assert membership is not None, "there are members"
+        done = [each.committed for name, each in counted.items() if name in membership.members]
+        before = () if max(done, default=0) > membership.last_committed else membership.unconfirmed_predecessors
+        return all(self._most_of(index, each, counted) for each in (membership.members, *before))
 
     def _most_of(self, index: int, names: Iterable[str], counted: dict[str, MemberStatus]) -> bool:
         side = self._sides[index]
@@ -348,7 +354,7 @@ class Verdicts:
             is_followed = any(
                 parse_member_name(each)[0] == slot and parse_member_name(each)[1] > incarnation for each in side.heard
             )
-            leaves = name in counted and counted[name].is_leaving and counted[name].at_border
+            leaves = name in counted and counted[name].is_leaving and counted[name].at_step_boundary
             return side.out.get(name) not in _ENDED and not is_followed and not leaves
 
         able = [name for name, each in counted.items() if each.has_state] or list(counted)
@@ -359,11 +365,11 @@ class Verdicts:
     def _see_lack(self, index: int, now_s: float) -> None:
         """Note since when those who are there stand still and may not go on; another epoch ends that."""
         side, coordinator = self._sides[index], self._coordinators[index]
-        counted, decree = self._counted(index), coordinator.membership
-        if decree is None or side.lacks_since_s is not None or coordinator.directive_for("").proposal is None:
+        counted, membership = self._counted(index), coordinator.membership
+        if membership is None or side.lacks_since_s is not None or coordinator.directive_for("").proposal is None:
             return
         heard = {name for name, each in side.heard.items() if self._silent_s(side, each, now_s) < SILENT_S}
-        is_whole = all(name in counted for name in coordinator.present if name in decree.members and name in heard)
+        is_whole = all(name in counted for name in coordinator.present if name in membership.members and name in heard)
         if is_whole and (len(counted) < self._wanted.bounds.min_members or not self._do_most_answer(index, counted)):
             side.lacks_since_s = now_s
 

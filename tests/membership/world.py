@@ -116,24 +116,26 @@ class World:
     def note_decrees(self) -> None:
         """Epochs that have begun are remembered, and whatever else was decided is judged."""
         for each in self.coordinators:
-            if each.membership is not None and each.membership.ballot not in self.memberships:
+            if each.membership is not None and each.membership.generation_id not in self.memberships:
                 self._note_life(each.membership)
             if each.membership is not None:
-                known = self.memberships.setdefault(each.membership.ballot, each.membership)
+                known = self.memberships.setdefault(each.membership.generation_id, each.membership)
                 assert known == each.membership, "no two epochs have the same term and number"
         try:
             self.verdicts.judge(self.now_s)
         except AssertionError as fault:
             raise AssertionError(f"{fault}\n{self.describe()}") from None
 
-    def _note_life(self, decree: Membership) -> None:
+    def _note_life(self, membership: Membership) -> None:
         """Of an epoch in which nobody has the state a new one begins, with what is kept elsewhere."""
-        if decree.state_owners or not self.wanted.has_external_state:
-            self.lives[decree.ballot] = self.members[decree.primary].life if decree.state_owners else NO_GENERATION
+        if membership.state_owners or not self.wanted.has_external_state:
+            self.lives[membership.generation_id] = (
+                self.members[membership.primary].life if membership.state_owners else NO_GENERATION
+            )
             return
-        self.lives[decree.ballot] = decree.ballot
+        self.lives[membership.generation_id] = membership.generation_id
         done = max((self.offsets[life] + number for life, number in self.taken), default=0)
-        self.offsets[decree.ballot] = done - decree.last_committed
+        self.offsets[membership.generation_id] = done - membership.last_committed
 
     # What may happen.
 
@@ -150,7 +152,7 @@ class World:
                 self._live(member)
 
     def _live(self, member: Member) -> None:
-        if member.decree is None:
+        if member.membership is None:
             self._send(member, lambda each, now_s: each.join(member.name, now_s), Join())
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
@@ -159,9 +161,9 @@ class World:
         if member.through_s is not None and member.is_heard:
             self._say_through(member)
         if member.unstood is not None and member.is_training_paused and member.forming is None:
-            ballot, standing = member.unstood, member.standing
-            stand = Stand(ballot, standing)
-            self._send(member, lambda each, now_s: each.report_status(ballot, standing, now_s), stand)
+            generation_id, status = member.unstood, member.status
+            stand = Stand(generation_id, status)
+            self._send(member, lambda each, now_s: each.report_status(generation_id, status, now_s), stand)
         if (
             member.accused is not None and member.accused == member.follower.generation_id
         ):  # said again until there is another
@@ -170,7 +172,7 @@ class World:
         if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut | self.deaf:
             coordinator, connection = self.coordinators[at], member.num_connections
             order = coordinator.directive_for(member.name)
-            known = coordinator.membership.ballot if coordinator.membership else NO_GENERATION
+            known = coordinator.membership.generation_id if coordinator.membership else NO_GENERATION
             self.letters.append(lambda: self._hear_order(member, order, known, connection))
             decides, told_s = coordinator.is_active, self.now_s
             self.letters.append(lambda: self._hear_whether_it_decides(member, connection, told_s, decides=decides))
@@ -191,14 +193,14 @@ class World:
         """
         if connection != member.num_connections:
             return
-        was_out, done = member.follower.is_stopped, member.history.get(member.standing.committed, NO_GENERATION)
+        was_out, done = member.follower.is_stopped, member.history.get(member.status.committed, NO_GENERATION)
         self.obey(member, order)
         if member.follower.is_stopped and not was_out:
             assert known >= done, f"what {member.name} did in {done} is lost to a coordinator that knows {known}"
 
     def _ask_back(self, member: Member, rejoining: Rejoin) -> None:
         connection, lost_s = member.num_connections, self.now_s - member.heard_s
-        asks = replace(rejoining, lost_s=lost_s, patience_s=PATIENCE_S, beat=member.look(self.now_s))
+        asks = replace(rejoining, lost_s=lost_s, patience_s=PATIENCE_S, heartbeat=member.look(self.now_s))
 
         def arrive(coordinator: Coordinator, now_s: float) -> None:
             coordinator.rejoin(asks, now_s)
@@ -215,7 +217,7 @@ class World:
         for action in member.follower.apply_directive(order):
             match action:
                 case PauseTraining():
-                    member.unstood, member.is_settled = action.ballot, False
+                    member.unstood, member.is_settled = action.generation_id, False
                     if action.is_urgent or (member.is_training_paused and member.forming is None):
                         member.is_training_paused, member.wants_pause, member.forming, member.pauses_at_boundary = (
                             True,
@@ -226,14 +228,14 @@ class World:
                     else:
                         member.wants_pause = True
                 case BeginGeneration():
-                    own = next(each for each in action.decree.standings if each.member == member.name)
-                    if own.is_following and not member.standing.is_following:  # it began anew since then
-                        self._accuse(member, action.decree)
+                    own = next(each for each in action.membership.statuses if each.member == member.name)
+                    if own.is_recovering and not member.status.is_recovering:  # it began anew since then
+                        self._accuse(member, action.membership)
                         continue
-                    own = replace(own, is_leaving=member.standing.is_leaving)  # said at any time
-                    own = replace(own, sharing=member.standing.sharing)  # of one only
-                    assert own == member.standing, "it stood still since it said where it stands"
-                    member.decree = member.forming = action.decree
+                    own = replace(own, is_leaving=member.status.is_leaving)  # said at any time
+                    own = replace(own, batch_shares=member.status.batch_shares)  # of one only
+                    assert own == member.status, "it stood still since it said where it stands"
+                    member.membership = member.forming = action.membership
                     member.has_come, member.wants_pause, member.unstood, member.pauses_at_boundary = (
                         False,
                         False,
@@ -245,39 +247,41 @@ class World:
                     member.is_training_paused, member.forming, member.reason = True, None, action.reason
         assert member.follower.generation_id >= epoch, "no member goes back to an earlier epoch"
 
-    def _settle(self, member: Member, decree: Membership) -> None:
+    def _settle(self, member: Member, membership: Membership) -> None:
         """End what the epoch before left unfinished."""
-        if resolve_reduction(member.standing, decree) == "take":
-            number = decree.last_committed
+        if resolve_reduction(member.status, membership) == "commit":
+            number = membership.last_committed
             self._count(member, number)
             member.history[number] = member.prepared_in
-        member.standing = replace(member.standing, is_prepared=False)
-        member.begin_roster(decree)
+        member.status = replace(member.status, is_prepared=False)
+        member.begin_roster(membership)
 
-    def _meet(self, member: Member, decree: Membership) -> None:
+    def _meet(self, member: Member, membership: Membership) -> None:
         """Go on with the others, once all have come; a newcomer with the state of one of them."""
         member.has_come = True
-        others = [self.members[name] for name in decree.members]
-        if not all(each.decree == decree and each.has_come for each in others):
+        others = [self.members[name] for name in membership.members]
+        if not all(each.membership == membership and each.has_come for each in others):
             return
-        self._settle(member, decree)
-        if not member.standing.has_state and not member.standing.is_following:
-            self._learn(member, decree)
+        self._settle(member, membership)
+        if not member.status.has_state and not member.status.is_recovering:
+            self._learn(member, membership)
         member.forming, member.is_training_paused = None, False
 
-    def _learn(self, member: Member, decree: Membership) -> None:
+    def _learn(self, member: Member, membership: Membership) -> None:
         """It has what another one has, or what is kept elsewhere; or begins to follow.
 
         Where the state is kept elsewhere as well nobody follows: the others wait until a newcomer has read it.
         """
-        member.life = self.lives[decree.ballot]
-        member.history = dict.fromkeys(range(1, decree.last_committed + 1), decree.ballot)
-        if decree.state_owners:
-            member.history = dict(self.members[decree.state_owners[0]].history)
-        is_following = bool(decree.state_owners) and decree.last_committed > 0 and not self.wanted.has_external_state
-        done = decree.last_committed
-        member.standing = replace(
-            member.standing, has_state=not is_following, is_following=is_following, committed=done, num_drawn=done
+        member.life = self.lives[membership.generation_id]
+        member.history = dict.fromkeys(range(1, membership.last_committed + 1), membership.generation_id)
+        if membership.state_owners:
+            member.history = dict(self.members[membership.state_owners[0]].history)
+        is_recovering = (
+            bool(membership.state_owners) and membership.last_committed > 0 and not self.wanted.has_external_state
+        )
+        done = membership.last_committed
+        member.status = replace(
+            member.status, has_state=not is_recovering, is_recovering=is_recovering, committed=done, num_drawn=done
         )
 
     def work(self, member: Member) -> None:
@@ -292,26 +296,26 @@ class World:
             return
         if not member.is_stuck:
             self._end_training(member)
-        if member.is_training_paused or member.decree is None or member.through_s is not None:
+        if member.is_training_paused or member.membership is None or member.through_s is not None:
             return
-        standing, ballot = member.standing, member.follower.generation_id
-        number = standing.committed + 1
-        together = self.entered.setdefault((ballot, number), set())
-        if standing.is_prepared:
-            if together == set(member.decree.members):
+        status, generation_id = member.status, member.follower.generation_id
+        number = status.committed + 1
+        together = self.entered.setdefault((generation_id, number), set())
+        if status.is_prepared:
+            if together == set(member.membership.members):
                 self._count(member, number)
-                member.pauses_at_boundary = self._all_want(member.decree, number)
+                member.pauses_at_boundary = self._all_want(member.membership, number)
                 member.is_training_paused = member.pauses_at_boundary and (
-                    not member.is_stuck or member.standing.is_following
+                    not member.is_stuck or member.status.is_recovering
                 )
-        elif standing.is_following:
+        elif status.is_recovering:
             self._follow(member, together)
         elif not member.is_stuck:
             self._train(member, together)
 
     def _follow(self, member: Member, together: set[str]) -> None:
         """Its script draws the batch that it is level with; else it takes part, as long as it may be behind."""
-        number = member.standing.committed + 1
+        number = member.status.committed + 1
         if self._is_level_at(member, number) and number not in member.drawn:
             member.record_batch(number)
         elif member.num_retained < MOST_KEPT or not member.is_stuck:
@@ -321,8 +325,8 @@ class World:
         """What the script does: it stops at a border, leaves it, and has all its gradients summed."""
         if member.pauses_at_boundary:
             member.is_training_paused = True
-        elif member.standing.at_border:
-            member.record_batch(member.standing.committed + 1)
+        elif member.status.at_step_boundary:
+            member.record_batch(member.status.committed + 1)
             self._get_on(member)
         else:
             self._prepare(member, together)
@@ -332,44 +336,48 @@ class World:
 
     def start_over(self, member: Member) -> None:
         """Who follows could not read the state: it is a newcomer again, and lets the coordinator know."""
-        if not (member.can_act and member.standing.is_following and member.decree is not None):
+        if not (member.can_act and member.status.is_recovering and member.membership is not None):
             return
-        member.standing = MemberStatus(member=member.name, is_leaving=member.standing.is_leaving)
+        member.status = MemberStatus(member=member.name, is_leaving=member.status.is_leaving)
         member.history, member.is_training_paused, member.forming = {}, True, None
         self._accuse(member, self.memberships[member.follower.generation_id])
 
     def report_failure(self, member: Member, suspects: Collection[str]) -> None:
         """It could not reach these members of its epoch, or believes so: what it does there is broken."""
-        if member.can_act and member.decree is not None and member.decree.ballot == member.follower.generation_id:
-            self._accuse(member, member.decree, suspects)
+        if (
+            member.can_act
+            and member.membership is not None
+            and member.membership.generation_id == member.follower.generation_id
+        ):
+            self._accuse(member, member.membership, suspects)
 
-    def _accuse(self, member: Member, decree: Membership, suspects: Collection[str] = ()) -> None:
-        member.accused, member.suspects = decree.ballot, tuple(suspects)
-        self._say_accused(member, decree.ballot)
+    def _accuse(self, member: Member, membership: Membership, suspects: Collection[str] = ()) -> None:
+        member.accused, member.suspects = membership.generation_id, tuple(suspects)
+        self._say_accused(member, membership.generation_id)
 
-    def _say_accused(self, member: Member, ballot: GenerationId) -> None:
+    def _say_accused(self, member: Member, generation_id: GenerationId) -> None:
         name, suspects = member.name, list(member.suspects)
-        said = Accusation(ballot, member.suspects)
-        self._send(member, lambda each, now_s: each.report_failure(name, ballot, suspects, now_s), said)
+        said = Accusation(generation_id, member.suspects)
+        self._send(member, lambda each, now_s: each.report_failure(name, generation_id, suspects, now_s), said)
 
     def _end_training(self, member: Member) -> None:
         """Its script is through once it has done the last reduction; then it says so."""
-        standing = member.standing
-        knows = standing.has_state or standing.is_following
+        status = member.status
+        knows = status.has_state or status.is_recovering
         is_through = self.limit is not None and self.done_by(member) >= self.limit
-        if knows and is_through and standing.at_border and member.through_s is None:
+        if knows and is_through and status.at_step_boundary and member.through_s is None:
             member.through_s = self.now_s
 
     def done_by(self, member: Member) -> int:
         """Reductions in the state that it has."""
-        return self.offsets.get(member.life, 0) + member.standing.committed
+        return self.offsets.get(member.life, 0) + member.status.committed
 
     def _say_through(self, member: Member) -> None:
         """Until somebody has heard it, for a while; then its process ends."""
-        standing, at = member.standing, member.at
+        status, at = member.status, member.at
 
         def arrive(coordinator: Coordinator, now_s: float) -> None:
-            coordinator.request_leave(standing, now_s, is_finished=True)
+            coordinator.request_leave(status, now_s, is_finished=True)
             if member.can_act and (member.name, at) not in self.cut | self.deaf:
                 self._finish(member)
 
@@ -386,10 +394,10 @@ class World:
         for member in self.members.values():
             if not member.can_act:
                 continue
-            is_there = member.decree is not None and member.is_heard and self.is_led(member)
+            is_there = member.membership is not None and member.is_heard and self.is_led(member)
             if is_there and not self.coordinators[member.at].knows_member(member.name):
                 self.rejoin(member, is_other=False)  # what it missed of that one's stepping down arrives at last
-            known = member.decree.members if member.decree else ()
+            known = member.membership.members if member.membership else ()
             gone = [each for each in known if self.members[each].is_dead]
             if gone and member.through_s is None and member.accused != member.follower.generation_id:
                 self.report_failure(member, gone)
@@ -407,7 +415,7 @@ class World:
 
     def _prepare(self, member: Member, together: set[str]) -> None:
         """It has all sums, and says so; of its own there is nothing in them while it follows."""
-        member.standing = replace(member.standing, is_prepared=True)
+        member.status = replace(member.status, is_prepared=True)
         member.prepared_in = member.follower.generation_id
         together.add(member.name)
         self._get_on(member)
@@ -416,22 +424,22 @@ class World:
         """It counts."""
         assert member.life >= self.newest_life, "nobody goes on with what was before others began again"
         self.newest_life = member.life
-        was_following = member.standing.is_following
+        was_following = member.status.is_recovering
         is_level = was_following and self._is_level_at(member, number)
         member.history[number] = member.follower.generation_id
         self._compare(member, number)
-        member.standing = replace(
-            member.standing,
+        member.status = replace(
+            member.status,
             committed=number,
             num_drawn=number,
-            sharing="",
+            batch_shares="",
             is_prepared=False,
-            at_border=True,
-            has_state=member.standing.has_state or is_level,
-            is_following=was_following and not is_level,
+            at_step_boundary=True,
+            has_state=member.status.has_state or is_level,
+            is_recovering=was_following and not is_level,
         )
-        member.num_counted += not was_following
-        member.num_retained = member.num_retained + 1 if member.standing.is_following else 0
+        member.num_reductions += not was_following
+        member.num_retained = member.num_retained + 1 if member.status.is_recovering else 0
         self._get_on(member)
 
     def _is_level_at(self, member: Member, number: int) -> bool:
@@ -444,11 +452,11 @@ class World:
             shared = self.shared.setdefault((member.life, number), member.drawn[number])
             assert shared == member.drawn[number], f"{member.name} drew {number} as of {member.drawn[number]}: {shared}"
 
-    def _all_want(self, decree: Membership, number: int) -> bool:
+    def _all_want(self, membership: Membership, number: int) -> bool:
         """What the rows said: fixed by the first who takes the reduction over."""
-        key = (decree.ballot, number)
+        key = (membership.generation_id, number)
         if key not in self.pauses_at_boundary:
-            self.pauses_at_boundary[key] = all(self.members[each].wants_pause for each in decree.members)
+            self.pauses_at_boundary[key] = all(self.members[each].wants_pause for each in membership.members)
         return self.pauses_at_boundary[key]
 
     def kill(self, member: Member) -> None:
@@ -470,12 +478,12 @@ class World:
         for slot in slots:
             self.enter(f"{slot}.{sum(1 for name in self.members if parse_member_name(name)[0] == slot)}")
         for member in self.members.values():
-            if member.at == index and member.can_act and member.rejoining is None and member.decree is not None:
+            if member.at == index and member.can_act and member.rejoining is None and member.membership is not None:
                 self.rejoin(member)
 
     def leave(self, member: Member) -> None:
         """SIGTERM: it wants to go, and says so at once, and whenever it says where it stands."""
-        name, member.standing = member.name, replace(member.standing, is_leaving=True)
+        name, member.status = member.name, replace(member.status, is_leaving=True)
         self._send(member, lambda each, now_s: each.request_leave(MemberStatus(member=name), now_s, is_finished=False))
 
     def hear(self, index: int) -> None:
@@ -483,10 +491,10 @@ class World:
         process, other = self.coordinators[index], self.coordinators[1 - index]
         if self.is_down[0] or self.is_down[1] or self.is_divided:
             return
-        is_active, term, ballot = (
+        is_active, term, generation_id = (
             other.is_active,
             other.term,
-            other.membership.ballot if other.membership else NO_GENERATION,
+            other.membership.generation_id if other.membership else NO_GENERATION,
         )
 
         def arrive() -> None:
@@ -494,7 +502,7 @@ class World:
                 return
             self.unheard.discard(index)
             if is_active:
-                process.note_other_active(term, ballot)
+                process.note_other_active(term, generation_id)
             elif not self.wanted.has_external_state:  # where a ring begins again for it, ballots may come a second time
                 process.note_other_idle(self.now_s)
             self.note_decrees()
@@ -507,7 +515,7 @@ class World:
         member.at = 1 - member.at if is_other else member.at
         name = member.name
         member.num_connections, member.knows_it_decides = member.num_connections + 1, False
-        if member.decree is None:
+        if member.membership is None:
             member.follower.forget_coordinator()
             member.unstood = None
             self._send(member, lambda each, now_s: each.join(name, now_s), Join())
@@ -516,7 +524,7 @@ class World:
         member.follower.forget_coordinator()
         member.is_heard = False
         member.rejoining = Rejoin(
-            standing=member.standing, decree=member.decree, promised=promised, is_settled=member.is_settled
+            status=member.status, membership=member.membership, promised=promised, is_settled=member.is_settled
         )
 
     def wake(self, member: Member) -> None:
@@ -564,13 +572,13 @@ class World:
     def live_epochs(self) -> list[GenerationId]:
         """Epochs that all of their members are in, and none has stood for another: only those can take a step."""
         found = []
-        for ballot, decree in self.memberships.items():
-            members = [self.members[name] for name in decree.members]
+        for generation_id, membership in self.memberships.items():
+            members = [self.members[name] for name in membership.members]
             if all(
-                each.follower.generation_id == ballot and not each.is_training_paused and not each.is_dead
+                each.follower.generation_id == generation_id and not each.is_training_paused and not each.is_dead
                 for each in members
             ):
-                found.append(ballot)
+                found.append(generation_id)
         return found
 
     def check(self) -> None:
@@ -587,21 +595,21 @@ class World:
             sets = {each.history[number] for each in there if number in each.history}
             assert len(sets) <= 1, "members of one epoch took over the same gradients in every reduction"
         for member in self.members.values():
-            for number, ballot in member.history.items():
-                known = self.taken.setdefault((member.life, number), ballot)
-                assert known == ballot, f"{member.name} took over {number} of {ballot}, others of {known}"
+            for number, generation_id in member.history.items():
+                known = self.taken.setdefault((member.life, number), generation_id)
+                assert known == generation_id, f"{member.name} took over {number} of {generation_id}, others of {known}"
         # Who begins anew knows nothing yet.
-        knowing = [each for each in there if each.standing.has_state or each.standing.is_following]
-        committed = {each.standing.committed for each in knowing}
+        knowing = [each for each in there if each.status.has_state or each.status.is_recovering]
+        committed = {each.status.committed for each in knowing}
         assert not committed or max(committed) - min(committed) <= 1, (
             "members of one epoch are at most one reduction apart"
         )
-        assert all(set(each.history) == set(range(1, each.standing.committed + 1)) for each in there), "none is skipped"
+        assert all(set(each.history) == set(range(1, each.status.committed + 1)) for each in there), "none is skipped"
 
     def describe(self) -> str:
         """For the text of a failure."""
         coordinators = [
-            f"term {each.term} decree {each.membership and (each.membership.ballot, each.membership.members)} "
+            f"term {each.term} decree {each.membership and (each.membership.generation_id, each.membership.members)} "
             f"present {each.present} proposal {each._proposal} ended {each.end_reason!r}"
             for each in self.coordinators
         ]
@@ -609,7 +617,7 @@ class World:
             f"{each.name} at {each.at} epoch {each.follower.generation_id} promised {each.follower.promised_id} "
             f"out {each.follower.is_stopped} dead {each.is_dead} frozen {each.is_training_paused} "
             f"stop {each.wants_pause} "
-            f"stuck {each.is_stuck} unstood {each.unstood} {each.standing} {each.reason}"
+            f"stuck {each.is_stuck} unstood {each.unstood} {each.status} {each.reason}"
             for each in self.members.values()
         ]
         return "\n".join([*coordinators, *members])

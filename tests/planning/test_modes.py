@@ -8,7 +8,7 @@ def test_the_script_decides_before_the_launcher_and_auto_last() -> None:
     assert modes.decide_mode("sync", "balanced", 4) == ("sync", "the script asks for it")
     assert modes.decide_mode("auto", "sync", 4) == ("sync", "ringweave run --mode asks for it")
     assert modes.decide_mode("auto", None, 4)[0] == "balanced"
-    assert modes.decide_mode("auto", "auto", 1) == ("sync", "there is one worker, and nobody to share with")
+    assert modes.decide_mode("auto", "auto", 1) == ("sync", "there is only one worker")
 
 
 @pytest.mark.parametrize("name", ["ps", "ps-hra"])

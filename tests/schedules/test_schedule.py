@@ -96,7 +96,7 @@ def test_numbers_that_a_column_would_cut_off(src, shown: str | None) -> None:
         Round.of(0, src, 0, ReceiveOp.COPY)
     assert (shown or "[8589934593]") in str(caught.value)
     with pytest.raises(
-        ScheduleError, match=r"^round: \[256\], expected whole numbers from 0 to 255\. Mend the generator"
+        ScheduleError, match=r"^round: \[256\], expected whole numbers from 0 to 255\. Correct the generator"
     ):
         Round.of([0], 1, 0, 256)
 

@@ -68,9 +68,9 @@ GOOD = str(ring(3))
     ("was", "becomes", "expected"),
     [
         ("ranks 3", "rank 3", "schedule text: 'rank 3', expected schedule, collective, ranks, root, owners, shares "
-         "(once each), phase or round. Mend this line. [line 3]"),
+         "(once each), phase or round. Correct this line. [line 3]"),
         ("ranks 3", "ranks 3\nranks 3", "schedule text: 'ranks 3', expected schedule, collective, ranks, root, owners, "
-         "shares (once each), phase or round. Mend this line. [line 4]"),
+         "shares (once each), phase or round. Correct this line. [line 4]"),
         ("ranks 3\n", "", "schedule text: no line 'ranks', expected one. Add it."),
         ("shares 1 1 1\n", "", "schedule text: no line 'shares', expected one. Add it."),
         ("schedule ring\n", "", "schedule text: no line 'schedule', expected one. Add it."),
@@ -78,26 +78,26 @@ GOOD = str(ring(3))
         ("schedule ring", "schedule", "schedule name: '', expected one line without spaces around it. Shorten it."),
         ("allreduce", "alreduce", "collective: 'alreduce', expected one of allreduce, reduce-scatter, allgather, "
          "broadcast, reduce. Name one."),
-        ("ranks 3", "ranks three", "ranks: 'three', expected whole numbers. Mend that line."),
-        ("ranks 3", "ranks", "ranks: '', expected whole numbers. Mend that line."),
-        ("ranks 3", "ranks 3 3", "ranks: '3 3', expected one whole number. Mend that line."),
-        ("ranks 3", "ranks 1_0", "ranks: '1_0', expected whole numbers. Mend that line."),
+        ("ranks 3", "ranks three", "ranks: 'three', expected whole numbers. Correct that line."),
+        ("ranks 3", "ranks", "ranks: '', expected whole numbers. Correct that line."),
+        ("ranks 3", "ranks 3 3", "ranks: '3 3', expected one whole number. Correct that line."),
+        ("ranks 3", "ranks 1_0", "ranks: '1_0', expected whole numbers. Correct that line."),
         ("ranks 3", "ranks -3", "num_ranks: -3, expected at least 1. Name the ranks."),
         ("ranks 3", "ranks 3\nroot 0", "allreduce: a root belongs to broadcast and reduce, and only to them."),
-        ("allreduce", "reduce\nroot 0 1", "root: '0 1', expected one whole number. Mend that line."),
-        ("allreduce", "allgather\nowners 0 x", "owners: '0 x', expected whole numbers. Mend that line."),
-        ("shares 1 1 1", "shares 1 1.5", "shares: '1 1.5', expected whole numbers. Mend that line."),
+        ("allreduce", "reduce\nroot 0 1", "root: '0 1', expected one whole number. Correct that line."),
+        ("allreduce", "allgather\nowners 0 x", "owners: '0 x', expected whole numbers. Correct that line."),
+        ("shares 1 1 1", "shares 1 1.5", "shares: '1 1.5', expected whole numbers. Correct that line."),
         ("shares 1 1 1", "shares 0", "shares: (0,), expected one whole number per chunk, none negative and not all 0. "
          "Give each chunk its relative size."),
         ("round 1:", "round 2:", "round: '2: 0>1:+2 1>2:+0 2>0:+1', expected '1:' and operations. Number the rounds "
          "from 0. [line 7]"),
         ("round 1: 0>1:+2 1>2:+0 2>0:+1", "round 1", "round: '1', expected '1:' and operations. Number the rounds from "
          "0. [line 7]"),
-        ("0>1:+2", "0>1+2", "operation: '0>1+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
-        ("0>1:+2", "0>1:*2", "operation: '0>1:*2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
-        ("0>1:+2", "0>-1:+2", "operation: '0>-1:+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
-        ("0>1:+2", "0>1:+2-", "operation: '0>1:+2-', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
-        ("0>1:+2", "0>9999999999:+2", "operation: '0>9999999999:+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. "
+        ("0>1:+2", "0>1+2", "operation: '0>1+2', expected like 0>1:+4 or 0>1:=4-6. Correct it. [line 7]"),
+        ("0>1:+2", "0>1:*2", "operation: '0>1:*2', expected like 0>1:+4 or 0>1:=4-6. Correct it. [line 7]"),
+        ("0>1:+2", "0>-1:+2", "operation: '0>-1:+2', expected like 0>1:+4 or 0>1:=4-6. Correct it. [line 7]"),
+        ("0>1:+2", "0>1:+2-", "operation: '0>1:+2-', expected like 0>1:+4 or 0>1:=4-6. Correct it. [line 7]"),
+        ("0>1:+2", "0>9999999999:+2", "operation: '0>9999999999:+2', expected like 0>1:+4 or 0>1:=4-6. Correct it. "
          "[line 7]"),
         ("phase allgather", "phase", "phase name: '', expected one line without spaces around it. Shorten it."),
         ("phase allgather", "phase a\nphase b", "phases: [0, 2, 2], expected rounds 0..3 in ascending order. Name each "

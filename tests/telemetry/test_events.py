@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.telemetry import EVENT_KINDS, EventLog, EventTail, LineReader, events, read_events, read_last_attempt
-from ringweave.telemetry.kinds import to_markdown
+from ringweave.errors import UsageError
+from ringweave.telemetry import (
+    EVENT_KINDS,
+    EVENTS_FORMAT,
+    EventLog,
+    EventTail,
+    LineReader,
+    events,
+    read_events,
+    read_last_attempt,
+)
 from tests.wire.mutations import mutated
-
-ROOT = Path(__file__).parents[2]
 
 
 def exited(rank: int) -> dict[str, object]:
@@ -19,7 +26,7 @@ def exited(rank: int) -> dict[str, object]:
 
 
 def started(attempt: int) -> dict[str, object]:
-    return {"attempt": attempt, "command": ["train.py"], "cluster": "two", "world_size": 2}
+    return {"format": EVENTS_FORMAT, "attempt": attempt, "command": ["train.py"], "cluster": "two", "world_size": 2}
 
 
 WRITE_MANY = """
@@ -135,8 +142,16 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     assert len(list(read_events(path))) == 400 == len(path.read_text().splitlines())
 
 
-def test_the_documentation_is_the_table(check_golden) -> None:
-    check_golden(ROOT / "docs" / "reference" / "events.md", to_markdown())
+@pytest.mark.parametrize(("words", "got"), [({}, "'none'"), ({"format": 1}, "1"), ({"format": 3}, "3")])
+def test_an_attempt_of_another_format_is_refused(tmp_path: Path, words: dict[str, int], got: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps({"time": 1.0, "kind": "run_started", **words}) + "\n")
+    expected = (
+        rf"^format of the events file: {got}, expected 2\. Read it with the ringweave that wrote it, or .* \[{path}\]$"
+    )
+    for read in (lambda: list(read_events(path)), lambda: read_last_attempt(path), EventTail(path).read_new):
+        with pytest.raises(UsageError, match=expected):
+            read()
 
 
 def test_every_field_has_a_meaning() -> None:

@@ -144,7 +144,7 @@ def test_what_is_no_report_is_a_disagreement(value: bytes) -> None:
 def test_a_number_of_trials_that_is_none_is_a_disagreement(content: str) -> None:
     ranks, _ = referees(2)
     ranks[1]._store.set("go", f'{{"absent": [], "content": {content}}}')
-    with pytest.raises(DisagreementError, match=r"speed test: .*, expected what rank 0 says of it.* \[go\]"):
+    with pytest.raises(DisagreementError, match=r"speed test: .*, expected the message of rank 0.* \[go\]"):
         ranks[1].wait_start(0.1)
 
 
@@ -158,7 +158,7 @@ def test_a_number_of_trials_that_is_none_is_a_disagreement(content: str) -> None
 def test_an_order_of_other_ranks_is_a_disagreement(said: bytes) -> None:
     ranks, _ = referees(2)
     ranks[1]._store.set("order", said)
-    with pytest.raises(DisagreementError, match=r"speed test: .*, expected what rank 0 says of it.* \[order\]"):
+    with pytest.raises(DisagreementError, match=r"speed test: .*, expected the message of rank 0.* \[order\]"):
         ranks[1].finish_order()
 
 

@@ -94,7 +94,7 @@ def check_turned_away(port: int, everybody: Sequence[Stranger], log: Path) -> No
 
 def refused(log: Path) -> dict[str, dict[str, Any]]:
     """Host -> the last event about somebody from there who was refused."""
-    events = [event for event in telemetry.read_events(log) if event["kind"] == "wire_refused"]
+    events = [event for event in telemetry.read_events(log) if event["kind"] == "rpc_refused"]
     return {event["peer"].partition(":")[0]: event for event in events}
 
 

@@ -93,7 +93,7 @@ def test_nothing_but_hello_comes_first(events: Events) -> None:
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock,
     ):
         sock.sendall(frame(Add(), 1))
-        assert "first frame: 'CALL', expected HELLO. Look who called." in refusal(sock)
+        assert "first frame: 'CALL', expected HELLO. Check which process called." in refusal(sock)
 
 
 @pytest.mark.parametrize("kept", [10, framing.PREFIX_BYTES, framing.PREFIX_BYTES + 5, -1, -9])

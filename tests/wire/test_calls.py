@@ -245,7 +245,7 @@ def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: rpc.C
         ):
             client.call(Add(), timeout_s=60)
         with pytest.raises(
-            ConnectionLostError, match=r"connection: .*expected a server that listens\. Look whether it runs"
+            ConnectionLostError, match=r"connection: .*expected a server that listens\. Check whether it runs"
         ):
             connect(server, trust(authority, "worker", "0"))
 

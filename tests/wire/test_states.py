@@ -85,7 +85,7 @@ def test_state_that_is_replaced_while_it_is_read_is_not_mixed(authority: rpc.Cer
     with (
         serving_states(authority, shelf) as server,
         connected(authority, server) as client,
-        pytest.raises(RemoteError, match=r"offer of state model: 1, expected the newest, 2\. Begin again"),
+        pytest.raises(RemoteError, match=r"published state model: 1, expected the newest, 2\. Begin again"),
     ):
         state_transfer.fetch_state(client, "model", place, timeout_s=60)
 

@@ -162,7 +162,7 @@ def count_steps(events: Iterable[Event]) -> tuple[list[CompletedStep], int]:
             bases[rank] = positions[rank] = 0
         elif kind == "checkpoint_loaded":
             bases[rank] = event["train_step"]
-        elif kind == "epoch_begun" and len(event["newcomers"]) < len(event["members"]):
+        elif kind == "generation_begun" and len(event["newcomers"]) < len(event["members"]):
             bases |= {
                 job_history.parse_member(member)[0]: max(positions.values(), default=0) for member in event["newcomers"]
             }

@@ -79,7 +79,7 @@ class LabProcessTable(ProcessTable):
         for event in self._tail.read_new():
             if event["kind"] == "worker_watched":
                 self._workers[event["rank"]] = event["pid"]
-            elif event["kind"] in ("run_started", "epoch_begun"):
+            elif event["kind"] in ("run_started", "generation_begun"):
                 self._deciding_pid = None
             self._leaders.observe(event)
 

@@ -36,11 +36,11 @@ class LeaderTracker:
         kind = event["kind"]
         if kind == "run_started":  # events of another attempt do not count
             self._reset()
-        elif kind == "epoch_begun":
+        elif kind == "generation_begun":
             return self._observe_generation(event)
         elif kind == "server_started" and self.server is None:  # the first one leads until another reports that it does
             self.server = _FIRST_SERVER
-        elif kind == "params_led":
+        elif kind == "params_leader_changed":
             self.server = event["server"]
         return False
 
@@ -65,7 +65,7 @@ def without_repeated_generations(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events except repeated generations, whose members have joined long ago."""
     tracker = LeaderTracker()
     for event in events:
-        if tracker.observe(event) or event["kind"] != "epoch_begun":
+        if tracker.observe(event) or event["kind"] != "generation_begun":
             yield event
 
 
@@ -145,7 +145,7 @@ def worker_histories(events: Sequence[Event]) -> list[WorkerHistory]:
             found.append(newest[event["rank"]])
         elif event["kind"] == "train_step_done" and event["rank"] in newest:
             newest[event["rank"]].steps_s.append(event["time"])
-        elif event["kind"] == "members_level":
+        elif event["kind"] == "members_caught_up":
             for each in (newest[rank] for rank, _ in map(parse_member, event["members"]) if rank in newest):
                 each.caught_up_s = event["time"]
     return [
@@ -166,7 +166,7 @@ def list_generations(events: Sequence[Event]) -> list[GenerationRecord]:
     for event in without_repeated_generations(events):
         if event["kind"] == "run_started":
             by_part = {}
-        if event["kind"] != "epoch_begun":
+        if event["kind"] != "generation_begun":
             continue
         own = dict(parse_member(member) for member in event["members"])
         others = {

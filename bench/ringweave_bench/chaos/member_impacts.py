@@ -44,12 +44,12 @@ class FaultImpact:
     fault: str
     victims: tuple[int, ...]
     survivors: int
-    put_out: tuple[int, ...]
+    evicted: tuple[int, ...]
     """Ranks that no fault had hit, and that were evicted before they had made a step without the victims."""
     stall_s: float | None
     """Longest stall of all survivors; None if one made no step any more."""
     stall_median_s: float | None
-    epoch_s: float | None
+    generation_s: float | None
     """Time from the fault to the generation without the victims; None if there was none."""
     steps_as_zombie: int
     """Steps that victims did after the generation without them had begun."""
@@ -89,7 +89,7 @@ class JoinImpact:
     """Usual step time before."""
     lost_s: float
     """Additional time of all steps until then, of the peer with the most."""
-    level_s: float | None
+    caught_up_s: float | None
     """Time from the generation until all newcomers had caught up; None if one never had."""
 
 
@@ -131,8 +131,8 @@ def measure_join_impacts(events: Sequence[Event]) -> list[JoinImpact]:
     for epoch in list_generations(events):
         staying = epoch.own_ranks - set(epoch.newcomers)
         peers = [each for each in _alive_workers(all_workers, epoch.time_s) if each.rank in staying]
-        level_s = _caught_up_s(events, epoch)
-        gaps = [_step_gaps_s(each, epoch.time_s, level_s) for each in peers]
+        caught_up_s = _caught_up_s(events, epoch)
+        gaps = [_step_gaps_s(each, epoch.time_s, caught_up_s) for each in peers]
         lasting = [each for each in gaps if each]
         if epoch.newcomers and lasting:
             usual_s = max(_usual_step_s(each, epoch.time_s) for each in peers)
@@ -143,7 +143,7 @@ def measure_join_impacts(events: Sequence[Event]) -> list[JoinImpact]:
                     stall_s=round(max(map(max, lasting)) - usual_s, 3),
                     usual_s=round(usual_s, 3),
                     lost_s=round(max(sum(each) - len(each) * usual_s for each in lasting), 3),
-                    level_s=None if level_s is None else round(level_s - epoch.time_s, 3),
+                    caught_up_s=None if caught_up_s is None else round(caught_up_s - epoch.time_s, 3),
                 )
             )
     return found
@@ -153,17 +153,17 @@ def _caught_up_s(events: Sequence[Event], epoch: GenerationRecord) -> float | No
     """Return the time at which the last of a generation's newcomers had caught up."""
     wanted = {f"{rank}.{epoch.ranks[rank]}" for rank in epoch.newcomers}
     for event in events:
-        if event["kind"] == "members_level" and event["time"] >= epoch.time_s:
+        if event["kind"] == "members_caught_up" and event["time"] >= epoch.time_s:
             wanted -= set(event["members"])
             if not wanted:
                 return event["time"]
     return None
 
 
-def _step_gaps_s(worker: WorkerHistory, time_s: float, level_s: float | None) -> list[float]:
+def _step_gaps_s(worker: WorkerHistory, time_s: float, caught_up_s: float | None) -> list[float]:
     """Return the times between steps, from the one under way at a time to the first after another; at least two."""
     found = [(after, after - before) for before, after in itertools.pairwise(worker.steps_s) if after > time_s]
-    until = sum(after <= (level_s or 0.0) for after, _ in found) + 1
+    until = sum(after <= (caught_up_s or 0.0) for after, _ in found) + 1
     return [gap for _, gap in found[: max(2, until)]]
 
 
@@ -224,7 +224,7 @@ def _fault_impact(time_s: float, fault: Fault, history: _JobHistory) -> FaultImp
     within = [each for each in history.epochs if time_s < each.time_s <= time_s + fault.lasts_s + _HORIZON_S]
     without = next((each for each in within if all(each.ranks.get(rank) != was.get(rank) for rank in hit)), None)
     settled_s = without.time_s if without else time_s
-    survivors, put_out = history.survivors(time_s, settled_s, hit)
+    survivors, evicted = history.survivors(time_s, settled_s, hit)
     stalls = [_stall_s(each, time_s, settled_s) for each in survivors]
     victims = [each for each in _alive_workers(history.all_workers, time_s) if each.rank in hit]
     late = sum(1 for each in victims for step_s in each.steps_s if without and step_s > without.time_s)
@@ -232,10 +232,10 @@ def _fault_impact(time_s: float, fault: Fault, history: _JobHistory) -> FaultImp
         fault=str(fault),
         victims=tuple(sorted(hit)),
         survivors=len(survivors),
-        put_out=tuple(sorted(each.rank for each in put_out)),
+        evicted=tuple(sorted(each.rank for each in evicted)),
         stall_s=_longest_stall(stalls),
         stall_median_s=_median_stall(stalls),
-        epoch_s=round(without.time_s - time_s, 3) if without else None,
+        generation_s=round(without.time_s - time_s, 3) if without else None,
         steps_as_zombie=late,
         back_s=_back_s(time_s, hit, history.all_workers),
         watched_s=round(history.end_s - time_s, 3),
@@ -251,7 +251,7 @@ def _takeover_time_s(events: Sequence[Event], time_s: float, fault: Fault) -> fl
     for event in events:
         is_new_epoch = tracker.observe(event)
         acting = tracker.server if is_of_server else tracker.coordinator
-        acts = event["kind"] == "params_led" if is_of_server else is_new_epoch
+        acts = event["kind"] == "params_leader_changed" if is_of_server else is_new_epoch
         if event["time"] <= time_s:
             first = first if acting is None else acting
         elif acts and acting != first and event["time"] <= until_s:
@@ -328,9 +328,9 @@ class ElasticReport:
     """Median over faults of workers: longest stall of a survivor."""
     stall_p95_s: float | None
     stall_max_s: float | None
-    epoch_p50_s: float | None
+    generation_p50_s: float | None
     """Time from such a fault to the generation without its victims."""
-    epoch_p95_s: float | None
+    generation_p95_s: float | None
     taken_over_p50_s: float | None
     """Time from a fault of a coordinator or a parameter server to the takeover."""
     taken_over_p95_s: float | None
@@ -339,7 +339,7 @@ class ElasticReport:
     takeover_stall_p95_s: float | None
     steps_as_zombie: int
     """Steps done by victims after the generation without them had begun."""
-    put_out: int
+    evicted: int
     """Members that no fault had hit, and that were evicted after one that hit others."""
     never_went_on: tuple[str, ...]
     """Faults after which a survivor made no step, though there was time."""
@@ -350,7 +350,7 @@ class ElasticReport:
     join_stall_steps_p50: float | None
     """Longest stall of a peer at such a join, in usual steps."""
     join_stall_steps_p95: float | None
-    level_p50_s: float | None
+    caught_up_p50_s: float | None
     """Time from such a generation until its newcomers had caught up."""
     join_lost_steps_p50: float | None
     """Additional time of its peers' steps until then, in usual steps."""
@@ -361,12 +361,12 @@ class ElasticReport:
 
 def summarize_members(events: Sequence[Event]) -> ElasticReport | None:
     """Summarise the members' impacts; None for a job that is not elastic."""
-    if not any(event["kind"] == "epoch_begun" for event in events):
+    if not any(event["kind"] == "generation_begun" for event in events):
         return None
     fault_impacts, takeover_impacts = measure_fault_impacts(events), measure_takeover_impacts(events)
     join_impacts = measure_join_impacts(events)
     stalls = _without_none(each.stall_s for each in fault_impacts)
-    epochs = _without_none(each.epoch_s for each in fault_impacts)
+    epochs = _without_none(each.generation_s for each in fault_impacts)
     taken_over = _without_none(each.taken_over_s for each in takeover_impacts)
     takeover_stalls = _without_none(each.stall_s for each in takeover_impacts)
     in_steps = [each.stall_s / each.usual_s for each in join_impacts if each.usual_s]
@@ -375,20 +375,20 @@ def summarize_members(events: Sequence[Event]) -> ElasticReport | None:
         stall_p50_s=quantile(stalls, 0.5),
         stall_p95_s=quantile(stalls, 0.95),
         stall_max_s=max(stalls, default=None),
-        epoch_p50_s=quantile(epochs, 0.5),
-        epoch_p95_s=quantile(epochs, 0.95),
+        generation_p50_s=quantile(epochs, 0.5),
+        generation_p95_s=quantile(epochs, 0.95),
         taken_over_p50_s=quantile(taken_over, 0.5),
         taken_over_p95_s=quantile(taken_over, 0.95),
         takeover_stall_p50_s=quantile(takeover_stalls, 0.5),
         takeover_stall_p95_s=quantile(takeover_stalls, 0.95),
         steps_as_zombie=sum(each.steps_as_zombie for each in fault_impacts),
-        put_out=sum(len(each.put_out) for each in fault_impacts),
+        evicted=sum(len(each.evicted) for each in fault_impacts),
         never_went_on=tuple(each.fault for each in (*fault_impacts, *takeover_impacts) if _never_went_on(each)),
         never_back=tuple(each.fault for each in fault_impacts if each.back_s is None),
         joins=len(join_impacts),
         join_stall_steps_p50=quantile(in_steps, 0.5),
         join_stall_steps_p95=quantile(in_steps, 0.95),
-        level_p50_s=quantile(_without_none(each.level_s for each in join_impacts), 0.5),
+        caught_up_p50_s=quantile(_without_none(each.caught_up_s for each in join_impacts), 0.5),
         join_lost_steps_p50=quantile(behind, 0.5),
         tolls=tuple(fault_impacts),
         takeovers=tuple(takeover_impacts),

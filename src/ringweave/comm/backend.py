@@ -94,7 +94,10 @@ class RingweaveProcessGroup(NativeProcessGroup):
             _log_group(log, info, group_name)
             if measured is not None:
                 log.write(
-                    "network_known", rank=info.own_info.global_rank, group=group_name, **measured.summary(time.time())
+                    "network_measured",
+                    rank=info.own_info.global_rank,
+                    group=group_name,
+                    **measured.summary(time.time()),
                 )
         atexit.register(_close_at_exit, weakref.ref(self._engine))
         os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))

@@ -35,11 +35,11 @@ _CallT = TypeVar("_CallT")
 class CollectiveFailureReport:
     """Report of a rank whose collective failed."""
 
-    doing: str
+    operation: str
     """The collective in words."""
     suspect: int | None
     """Group rank that it could not reach, if that was the cause."""
-    hung: bool = False
+    is_hung: bool = False
     """The suspect stayed silent instead of closing its connection."""
     failure: str = ""
     """Failure of this rank itself, if that was the cause."""
@@ -53,9 +53,9 @@ def parse_failure_report(value: bytes) -> CollectiveFailureReport | None:
         report = CollectiveFailureReport(**file_io.parse_json(value, _MAX_REPORT_BYTES))
     except (ValueError, TypeError):
         return None
-    texts = (report.doing, report.failure, report.disagreement)
+    texts = (report.operation, report.failure, report.disagreement)
     is_suspect = report.suspect is None or type(report.suspect) is int
-    is_report = is_suspect and isinstance(report.hung, bool) and all(isinstance(text, str) for text in texts)
+    is_report = is_suspect and isinstance(report.is_hung, bool) and all(isinstance(text, str) for text in texts)
     return report if is_report else None
 
 
@@ -101,7 +101,7 @@ class FailureRegistry:
             if report.failure and group_rank != self._group.group_rank:
                 culprit = self._group.rank_text(group_rank)
                 return PeerError(
-                    f"{operation}: {culprit} failed in {report.doing}: {report.failure}. Look into its log."
+                    f"{operation}: {culprit} failed in {report.operation}: {report.failure}. Look into its log."
                 )
         unreported = [r for r in range(self._group.group_size) if r not in reports]
         suspected = {report.suspect for report in reports.values()}
@@ -109,11 +109,11 @@ class FailureRegistry:
         culprits = [r for r in unreported if r in suspected] or unreported or suspects or self._others()
         culprit_report = reports.get(culprits[0])
         hung = (
-            all(r.hung for r in reports.values() if r.suspect in culprits)
+            all(r.is_hung for r in reports.values() if r.suspect in culprits)
             if suspected & set(culprits)
             else failure.hung
         )
-        more = f"it failed in {culprit_report.doing}" if culprit_report else ""
+        more = f"it failed in {culprit_report.operation}" if culprit_report else ""
         return self._make_peer_error(culprits, failure, operation, more, hung=hung)
 
     def _call_store(self, call: Callable[[], _CallT]) -> _CallT:
@@ -123,7 +123,7 @@ class FailureRegistry:
             RuntimeError: The store is dead.
             TimeoutError: It is silent, or waiting was stopped.
         """
-        return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave faults")
+        return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave failures")
 
     def _others(self) -> list[int]:
         return [r for r in range(self._group.group_size) if r != self._group.group_rank]
@@ -160,4 +160,4 @@ class FailureRegistry:
 
     @staticmethod
     def _key(group_rank: int) -> str:
-        return f"fault/{group_rank}"
+        return f"failure/{group_rank}"

@@ -133,22 +133,22 @@ class GenerationGroups:
         try:
             store = self._connect_store(host, int(port), name, num_aborts)
             group = self._call_first_member(
-                lambda: make("epoch", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
+                lambda: make("generation", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
             )
             _set_default_group(group)
             groups: list[dist.ProcessGroup] = [group]
             if has_reduce_group:
                 groups.append(
                     self._call_first_member(
-                        lambda: make("apart", f"{REDUCE_GROUP_PREFIX}{name}", "sums"), name, num_aborts
+                        lambda: make("reduce", f"{REDUCE_GROUP_PREFIX}{name}", "sums"), name, num_aborts
                     )
                 )
         except (RuntimeError, OSError) as cause:
             if self._clock() - started_s > _CALL_FRACTION * self._form_timeout_s and num_aborts == self._num_aborts:
                 self._form_timeout_s = min(2 * self._form_timeout_s, _MAX_FORM_TIMEOUT_S)
             raise PeerError(
-                f"group of epoch {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} members. "
-                "Look into the logs of the others."
+                f"group of generation {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} "
+                "members. Look into the logs of the others."
             ) from cause
         self._form_timeout_s = self._first_form_timeout_s
         for each in groups:
@@ -177,7 +177,7 @@ class GenerationGroups:
         try:
             # The call has its own limit, and its error names the absent members.
             limit_s = self._form_timeout_s + _GRACE_S
-            return call_with_timeout(call, limit_s, lambda: num_aborts != self._num_aborts, "ringweave meeting")
+            return call_with_timeout(call, limit_s, lambda: num_aborts != self._num_aborts, "ringweave group setup")
         except TimeoutError as cause:
             if num_aborts != self._num_aborts:
                 raise _aborted_error(name) from cause
@@ -250,7 +250,7 @@ def is_generation_group() -> bool:
 
 
 def _aborted_error(name: str) -> PeerError:
-    return PeerError(f"group of epoch {name}: aborted while it was formed. Form the next one.")
+    return PeerError(f"group of generation {name}: aborted while it was formed. Form the next one.")
 
 
 def own_address() -> str:

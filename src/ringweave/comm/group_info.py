@@ -177,7 +177,7 @@ def exchange_group_info(
         PlacementError: Members on different hosts claim the same node; the text names two of them.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
-    entry = {"place": astuple(location), "entrances": [astuple(e) for e in endpoints]}
+    entry = {"location": astuple(location), "endpoints": [astuple(e) for e in endpoints]}
     store.set(keys[group_rank], json.dumps({**entry, "token": secrets.token_hex(TOKEN_BYTES)}))
     try:
         store.wait(keys, timeout)
@@ -210,8 +210,8 @@ def parse_rank_info(value: bytes, global_rank: int) -> tuple[RankInfo, bytes]:
     """
 
     def convert(entry: Any) -> tuple[RankInfo, bytes]:
-        node, address, more_addresses, rates, nics, networks, host, cores = entry["place"]
-        entrances = tuple(RankEndpoint(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
+        node, address, more_addresses, rates, nics, networks, host, cores = entry["location"]
+        entrances = tuple(RankEndpoint(tuple(map(int, ports)), str(name)) for ports, name in entry["endpoints"])
         more, own_nics, own_networks = (tuple(map(str, each)) for each in (more_addresses, nics, networks))
         relative = tuple(map(float, rates))
         place = RankLocation(

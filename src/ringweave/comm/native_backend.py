@@ -167,10 +167,10 @@ class NativeBackends:
             # A separate connection to the store: waiting for a key blocks all other users of the same connection,
             # and ranks that form different groups would wait for each other.
             own: Any = self._store  # torch's stubs lack `clone`
-            return ProcessGroupGloo(PrefixStore(f"lane-host/{channel}/", own.clone()), *rank_and_size, timeout)
+            return ProcessGroupGloo(PrefixStore(f"channel-native/{channel}/", own.clone()), *rank_and_size, timeout)
 
         try:
-            gloo = call_with_timeout(connect, math.inf, lambda: self._is_aborted, "ringweave host")
+            gloo = call_with_timeout(connect, math.inf, lambda: self._is_aborted, "ringweave native")
         except TimeoutError as cause:
             raise RuntimeError(_ABORTED) from cause
         with self._lock:
@@ -366,7 +366,7 @@ class NativeProcessGroup(dist.ProcessGroup):
     def _register_native_backends(self) -> ProcessGroupGloo:
         kinds = dist.ProcessGroup.BackendType
         place = (self.members.group_rank, self.members.group_size)
-        gloo = ProcessGroupGloo(PrefixStore("host/", self._store), *place, self._timeout)
+        gloo = ProcessGroupGloo(PrefixStore("native/", self._store), *place, self._timeout)
         gloo._set_sequence_number_for_group()
         cuda: Any = gloo
         cuda_kind = kinds.GLOO

@@ -114,7 +114,7 @@ def run_tool(argv: Sequence[str], *, lines: Sequence[str] = (), may_fail: bool =
 
 
 def _not_root_text() -> str:
-    return _problem_text("user", f"id {os.geteuid()}", "root, who may make and enter namespaces", "Put sudo in front")
+    return _problem_text("user", f"id {os.geteuid()}", "root, which may make and enter namespaces", "Put sudo in front")
 
 
 def _try_kernel() -> list[str]:

@@ -26,11 +26,11 @@ def read_past_members(events: Iterable[Event]) -> PastMembers:
     """
     members, trained = set[str](), set[str]()
     for event in events:
-        if event["kind"] == "epoch_begun":
+        if event["kind"] == "generation_begun":
             members_of_event, new = set(event["members"]), set(event["newcomers"])
             members |= members_of_event
             trained |= members_of_event if members_of_event == new else members_of_event - new
-        elif event["kind"] == "members_level":
+        elif event["kind"] == "members_caught_up":
             trained |= set(event["members"])
     return PastMembers(members=frozenset(members), trained=frozenset(trained))
 
@@ -89,14 +89,16 @@ class EvictionWatcher:
 
     def _apply_events(self, events: Iterable[Event]) -> None:
         for event in events:
-            if event["kind"] in {"member_lost", "member_back"}:
+            if event["kind"] in {"member_lost", "member_returned"}:
                 member = event["member"]
                 if event["term"] < self._terms.get(member, 0):  # from a superseded coordinator
                     continue
-                if event["kind"] == "member_back":
+                if event["kind"] == "member_returned":
                     self._names.discard(member)
                 elif event["reason"] not in {REASON_FINISHED, REASON_LEFT}:
                     self._names.add(member)
-            elif event["kind"] == "epoch_begun":  # of a coordinator that did not know of the loss
+            elif event["kind"] == "generation_begun":  # of a coordinator that did not know of the loss
                 self._names -= set(event["members"])
-                self._terms |= {each: max(event["said_in"], self._terms.get(each, 0)) for each in event["members"]}
+                self._terms |= {
+                    each: max(event["reported_in_term"], self._terms.get(each, 0)) for each in event["members"]
+                }

@@ -29,13 +29,15 @@ class RunRecorder:
         """Summary of the training for run.json; None before `close`, and where no script called `ringweave.prepare`."""
         self._events.write(
             "run_started",
+            format=telemetry.EVENTS_FORMAT,
             attempt=record["attempt"],
             command=record["command"],
             cluster=record["cluster"]["name"],
             world_size=record["world_size"],
         )
         unknown = {"ended": None, "wall_s": None, "exit_code": None, "outcome": "running", "cause": None}
-        launcher_run_dir.update_run_json(run_dir.run_json, {**record, "started": _local_time(), **unknown})
+        first = {"format": launcher_run_dir.RUN_JSON_FORMAT, **record, "started": _local_time(), **unknown}
+        launcher_run_dir.update_run_json(run_dir.run_json, first)
 
     def workers_started(self, pid_of: Callable[[int], int]) -> None:
         """Record the start of all workers; `pid_of` maps a global rank to its process id."""

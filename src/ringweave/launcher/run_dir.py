@@ -30,9 +30,12 @@ from typing import Any
 
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
-from ringweave.telemetry import Event
+from ringweave.telemetry import Event, read_events
 
 ScheduleCounts = dict[str, int]
+
+RUN_JSON_FORMAT = 2
+"""Version of the keys of run.json."""
 
 MAX_RUN_JSON_BYTES = 64 * 2**20
 """Upper limit of a run.json that is read; a script may add much to it, such as histories."""
@@ -105,7 +108,7 @@ def list_probed_networks(events: Iterable[Event]) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in event.items() if key not in ("time", "kind", "rank")}
         for event in events
-        if event["kind"] == "network_known"
+        if event["kind"] == "network_measured"
     ]
 
 
@@ -135,7 +138,7 @@ def summarize_training(events: Iterable[Event]) -> dict[str, Any] | None:
     summary: dict[str, Any] | None = None
     for event in events:
         if event["kind"] == "training_prepared":
-            keys = ("mode", "asked", "reason", "batch_samples", "shares")
+            keys = ("mode", "requested_mode", "reason", "batch_samples", "shares")
             summary = {key: event[key] for key in keys} | {
                 "changes": 0,
                 "epochs_accounted": 0,
@@ -301,8 +304,10 @@ def begin_attempt(run_dir: RunDir, cluster_text: str) -> int:
         The number of the new attempt, 1 for the first.
 
     Raises:
-        UsageError: There is a cluster.yaml that no run has written.
+        UsageError: There is a cluster.yaml that no run has written, or an attempt of another format.
     """
+    for _ in read_events(run_dir.events):  # refuses another format before anything is moved
+        pass
     number = 1 + sum(1 for _ in (run_dir.root / "attempts").glob("[0-9]*"))
     if run_dir.run_json.exists():
         _archive_attempt(run_dir, number)

@@ -4,7 +4,7 @@ A running elastic run is asked for another number of workers through its run dir
 
 ```text
 RUN_DIR/scale.json      {"request_id": "3f0c...", "workers": 4}; removed when the run has read it
-RUN_DIR/events.jsonl    the answer: event `workers_asked` with the same word
+RUN_DIR/events.jsonl    the answer: event `workers_scaled` with the same id
 ```
 """
 
@@ -133,8 +133,8 @@ class ScaleRequests:
 
     def _write_answer(self, scale: ScaleAnswer) -> None:
         self._events.write(
-            "workers_asked",
-            asked=self._request_id,
+            "workers_scaled",
+            request_id=self._request_id,
             workers=scale.workers,
             before=scale.before,
             starting=list(scale.starting),
@@ -196,6 +196,10 @@ def _check_elastic(run_dir: RunDir) -> None:
         text = explain("run directory", got=str(run_dir.root), expected="one with a run.json", do=do)
         raise UsageError(text) from error
     _check_alive(run_dir)
+    if isinstance(record, dict) and record.get("format") != launcher_run_dir.RUN_JSON_FORMAT:
+        got, expected = record.get("format", "none"), str(launcher_run_dir.RUN_JSON_FORMAT)
+        do = "Scale it with the ringweave that started it"
+        raise UsageError(explain("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json)))
     if not isinstance(record, dict) or not record.get("elastic"):
         expected = "a run with --elastic MIN:MAX"
         raise UsageError(explain("run", got=str(run_dir.root), expected=expected, do="Start it again with --elastic"))
@@ -209,7 +213,7 @@ def _check_alive(run_dir: RunDir) -> None:
 
 def _find_answer(run_dir: RunDir, request_id: str) -> ScaleAnswer | None:
     for event in telemetry.read_events(run_dir.events):
-        if event["kind"] == "workers_asked" and event["asked"] == request_id:
+        if event["kind"] == "workers_scaled" and event["request_id"] == request_id:
             fields: dict[str, Any] = {key: event[key] for key in ScaleAnswer.__slots__}
             return ScaleAnswer(**fields)
     return None
@@ -543,7 +547,7 @@ class ElasticSupervisor:
         if is_ending or self._restarts.is_over:
             return explain("run", got="at its end", expected="a run that trains", do="Start it again with more workers")
         if not self._past_members([self._current_member(slot) for slot in _running_slots(states)]).members:
-            do = "Wait until the event epoch_begun is in its events.jsonl; scripts without prepare keep their workers"
+            do = "Wait for the event generation_begun in its events.jsonl; scripts without prepare keep their workers"
             return explain("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
         return ""
 

@@ -87,7 +87,7 @@ class _SpareConnection:
         self._lock, self._connected = threading.Lock(), threading.Event()
         self._client: rpc.RpcClient | None = None
         self._is_needed = True
-        threading.Thread(target=self._run, name="ringweave spare", daemon=True).start()
+        threading.Thread(target=self._run, name="ringweave idle connection", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -150,7 +150,7 @@ class CoordinatorProbe:
 
     def start_once(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ringweave question", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="ringweave probe", daemon=True)
             self._thread.start()
 
     def __enter__(self) -> "CoordinatorProbe":
@@ -278,14 +278,14 @@ class MembershipClient:
 
     def report_failure(self, generation_id: GenerationId, suspects: Sequence[str]) -> None:
         """Report that the generation is broken; resent to every other coordinator until there is another generation."""
-        failure_report = FailureReport(ballot=generation_id, suspects=list(suspects))
-        if self._membership is None or generation_id >= self._membership.ballot:
+        failure_report = FailureReport(generation_id=generation_id, suspects=list(suspects))
+        if self._membership is None or generation_id >= self._membership.generation_id:
             self._failure_report = failure_report
         self._send(failure_report)
 
     def leave_membership(self, *, is_finished: bool) -> None:
         """Leave: at the next step boundary, or at once if finished; then wait until a coordinator has confirmed it."""
-        leave = LeaveMembership(standing=self._listener.current_status(), is_finished=is_finished)
+        leave = LeaveMembership(status=self._listener.current_status(), is_finished=is_finished)
         self._is_leaving = not is_finished
         deadline_s = self._clock() + _LEAVE_TIMEOUT_S
         while not self._send(leave) and is_finished and self._clock() < deadline_s and not self._stopped.is_set():
@@ -307,7 +307,7 @@ class MembershipClient:
                 thread.join(timeout_s)
 
     def _send_status(self, generation_id: GenerationId, status: MemberStatus) -> None:
-        self._send(StatusReport(ballot=generation_id, standing=status))
+        self._send(StatusReport(generation_id=generation_id, status=status))
 
     def _send(self, message: rpc.RpcMessage) -> bool:
         """Send a message; return whether it arrived. If not, drop the connection: the next call starts afresh."""
@@ -326,7 +326,7 @@ class MembershipClient:
         if self._failure_report is not None:
             self._send(self._failure_report)
         if self._is_leaving:
-            self._send(LeaveMembership(standing=self._listener.current_status(), is_finished=False))
+            self._send(LeaveMembership(status=self._listener.current_status(), is_finished=False))
 
     def _run(self, run: Callable[[], None]) -> None:
         """Run a thread's function. If it fails, this member leaves, because others would wait for it forever."""
@@ -335,7 +335,9 @@ class MembershipClient:
         except Exception as error:
             if not self._stopped.is_set():
                 self._stopped.set()
-                self._listener.stop_training(StopTraining(reason=f"its agent failed: {error!r}", is_end=False))
+                self._listener.stop_training(
+                    StopTraining(reason=f"its membership client failed: {error!r}", is_end=False)
+                )
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats in turn; drop a coordinator that leaves one unanswered for too long."""
@@ -358,7 +360,7 @@ class MembershipClient:
                         self._monitor.note_answer(self._clock(), is_active=self._is_connected_to_active)
                 in_flight = (
                     client,
-                    client.start(HeartbeatReport(beat=self._last_heartbeat), timeout_s=2 * CALL_TIMEOUT_S),
+                    client.start(HeartbeatReport(heartbeat=self._last_heartbeat), timeout_s=2 * CALL_TIMEOUT_S),
                 )
             except RpcError:
                 self._drop_connection(client)
@@ -386,7 +388,7 @@ class MembershipClient:
                     continue
                 self._resend_requests()
             try:
-                update = client.call(MembershipWatch(serial=revision), timeout_s=2 * CALL_TIMEOUT_S).message
+                update = client.call(MembershipWatch(revision=revision), timeout_s=2 * CALL_TIMEOUT_S).message
             except RpcError:
                 self._drop_connection(client)
                 continue
@@ -394,24 +396,24 @@ class MembershipClient:
             if not update.is_active:  # another coordinator is known to be active
                 self._drop_connection(client)
                 continue
-            revision = update.serial
+            revision = update.revision
             self._apply_update(update)
 
     def _apply_update(self, update: WatchUpdate) -> None:
-        for action in self._rules.apply_directive(update.order):
+        for action in self._rules.apply_directive(update.directive):
             match action:
                 case PauseTraining():
                     self._pause_training(action)
                 case BeginGeneration():
-                    self._membership, self._is_in_generation, self._failure_report = action.decree, True, None
-                    self._listener.begin_generation(action.decree)
+                    self._membership, self._is_in_generation, self._failure_report = action.membership, True, None
+                    self._listener.begin_generation(action.membership)
                 case StopTraining():
                     self._stopped.set()
                     self._listener.stop_training(action)
 
     def _pause_training(self, pause: PauseTraining) -> None:
         with self._lock:
-            self._pending_proposal, self._is_in_generation = pause.ballot, False
+            self._pending_proposal, self._is_in_generation = pause.generation_id, False
         status = self._listener.pause_training(is_urgent=pause.is_urgent)
         if status is not None:
             self.report_status(status)
@@ -473,12 +475,12 @@ class MembershipClient:
     def _wait_until_active(self, client: rpc.RpcClient, patience_s: float) -> bool:
         """Wait until that coordinator is active; False if it is not in time, or the previous one still is."""
         since_s, membership = self._clock(), self._membership
-        least_term, part = membership.ballot[0] if membership else 0, self._join_request.part
+        least_term, part = membership.generation_id[0] if membership else 0, self._join_request.part
         with CoordinatorProbe(
             self._connector, self._coordinator_index + 1, part=part, min_term=least_term, patience_s=patience_s
         ) as previous:
             while self._clock() - since_s < _TAKEOVER_WAIT_S and not previous.is_active:
-                update = client.call(MembershipWatch(serial=0), timeout_s=2 * CALL_TIMEOUT_S).message
+                update = client.call(MembershipWatch(revision=0), timeout_s=2 * CALL_TIMEOUT_S).message
                 assert isinstance(update, WatchUpdate), "the class of the reply"
                 if update.is_active:
                     with self._lock:
@@ -504,22 +506,22 @@ class MembershipClient:
             return None
         status = _without_payloads(self._listener.current_status())
         membership = replace(
-            self._membership, standings=tuple(map(_without_payloads, self._membership.standings)), finished=()
+            self._membership, statuses=tuple(map(_without_payloads, self._membership.statuses)), finished=()
         )
         with self._lock:
             lost_s, heartbeat = self._monitor.since_active_s(self._clock()), self._last_heartbeat
             patience_s = self._monitor.answer_timeout_s
         return Rejoin(
-            standing=status,
-            decree=membership,
+            status=status,
+            membership=membership,
             promised=promised_id,
             is_settled=self._is_in_generation and self._failure_report is None,
             lost_s=lost_s,
             patience_s=patience_s,
-            beat=heartbeat,
+            heartbeat=heartbeat,
         )
 
 
 def _without_payloads(status: MemberStatus) -> MemberStatus:
     """Return the status without the texts that coordinators only forward."""
-    return replace(status, note="", layout="", sharing="")
+    return replace(status, note="", layout="", batch_shares="")

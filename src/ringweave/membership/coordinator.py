@@ -126,17 +126,17 @@ class Coordinator:
         """Return the directive that holds for a member now."""
         if self.end_reason:
             return MemberDirective(
-                ballot=(self._term, self._proposal_number + 1),
+                generation_id=(self._term, self._proposal_number + 1),
                 is_end=True,
                 reason=self.end_reason,
-                heir=self._final_checkpoint_owner,
+                final_checkpoint_owner=self._final_checkpoint_owner,
             )
         if member in self._evicted:
             return self._evicted[member]
         membership = self.membership if self.membership and member in self.membership.members else None
-        generation_ids = [each.ballot for each in (membership, self._proposal) if each is not None]
+        generation_ids = [each.generation_id for each in (membership, self._proposal) if each is not None]
         return (
-            MemberDirective(ballot=max(generation_ids), decree=membership, proposal=self._proposal)
+            MemberDirective(generation_id=max(generation_ids), membership=membership, proposal=self._proposal)
             if generation_ids
             else MemberDirective()
         )
@@ -183,9 +183,9 @@ class Coordinator:
 
     def rejoin(self, rejoin: Rejoin, now_s: float) -> None:
         """Note that a member has lost its coordinator and asks this one to take over."""
-        member = rejoin.standing.member
-        if rejoin.decree is not None:
-            self._step_down_if_superseded(rejoin.decree.ballot[0], rejoin.decree.ballot)
+        member = rejoin.status.member
+        if rejoin.membership is not None:
+            self._step_down_if_superseded(rejoin.membership.generation_id[0], rejoin.membership.generation_id)
         # It knows how long answers take on its machine, so it needs no start-up timeout.
         first_s = _FIRST_HEARTBEAT_FACTOR * rejoin.patience_s if rejoin.patience_s else None
         self._readmit(member, now_s, first_s)
@@ -200,14 +200,14 @@ class Coordinator:
             self._votes_in_term.clear()
             if self._proposal is not None:
                 self._propose(is_urgent=self._proposal.is_urgent)
-        if self.is_active and rejoin.decree is not None and not is_known:
+        if self.is_active and rejoin.membership is not None and not is_known:
             self._evict(member, "it lost its connection to the coordinator, and the others went on")
             return
         self._failure_detector.add_member(member, now_s, first_s)
-        self._failure_detector.record_heartbeat(member, rejoin.beat, now_s)
-        self._record_vote(rejoin.standing)
+        self._failure_detector.record_heartbeat(member, rejoin.heartbeat, now_s)
+        self._record_vote(rejoin.status)
         self._election.record_vote(rejoin, now_s)
-        self._note_caught_up(rejoin.standing)
+        self._note_caught_up(rejoin.status)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
         self._advance(now_s)
@@ -244,7 +244,7 @@ class Coordinator:
         one, and went to the other before they heard of its term. Going on from the generation that holds here would
         repeat steps.
         """
-        known = generation_id if self.membership is None else self.membership.ballot
+        known = generation_id if self.membership is None else self.membership.generation_id
         if self.is_active and (generation_id, term) > (known, self._confirmed_term):
             self._term = self._confirmed_term = 0
             self._reset()
@@ -292,7 +292,7 @@ class Coordinator:
     def end_job(self, reason: str) -> None:
         """End the job for a reason from outside; one of the present members saves the final checkpoint."""
         if self.is_active and not self.end_reason:
-            statuses = self.membership.standings if self.membership else ()
+            statuses = self.membership.statuses if self.membership else ()
             self._end_job(reason, [each for each in statuses if each.member in self._failure_detector.present])
 
     def report_failure(self, member: str, generation_id: GenerationId, suspects: list[str], now_s: float) -> None:
@@ -302,7 +302,7 @@ class Coordinator:
         """
         is_current = (
             self.membership is not None
-            and generation_id == self.membership.ballot
+            and generation_id == self.membership.generation_id
             and member in self._failure_detector.present
         )
         if not is_current or (self._proposal is not None and self._proposal.is_urgent):
@@ -320,7 +320,7 @@ class Coordinator:
 
     def report_status(self, generation_id: GenerationId, status: MemberStatus, now_s: float) -> None:
         """Note the status of a member that has paused for a proposal."""
-        is_current = self._proposal is not None and self._proposal.ballot == generation_id
+        is_current = self._proposal is not None and self._proposal.generation_id == generation_id
         self._readmit(status.member, now_s)
         if is_current and status.member in self._failure_detector.present:
             self._statuses[status.member] = status
@@ -420,7 +420,9 @@ class Coordinator:
     def _evict(self, member: str, reason: str) -> None:
         self._proposal_number += 1
         self._silent_reasons.pop(member, None)
-        self._evicted[member] = MemberDirective(ballot=(self._term, self._proposal_number), is_out=True, reason=reason)
+        self._evicted[member] = MemberDirective(
+            generation_id=(self._term, self._proposal_number), is_evicted=True, reason=reason
+        )
 
     def _advance(self, now_s: float) -> None:
         """Decide whatever can be decided now."""
@@ -510,7 +512,7 @@ class Coordinator:
     def _propose(self, *, is_urgent: bool) -> None:
         self._proposal_number += 1
         self._statuses.clear()
-        self._proposal = GenerationProposal(ballot=(self._term, self._proposal_number), is_urgent=is_urgent)
+        self._proposal = GenerationProposal(generation_id=(self._term, self._proposal_number), is_urgent=is_urgent)
 
     def _maybe_begin_generation(self, proposal: GenerationProposal, now_s: float) -> None:
         """Begin the proposed generation once all awaited members have reported their status."""
@@ -555,7 +557,7 @@ class Coordinator:
         predecessors = (
             ()
             if membership_records.was_entered_by_all(membership, [*statuses, *self._finished])
-            else membership.forerunners
+            else membership.unconfirmed_predecessors
         )
         return membership_records.outnumbers_silent(membership.members, staying, self._failure_detector.silent) and all(
             membership_records.outnumbers_silent(each, staying, set(filter(self._may_be_alive, each)) - reporting)
@@ -587,8 +589,8 @@ class Coordinator:
         leavers; newcomers count as remaining. If only leavers have the state, they stay until another member has it.
         """
         num_left = sum(not _leaves_now(each) for each in statuses)
-        taking_part = [each for each in statuses if each.has_state or each.is_following]
-        if not all(each.at_border for each in taking_part):
+        taking_part = [each for each in statuses if each.has_state or each.is_recovering]
+        if not all(each.at_step_boundary for each in taking_part):
             statuses = taking_part
         staying = [each for each in statuses if not _leaves_now(each)]
         if not staying:
@@ -597,12 +599,12 @@ class Coordinator:
         no_member_has_state = bool(holders) and not any(each.has_state for each in staying)
         if no_member_has_state and not self._settings.has_external_state:
             staying, num_left = statuses, len(statuses)
-        finished = tuple(replace(each, layout="", sharing="") for each in self._finished)
+        finished = tuple(replace(each, layout="", batch_shares="") for each in self._finished)
         membership = Membership(
-            ballot=proposal.ballot,
-            standings=strip_duplicates(staying),
+            generation_id=proposal.generation_id,
+            statuses=strip_duplicates(staying),
             finished=finished,
-            forerunners=self._unconfirmed_predecessors(statuses, staying),
+            unconfirmed_predecessors=self._unconfirmed_predecessors(statuses, staying),
         )
         if self.membership is None or membership.last_committed > self.membership.last_committed:
             self._failure_reports.clear()
@@ -613,13 +615,15 @@ class Coordinator:
         self._generation_began_s = now_s
         self._votes_in_term.clear()
         self.membership = membership
-        self._confirmed_term, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
+        self._confirmed_term, self._proposal, self._waiting_since_s = proposal.generation_id[0], None, None
         for each in statuses:
             if each not in staying:
                 self._exclude(each.member, membership_records.REASON_LEFT)
         for member, reason in list(self._silent_reasons.items()):
             self._evict(member, reason)
-        self._failure_detector.forget_silent({member for each in membership.forerunners for member in each})
+        self._failure_detector.forget_silent(
+            {member for each in membership.unconfirmed_predecessors for member in each}
+        )
         self._maybe_propose(now_s, is_broken=self._is_too_few(num_left))
 
     def _is_too_few(self, num_members: int) -> bool:
@@ -677,7 +681,7 @@ class Coordinator:
         missing = set(newest.members) - set(self._failure_detector.present)
         self._election.await_voters(missing)
         self._probe_targets = {
-            each.member: each.place for each in newest.standings if each.place and each.member in missing
+            each.member: each.address for each in newest.statuses if each.address and each.member in missing
         }
         for member in self._election.take_replaced():
             self._exclude(member, membership_records.REASON_REPLACED)
@@ -685,4 +689,4 @@ class Coordinator:
 
 def _leaves_now(status: MemberStatus) -> bool:
     """Return whether it leaves with the next generation."""
-    return status.is_leaving and status.at_border
+    return status.is_leaving and status.at_step_boundary

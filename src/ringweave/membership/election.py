@@ -31,8 +31,8 @@ _OTHER_IDLE_FRESH_S = 5.0
 class Rejoin:
     """Request of a member that lost its coordinator. After it, the member follows no directive of an earlier term."""
 
-    standing: MemberStatus
-    decree: Membership | None
+    status: MemberStatus
+    membership: Membership | None
     """Its generation; None if it waits for its first."""
     promised: GenerationId = NO_GENERATION
     """Greatest id that it knows of."""
@@ -42,7 +42,7 @@ class Rejoin:
     """Seconds since it last heard from an active coordinator."""
     patience_s: float = 0.0
     """Seconds of silence after which it counted the coordinator as lost, or would have; more on a busy machine."""
-    beat: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Its heartbeat at the time of the request."""
 
 
@@ -65,8 +65,8 @@ class Election:
     @property
     def membership(self) -> Membership | None:
         """Newest generation of any voter."""
-        memberships = [each.decree for each in self._voters.values() if each.decree is not None]
-        return max(memberships, key=lambda decree: decree.ballot, default=None)
+        memberships = [each.membership for each in self._voters.values() if each.membership is not None]
+        return max(memberships, key=lambda each: each.generation_id, default=None)
 
     @property
     def highest_generation_id(self) -> GenerationId:
@@ -149,7 +149,7 @@ class Election:
             self._first_vote_s, self._coordinator_lost_s = now_s, 0.0
         self._last_vote_s = now_s
         self._coordinator_lost_s = max(self._coordinator_lost_s, now_s - rejoin.lost_s)
-        self._voters[rejoin.standing.member] = rejoin
+        self._voters[rejoin.status.member] = rejoin
         self._uncounted.append(rejoin)
 
     def withdraw_vote(self, member: str) -> None:
@@ -219,4 +219,4 @@ class Election:
         """Return whether a voter is outside the newest generation, or was about to leave it; once for each vote."""
         newest, unread = self.membership, self._uncounted
         self._uncounted = []
-        return any(not each.is_settled or each.decree != newest for each in unread)
+        return any(not each.is_settled or each.membership != newest for each in unread)

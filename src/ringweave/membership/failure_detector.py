@@ -150,17 +150,17 @@ class Heartbeat:
     cpu_s: float = 0.0
     """Seconds that the process has computed, or wanted to. A process that evaluates or saves makes no progress, but
     works."""
-    still_s: float = 0.0
+    no_progress_s: float = 0.0
     """Seconds that it has waited for the other members without progress."""
-    stuck_s: float = 0.0
+    overdue_s: float = 0.0
     """Seconds that its progress is overdue, by its usual pace: it neither computes nor waits."""
     waits_in_vain: bool = False
     """It has waited for far longer than usual."""
     is_reading: bool = False
     """It reads the job's state, or does something else that others may have to wait for."""
-    num_counted: int = 0
+    num_reductions: int = 0
     """Reductions whose results it has: the number of successful waits for the others."""
-    num_epochs: int = 0
+    num_generations: int = 0
     """Generations that it has begun; in each, its waits begin anew."""
     is_starting: bool = False
     """It imports, plans, or recovers: the timing of its signs says nothing about later ones."""
@@ -184,7 +184,7 @@ class MemberHealth:
     @property
     def standstill_s(self) -> float:
         """Seconds that it had waited for the others without progress, by its last heartbeat."""
-        return self._last.still_s
+        return self._last.no_progress_s
 
     @property
     def is_deadlocked(self) -> bool:
@@ -222,7 +222,7 @@ class MemberHealth:
 
     def is_stuck(self, grace_s: float = 0.0) -> bool:
         """Return whether it sends heartbeats, but neither computes nor waits nor makes progress."""
-        return self._last.stuck_s > grace_s
+        return self._last.overdue_s > grace_s
 
 
 _IDLE_CPU_FRACTION = 0.1
@@ -256,9 +256,9 @@ class StallDetector:
             self._steps.observe(now_s)
         elif heartbeat.is_waiting or computes:
             self._steps.excuse(now_s)
-        if heartbeat.num_counted != self._last.num_counted:
+        if heartbeat.num_reductions != self._last.num_reductions:
             self._waits.observe(now_s)
-        elif gets_on or not heartbeat.is_waiting or heartbeat.num_epochs != self._last.num_epochs:
+        elif gets_on or not heartbeat.is_waiting or heartbeat.num_generations != self._last.num_generations:
             self._waits.excuse(now_s)
         if gets_on or not heartbeat.is_waiting:
             self._still_since_s = now_s
@@ -266,8 +266,8 @@ class StallDetector:
         self._last, self._observed_s = replace(heartbeat, number=number), now_s
         return replace(
             self._last,
-            still_s=now_s - self._still_since_s,
-            stuck_s=0.0 if heartbeat.is_waiting else self._steps.overdue_s(now_s, grace_s),
+            no_progress_s=now_s - self._still_since_s,
+            overdue_s=0.0 if heartbeat.is_waiting else self._steps.overdue_s(now_s, grace_s),
             waits_in_vain=heartbeat.is_waiting and self._waits.is_overdue(now_s, grace_s),
         )
 
@@ -435,7 +435,7 @@ class FailureDetector:
             if signs.is_silent(now_s, grace_s(member)):
                 yield member, membership_records.REASON_SILENT
             elif is_any_waiting and signs.is_stuck(grace_s(member)):
-                yield member, "it stood still while others waited for it"
+                yield member, "it made no progress while others waited for it"
 
     def mark_gone(self, member: str, *, is_silent: bool) -> None:
         signs = self.present.pop(member, None)

@@ -46,16 +46,16 @@ class CoordinatorEventReporter(CoordinatorListener):
 
     def generation_begun(self, part: str, membership: Membership, term: int) -> None:
         """Report the members, and those of them that are new."""
-        of_term, number = membership.ballot
+        of_term, number = membership.generation_id
         members = list(membership.members)
         prefix = f"{part}: " if part else ""
-        print_line(f"coordinator: {prefix}epoch {number} of term {of_term}: {', '.join(members)}")
+        print_line(f"coordinator: {prefix}generation {number} of term {of_term}: {', '.join(members)}")
         if self._log and part != STARTUP_RENDEZVOUS:
-            newcomers = [each.member for each in membership.standings if not (each.has_state or each.is_following)]
+            newcomers = [each.member for each in membership.statuses if not (each.has_state or each.is_recovering)]
             self._log.write(
-                "epoch_begun",
+                "generation_begun",
                 term=of_term,
-                said_in=term,
+                reported_in_term=term,
                 number=number,
                 members=members,
                 newcomers=newcomers,
@@ -78,13 +78,14 @@ class CoordinatorEventReporter(CoordinatorListener):
             return
         print_line(f"coordinator: {member} is back")
         if self._log:
-            self._log.write("member_back", member=member, term=term)
+            self._log.write("member_returned", member=member, term=term)
 
     def standstill_restarted(self, part: str, generation_id: GenerationId) -> None:
         """Report the generation that made no progress."""
         term, number = generation_id
         print_line(
-            f"coordinator: in epoch {number} of term {term} all wait for each other, and none gets on: another begins"
+            f"coordinator: standstill in generation {number} of term {term}: all members wait for each other; "
+            "the next generation begins"
         )
         if self._log:
             self._log.write("standstill", term=term, number=number)
@@ -137,7 +138,7 @@ class CoordinatorProcess:
                 if self.service.end_reason != ended:
                     ended = self.service.end_reason
                     print_line(
-                        f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere"
+                        f"coordinator: the job is over: {ended}" if ended else "coordinator: the job is not over"
                     )
 
 

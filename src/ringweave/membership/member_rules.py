@@ -11,14 +11,14 @@ from ringweave.membership.membership_records import (
     MemberStatus,
 )
 
-ReductionOutcome = Literal["nothing", "take", "again"]
+ReductionOutcome = Literal["nothing", "commit", "repeat"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PauseTraining:
     """Pause for a proposal: at once, or together with all others at the next step boundary."""
 
-    ballot: GenerationId
+    generation_id: GenerationId
     is_urgent: bool
 
 
@@ -26,7 +26,7 @@ class PauseTraining:
 class BeginGeneration:
     """Continue as a member of this generation."""
 
-    decree: Membership
+    membership: Membership
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class StopTraining:
     reason: str
     is_end: bool
     """The job is over, without fault of this member; otherwise the member is evicted."""
-    heir: str = ""
+    final_checkpoint_owner: str = ""
     """Member that saves the final checkpoint, if any; as in `records.MemberDirective`."""
 
 
@@ -56,20 +56,26 @@ class MemberRules:
 
     def apply_directive(self, directive: MemberDirective) -> list[MemberAction]:
         """Return the actions for a directive, in order; none if it is outdated or has nothing new."""
-        if self.is_stopped or directive.ballot < max(self.generation_id, self.promised_id):
+        if self.is_stopped or directive.generation_id < max(self.generation_id, self.promised_id):
             return []
-        if directive.is_out or directive.is_end:
+        if directive.is_evicted or directive.is_end:
             self.is_stopped = True
-            return [StopTraining(reason=directive.reason, is_end=directive.is_end, heir=directive.heir)]
+            return [
+                StopTraining(
+                    reason=directive.reason,
+                    is_end=directive.is_end,
+                    final_checkpoint_owner=directive.final_checkpoint_owner,
+                )
+            ]
         actions: list[MemberAction] = []
         proposal = directive.proposal
         is_cut_off = proposal is not None and proposal.is_urgent
-        if directive.decree is not None and not is_cut_off and self._may_enter(directive.decree):
-            self.generation_id = directive.decree.ballot
-            actions.append(BeginGeneration(decree=directive.decree))
-        if proposal is not None and proposal.ballot > max(self.promised_id, self.generation_id):
-            self.promised_id = proposal.ballot
-            actions.append(PauseTraining(ballot=proposal.ballot, is_urgent=proposal.is_urgent))
+        if directive.membership is not None and not is_cut_off and self._may_enter(directive.membership):
+            self.generation_id = directive.membership.generation_id
+            actions.append(BeginGeneration(membership=directive.membership))
+        if proposal is not None and proposal.generation_id > max(self.promised_id, self.generation_id):
+            self.promised_id = proposal.generation_id
+            actions.append(PauseTraining(generation_id=proposal.generation_id, is_urgent=proposal.is_urgent))
         return actions
 
     def forget_coordinator(self) -> None:
@@ -89,8 +95,8 @@ class MemberRules:
         forgot its promise when its connection broke.
         """
         is_new = self.generation_id == self.promised_id == NO_GENERATION
-        is_its_own = membership.ballot == self.promised_id or is_new
-        return membership.ballot > self.generation_id and is_its_own and self.member in membership.members
+        is_its_own = membership.generation_id == self.promised_id or is_new
+        return membership.generation_id > self.generation_id and is_its_own and self.member in membership.members
 
 
 def resolve_reduction(own: MemberStatus, membership: Membership) -> ReductionOutcome:
@@ -102,9 +108,9 @@ def resolve_reduction(own: MemberStatus, membership: Membership) -> ReductionOut
     themselves.
 
     Returns:
-        `nothing`: there is none. `take`: commit the results. `again`: reduce again.
+        `nothing`: there is none. `commit`: commit the results. `repeat`: reduce again.
     """
-    if own.committed < membership.last_committed and (own.has_state or own.is_following):
+    if own.committed < membership.last_committed and (own.has_state or own.is_recovering):
         assert own.is_prepared, "a reduction is committed only when all members have its results"
-        return "take"
-    return "nothing" if own.at_border else "again"
+        return "commit"
+    return "nothing" if own.at_step_boundary else "repeat"

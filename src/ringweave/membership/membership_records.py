@@ -18,7 +18,7 @@ class MemberStatus:
     """Name `SLOT.INCARNATION`, such as `3.0`; a restarted process is another member."""
     has_state: bool = False
     """It has the job's parameters. A newcomer does not before it has read them and caught up."""
-    is_following: bool = False
+    is_recovering: bool = False
     """It has joined and is catching up: it contributes zeros to every reduction and keeps the results to catch up with.
     Until then it has no full state, but misses nothing: it stays through membership changes that newcomers wait for."""
     committed: int = 0
@@ -26,11 +26,11 @@ class MemberStatus:
     is_prepared: bool = False
     """It has every result of the next reduction, and every member's row, but does not know that all members have
     them."""
-    at_border: bool = True
+    at_step_boundary: bool = True
     """It is between two train steps; otherwise it retains gradients that are not reduced yet."""
     is_leaving: bool = False
     """It wants to leave."""
-    place: str = ""
+    address: str = ""
     """`HOST PORT` at which it listens for other members; empty if it does not."""
     note: str = ""
     """Text for the other members; the coordinator forwards it unread."""
@@ -39,7 +39,7 @@ class MemberStatus:
     forwarded."""
     num_drawn: int = 0
     """Batches that its script has drawn."""
-    sharing: str = ""
+    batch_shares: str = ""
     """Assignment of the samples of batches that are drawn and not committed. All members that drew a batch report the
     same; the others have to draw it so, as they may not have been in the generation that drew it. Only one is
     forwarded: that of the member that has drawn the most, even if it is recovering."""
@@ -49,12 +49,12 @@ class MemberStatus:
 class Membership:
     """Generation of a membership: its members, and the status of each when it began."""
 
-    ballot: GenerationId
-    standings: tuple[MemberStatus, ...]
+    generation_id: GenerationId
+    statuses: tuple[MemberStatus, ...]
     """Status of each member, in rank order."""
     finished: tuple[MemberStatus, ...] = ()
     """Status of members that had finished; their commits count."""
-    forerunners: tuple[tuple[str, ...], ...] = ()
+    unconfirmed_predecessors: tuple[tuple[str, ...], ...] = ()
     """Members that may still be alive, for each earlier generation in which members may be that know nothing of this
     one.
 
@@ -65,12 +65,12 @@ class Membership:
 
     @property
     def members(self) -> tuple[str, ...]:
-        return tuple(status.member for status in self.standings)
+        return tuple(status.member for status in self.statuses)
 
     @property
     def state_owners(self) -> tuple[str, ...]:
         """Members that have the job's state; none at the start of a job, where the first member's becomes it."""
-        return tuple(status.member for status in self.standings if status.has_state)
+        return tuple(status.member for status in self.statuses if status.has_state)
 
     @property
     def primary(self) -> str:
@@ -84,8 +84,8 @@ class Membership:
         A member outside this generation may have committed it too, but no member commits a later one: a member commits
         only after all have said that they have every result.
         """
-        highest = max(status.committed for status in (*self.standings, *self.finished))
-        participants = [status for status in self.standings if status.has_state or status.is_following]
+        highest = max(status.committed for status in (*self.statuses, *self.finished))
+        participants = [status for status in self.statuses if status.has_state or status.is_recovering]
         is_agreed = participants and all(each.is_prepared and each.committed == highest for each in participants)
         return highest + 1 if is_agreed else highest
 
@@ -94,7 +94,7 @@ class Membership:
 class GenerationProposal:
     """Generation that is being formed."""
 
-    ballot: GenerationId
+    generation_id: GenerationId
     is_urgent: bool
     """Interrupt the step and report the status; otherwise all pause together at the next step boundary."""
 
@@ -103,19 +103,19 @@ class GenerationProposal:
 class MemberDirective:
     """Directive for a member: a state, not a message. It may be sent any number of times, or only in its last form."""
 
-    ballot: GenerationId = NO_GENERATION
+    generation_id: GenerationId = NO_GENERATION
     """Greatest id in it."""
-    decree: Membership | None = None
+    membership: Membership | None = None
     """Newest generation that includes this member."""
     proposal: GenerationProposal | None = None
     """Proposal to pause for."""
-    is_out: bool = False
+    is_evicted: bool = False
     """It is evicted: it changes nothing and ends."""
     is_end: bool = False
     """The job is over."""
     reason: str = ""
     """Reason of the eviction or of the end of the job, in words."""
-    heir: str = ""
+    final_checkpoint_owner: str = ""
     """Member that saves the final checkpoint of a job that is over; empty if no remaining member has the state."""
 
 
@@ -124,7 +124,11 @@ def strip_duplicates(statuses: Sequence[MemberStatus]) -> tuple[MemberStatus, ..
     first = next((each for each in statuses if each.has_state), None)
     furthest = furthest_status(statuses)
     return tuple(
-        replace(each, layout=each.layout if each is first else "", sharing=each.sharing if each is furthest else "")
+        replace(
+            each,
+            layout=each.layout if each is first else "",
+            batch_shares=each.batch_shares if each is furthest else "",
+        )
         for each in statuses
     )
 
@@ -135,7 +139,7 @@ def furthest_status(statuses: Sequence[MemberStatus]) -> MemberStatus:
     A recovering member may wait for a step whose batch the members with the state have not drawn. Of several that have
     drawn as many, one with the state is returned.
     """
-    training = [each for each in statuses if each.has_state or each.is_following]
+    training = [each for each in statuses if each.has_state or each.is_recovering]
     return max(training or statuses, key=lambda each: (each.num_drawn, each.has_state))
 
 
@@ -192,7 +196,10 @@ def unconfirmed_predecessors(
     """
     if previous is None:
         return ()
-    generations = (previous.members, *(() if was_entered_by_all(previous, statuses) else previous.forerunners))
+    generations = (
+        previous.members,
+        *(() if was_entered_by_all(previous, statuses) else previous.unconfirmed_predecessors),
+    )
     living = dict.fromkeys(tuple(filter(may_live, each)) for each in generations)
     return tuple(each for each in living if each and set(each) != set(staying))
 
@@ -210,4 +217,4 @@ REASON_FINISHED = "it has finished"
 """Reason in the event for a member that left because it has finished."""
 REASON_LEFT = "it has left"
 REASON_EXCLUDED = "the others went on without it"
-REASON_SILENT = "it was not heard of in time"
+REASON_SILENT = "no heartbeat came in time"

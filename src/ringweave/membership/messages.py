@@ -15,7 +15,7 @@ MAX_NOTE_CHARS = 64 * 1024
 """Maximum length of a note; each member gets the notes of all."""
 MAX_LAYOUT_CHARS = 256 * 1024
 """Maximum length of a layout; each member gets one."""
-MAX_SHARING_CHARS = 1024 * 1024
+MAX_BATCH_SHARES_CHARS = 1024 * 1024
 """Maximum length of the text that says how a batch is shared, by as many members as possible; each member gets one."""
 
 
@@ -23,7 +23,7 @@ MAX_MEMBERS = 65536
 """Members of one part of a job, at most."""
 WHOLE_JOB = ""
 """Part that is the whole job."""
-STARTUP_RENDEZVOUS = "lobby"
+STARTUP_RENDEZVOUS = "rendezvous"
 """Part for members that do not know yet which part they belong to."""
 _RING_PREFIX = "ring "
 """Prefix of the parts that are rings."""
@@ -34,36 +34,38 @@ MEMBER_PATTERN = r"[0-9]{1,9}\.[0-9]{1,9}"
 
 
 def _check_status(status: MemberStatus) -> MemberStatus:
-    bounds = (("note", MAX_NOTE_CHARS), ("layout", MAX_LAYOUT_CHARS), ("sharing", MAX_SHARING_CHARS))
+    bounds = (("note", MAX_NOTE_CHARS), ("layout", MAX_LAYOUT_CHARS), ("batch_shares", MAX_BATCH_SHARES_CHARS))
     for field, max_chars in bounds:
         text = getattr(status, field)
         if len(text) > max_chars:
             raise ValueError(f"a {field} of {len(text)} characters, expected at most {max_chars}")
     if not re.fullmatch(MEMBER_PATTERN, status.member):
         raise ValueError(f"a member {status.member[:80]!r}, expected SLOT.INCARNATION")
-    if status.place and not re.fullmatch(ADDRESS_PATTERN, status.place):
-        raise ValueError(f"a place of {status.place[:80]!r}, expected HOST PORT")
+    if status.address and not re.fullmatch(ADDRESS_PATTERN, status.address):
+        raise ValueError(f"an address {status.address[:80]!r}, expected HOST PORT")
     return status
 
 
 def _check_heartbeat(heartbeat: Heartbeat) -> Heartbeat:
-    for field in ("cpu_s", "still_s", "stuck_s"):
+    for field in ("cpu_s", "no_progress_s", "overdue_s"):
         if not 0 <= getattr(heartbeat, field) < math.inf:
             raise ValueError(f"{field} of {getattr(heartbeat, field)}, expected seconds")
     return heartbeat
 
 
 def _check_rejoin(rejoin: Rejoin) -> Rejoin:
-    _check_heartbeat(rejoin.beat)
+    _check_heartbeat(rejoin.heartbeat)
     for field in ("lost_s", "patience_s"):
         if not 0 <= getattr(rejoin, field) < math.inf:
             raise ValueError(f"{field} of {getattr(rejoin, field)}, expected seconds")
-    if rejoin.decree and not rejoin.decree.standings:
-        raise ValueError("an epoch without members, expected one at least")
-    known_statuses = (*rejoin.decree.standings, *rejoin.decree.finished) if rejoin.decree else ()
-    for each in (rejoin.standing, *known_statuses):
+    if rejoin.membership and not rejoin.membership.statuses:
+        raise ValueError("a generation without members, expected at least one")
+    known_statuses = (*rejoin.membership.statuses, *rejoin.membership.finished) if rejoin.membership else ()
+    for each in (rejoin.status, *known_statuses):
         _check_status(each)
-    for member in (each for names in rejoin.decree.forerunners for each in names) if rejoin.decree else ():
+    for member in (
+        (each for names in rejoin.membership.unconfirmed_predecessors for each in names) if rejoin.membership else ()
+    ):
         if not re.fullmatch(MEMBER_PATTERN, member):
             raise ValueError(f"a member {member[:80]!r}, expected SLOT.INCARNATION")
     return rejoin
@@ -87,7 +89,7 @@ def is_ring_part(part: str) -> bool:
 class Join(RpcMessage):
     """Asks to become a member or, with `rejoining`, asks another coordinator after the loss of one."""
 
-    kind: ClassVar[str] = "membership.enter"
+    kind: ClassVar[str] = "membership.join"
 
     rejoining: ValidRejoin | None = None
     part: str = pydantic.Field(default=WHOLE_JOB, pattern=r"^[a-z0-9 ]{0,40}$")
@@ -99,47 +101,47 @@ class Join(RpcMessage):
 class WatchUpdate(RpcMessage):
     """Directive that holds now for the member that watches."""
 
-    kind: ClassVar[str] = "membership.told"
+    kind: ClassVar[str] = "membership.watch_update"
 
-    serial: int
+    revision: int
     """Grows with every change."""
     is_active: bool
     """True for the active coordinator; a standby's directive means nothing."""
-    order: MemberDirective
+    directive: MemberDirective
 
 
 class MembershipWatch(RpcMessage):
-    """Asks for the directive, as soon as it differs from the one of revision `serial`, or after a timeout."""
+    """Asks for the directive, as soon as it differs from the one of `revision`, or after a timeout."""
 
-    kind: ClassVar[str] = "membership.listen"
+    kind: ClassVar[str] = "membership.watch"
     reply: ClassVar[type[RpcMessage]] = WatchUpdate
 
-    serial: int = pydantic.Field(default=0, ge=0)
+    revision: int = pydantic.Field(default=0, ge=0)
 
 
 class HeartbeatReport(RpcMessage):
     """Reports that the member is alive."""
 
-    kind: ClassVar[str] = "membership.beat"
+    kind: ClassVar[str] = "membership.heartbeat"
 
-    beat: ValidHeartbeat
+    heartbeat: ValidHeartbeat
 
 
 class StatusReport(RpcMessage):
     """Reports the status of a paused member, for a proposal."""
 
-    kind: ClassVar[str] = "membership.stand"
+    kind: ClassVar[str] = "membership.report_status"
 
-    ballot: tuple[int, int]
-    standing: ValidMemberStatus
+    generation_id: tuple[int, int]
+    status: ValidMemberStatus
 
 
 class FailureReport(RpcMessage):
     """Reports that the generation with this id is broken."""
 
-    kind: ClassVar[str] = "membership.accuse"
+    kind: ClassVar[str] = "membership.report_failure"
 
-    ballot: tuple[int, int]
+    generation_id: tuple[int, int]
     suspects: list[str] = pydantic.Field(max_length=4096)
 
 
@@ -148,30 +150,30 @@ class LeaveMembership(RpcMessage):
 
     kind: ClassVar[str] = "membership.leave"
 
-    standing: ValidMemberStatus
+    status: ValidMemberStatus
     is_finished: bool
 
 
 class CoordinatorStatus(RpcMessage):
     """State of the coordinator, for people and tests."""
 
-    kind: ClassVar[str] = "membership.count"
+    kind: ClassVar[str] = "membership.coordinator_status"
 
     term: int
     is_active: bool
-    ballot: tuple[int, int]
+    generation_id: tuple[int, int]
     members: list[str]
     committed: int
     present: list[str]
     ended: str
     parts: dict[str, int] = pydantic.Field(default_factory=dict)
     """Part of the job -> term in which this coordinator is active for it, where parts have memberships of their own."""
-    epochs: dict[str, tuple[int, int]] = pydantic.Field(default_factory=dict)
+    generations: dict[str, tuple[int, int]] = pydantic.Field(default_factory=dict)
     """Part of the job -> id of its generation."""
 
 
 class CoordinatorStatusRequest(RpcMessage):
     """Asks for the state of the coordinator."""
 
-    kind: ClassVar[str] = "membership.ask"
+    kind: ClassVar[str] = "membership.get_coordinator_status"
     reply: ClassVar[type[RpcMessage]] = CoordinatorStatus

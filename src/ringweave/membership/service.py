@@ -235,7 +235,7 @@ class CoordinatorService:
     def update_from_other(self, other: CoordinatorStatus) -> None:
         """Apply the state of the other coordinator."""
         if other.is_active:
-            self._apply_event(lambda _now_s: self._coordinator.note_other_active(other.term, other.ballot))
+            self._apply_event(lambda _now_s: self._coordinator.note_other_active(other.term, other.generation_id))
         else:
             self._apply_event(self._coordinator.note_other_idle)
 
@@ -259,7 +259,7 @@ class CoordinatorService:
             self._listener.member_lost(self._part, member, coordinator.eviction_reason(member), coordinator.term)
         self._reported_members = present
         if coordinator.num_standstill_restarts > self._num_standstill_restarts and coordinator.membership is not None:
-            self._listener.standstill_restarted(self._part, coordinator.membership.ballot)
+            self._listener.standstill_restarted(self._part, coordinator.membership.generation_id)
         self._num_standstill_restarts = coordinator.num_standstill_restarts
         reported = coordinator.membership, coordinator.term
         if coordinator.membership is not None and reported != self._reported:
@@ -282,16 +282,16 @@ class CoordinatorService:
     def _join(self, call: RpcCall) -> Ack:
         if call.peer.role != _WORKER_ROLE:
             raise RefusedError(
-                explain("role of a member", got=call.peer.role, expected=_WORKER_ROLE, do="Look who called")
+                explain("role of a member", got=call.peer.role, expected=_WORKER_ROLE, do="Check which process called")
             )
         member, rejoin = call.peer.name, call.message.rejoining
         if rejoin is None:
             return self._apply_event(lambda now_s: self._coordinator.join(member, now_s))
-        _check_sender(member, rejoin.standing)
+        _check_sender(member, rejoin.status)
         return self._apply_event(lambda now_s: self._coordinator.rejoin(rejoin, now_s))
 
     def _watch(self, call: RpcCall) -> WatchUpdate:
-        member, known_revision = call.peer.name, call.message.serial
+        member, known_revision = call.peer.name, call.message.revision
         with self._changed:
             self._directives.setdefault(member, (1, self._coordinator.directive_for(member)))
             self._changed.wait_for(
@@ -300,11 +300,11 @@ class CoordinatorService:
             revision, directive = self._directives[member]
             # A member that paused while this one stepped down and became active again must ask anew, or it hangs.
             is_active = self._coordinator.is_active and self._coordinator.knows_member(member)
-            return WatchUpdate(serial=revision, is_active=is_active, order=directive)
+            return WatchUpdate(revision=revision, is_active=is_active, directive=directive)
 
     def _record_heartbeat(self, call: RpcCall) -> Ack:
         return self._apply_silently(
-            lambda now_s: self._coordinator.record_heartbeat(call.peer.name, call.message.beat, now_s)
+            lambda now_s: self._coordinator.record_heartbeat(call.peer.name, call.message.heartbeat, now_s)
         )
 
     def _apply_silently(self, action: Callable[[float], object]) -> Ack:
@@ -314,22 +314,24 @@ class CoordinatorService:
         return Ack()
 
     def _report_status(self, call: RpcCall) -> Ack:
-        _check_sender(call.peer.name, call.message.standing)
+        _check_sender(call.peer.name, call.message.status)
         return self._apply_event(
-            lambda now_s: self._coordinator.report_status(call.message.ballot, call.message.standing, now_s)
+            lambda now_s: self._coordinator.report_status(call.message.generation_id, call.message.status, now_s)
         )
 
     def _report_failure(self, call: RpcCall) -> Ack:
         message: FailureReport = call.message
         return self._apply_event(
-            lambda now_s: self._coordinator.report_failure(call.peer.name, message.ballot, message.suspects, now_s)
+            lambda now_s: self._coordinator.report_failure(
+                call.peer.name, message.generation_id, message.suspects, now_s
+            )
         )
 
     def _request_leave(self, call: RpcCall) -> Ack:
         message: LeaveMembership = call.message
-        _check_sender(call.peer.name, message.standing)
+        _check_sender(call.peer.name, message.status)
         return self._apply_event(
-            lambda now_s: self._coordinator.request_leave(message.standing, now_s, is_finished=message.is_finished)
+            lambda now_s: self._coordinator.request_leave(message.status, now_s, is_finished=message.is_finished)
         )
 
     def status(self) -> CoordinatorStatus:
@@ -338,7 +340,7 @@ class CoordinatorService:
             return CoordinatorStatus(
                 term=coordinator.term,
                 is_active=coordinator.is_active,
-                ballot=membership.ballot if membership else NO_GENERATION,
+                generation_id=membership.generation_id if membership else NO_GENERATION,
                 members=list(membership.members) if membership else [],
                 committed=membership.last_committed if membership else 0,
                 present=list(coordinator.present),
@@ -350,7 +352,12 @@ def _check_sender(member: str, status: MemberStatus) -> None:
     """Refuse a message about another member than its sender."""
     if status.member != member:
         raise RefusedError(
-            explain("member", got=status.member, expected=f"{member}, as the certificate says", do="Look who called")
+            explain(
+                "member",
+                got=status.member,
+                expected=f"{member}, as the certificate says",
+                do="Check which process called",
+            )
         )
 
 
@@ -421,14 +428,14 @@ class CoordinatorSet:
         for name, each in self._all_services():
             term, generation_id = (
                 terms.get(name, 0),
-                other.ballot if name == WHOLE_JOB else other.epochs.get(name, NO_GENERATION),
+                other.generation_id if name == WHOLE_JOB else other.generations.get(name, NO_GENERATION),
             )
             if (
                 name == STARTUP_RENDEZVOUS and not term
             ):  # nothing is lost with it: a member that finds it gone starts anew
                 continue
             each.update_from_other(
-                other.model_copy(update={"term": term, "is_active": term > 0, "ballot": generation_id})
+                other.model_copy(update={"term": term, "is_active": term > 0, "generation_id": generation_id})
             )
 
     def _end_if_too_few(self) -> None:
@@ -474,7 +481,12 @@ class CoordinatorSet:
         """Add the coordinator of a part for the first member that joins it; with the lock held."""
         if len(self._services) > _MAX_PARTS:
             raise RefusedError(
-                explain("part of the job", got=message.part, expected=f"one of {_MAX_PARTS}", do="Look who called")
+                explain(
+                    "part of the job",
+                    got=message.part,
+                    expected=f"one of {_MAX_PARTS}",
+                    do="Check which process called",
+                )
             )
         if message.part == STARTUP_RENDEZVOUS:
             settings = replace(self._settings, expected=message.expected)
@@ -493,8 +505,10 @@ class CoordinatorSet:
         statuses = {name: each.status() for name, each in self._all_services()}
         active = {name: count for name, count in statuses.items() if name != WHOLE_JOB and count.is_active}
         terms = {name: count.term for name, count in active.items()}
-        generations = {name: count.ballot for name, count in active.items()}
-        return statuses[WHOLE_JOB].model_copy(update={"parts": terms, "epochs": generations, "ended": self.end_reason})
+        generations = {name: count.generation_id for name, count in active.items()}
+        return statuses[WHOLE_JOB].model_copy(
+            update={"parts": terms, "generations": generations, "ended": self.end_reason}
+        )
 
 
 def make_coordinator_set(
@@ -542,7 +556,7 @@ class OtherCoordinatorPoller:
         """Store the address of the other coordinator, and the callback for its state."""
         self._address, self._authentication, self._on_status = address, authentication, on_status
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ringweave rival", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ringweave other coordinator", daemon=True)
 
     def __enter__(self) -> "OtherCoordinatorPoller":
         self._thread.start()

@@ -17,7 +17,7 @@ class BarrierResult:
     """Result of a barrier, the same for all rings that ask."""
 
     number: int
-    said: dict[int, str]
+    texts: dict[int, str]
     """Ring -> its text at the barrier, or the text of its last push."""
 
 
@@ -34,9 +34,11 @@ class RingBarrier:
 
     def to_state(self) -> dict[str, Any]:
         """Return the whole state as JSON values, for another server."""
-        kept = {"said": self._texts, "answers": self._results}
-        texts = {name: [[number, sorted(said.items())] for number, said in each.items()] for name, each in kept.items()}
-        return {"last": self._last, "epochs": self._epochs, "answered": self._last_result, **texts}
+        kept = {"texts": self._texts, "results": self._results}
+        texts = {
+            name: [[number, sorted(by_ring.items())] for number, by_ring in each.items()] for name, each in kept.items()
+        }
+        return {"last": self._last, "epochs": self._epochs, "last_result": self._last_result, **texts}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RingBarrier":
@@ -44,10 +46,10 @@ class RingBarrier:
         barrier._last, barrier._epochs, barrier._last_result = (
             list(state["last"]),
             list(state["epochs"]),
-            state["answered"],
+            state["last_result"],
         )
         barrier._texts, barrier._results = (
-            {number: dict(said) for number, said in state[name]} for name in ("said", "answers")
+            {number: dict(by_ring) for number, by_ring in state[name]} for name in ("texts", "results")
         )
         return barrier
 
@@ -71,8 +73,8 @@ class RingBarrier:
         next_number = self._last[ring] + 1
         if number > next_number:
             expected = f"{next_number}, the next one, or one before it again"
-            do = "Take the place of the ring anew"
-            raise TrainingError(explain(f"meeting of ring {ring}", got=number, expected=expected, do=do))
+            do = "Ask for the ring's assignment again"
+            raise TrainingError(explain(f"barrier of ring {ring}", got=number, expected=expected, do=do))
         if number < next_number:
             return
         self._last[ring], self._epochs[ring] = number, epoch
@@ -91,16 +93,16 @@ class RingBarrier:
         if any(last < number and ring not in gone for ring, last in enumerate(self._last)):
             return None
         missing_texts = {
-            ring: said for ring, said in (ring_progress or {}).items() if self._last[ring] < number and said
+            ring: text for ring, text in (ring_progress or {}).items() if self._last[ring] < number and text
         }
-        self.record_result(BarrierResult(number=number, said={**missing_texts, **self._texts.get(number, {})}))
+        self.record_result(BarrierResult(number=number, texts={**missing_texts, **self._texts.get(number, {})}))
         return self._results[number]
 
     def record_result(self, result: BarrierResult) -> None:
         """Record the result of a barrier, made here or by another server that this one follows."""
         if result.number in self._results or result.number <= self._last_result - _NUM_RESULTS_KEPT:
             return
-        self._last_result, self._results[result.number] = max(result.number, self._last_result), dict(result.said)
+        self._last_result, self._results[result.number] = max(result.number, self._last_result), dict(result.texts)
         for old in [each for each in (*self._results, *self._texts) if each <= self._last_result - _NUM_RESULTS_KEPT]:
             self._results.pop(old, None)
             self._texts.pop(old, None)

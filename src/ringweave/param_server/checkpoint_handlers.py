@@ -129,8 +129,8 @@ class CheckpointHandlers:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
                         explain(
-                            "what the rings go on from",
-                            got="some have not said which checkpoint they have",
+                            "checkpoint that the rings resume from",
+                            got="some have not offered their checkpoint",
                             expected="all that are there",
                             do="Call Checkpoints.load on every rank",
                         )

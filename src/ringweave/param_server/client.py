@@ -385,10 +385,10 @@ class RingClient:
         """
 
         def once(client: rpc.RpcClient, term: int) -> dict[int, str]:
-            meet = BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, said=text)
+            meet = BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, text=text)
             met = client.call(meet, timeout_s=self._answer_timeout_s).message
             assert isinstance(met, BarrierReply), "the class of the reply"
-            return {int(ring): each for ring, each in met.said.items()}
+            return {int(ring): each for ring, each in met.texts.items()}
 
         return self._call_as_leader(once)
 
@@ -503,7 +503,7 @@ class RingClient:
             batch_share=ring_push.batch_share,
             absent=ring_push.absent,
             options=ring_push.options,
-            testament=ring_push.ring_progress,
+            ring_progress=ring_push.ring_progress,
             num_batches=ring_push.num_batches,
             pass_number=ring_push.pass_number,
             epoch=ring_push.epoch,
@@ -521,7 +521,8 @@ class RingClient:
             spoken = (client, self._generation_id()) if self._generation_id else None
             if spoken is not None and spoken != self._registered_leader:
                 client.call(
-                    RegisterRingLeader(term=term, ring=self._ring, ballot=spoken[1]), timeout_s=self._answer_timeout_s
+                    RegisterRingLeader(term=term, ring=self._ring, generation_id=spoken[1]),
+                    timeout_s=self._answer_timeout_s,
                 )
                 self._registered_leader = spoken
             return do(client, term)

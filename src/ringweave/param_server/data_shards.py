@@ -191,7 +191,7 @@ class ShardDispatcher:
         if number != expected or num_samples < 1 or (last is not None and epoch < last.epoch):
             raise TrainingError(
                 explain(
-                    f"ticket of ring {ring}",
+                    f"data shard of ring {ring}",
                     got=(number, epoch, num_samples),
                     expected=f"number {expected}, at least one sample, and no epoch that is over",
                     do="Iterate over the loader that prepare returned, from one epoch to the next",

@@ -79,7 +79,7 @@ class LeadershipLog:
     def _log_error(self, cause: Exception) -> NotLeaderError:
         return NotLeaderError(
             explain(
-                "register of servers",
+                "leadership log",
                 got=str(cause),
                 expected="a folder that both servers can read and write",
                 do="Look at that disk",
@@ -119,7 +119,7 @@ class ServerLeadership:
         lease_s: float = LEASE_S,
         reachability: Callable[[], Reachability] = lambda: Reachability.MOST,
         clock: Callable[[], float] = time.monotonic,
-        on_record: Callable[[LeadershipRecord, str], object] = lambda claim, why: None,
+        on_record: Callable[[LeadershipRecord, str], object] = lambda record, reason: None,
     ) -> None:
         """Store the arguments for server 0 or 1 of a job.
 
@@ -310,7 +310,7 @@ class ServerLeadership:
         """Record that the standby has all state; with the lock held."""
         self._separation_reason, self._is_other_gone = "the standby was not taken in", True  # if the claim fails
         if not self._append_record(self._rules.record_with_standby(1 - self._rules.own), "a standby has everything"):
-            raise _not_leading_error("one that is not sure of its own claims", "one that can take a standby in")
+            raise _not_leading_error("one that is not sure of its own records", "one that can take a standby in")
         self._link, self._follow_requested_s = link, None
 
     def _renew_lease(self, link: StandbyLink) -> None:
@@ -374,11 +374,11 @@ class ServerLeadership:
         """
         newest = self._log.latest()
         if newest is None:
-            raise _not_leading_error("one whose register has lost all claims", "one that can look who leads")
+            raise _not_leading_error("one whose leadership log is empty", "one that can read it")
         record = self._rules.record_without_other(newest)
         if record is None:
             superseding = f"server {newest.leader} leads without it in term {newest.term}"
-            self.superseded = f"one that died, stood still or was cut off: {superseding}"
+            self.superseded = f"one that died, was paused or was cut off: {superseding}"
         elif self._should_go_on() and not self._append_record(record, reason):
             self.superseded = "one that came too late: the other server has gone on without it"
 

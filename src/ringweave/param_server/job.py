@@ -186,12 +186,12 @@ class ServerJob:
     @property
     def live_state(self) -> LiveRingState:
         return LiveRingState(
-            holdings=self.ledger.holdings,
-            tickets=self.dispatcher.last,
-            taken=self.dispatcher.dispatched,
+            ring_grants=self.ledger.ring_grants,
+            shards=self.dispatcher.last,
+            dispatched=self.dispatcher.dispatched,
             gone=sorted(self.gone),
-            testaments=dict(self.ring_progress),
-            meetings=self.barrier.to_state(),
+            ring_progress=dict(self.ring_progress),
+            barrier=self.barrier.to_state(),
             resumed=self.resumed,
         )
 
@@ -233,7 +233,7 @@ class ServerJob:
 
     def record_arrival(self, arrival: BarrierArrival) -> None:
         """Record the arrival at a barrier. A ring at the second one of a pass knows that all have ended it."""
-        self.barrier.arrive(arrival.ring, arrival.number, arrival.said, arrival.epoch)
+        self.barrier.arrive(arrival.ring, arrival.number, arrival.text, arrival.epoch)
         if arrival.number % BARRIERS_PER_PASS == 0:
             self.position = self.position.after_pass(arrival.epoch, arrival.epoch)
 
@@ -251,14 +251,16 @@ def begin_job(setup: ServerSetup, first: FlatTensors, clock: Callable[[], float]
 def resume_job(snapshot: ServerSnapshot, clock: Callable[[], float] = time.monotonic) -> ServerJob:
     """Resume a job from a snapshot, with the state of its rings if the snapshot has it."""
     setup, live = snapshot.setup, snapshot.live_state
-    holdings = live.holdings if live else None
-    ledger = Ledger(_staleness_policy(setup), version=snapshot.version, pushed=snapshot.pushed, holdings=holdings)
-    dispatcher = ShardDispatcher(len(setup.rings), live.tickets if live else (), live.taken if live else None, clock)
+    grants = live.ring_grants if live else None
+    ledger = Ledger(_staleness_policy(setup), version=snapshot.version, pushed=snapshot.pushed, ring_grants=grants)
+    dispatcher = ShardDispatcher(
+        len(setup.rings), live.shards if live else (), live.dispatched if live else None, clock
+    )
     job = _make_job(snapshots.restore_model(snapshot), ledger, dispatcher, clock)
     if live:
         job.gone.update(live.gone)
-        job.ring_progress.update(live.testaments)
-        job.barrier = RingBarrier.from_state(live.meetings) if live.meetings else job.barrier
+        job.ring_progress.update(live.ring_progress)
+        job.barrier = RingBarrier.from_state(live.barrier) if live.barrier else job.barrier
         job.resumed = live.resumed
     job.position = snapshot.position
     job.is_announced = True

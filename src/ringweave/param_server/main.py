@@ -92,7 +92,7 @@ class ParameterServerProcess:
                     self.pair.tick(self.server.peers(), self.service)
                 if self._is_leading:
                     for ring in sorted(self.service.ring_sessions.check_silence(self.server.peers())):
-                        print_line(f"parameter server: ring {ring} is not heard of: nobody waits for it until it is")
+                        print_line(f"parameter server: ring {ring} is silent: no ring waits for it until it is heard")
                 now_s = time.monotonic()
                 if now_s - counted_s >= _STATUS_EVERY_S and self.service.version:
                     counted_s = now_s
@@ -134,11 +134,11 @@ class ParameterServerProcess:
         print_line(f"parameter server: server {record.leader} leads in term {record.term}, {others}: {reason}")
         if self._log:
             self._log.write(
-                "params_led",
+                "params_leader_changed",
                 node=self._args.node,
                 server=record.leader,
                 term=record.term,
-                claim=record.number,
+                record=record.number,
                 members=list(record.members),
                 reason=reason,
             )
@@ -149,7 +149,7 @@ class ParameterServerProcess:
         status = self.service.status()
         if self._log:
             fields = status.model_dump()
-            self._log.write("params_counted", node=self._args.node, last=is_last, **fields, wire=self._calls_by_ring())
+            self._log.write("params_counted", node=self._args.node, last=is_last, **fields, rpc=self._calls_by_ring())
         if is_last and status.version:
             print_line(status_to_text(status))
 

@@ -69,7 +69,7 @@ class ServerSetup(pydantic.BaseModel):
 class StartJob(rpc.RpcMessage):
     """Starts the job, with the initial parameters, one buffer for each dtype. Rank 0 sends it once."""
 
-    kind: ClassVar[str] = "params.start"
+    kind: ClassVar[str] = "params.start_job"
 
     term: Count
     setup: ServerSetup
@@ -78,7 +78,7 @@ class StartJob(rpc.RpcMessage):
 class ExchangeBenchmarkResult(rpc.RpcMessage):
     """Answer to a benchmarked exchange, with placeholder parameters, one buffer for each dtype."""
 
-    kind: ClassVar[str] = "params.rehearsed"
+    kind: ClassVar[str] = "params.exchange_benchmark_result"
 
     processor_s: float = pydantic.Field(ge=0, allow_inf_nan=False)
     """CPU time of the server since its start; the difference of two answers is the time between them."""
@@ -89,7 +89,7 @@ class ExchangeBenchmarkResult(rpc.RpcMessage):
 class ExchangeBenchmark(rpc.RpcMessage):
     """Benchmarks a push and a pull before the job starts, on zeros; one buffer for each dtype."""
 
-    kind: ClassVar[str] = "params.rehearse"
+    kind: ClassVar[str] = "params.exchange_benchmark"
     reply: ClassVar[type[rpc.RpcMessage]] = ExchangeBenchmarkResult
 
     term: Count
@@ -99,7 +99,7 @@ class ExchangeBenchmark(rpc.RpcMessage):
 class EndExchangeBenchmark(rpc.RpcMessage):
     """Ends the benchmarks of this process; the last process to send it frees the memory."""
 
-    kind: ClassVar[str] = "params.rehearsal_over"
+    kind: ClassVar[str] = "params.end_exchange_benchmark"
 
     term: Count
 
@@ -107,7 +107,7 @@ class EndExchangeBenchmark(rpc.RpcMessage):
 class PushResult(rpc.RpcMessage):
     """Result of a push, applied now or when it first arrived."""
 
-    kind: ClassVar[str] = "params.pushed"
+    kind: ClassVar[str] = "params.push_result"
 
     version: Count
     staleness_versions: Count
@@ -143,14 +143,14 @@ class Push(rpc.RpcMessage):
     """Indices of parameters without a gradient."""
     options: list[dict[str, OptimizerOption]] = pydantic.Field(default_factory=list)
     """Present options of each group, which schedulers change. Empty with a change."""
-    testament: str = pydantic.Field(default="", max_length=4096)
+    ring_progress: str = pydantic.Field(default="", max_length=4096)
     """Text for the other rings at the next barrier, in case no member of this ring is left by then."""
 
 
 class PullResult(rpc.RpcMessage):
     """Parameters; one buffer for each dtype."""
 
-    kind: ClassVar[str] = "params.pulled"
+    kind: ClassVar[str] = "params.pull_result"
 
     version: Count
 
@@ -169,7 +169,7 @@ class Pull(rpc.RpcMessage):
 class ShardResult(rpc.RpcMessage):
     """Samples `first` to `first + num_samples - 1` of the epoch's order; none when it is used up."""
 
-    kind: ClassVar[str] = "params.taken"
+    kind: ClassVar[str] = "params.shard"
 
     first: Count
     num_samples: Count
@@ -178,7 +178,7 @@ class ShardResult(rpc.RpcMessage):
 class TakeShard(rpc.RpcMessage):
     """Asks for the next samples of a ring."""
 
-    kind: ClassVar[str] = "params.take"
+    kind: ClassVar[str] = "params.take_shard"
     reply: ClassVar[type[rpc.RpcMessage]] = ShardResult
 
     term: Count
@@ -195,7 +195,7 @@ class TakeShard(rpc.RpcMessage):
 class LeaveRing(rpc.RpcMessage):
     """Announces that the ring is idle until it pulls again, so that no ring waits for it."""
 
-    kind: ClassVar[str] = "params.leave"
+    kind: ClassVar[str] = "params.leave_ring"
 
     term: Count
     ring: Count
@@ -206,7 +206,7 @@ class LeaveRing(rpc.RpcMessage):
 class RegroupRings(rpc.RpcMessage):
     """Forms other rings of the same ranks, while all of them are idle; pushes and shards are counted from 1 again."""
 
-    kind: ClassVar[str] = "params.regroup"
+    kind: ClassVar[str] = "params.regroup_rings"
 
     term: Count
     ring: Count
@@ -218,17 +218,17 @@ class RegroupRings(rpc.RpcMessage):
 class RegisterRingLeader(rpc.RpcMessage):
     """Registers a process as the ring's representative in that generation; an earlier representative is fenced off."""
 
-    kind: ClassVar[str] = "params.speak"
+    kind: ClassVar[str] = "params.register_ring_leader"
 
     term: Count
     ring: Count
-    ballot: tuple[Count, Count]
+    generation_id: tuple[Count, Count]
 
 
 class PauseRing(rpc.RpcMessage):
     """Pauses a ring that has lost a member and regroups: no ring waits for it until it pushes or pulls again."""
 
-    kind: ClassVar[str] = "params.pause"
+    kind: ClassVar[str] = "params.pause_ring"
 
     term: Count
     ring: Count
@@ -240,15 +240,15 @@ class BarrierReply(rpc.RpcMessage):
     A ring without any live member is included with its last `ring_progress`.
     """
 
-    kind: ClassVar[str] = "params.met"
+    kind: ClassVar[str] = "params.barrier_result"
 
-    said: dict[str, str]
+    texts: dict[str, str]
 
 
 class BarrierArrival(rpc.RpcMessage):
     """Announces that the ring has finished its pass and waits at the barrier for all others but those that are gone."""
 
-    kind: ClassVar[str] = "params.meet"
+    kind: ClassVar[str] = "params.barrier_arrival"
     reply: ClassVar[type[rpc.RpcMessage]] = BarrierReply
 
     term: Count
@@ -258,14 +258,14 @@ class BarrierArrival(rpc.RpcMessage):
     parameters."""
     epoch: Count = 0
     """Epoch of the finished pass."""
-    said: str = pydantic.Field(max_length=4096)
+    text: str = pydantic.Field(max_length=4096)
     """Text for the other rings."""
 
 
 class RingAssignmentReply(rpc.RpcMessage):
     """Rings and the progress of one of them: the information for a worker that replaces another."""
 
-    kind: ClassVar[str] = "params.seated"
+    kind: ClassVar[str] = "params.ring_assignment"
 
     rings: list[list[Count]]
     """Empty before the job has started."""
@@ -274,12 +274,12 @@ class RingAssignmentReply(rpc.RpcMessage):
     local_steps: list[Count] = pydantic.Field(default_factory=list)
     """Steps of each ring, as in the setup."""
     num_pushed: Count = 0
-    num_tickets: Count = 0
-    num_meetings: Count = 0
+    num_shards: Count = 0
+    num_barriers: Count = 0
     """Barriers of passes that the ring has completed."""
     epoch: Count = 0
     """Epoch that the ring is in."""
-    testament: str = ""
+    ring_progress: str = ""
     """Text that came with the ring's last push."""
     resumed: list[ValidatedSpan] = pydantic.Field(default_factory=list)
     """Samples of `resumed_epoch` that were done before this run."""
@@ -291,7 +291,7 @@ class RingAssignmentReply(rpc.RpcMessage):
 class RingAssignmentRequest(rpc.RpcMessage):
     """Asks for the ring of a worker."""
 
-    kind: ClassVar[str] = "params.seek"
+    kind: ClassVar[str] = "params.get_ring_assignment"
     reply: ClassVar[type[rpc.RpcMessage]] = RingAssignmentReply
 
     term: Count
@@ -304,7 +304,7 @@ class RingAssignmentRequest(rpc.RpcMessage):
 class ServerStatus(rpc.RpcMessage):
     """State of the server."""
 
-    kind: ClassVar[str] = "params.status"
+    kind: ClassVar[str] = "params.server_status"
 
     version: Count
     staleness: dict[str, Count]
@@ -327,7 +327,7 @@ class ServerStatus(rpc.RpcMessage):
 class LeaderStatus(rpc.RpcMessage):
     """Leadership of the server, and its term."""
 
-    kind: ClassVar[str] = "params.entered"
+    kind: ClassVar[str] = "params.leader_status"
 
     term: Count
     leads: bool
@@ -336,14 +336,14 @@ class LeaderStatus(rpc.RpcMessage):
 class LeaderStatusRequest(rpc.RpcMessage):
     """Asks whether the server leads; also shows that the caller is alive."""
 
-    kind: ClassVar[str] = "params.enter"
+    kind: ClassVar[str] = "params.get_leader_status"
     reply: ClassVar[type[rpc.RpcMessage]] = LeaderStatus
 
 
 class ServerStatusRequest(rpc.RpcMessage):
     """Asks for the state of the server."""
 
-    kind: ClassVar[str] = "params.ask"
+    kind: ClassVar[str] = "params.get_server_status"
     reply: ClassVar[type[rpc.RpcMessage]] = ServerStatus
 
 
@@ -356,7 +356,7 @@ SNAPSHOT_CHUNK_BYTES = 16 << 20
 class SnapshotReply(rpc.RpcMessage):
     """Availability of a snapshot (`rpc.state_transfer`); if it is not there, a ring with a lower number reads it."""
 
-    kind: ClassVar[str] = "params.snapped"
+    kind: ClassVar[str] = "params.snapshot_result"
 
     is_there: bool
 
@@ -364,7 +364,7 @@ class SnapshotReply(rpc.RpcMessage):
 class SnapshotRequest(rpc.RpcMessage):
     """Asks for a snapshot of the present state. Pushes go on."""
 
-    kind: ClassVar[str] = "params.snap"
+    kind: ClassVar[str] = "params.take_snapshot"
     reply: ClassVar[type[rpc.RpcMessage]] = SnapshotReply
 
     term: Count
@@ -374,7 +374,7 @@ class SnapshotRequest(rpc.RpcMessage):
 class ReleaseSnapshot(rpc.RpcMessage):
     """Releases a snapshot that has been read."""
 
-    kind: ClassVar[str] = "params.forget"
+    kind: ClassVar[str] = "params.release_snapshot"
 
     term: Count
     ring: Count
@@ -383,7 +383,7 @@ class ReleaseSnapshot(rpc.RpcMessage):
 class ResumeDecision(rpc.RpcMessage):
     """Decision on the checkpoint from which all rings resume."""
 
-    kind: ClassVar[str] = "params.ruled"
+    kind: ClassVar[str] = "params.resume_decision"
 
     verdict: Literal["nothing", "give", "resumed", "begun"]
     """`give`: the ring's own checkpoint, which it has to send to the server (`RestoreSnapshot`). `resumed`: the server
@@ -399,7 +399,7 @@ class ResumeDecision(rpc.RpcMessage):
 class OfferCheckpoint(rpc.RpcMessage):
     """Offers the checkpoint of a ring; answered with the decision once all rings have offered theirs."""
 
-    kind: ClassVar[str] = "params.offer"
+    kind: ClassVar[str] = "params.offer_checkpoint"
     reply: ClassVar[type[rpc.RpcMessage]] = ResumeDecision
 
     term: Count
@@ -426,7 +426,7 @@ class DataStart(pydantic.BaseModel):
 class RestoreSnapshot(rpc.RpcMessage):
     """Sends a snapshot to the server, piece by piece in order; after the last one the server resumes from it."""
 
-    kind: ClassVar[str] = "params.restore"
+    kind: ClassVar[str] = "params.restore_snapshot"
 
     term: Count
     ring: Count

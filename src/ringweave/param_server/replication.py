@@ -94,19 +94,19 @@ class NoStandby:
 class FollowLeader(rpc.RpcMessage):
     """Asks the leader for all its state, from a server that has none; answered once it is a standby, or refused."""
 
-    kind: ClassVar[str] = "params.follow"
+    kind: ClassVar[str] = "params.follow_leader"
 
 
 class CopyState(rpc.RpcMessage):
     """Requests a standby to read the whole state, and to stay equal to the leader from then on."""
 
-    kind: ClassVar[str] = "params.copy"
+    kind: ClassVar[str] = "params.copy_state"
 
 
 class ReplicatePush(rpc.RpcMessage):
     """Carries a push that the leader applies next."""
 
-    kind: ClassVar[str] = "params.pushing"
+    kind: ClassVar[str] = "params.replicate_push"
 
     push: Push
 
@@ -114,7 +114,7 @@ class ReplicatePush(rpc.RpcMessage):
 class ReplicateGrant(rpc.RpcMessage):
     """A ring gets the parameters of that version."""
 
-    kind: ClassVar[str] = "params.granted"
+    kind: ClassVar[str] = "params.replicate_grant"
 
     ring: Count
     version: Count
@@ -125,7 +125,7 @@ class ReplicateGrant(rpc.RpcMessage):
 class ReplicateShard(rpc.RpcMessage):
     """A ring gets these samples."""
 
-    kind: ClassVar[str] = "params.ticketed"
+    kind: ClassVar[str] = "params.replicate_shard"
 
     ring: Count
     number: pydantic.PositiveInt
@@ -142,7 +142,7 @@ class ReplicateShard(rpc.RpcMessage):
 class ReplicateLeave(rpc.RpcMessage):
     """A ring becomes idle or leaves."""
 
-    kind: ClassVar[str] = "params.left"
+    kind: ClassVar[str] = "params.replicate_leave"
 
     fact: LeaveRing
 
@@ -150,7 +150,7 @@ class ReplicateLeave(rpc.RpcMessage):
 class ReplicatePause(rpc.RpcMessage):
     """A ring regroups."""
 
-    kind: ClassVar[str] = "params.paused"
+    kind: ClassVar[str] = "params.replicate_pause"
 
     fact: PauseRing
 
@@ -158,7 +158,7 @@ class ReplicatePause(rpc.RpcMessage):
 class ReplicateArrival(rpc.RpcMessage):
     """A ring has arrived at a barrier."""
 
-    kind: ClassVar[str] = "params.came"
+    kind: ClassVar[str] = "params.replicate_arrival"
 
     fact: BarrierArrival
 
@@ -166,14 +166,14 @@ class ReplicateArrival(rpc.RpcMessage):
 class ReplicateBarrierResult(rpc.RpcMessage):
     """Result of a barrier: the text of each ring, or the one of its last push if it is gone."""
 
-    kind: ClassVar[str] = "params.answered"
+    kind: ClassVar[str] = "params.replicate_barrier_result"
 
     number: pydantic.PositiveInt
-    said: dict[str, str]
+    texts: dict[str, str]
 
     @property
     def fact(self) -> BarrierResult:
-        return BarrierResult(number=self.number, said={int(ring): said for ring, said in self.said.items()})
+        return BarrierResult(number=self.number, texts={int(ring): text for ring, text in self.texts.items()})
 
 
 FACT_MESSAGES = (ReplicateShard, ReplicateLeave, ReplicatePause, ReplicateArrival, ReplicateBarrierResult)
@@ -192,14 +192,14 @@ def message_of_fact(fact: ReplicatedFact) -> rpc.RpcMessage:
             return ReplicateArrival(fact=fact)
         case BarrierResult():
             return ReplicateBarrierResult(
-                number=fact.number, said={str(ring): said for ring, said in fact.said.items()}
+                number=fact.number, texts={str(ring): text for ring, text in fact.texts.items()}
             )
 
 
 class RenewLease(rpc.RpcMessage):
     """Asks whether the standby still follows."""
 
-    kind: ClassVar[str] = "params.renew"
+    kind: ClassVar[str] = "params.renew_lease"
 
 
 _REPLICATE_TIMEOUT_S = 3600.0

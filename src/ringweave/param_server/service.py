@@ -105,13 +105,15 @@ class ExchangeBenchmarkHandlers:
         setup = message.setup
         param_server_job.check_buffers(setup, [len(buffer) for buffer in call.buffers])
         if not setup.rings:
-            raise TrainingError(explain("rings of a rehearsal", got="none", expected="those of the job", do="Say them"))
+            raise TrainingError(
+                explain("rings of a benchmark", got="none", expected="those of the job", do="Send them")
+            )
         self._check_term(message.term)
         parameters = FlatTensors(setup.tensors)
         with self._lock:
             if self._is_over:
-                got, do = "a job that has begun", "Rehearse before it begins"
-                raise TrainingError(explain("rehearsal", got=got, expected="none yet", do=do))
+                got, do = "a job that has begun", "Run it before the job begins"
+                raise TrainingError(explain("exchange benchmark", got=got, expected="none yet", do=do))
             self._peers.add(call.peer)
             model = self._model
             if model is None or model.setup != setup:
@@ -345,7 +347,7 @@ class ParameterService:
         else:
             job.model.apply_change(content, push.batch_share, push.num_batches, damping)
         receipt = job.ledger.push(push.ring, push.sequence, push.base_version)
-        job.ring_progress[push.ring] = push.testament
+        job.ring_progress[push.ring] = push.ring_progress
         job.record_push(push)
         job.dispatcher.note_push(push.ring, push.num_samples)
         self.counts.staleness[receipt.staleness_versions] += 1
@@ -386,7 +388,7 @@ class ParameterService:
                 raise DeadlineError(
                     explain(
                         f"parameters for ring {pull.ring}",
-                        got=f"version {job.ledger.version} is all there is" if is_wanted else "nobody who waits",
+                        got=f"version {job.ledger.version} is all there is" if is_wanted else "no caller that waits",
                         expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
                         do="Look which ring does not push any more",
                     )

@@ -182,7 +182,7 @@ class RingSessions:
         registration: RegisterRingLeader = call.message
         job = self._job_access.find_job(registration.term, registration.ring, call.peer)
         with self._job_access.changed:
-            job.leader_fence.register_leader(registration.ring, registration.ballot, call.peer.name)
+            job.leader_fence.register_leader(registration.ring, registration.generation_id, call.peer.name)
             self._job_access.changed.notify_all()  # a previous representative stops waiting
         return Ack()
 
@@ -202,9 +202,9 @@ class RingSessions:
             job.record_arrival(arrival)
             self._job_access.changed.notify_all()
         self._replicator.replicate_fact(arrival)
-        result = BarrierResult(number=arrival.number, said=self._wait_for_result(job, call))
+        result = BarrierResult(number=arrival.number, texts=self._wait_for_result(job, call))
         self._replicator.replicate_fact(result)  # another server gives the same answer
-        return BarrierReply(said={str(ring): said for ring, said in result.said.items()})
+        return BarrierReply(texts={str(ring): text for ring, text in result.texts.items()})
 
     def _wait_for_result(self, job: ServerJob, call: RpcCall) -> dict[int, str]:
         """Return the texts of the rings, once all present ones have arrived at the barrier."""
@@ -214,7 +214,7 @@ class RingSessions:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
                         explain(
-                            f"meeting {arrival.number} of the rings",
+                            f"barrier {arrival.number} of the rings",
                             got="not all of them",
                             expected="all that are there",
                             do="Look which ring does not get on",
@@ -251,10 +251,10 @@ class RingSessions:
                 shares=job.setup.shares,
                 local_steps=job.setup.local_steps,
                 num_pushed=last.sequence if last else 0,
-                num_tickets=shard.number if shard else 0,
-                num_meetings=num_barriers,
+                num_shards=shard.number if shard else 0,
+                num_barriers=num_barriers,
                 epoch=max(epoch, shard.epoch if shard else 0, resumed.position.epoch if resumed else 0),
-                testament=job.ring_progress.get(ring, ""),
+                ring_progress=job.ring_progress.get(ring, ""),
                 resumed=list(resumed.position.done) if resumed else [],
                 resumed_epoch=resumed.position.epoch if resumed else 0,
                 resumed_seed=resumed.seed if resumed else None,

@@ -30,23 +30,23 @@ from ringweave.param_server.versions import PushReceipt, RingGrants, TrainStepPr
 # One file, to show the writing and reading of each part side by side.
 
 
-_SNAPSHOT_FORMAT = 5
-_BOOKS_KEY, _CHECKSUM_KEY = "ringweave", "check"
+_SNAPSHOT_FORMAT = 6
+_METADATA_KEY, _CHECKSUM_KEY = "ringweave", "check"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveRingState:
     """State of the rings, for a server that takes over while they compute."""
 
-    holdings: list[RingGrants]
-    tickets: list[DataShard]
-    taken: dict[int, int]
+    ring_grants: list[RingGrants]
+    shards: list[DataShard]
+    dispatched: dict[int, int]
     """Epoch -> samples that are dispatched."""
     gone: list[int]
     """Rings that have left for good."""
-    testaments: dict[int, str] = field(default_factory=dict)
+    ring_progress: dict[int, str] = field(default_factory=dict)
     """Text that came with the last push of each ring."""
-    meetings: dict[str, Any] = field(default_factory=dict)
+    barrier: dict[str, Any] = field(default_factory=dict)
     """State of the barrier, as `RingBarrier.to_state` returns it; empty without arrivals."""
     resumed: ResumePoint | None = None
     """Point from which the job resumed."""
@@ -154,9 +154,9 @@ def snapshot_to_buffers(snapshot: ServerSnapshot) -> dict[str, Buffer]:
     """Return the snapshot as buffers without a copy, for a peer; `parts_from_buffers` reads them."""
     text, tensors = snapshot_to_parts(snapshot)
     layout = {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()}
-    books = json.dumps({"layout": layout, "books": text}).encode()
+    metadata = json.dumps({"layout": layout, "metadata": text}).encode()
     return {
-        _BOOKS_KEY: books,
+        _METADATA_KEY: metadata,
         **{name: each.flatten().view(torch.uint8).numpy().data for name, each in tensors.items()},
     }
 
@@ -168,12 +168,12 @@ def parts_from_buffers(buffers: Mapping[str, Buffer]) -> tuple[str, dict[str, Te
         TrainingError: The buffers hold something else.
     """
     try:
-        document = json.loads(bytes(buffers[_BOOKS_KEY]))
+        document = json.loads(bytes(buffers[_METADATA_KEY]))
         tensors = {
             name: _tensor_over(buffers[name], getattr(torch, dtype), shape)
             for name, (dtype, shape) in document["layout"].items()
         }
-        return document["books"], tensors
+        return document["metadata"], tensors
     except (*_DAMAGE_ERRORS, RuntimeError) as cause:
         raise _snapshot_error(cause, "one of a server of rings", "Run the same ringweave on all nodes", "") from cause
 
@@ -187,12 +187,12 @@ def _tensor_over(memory: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Te
 def _pack_snapshot(snapshot: ServerSnapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and metadata of a file."""
     text, tensors = snapshot_to_parts(snapshot)
-    return tensors, {_BOOKS_KEY: text, _CHECKSUM_KEY: _snapshot_checksum(text, tensors)}
+    return tensors, {_METADATA_KEY: text, _CHECKSUM_KEY: _snapshot_checksum(text, tensors)}
 
 
 def snapshot_to_parts(snapshot: ServerSnapshot) -> tuple[str, dict[str, Tensor]]:
-    """Return the books as JSON, and all tensors by the names used in it."""
-    books = {
+    """Return the metadata as JSON, and all tensors by the names used in it."""
+    metadata = {
         "format": _SNAPSHOT_FORMAT,
         "version": snapshot.version,
         "setup": snapshot.setup.model_dump(mode="json"),
@@ -201,16 +201,16 @@ def snapshot_to_parts(snapshot: ServerSnapshot) -> tuple[str, dict[str, Tensor]]
         "groups": snapshot.groups,
         "scalars": snapshot.scalars,
         "options": snapshot.options,
-        "moved": snapshot.last_updated,
-        "live": asdict(snapshot.live_state) if snapshot.live_state else None,
+        "last_updated": snapshot.last_updated,
+        "live_state": asdict(snapshot.live_state) if snapshot.live_state else None,
         "position": asdict(snapshot.position),
     }
     tensors = {f"parameter.{place}": each.contiguous() for place, each in enumerate(snapshot.parameters)}
-    tensors |= {f"gathered.{place}": each.contiguous() for place, each in enumerate(snapshot.accumulated)}
+    tensors |= {f"accumulated.{place}": each.contiguous() for place, each in enumerate(snapshot.accumulated)}
     tensors |= {f"state.{key}": each for key, each in snapshot.state.items()}
     for ring, base in snapshot.ring_bases.items():
         tensors |= {f"base.{ring}.{place}": each.contiguous() for place, each in enumerate(base)}
-    return json.dumps(books), tensors
+    return json.dumps(metadata), tensors
 
 
 def load_snapshot(path: Path) -> ServerSnapshot:
@@ -253,9 +253,9 @@ def _snapshot_error(cause: Exception, expected: str, do: str, where: str) -> Tra
 
 
 def _unpack_snapshot(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> ServerSnapshot:
-    text = metadata[_BOOKS_KEY]
+    text = metadata[_METADATA_KEY]
     _compare_checksums(metadata[_CHECKSUM_KEY], _snapshot_checksum(text, tensors))
-    return _parse_books(text, tensors)
+    return _parse_metadata(text, tensors)
 
 
 def snapshot_from_parts(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
@@ -265,35 +265,43 @@ def snapshot_from_parts(text: str, tensors: Mapping[str, Tensor]) -> ServerSnaps
         TrainingError: They are something else.
     """
     try:
-        return _parse_books(text, tensors)
+        return _parse_metadata(text, tensors)
     except _DAMAGE_ERRORS as cause:
         raise _snapshot_error(
             cause, "one of a server of rings", "Go on with the ringweave that wrote it", ""
         ) from cause
 
 
-def _parse_books(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
-    books = json.loads(text)
-    if books["format"] != _SNAPSHOT_FORMAT:
-        raise ValueError(f"format {books['format']!r} instead of {_SNAPSHOT_FORMAT}")
-    setup = ServerSetup.model_validate(books["setup"])
+def _parse_metadata(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
+    metadata = json.loads(text)
+    if metadata["format"] != _SNAPSHOT_FORMAT:
+        do = "Go on with the ringweave that wrote it, or start without it"
+        raise TrainingError(
+            explain(
+                "format of a snapshot of the parameter server",
+                got=metadata["format"],
+                expected=str(_SNAPSHOT_FORMAT),
+                do=do,
+            )
+        )
+    setup = ServerSetup.model_validate(metadata["setup"])
     return ServerSnapshot(
         setup=setup,
-        version=books["version"],
-        pushed={receipt["ring"]: PushReceipt(**receipt) for receipt in books["pushed"]},
+        version=metadata["version"],
+        pushed={receipt["ring"]: PushReceipt(**receipt) for receipt in metadata["pushed"]},
         parameters=[tensors[f"parameter.{place}"] for place in range(len(setup.tensors))],
-        progress=_parse_progress(books["progress"]),
+        progress=_parse_progress(metadata["progress"]),
         accumulated=[
-            tensors[f"gathered.{place}"] for place in range(sum(key.startswith("gathered.") for key in tensors))
+            tensors[f"accumulated.{place}"] for place in range(sum(key.startswith("accumulated.") for key in tensors))
         ],
-        groups=books["groups"],
+        groups=metadata["groups"],
         state={key.removeprefix("state."): each for key, each in tensors.items() if key.startswith("state.")},
-        scalars=books["scalars"],
-        options=books["options"],
-        last_updated=books["moved"],
-        live_state=_parse_live_state(books["live"]) if books["live"] else None,
+        scalars=metadata["scalars"],
+        options=metadata["options"],
+        last_updated=metadata["last_updated"],
+        live_state=_parse_live_state(metadata["live_state"]) if metadata["live_state"] else None,
         ring_bases=_parse_bases(len(setup.tensors), tensors),
-        position=_parse_position(books["position"]),
+        position=_parse_position(metadata["position"]),
     )
 
 
@@ -304,15 +312,15 @@ def _parse_bases(num_places: int, tensors: Mapping[str, Tensor]) -> dict[int, li
 
 def _parse_live_state(book: Mapping[str, Any]) -> LiveRingState:
     return LiveRingState(
-        holdings=[
+        ring_grants=[
             RingGrants(grants=tuple(each["grants"]), num_since=each["num_since"], is_paused=each["is_paused"])
-            for each in book["holdings"]
+            for each in book["ring_grants"]
         ],
-        tickets=[DataShard(**each) for each in book["tickets"]],
-        taken={int(epoch): count for epoch, count in book["taken"].items()},
+        shards=[DataShard(**each) for each in book["shards"]],
+        dispatched={int(epoch): count for epoch, count in book["dispatched"].items()},
         gone=list(book["gone"]),
-        testaments={int(ring): text for ring, text in book["testaments"].items()},
-        meetings=book["meetings"],
+        ring_progress={int(ring): text for ring, text in book["ring_progress"].items()},
+        barrier=book["barrier"],
         resumed=_parse_resume_point(book["resumed"]) if book["resumed"] else None,
     )
 
@@ -358,7 +366,7 @@ def _parse_progress(book: Mapping[str, Any]) -> TrainStepProgress:
 
 
 def _snapshot_checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the xxh3 (64 bits) of the books and of every tensor's name, dtype, shape and bytes, in hexadecimal."""
+    """Return the xxh3 (64 bits) of the metadata and of every tensor's name, dtype, shape and bytes, in hexadecimal."""
     found = xxhash.xxh3_64(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()

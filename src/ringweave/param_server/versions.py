@@ -167,17 +167,17 @@ class Ledger:
         *,
         version: int = 0,
         pushed: Mapping[int, PushReceipt] | None = None,
-        holdings: Sequence[RingGrants] | None = None,
+        ring_grants: Sequence[RingGrants] | None = None,
     ) -> None:
         """Start empty, or from a snapshot's `version` and `pushed`, the last receipt of each ring.
 
-        `holdings` are the grants of each ring, for a server that takes over while rings compute; None means that none
-        does.
+        `ring_grants` are the grants of each ring, for a server that takes over while rings compute; None means that no
+        ring does.
         """
         self.policy = policy
         self.version = version
         self._rings = [_RingLedger(last=(pushed or {}).get(ring)) for ring in range(policy.num_rings)]
-        for ring, holding in zip(self._rings, holdings or (), strict=False):
+        for ring, holding in zip(self._rings, ring_grants or (), strict=False):
             ring.grants.extend(holding.grants)
             ring.num_since, ring.is_paused = holding.num_since, holding.is_paused
 
@@ -187,7 +187,7 @@ class Ledger:
         return {ring: each.last for ring, each in enumerate(self._rings) if each.last}
 
     @property
-    def holdings(self) -> list[RingGrants]:
+    def ring_grants(self) -> list[RingGrants]:
         return [
             RingGrants(grants=tuple(each.grants), num_since=each.num_since, is_paused=each.is_paused)
             for each in self._rings

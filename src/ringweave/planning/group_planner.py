@@ -208,7 +208,7 @@ def plan_group(
     )
     tiers = candidates.consider("hierarchical", tier_candidates(layout), schedules.hierarchical)
     bound = cost.network_bound(net, 1)
-    on_progress("planning who leads what")
+    on_progress("planning the leaders of chunks")
     direct_shares, stripes = candidates.direct_shares(), candidates.level_stripes(bound.seconds)
     if candidates.is_affordable("ps"):
         candidates.consider("ps", [layout.root], lambda root: schedules.parameter_server(count, root))

@@ -44,5 +44,5 @@ def decide_mode(requested: str, launcher_mode: str | None, world_size: int) -> t
         if check_mode(name) != AUTO:
             return name, source
     if world_size == 1:
-        return SYNC, "there is one worker, and nobody to share with"
+        return SYNC, "there is only one worker"
     return BALANCED, "it is sync while all workers are equally fast, and the faster of the two when they are not"

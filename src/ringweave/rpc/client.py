@@ -129,7 +129,7 @@ class RpcClient:
         self._lock = threading.Lock()
         self._pending: dict[int, PendingCall] = {}
         self._failure: RpcError | None = None
-        self._reader = threading.Thread(target=self._read_replies, name=f"wire from {channel.where}", daemon=True)
+        self._reader = threading.Thread(target=self._read_replies, name=f"rpc from {channel.where}", daemon=True)
         self._reader.start()
 
     @classmethod
@@ -368,7 +368,7 @@ class RpcClient:
             case FrameKind.BYE:
                 return False
             case other:
-                raise framing.frame_error("frame", other.name, "an answer", "Look who listens there")
+                raise framing.frame_error("frame", other.name, "an answer", "Check which process listens there")
         return True
 
     def _receive_reply(self, head: FrameHead) -> None:
@@ -410,4 +410,4 @@ def _copy_error(error: RpcError) -> RpcError:
 
 
 def _unreachable_text(where: str, got: str) -> str:
-    return explain("connection", got=got, expected="a server that listens", do="Look whether it runs", where=where)
+    return explain("connection", got=got, expected="a server that listens", do="Check whether it runs", where=where)

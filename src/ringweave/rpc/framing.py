@@ -40,7 +40,7 @@ class RpcLimits:
     """Calls of one connection in flight at once."""
     max_connections: int = 1024
     """Authenticated peers at once."""
-    max_strangers: int = 64
+    max_unauthenticated: int = 64
     """Connections that have not yet authenticated."""
     handshake_s: float = 5.0
     """Timeout of each step of authentication: the TLS handshake, the hello."""
@@ -70,7 +70,7 @@ class RpcLimits:
         return self.patience_s + num_bytes / self.slowest_bytes_per_s
 
 
-FRAME_VERSION = 1
+FRAME_VERSION = 2
 FRAME_MAGIC = b"RWIR"
 MAX_NAME_BYTES = 64
 _PREFIX_STRUCT = struct.Struct("<4sBBHHHIIQQ")

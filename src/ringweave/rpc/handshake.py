@@ -121,17 +121,19 @@ def send_refusal(channel: RpcChannel, error: RpcError) -> None:
 
 def refusal_error(body: bytes) -> RefusedError:
     """Return the error for a refusal by the other end."""
-    return RefusedError(f"{framing.decode_message(RpcFailure, body).text} (said by the other end)")
+    return RefusedError(f"{framing.decode_message(RpcFailure, body).text} (reported by the other end)")
 
 
 def _tls_handshake(raw: socket.socket, authentication: PeerAuthentication) -> socket.socket:
     try:
         return authentication.secure_socket(raw, is_server=True)
     except TimeoutError as cause:
-        text = explain("TLS handshake", got="silence", expected="a handshake in time", do="Look who called")
+        text = explain("TLS handshake", got="silence", expected="a handshake in time", do="Check which process called")
         raise TurnedAwayError("deadline", text) from cause
     except OSError as cause:
-        text = explain("TLS handshake", got=str(cause), expected="one that is finished", do="Look who called")
+        text = explain(
+            "TLS handshake", got=str(cause), expected="one that is finished", do="Check which process called"
+        )
         raise TurnedAwayError("handshake", text) from cause
     except RefusedError as cause:
         raise TurnedAwayError("certificate", str(cause)) from cause
@@ -144,7 +146,11 @@ def _receive_first(channel: RpcChannel, kind: FrameKind, model: type[MessageT]) 
     if head.prefix.kind != kind or head.prefix.num_buffers:
         raise MessageError(
             explain(
-                "first frame", got=head.prefix.kind.name, expected=kind.name, do="Look who called", where=channel.where
+                "first frame",
+                got=head.prefix.kind.name,
+                expected=kind.name,
+                do="Check which process called",
+                where=channel.where,
             )
         )
     return framing.decode_message(model, head.body)
@@ -238,7 +244,7 @@ class RefusalLog:
         if count and self._write_event is not None:
             with contextlib.suppress(OSError):  # a full disk must neither admit nor refuse a peer
                 self._write_event(
-                    "wire_refused",
+                    "rpc_refused",
                     service=self._service,
                     peer=f"{host}:{port}",
                     reason=reason,

@@ -227,7 +227,7 @@ class PeerSession:
                 return False
             case other:
                 raise MessageError(
-                    explain("frame", got=other.name, expected="CALL, CANCEL or BYE", do="Look who called")
+                    explain("frame", got=other.name, expected="CALL, CANCEL or BYE", do="Check which process called")
                 )
         return True
 
@@ -291,7 +291,7 @@ class PeerSession:
         if handler.is_quick:
             self._run_handler(*run_args)
         else:
-            threading.Thread(target=self._run_handler, args=run_args, name=f"wire {head.name}", daemon=True).start()
+            threading.Thread(target=self._run_handler, args=run_args, name=f"rpc {head.name}", daemon=True).start()
         return True
 
     def _parse_call(self, head: FrameHead) -> tuple[RpcHandler, IncomingCall]:
@@ -539,8 +539,8 @@ class RpcServer:
     def _reserve_slot(self, raw: socket.socket, address: tuple[str, int]) -> bool:
         """Reserve a slot for an unauthenticated connection, or refuse it before anything is done for it."""
         with self._lock:
-            limit = "max_connections" if len(self._sessions) >= self.limits.max_connections else "max_strangers"
-            has_room = limit == "max_strangers" and len(self._unauthenticated) < self.limits.max_strangers
+            limit = "max_connections" if len(self._sessions) >= self.limits.max_connections else "max_unauthenticated"
+            has_room = limit == "max_unauthenticated" and len(self._unauthenticated) < self.limits.max_unauthenticated
             if has_room:
                 self._unauthenticated.add(raw)
         if not has_room:
@@ -549,7 +549,9 @@ class RpcServer:
 
     def _full_text(self, limit: str) -> str:
         got = f"{getattr(self.limits, limit)} already"
-        return explain("connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or look who calls")
+        return explain(
+            "connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or check which processes call"
+        )
 
     def _serve_connection(self, raw: socket.socket, address: tuple[str, int]) -> None:
         try:
@@ -630,7 +632,7 @@ class RpcServer:
                 with self._lock:
                     self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name="wire peer", daemon=True)
+        thread = threading.Thread(target=run, name="rpc peer", daemon=True)
         with self._lock:
             self._threads.add(thread)
         thread.start()

@@ -245,7 +245,7 @@ class StateServer:
         if published.description.offer != wanted.offer:
             raise MessageError(
                 explain(
-                    f"offer of state {wanted.name}",
+                    f"published state {wanted.name}",
                     got=wanted.offer,
                     expected=f"the newest, {published.description.offer}",
                     do="Begin again: it was replaced meanwhile",

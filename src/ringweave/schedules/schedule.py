@@ -289,7 +289,7 @@ def _checked_column(values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[
     limits = np.iinfo(dtype)
     if given.dtype.kind not in "iu" or given.min() < limits.min or given.max() > limits.max:
         got, expected = given.ravel()[:4].tolist(), f"whole numbers from {limits.min} to {limits.max}"
-        raise ScheduleError(explain("round", got=got, expected=expected, do="Mend the generator"))
+        raise ScheduleError(explain("round", got=got, expected=expected, do="Correct the generator"))
     return given.astype(dtype)
 
 
@@ -351,7 +351,7 @@ def parse(text: str) -> Schedule:
         else:
             expected = "schedule, collective, ranks, root, owners, shares (once each), phase or round"
             raise ScheduleError(
-                explain("schedule text", got=line, expected=expected, do="Mend this line", where=f"line {number}")
+                explain("schedule text", got=line, expected=expected, do="Correct this line", where=f"line {number}")
             )
     return _schedule_of_fields(fields, rounds, phases)
 
@@ -421,7 +421,9 @@ def _parse_round(rest: str, index: int, number: int) -> Round:
         match = _OP_PATTERN.fullmatch(word)
         if match is None:
             raise ScheduleError(
-                explain("operation", got=word, expected="like 0>1:+4 or 0>1:=4-6", do="Mend it", where=f"line {number}")
+                explain(
+                    "operation", got=word, expected="like 0>1:+4 or 0>1:=4-6", do="Correct it", where=f"line {number}"
+                )
             )
         src, dst, sign, first, last = match.groups()
         how = ReceiveOp.REDUCE if sign == "+" else ReceiveOp.COPY
@@ -433,14 +435,14 @@ def _parse_round(rest: str, index: int, number: int) -> Round:
 def _parse_numbers(fields: dict[str, str], keyword: str) -> tuple[int, ...]:
     words = fields[keyword].split()
     if not words or any(_NUMBER_PATTERN.fullmatch(word) is None for word in words):
-        raise ScheduleError(explain(keyword, got=fields[keyword], expected="whole numbers", do="Mend that line"))
+        raise ScheduleError(explain(keyword, got=fields[keyword], expected="whole numbers", do="Correct that line"))
     return tuple(map(int, words))
 
 
 def _parse_number(fields: dict[str, str], keyword: str) -> int:
     numbers = _parse_numbers(fields, keyword)
     if len(numbers) > 1:
-        raise ScheduleError(explain(keyword, got=fields[keyword], expected="one whole number", do="Mend that line"))
+        raise ScheduleError(explain(keyword, got=fields[keyword], expected="one whole number", do="Correct that line"))
     return numbers[0]
 
 

@@ -292,7 +292,7 @@ def invalid_numbers_text(index: int, round_: Round, at: int, expected: str) -> s
         int(column[at]) for column in (round_.src, round_.dst, round_.first_chunk, round_.num_chunks, round_.how)
     )
     shown = op_text(src, dst, first, count, ReceiveOp(how)) if how <= ReceiveOp.COPY else f"{src}>{dst} with how={how}"
-    return f"schedule: {shown}, expected {expected}. Mend the generator. [round {index}, op {at}]"
+    return f"schedule: {shown}, expected {expected}. Correct the generator. [round {index}, op {at}]"
 
 
 def race_text(schedule: Schedule, index: int, rank: int, chunk: int, what: str) -> str:

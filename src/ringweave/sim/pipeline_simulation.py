@@ -118,7 +118,9 @@ def _check_times(what: str, values: tuple[float, ...], count: int) -> None:
         raise UsageError(explain(f"{what}: how many", got=len(values), expected=str(count), do=do))
     for index, value in enumerate(values):
         if not 0 <= value < float("inf"):
-            raise UsageError(explain(f"{what}[{index}]", got=value, expected="a finite time, 0 or more", do="Mend it"))
+            raise UsageError(
+                explain(f"{what}[{index}]", got=value, expected="a finite time, 0 or more", do="Correct it")
+            )
 
 
 _SENDS = {ActionKind.SEND_FORWARD: 0, ActionKind.SEND_BACKWARD: 1}

@@ -11,9 +11,10 @@ from ringweave.telemetry.events import (
     read_events,
     read_last_attempt,
 )
-from ringweave.telemetry.kinds import EVENT_KINDS, EventKind
+from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, EventKind
 
 __all__ = [
+    "EVENTS_FORMAT",
     "EVENT_KINDS",
     "Event",
     "EventKind",

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import explain
+from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
-from ringweave.telemetry.kinds import EVENT_KINDS
+from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT
 
 Event = dict[str, Any]
 
@@ -66,10 +66,15 @@ class EventLog:
 
 
 def read_events(path: str | Path) -> Iterator[Event]:
-    """Yield the events in the file, oldest first; none without a file. Torn and overlong lines are skipped."""
+    """Yield the events in the file, oldest first; none without a file. Torn and overlong lines are skipped.
+
+    Raises:
+        UsageError: An attempt in it has events of another format.
+    """
     for line in LineReader(path).read_new():
         event = parse_event(line)
         if event is not None:
+            _check_format(event, path)
             yield event
 
 
@@ -107,13 +112,14 @@ class EventTail:
 
     def __init__(self, path: str | Path) -> None:
         """`path` need not exist yet."""
-        self._lines = LineReader(path)
+        self._path, self._lines = path, LineReader(path)
 
     def read_new(self) -> list[Event]:
         """Return events added since the last call, oldest first. Torn lines are skipped; an unfinished one comes later.
 
         Raises:
             OSError: The file cannot be read, and there were no new events.
+            UsageError: An attempt in it has events of another format.
         """
         found: list[Event] = []
         try:
@@ -121,6 +127,8 @@ class EventTail:
         except OSError:
             if not found:
                 raise
+        for event in found:
+            _check_format(event, self._path)
         return found
 
 
@@ -132,6 +140,13 @@ def read_last_attempt(path: str | Path) -> list[Event]:
             events.clear()
         events.append(event)
     return events
+
+
+def _check_format(event: Event, path: str | Path) -> None:
+    if event["kind"] == "run_started" and event.get("format") != EVENTS_FORMAT:
+        do = "Read it with the ringweave that wrote it, or start the run in another directory"
+        got, expected = event.get("format", "none"), str(EVENTS_FORMAT)
+        raise UsageError(explain("format of the events file", got=got, expected=expected, do=do, where=str(path)))
 
 
 def _check_fields(kind: str, fields: dict[str, object]) -> None:

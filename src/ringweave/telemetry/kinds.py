@@ -6,6 +6,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+EVENTS_FORMAT = 2
+"""Version of the kinds and fields of events; `run_started` has it, and readers refuse attempts of another version."""
+
 RANK_FIELD = "global rank of the worker"
 
 
@@ -43,16 +46,16 @@ FAULT_KINDS: Mapping[str, EventKind] = {
             "rank": RANK_FIELD,
             "train_step": _TRAIN_STEP_FIELD,
             "folder": "where it should have gone",
-            "text": "what the disk, or the system, said",
+            "text": "error of the disk or the system",
         },
     ),
     "checkpoint_refused": EventKind(
-        meaning="A checkpoint is damaged and was passed over; the one before it is tried.",
+        meaning="A checkpoint is damaged, or of another format, and was passed over; the one before it is tried.",
         written_by="worker",
         fields={"rank": RANK_FIELD, "train_step": _TRAIN_STEP_FIELD, "path": "the file", "text": "the error's text"},
     ),
     "checkpoint_loaded": EventKind(
-        meaning="Training goes on from a checkpoint. Each rank says so.",
+        meaning="Training goes on from a checkpoint. Each rank reports.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -76,28 +79,28 @@ FAULT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "fault_begun": EventKind(
-        meaning="Chaos did something to the job.",
+        meaning="Chaos injected a fault.",
         written_by="chaos",
-        fields={"fault": "the line of the script", "target": "what it hit, such as a process id or links"},
+        fields={"fault": "the line of the script", "target": "target of the fault, such as a process id or links"},
     ),
     "fault_lifted": EventKind(
-        meaning="Chaos took it back.", written_by="chaos", fields={"fault": "the line of the script"}
+        meaning="Chaos lifted the fault.", written_by="chaos", fields={"fault": "the line of the script"}
     ),
     "chaos_ended": EventKind(
-        meaning="No fault comes any more; what the job does from here on does not count.",
+        meaning="No fault comes any more; the rest of the job is not judged.",
         written_by="chaos",
-        fields={"outcome": "`done`: the job was through; `stopped`: its time was over; `failed`: it was given up"},
+        fields={"outcome": "`done`: the job was done; `stopped`: its time was over; `failed`: it was given up"},
     ),
 }
 
 
 _SPLITS_FIELD = "last blocks, counted from 1, of all stages but the last"
-_SPEEDS_FIELD = "of each device: how fast it is by now, 1 is as profiled"
+_SPEEDS_FIELD = "present speed of each device; 1 is as profiled"
 _RATES_FIELD = "bytes per second of the link into each stage but the first; empty where links are not measured"
 
 PIPELINE_KINDS: Mapping[str, EventKind] = {
     "pipeline_measured": EventKind(
-        meaning="A window of train steps of a pipeline, measured; rank 0 says so for all.",
+        meaning="A window of train steps of a pipeline, measured; rank 0 reports for all.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -119,17 +122,17 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
             "rank": RANK_FIELD,
             "splits": _SPLITS_FIELD,
             "best": "splits of the best one found",
-            "why": "why it looked, in words",
+            "why": "reason of the search, in words",
             "speeds": _SPEEDS_FIELD,
             "rates": _RATES_FIELD,
             "predicted_before_s": "simulated seconds of a train step by the present partition",
             "predicted_after_s": "the same by the best one",
             "predicted_pause_s": "seconds that training would pause for the move",
-            "verdict": "`move`, or why not, in words",
+            "verdict": "`move`, or the reason against it, in words",
         },
     ),
     "blocks_moved": EventKind(
-        meaning="Blocks of a pipeline moved to other stages between two train steps; rank 0 says so for all.",
+        meaning="Blocks of a pipeline moved to other stages between two train steps; rank 0 reports for all.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -137,7 +140,7 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
             "before": "splits that were",
             "after": "splits that hold now",
             "blocks": "how many blocks moved",
-            "why": "why, in words",
+            "why": "reason, in words",
             "is_return": "true if it took a move back that had not helped",
             "predicted_pause_s": "predicted pause of training, in seconds",
             "measured_pause_s": "seconds that the slowest rank spent on it while it did nothing else",
@@ -152,9 +155,9 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
             "before": "splits that hold",
             "after": "splits that were to hold",
             "blocks": "how many blocks were to move",
-            "why": "why they were to, in words",
+            "why": "reason of the move, in words",
             "is_return": "true if it was to take a move back",
-            "cause": "what failed, in words",
+            "cause": "cause of the failure, in words",
         },
     ),
 }
@@ -162,21 +165,21 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
 
 RING_KINDS: Mapping[str, EventKind] = {
     "rings_formed": EventKind(
-        meaning="Training goes on in rings with a parameter server between them; rank 0 says so for all.",
+        meaning="Training goes on in rings with a parameter server between them; rank 0 reports for all.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
-            "rings": "ranks of each ring, the fastest ring first; the first rank of each talks to the server",
-            "most_staleness_versions": "no push is applied that is older, in versions",
+            "rings": "ranks of each ring, the fastest ring first; the first rank of each is its representative",
+            "most_staleness_versions": "bound on staleness: no older push is applied, in versions",
         },
     ),
     "mode_reconsidered": EventKind(
-        meaning="Under `--mode auto`, at the end of an epoch: steps say that other rings would be faster; formed next.",
+        meaning="Under `--mode auto`, at the end of an epoch of the data: measured steps favour other rings.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
             "rings": "ranks of each ring; one ring of all ranks is synchronous training",
-            "reason": "what was predicted for the present rings, and for those that were looked at beside them",
+            "reason": "predictions for the present rings and for the others",
         },
     ),
 }
@@ -192,9 +195,10 @@ _GROUP_FIELD = "name of the process group, the same on all its ranks"
 
 EVENT_KINDS: Mapping[str, EventKind] = {
     "run_started": EventKind(
-        meaning="An attempt of a run begins; what follows, up to the next one, belongs to this attempt.",
+        meaning="An attempt of a run begins; all events up to the next `run_started` belong to this attempt.",
         written_by="launcher",
         fields={
+            "format": f"version of the events of this attempt: {EVENTS_FORMAT}; readers refuse others",
             "attempt": "1 for the first run in this directory, then 2, 3, ...",
             "command": "the program and its arguments, as a list",
             "cluster": "name of the cluster",
@@ -222,16 +226,16 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "stopped": "true if it ended after the launcher had begun to stop the workers",
         },
     ),
-    "workers_asked": EventKind(
-        meaning="An elastic run was asked for another number of workers, by `ringweave scale`, and has answered.",
+    "workers_scaled": EventKind(
+        meaning="An elastic run has answered a request of `ringweave scale` for another number of workers.",
         written_by="launcher",
         fields={
-            "asked": "the request's own word",
-            "workers": "how many workers there shall be: ranks 0, 1, .. up to that number",
-            "before": "how many there were to be until then",
+            "request_id": "identifier of the request",
+            "workers": "new number of workers: ranks 0, 1, .. up to that number",
+            "before": "number of workers until then",
             "starting": "ranks whose processes were started",
             "leaving": "ranks that were asked to leave after their train step",
-            "refused": "why nothing was done, in words; empty where something was",
+            "refused": "reason of a refusal, in words; empty if the request was accepted",
         },
     ),
     "run_ended": EventKind(
@@ -244,64 +248,63 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "cause": "first cause of a failure in words, or null",
         },
     ),
-    "epoch_begun": EventKind(
-        meaning="An epoch of the membership of an elastic job begins: these are its members, and nobody else.",
+    "generation_begun": EventKind(
+        meaning="A generation of the membership of an elastic job begins with these members and no others.",
         written_by="coordinator",
         fields={
             "term": "1 for the first coordinator, then one more for each that takes over",
-            "number": "number of the epoch, growing within a term; numbers are left out where forming one failed",
-            "said_in": "term of the coordinator that says so: a later one, if members went to another and back",
+            "number": "number of the generation, growing within a term; a proposal that failed leaves its number out",
+            "reported_in_term": "term of the reporting coordinator: a later one if members went to another and back",
             "members": "names of the members by rank, `SLOT.INCARNATION`",
-            "newcomers": "those of them that have to read the state of a peer first",
+            "newcomers": "members that have to read the state of a peer first",
             "committed": "number of the last reduction of gradients that is committed",
             "part": "`ring N` where rings have memberships of their own; else empty",
         },
     ),
-    "members_level": EventKind(
-        meaning="Workers that joined while the others went on have done every step that the others have.",
+    "members_caught_up": EventKind(
+        meaning="Workers that joined a running job have caught up: they have done every step that the others have.",
         written_by="worker",
         fields={
-            "rank": "0: the first member with the job's state says so for all",
-            "reduction": "number of the first that they waited for as the others did",
-            "members": "their names",
+            "rank": "0: the primary reports for all members",
+            "reduction": "number of the first reduction that they waited for as the others did",
+            "members": "names of these workers",
             "batch": "number of the first batch, counted through all epochs of the data, that they get samples of",
         },
     ),
     "samples_lost": EventKind(
-        meaning="A reduction of gradients counts without the samples of members who were gone before it did. Said "
-        "twice of one reduction, with the same members, where the first of them may have died before it said so.",
+        meaning="A reduction of gradients is committed without the samples of members that were lost before. Reported "
+        "twice for one reduction, with the same members, if the primary may have died before it reported.",
         written_by="worker",
         fields={
-            "rank": "0: the first member with the job's state says so for all",
-            "reduction": "its number",
-            "members": "whose gradients are in it",
-            "samples": "how many samples they are of",
-            "lost": "how many samples of the batch are in none",
+            "rank": "0: the primary reports for all members",
+            "reduction": "number of the reduction",
+            "members": "members whose gradients are in it",
+            "samples": "number of their samples",
+            "lost": "number of samples of the batch that are in no gradient",
         },
     ),
     "member_lost": EventKind(
-        meaning="A process is no member any more.",
+        meaning="A process has left the membership, or was evicted.",
         written_by="coordinator",
         fields={
             "member": "its name",
-            "reason": "why, in words",
-            "term": "of the coordinator that says so; one that was cut off may say so of those who have left it",
+            "reason": "reason, in words",
+            "term": "term of the reporting coordinator; one that was cut off may report members that have left it",
         },
     ),
-    "member_back": EventKind(
-        meaning="A process that was lost since nothing was heard of it is back, before an epoch has begun without it: "
-        "it is a member as before.",
+    "member_returned": EventKind(
+        meaning="A lost process has sent a heartbeat before a generation began without it: it is a member as before.",
         written_by="coordinator",
-        fields={"member": "its name", "term": "of the coordinator that says so"},
+        fields={"member": "its name", "term": "term of the reporting coordinator"},
     ),
     "standstill": EventKind(
-        meaning="In an epoch all members waited for each other, far longer than they usually do, and none got on: the "
-        "same members begin another one. A fault of the network or of ringweave; worth a report.",
+        meaning="In a generation all members waited for each other, far longer than usual, without progress. The next "
+        "generation begins with the same members. A fault of the network or of ringweave; worth a report.",
         written_by="coordinator",
-        fields={"term": "of the epoch", "number": "of the epoch in that term"},
+        fields={"term": "term of the generation", "number": "number of the generation in that term"},
     ),
     "group_formed": EventKind(
-        meaning="A process group was formed; its first rank says so for all.",
+        meaning="A process group was formed; its first rank reports for all.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -311,8 +314,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "nodes": "node names of the members, in the same order",
         },
     ),
-    "network_known": EventKind(
-        meaning="No cluster file was given, and the network between the nodes of a group is known by probing it.",
+    "network_measured": EventKind(
+        meaning="The network between the nodes of a group was measured by probing, as no cluster file was given.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -321,13 +324,13 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "switches": "names of the switches that were found",
             "rates": "link name -> measured bytes per second",
             "slow": "the slowest part in words, or null where nothing is slow",
-            "unsought": "what was not looked for in words, or null where everything was",
+            "not_searched": "parts of the network that were not searched for, in words, or null",
             "wall_s": "seconds that measuring took",
-            "age_s": "seconds since then: more than a minute where an earlier job's findings were taken",
+            "age_s": "seconds since then: more than a minute if an earlier job's measurements were taken",
         },
     ),
     "schedule_agreed": EventKind(
-        meaning="The ranks of a group compared what they will run, and it is the same on all; the first says so.",
+        meaning="The ranks of a group compared their schedules, which are equal; the first rank reports.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -357,7 +360,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "version": _PLAN_VERSION_FIELD,
             "rates": "link name -> measured bytes per second, for the links that differ from the cluster file",
             "bound_s_per_byte": "least time of any allreduce of the group, in seconds per byte of message",
-            "binding": "the cut or partition that says so, in words",
+            "binding": "cut or partition that sets the bound, in words",
         },
     ),
     "schedule_tuned": EventKind(
@@ -380,7 +383,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "rank": RANK_FIELD,
             "group": _GROUP_FIELD,
             "version": "number of the group's new plan",
-            "why": "what was noticed, in words",
+            "why": "observation, in words",
             "rates": "link name -> measured bytes per second, for the links that were found to have changed",
             "old_s": "expected seconds of the sizes in use as they ran before, at the rates of now",
             "new_s": "the same with the new plan, of the best of each size",
@@ -404,19 +407,19 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "training_prepared": EventKind(
-        meaning="A script called `ringweave.prepare`; rank 0 says so for all.",
+        meaning="A script called `ringweave.prepare`; rank 0 reports for all.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
-            "mode": "how the workers train together",
-            "asked": "the mode that the script asked for",
-            "reason": "why it is this mode, in words",
+            "mode": "mode in which the workers train",
+            "requested_mode": "mode that the script requested",
+            "reason": "reason for this mode, in words",
             "batch_samples": "samples of a train step over all ranks",
             "shares": "samples of each rank in the first batch",
         },
     ),
     "iterations_done": EventKind(
-        meaning="A script said how far it is (`ringweave.Iterations`); the last event of each node counts.",
+        meaning="A script reported its progress (`ringweave.Iterations`); the last event of each node counts.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -425,7 +428,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "shares_changed": EventKind(
-        meaning="Other shares of every batch, because speeds were measured; rank 0 says so for all.",
+        meaning="The shares of batches changed by measured speeds; rank 0 reports for all.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -436,7 +439,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "samples_accounted": EventKind(
-        meaning="An epoch is complete, and what all ranks were given was compared with what it consists of.",
+        meaning="An epoch of the data is complete; the samples given to all ranks were compared with its samples.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
@@ -481,19 +484,19 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "most_peers": "most workers that were connected at once",
             "train_steps": "samples pushed, in steps of synchronous training",
             "memory_bytes": "bytes of tensors held, and of memory that they are received into and sent from",
-            "wire": "ring -> calls answered, failures, and mean and longest seconds from a call to its answer",
+            "rpc": "ring -> calls answered, failures, and mean and longest seconds from a call to its answer",
         },
     ),
-    "params_led": EventKind(
-        meaning="Another parameter server leads from here on, or it leads with or without a standby from here on.",
+    "params_leader_changed": EventKind(
+        meaning="Another parameter server leads from here on, or the leader got or lost its standby.",
         written_by="server",
         fields={
             "node": _SERVER_NODE_FIELD,
             "server": "index of the server that leads: 0 or 1",
             "term": "counts leaders",
-            "claim": "number of this claim among all that were made",
-            "members": "servers that have all that was acknowledged",
-            "reason": "why it was claimed",
+            "record": "number of the leadership record",
+            "members": "servers that have every acknowledged push",
+            "reason": "reason of the record",
         },
     ),
     "params_saved": EventKind(
@@ -517,17 +520,17 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "text": "the error's text, naming the peer if known",
         },
     ),
-    "wire_refused": EventKind(
-        meaning="A server of the job turned somebody away, cut off a peer that broke the rules, or refused a message "
-        "whose sender stays connected. Every reason and host at once, after that at most every ten seconds.",
+    "rpc_refused": EventKind(
+        meaning="A server of the job refused a connection, cut off a peer that broke the rules, or refused a message "
+        "of a peer that stays connected. Each reason and host is reported at once, then at most every ten seconds.",
         written_by="server, coordinator, member of an elastic job",
         fields={
-            "service": "who refused: `ringweave://JOB/ROLE/NAME`",
-            "peer": "address and port of the one refused",
+            "service": "identity of the server: `ringweave://JOB/ROLE/NAME`",
+            "peer": "address and port of the refused peer",
             "reason": "`certificate`, `handshake`, `token`, `identity`, `job`, `role`, `message`, `deadline`, "
             "`connection` or `full`",
             "text": "the error's text",
-            "refusals": "how many this event stands for: itself and those since the last event of its reason and host",
+            "refusals": "refusals since the last event of this reason and host, this one included",
         },
     ),
     **FAULT_KINDS,

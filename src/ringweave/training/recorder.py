@@ -30,7 +30,7 @@ class Recorder:
                 "training_prepared",
                 rank=0,
                 mode=mode,
-                asked=options,
+                requested_mode=options,
                 reason=reason,
                 batch_samples=sum(shares),
                 shares=list(shares),
@@ -151,10 +151,10 @@ class ElasticRecorder:
 
     def _write_caught_up(self, commit: Commit, batch_number: int) -> None:
         names = ", ".join(commit.caught_up)
-        _LOGGER.info("reduction %d: worker %s is level, and has samples from then on", commit.number, names)
+        _LOGGER.info("reduction %d: worker %s has caught up, and has samples from then on", commit.number, names)
         if self._log:
             self._log.write(
-                "members_level", rank=0, reduction=commit.number, members=list(commit.caught_up), batch=batch_number
+                "members_caught_up", rank=0, reduction=commit.number, members=list(commit.caught_up), batch=batch_number
             )
 
     def _write_account(self, account: ElasticAccount) -> None:

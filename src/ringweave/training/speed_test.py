@@ -165,7 +165,7 @@ class SpeedTestParticipant:
 
         absent, waited_s = [0], 2 * self._timeout_s + _GRACE_S
         if self._wait_key(key, self._clock() + waited_s):
-            value, expected = self._store.get(key), "what rank 0 says of it"
+            value, expected = self._store.get(key), "the message of rank 0"
             absent, contents = peer_data.decode_peer_data(value, "speed test", read, expected=expected, where=key)
             if contents:
                 return contents[0]

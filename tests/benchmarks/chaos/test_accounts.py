@@ -93,7 +93,7 @@ def test_while_one_worker_goes_on_those_that_join_it_lose_nothing() -> None:
 def epoch(time: float, members: list[str], newcomers: list[str]) -> dict[str, Any]:
     return {
         "time": time,
-        "kind": "epoch_begun",
+        "kind": "generation_begun",
         "term": 1,
         "number": round(time),
         "members": members,
@@ -213,7 +213,7 @@ def test_an_elastic_job_that_goes_on_breaks_no_promise_and_its_figures_are_there
     assert found.broken == ()
     assert found.elastic is not None
     assert (found.elastic.stall_p50_s, found.elastic.stall_p95_s, found.elastic.stall_max_s) == (1.5, 1.5, 1.5)
-    assert (found.elastic.epoch_p50_s, found.elastic.steps_as_zombie, found.elastic.joins) == (0.5, 0, 0)
+    assert (found.elastic.generation_p50_s, found.elastic.steps_as_zombie, found.elastic.joins) == (0.5, 0, 0)
     assert found.elastic.never_back == ("at 9s kill worker 1",)
     assert found.to_document()["elastic"]["tolls"][0]["victims"] == (1,)
 

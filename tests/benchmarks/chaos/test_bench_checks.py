@@ -54,7 +54,7 @@ def test_parameters_that_are_alike(lab_jobs: ModuleType, tmp_path: Path) -> None
 
 
 def epoch(number: int, committed: int, *members: str) -> dict[str, Any]:
-    return {"kind": "epoch_begun", "term": 1, "number": number, "committed": committed, "members": list(members)}
+    return {"kind": "generation_begun", "term": 1, "number": number, "committed": committed, "members": list(members)}
 
 
 def test_one_bit_is_found(lab_jobs: ModuleType, tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ def test_an_elastic_job_without_members_and_books_is_found_and_another_one_needs
     elastic = replace(other, is_elastic=True)
     first, second = lab_jobs.missed(lab_jobs.summary(elastic, []))
     assert first.startswith("samples: no epoch of the data is complete")
-    assert second == "no epoch began: the job had no members"
+    assert second == "no generation began: the job had no members"
 
 
 def said(**other: Any) -> dict[str, Any]:
     none: dict[str, Any] = {"wrong": [], "broken": [], "never_began": [], "at_other_moments": []}
-    return {**none, "attempts": 1, "never_back": [], "put_out": 0, "each": [], **other}
+    return {**none, "attempts": 1, "never_back": [], "evicted": 0, "each": [], **other}
 
 
 def test_what_a_job_missed_is_said_and_is_the_exit_code(
@@ -172,7 +172,7 @@ def test_what_a_job_missed_is_said_and_is_the_exit_code(
 ) -> None:
     assert lab_jobs.missed(said(), are_back=True) == []
     worst = said(broken=["4 train steps were lost"], never_began=["at 3s kill worker 0"], attempts=2)
-    worst |= {"never_back": ["at 1s kill worker 1"], "put_out": 3, "wrong": ["parameters differ"]}
+    worst |= {"never_back": ["at 1s kill worker 1"], "evicted": 3, "wrong": ["parameters differ"]}
     worst |= {"at_other_moments": ["at 4s kill worker 0 during bucket 1: it died during commit"]}
     assert lab_jobs.missed(worst) == [
         "parameters differ",
@@ -183,7 +183,7 @@ def test_what_a_job_missed_is_said_and_is_the_exit_code(
     ]
     assert lab_jobs.missed(worst, are_back=True)[5:] == [
         "at 1s kill worker 1: the victim never came back",
-        "3 members were put out though no fault hit them",
+        "3 members were evicted though no fault hit them",
     ]
     assert lab_jobs.verdict([]) == 0
     assert lab_jobs.verdict(["4 train steps were lost"]) == 1

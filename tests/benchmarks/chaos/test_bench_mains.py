@@ -53,7 +53,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
         lost(BEGIN_S + BEFORE + 0.9, BEFORE + 1),
         watched(1, BEGIN_S + BACK - 2),
         epoch(BEGIN_S + BACK + 0.2, ["0.0", "1.1"], ["1.1"]),
-        {"time": BEGIN_S + BACK + 0.9, "kind": "members_level", "members": ["1.1"]},
+        {"time": BEGIN_S + BACK + 0.9, "kind": "members_caught_up", "members": ["1.1"]},
         {"time": BEGIN_S + STEPS + 0.5, "kind": "chaos_ended", "outcome": "stopped"},
     ]
     total, epochs = SampleAccount(), []
@@ -90,7 +90,7 @@ def epoch(time: float, who: list[str], newcomers: list[str]) -> dict[str, Any]:
     number = {"term": 1, "number": round(time * 10), "part": ""}
     return {
         "time": time,
-        "kind": "epoch_begun",
+        "kind": "generation_begun",
         **number,
         "committed": max(0, int(time - BEGIN_S)),
         "members": who,
@@ -126,7 +126,7 @@ def test_kills(
     assert (found["steps"], found["steps_lost"], found["samples_lost"], found["attempts"]) == (STEPS, 0, 128, 1)
     assert found["samples_counted"] == STEPS * 256 - 128
     assert found["checks_alike"] == 2 * STEPS - (BACK - BEFORE)
-    assert (found["stall_p95_s"], found["put_out"], found["never_back"]) == (0.0, 0, [])
+    assert (found["stall_p95_s"], found["evicted"], found["never_back"]) == (0.0, 0, [])
     assert (found["never_began"], code, "missed:" in said) == ([], 0, False)
     code, _ = judge(bench, monkeypatch, tmp_path, "--kills", "2", "--outside", "--seed", "5")
     said = capsys.readouterr().out
@@ -221,16 +221,16 @@ def test_joining(
     keep(tmp_path / "peers", "at 12s kill worker 1")
     code, found = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
     assert (code, "missed:" in capsys.readouterr().out) == (0, False)
-    assert [(each["newcomers"], each["stall_s"], each["level_s"]) for each in found["joins"]] == [(1, 0.0, 0.7)]
+    assert [(each["newcomers"], each["stall_s"], each["caught_up_s"]) for each in found["joins"]] == [(1, 0.0, 0.7)]
     code, _ = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "2")
     assert (code, "missed: 1 times workers joined, not 2\n" in capsys.readouterr().out) == (1, True)
     without_level(tmp_path / "peers" / "events.jsonl")
     code, _ = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
-    assert (code, "missed: join 1: the newcomer was never level\n" in capsys.readouterr().out) == (1, True)
+    assert (code, "missed: join 1: the newcomer never caught up\n" in capsys.readouterr().out) == (1, True)
 
 
 def without_level(events: Path) -> None:
-    kept = [line for line in events.read_text().splitlines() if "members_level" not in line]
+    kept = [line for line in events.read_text().splitlines() if "members_caught_up" not in line]
     events.write_text("".join(f"{line}\n" for line in kept))
 
 

@@ -24,7 +24,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 def said(**other: Any) -> dict[str, Any]:
     """Of a job that did all it had to."""
     none: dict[str, Any] = {"wrong": [], "broken": [], "never_began": [], "at_other_moments": []}
-    return {**none, "attempts": 1, "never_back": [], "put_out": 0, "begun": 1, "joins": [], **other}
+    return {**none, "attempts": 1, "never_back": [], "evicted": 0, "begun": 1, "joins": [], **other}
 
 
 BAD = {"wrong": ["parameters of 1.0 after step 3 are 4, not 3"], "broken": ["2 train steps were lost"], "attempts": 2}
@@ -33,7 +33,7 @@ WORDS = [*BAD["wrong"], *BAD["broken"], "the job was started 2 times"]
 
 
 def toll(line: str, **other: Any) -> FaultImpact:
-    usual = {"victims": (4,), "survivors": 7, "put_out": (), "stall_s": 1.9, "stall_median_s": 1.0, "epoch_s": 1.0}
+    usual = {"victims": (4,), "survivors": 7, "evicted": (), "stall_s": 1.9, "stall_median_s": 1.0, "generation_s": 1.0}
     return FaultImpact(**{"fault": line, **usual, "steps_as_zombie": 0, "back_s": 33.0, "watched_s": 60.0, **other})
 
 
@@ -66,7 +66,7 @@ def test_a_coordinators_node_that_is_cut_off_is_that_of_the_one_that_decides(
     bench: Callable[[str], ModuleType],
 ) -> None:
     standing = bench("standing")
-    epoch = {"kind": "epoch_begun", "term": 1, "number": 1, "part": ""}
+    epoch = {"kind": "generation_begun", "term": 1, "number": 1, "part": ""}
     cut = {"kind": "fault_begun", "fault": CUT, "target": "node a-0"}
     other = {"kind": "fault_begun", "fault": "at 70s cut a-5 for 30s", "target": "node a-5"}
     assert standing.strangers([epoch, cut, other]) == []
@@ -145,18 +145,18 @@ def test_servers_alone_apply_each_push_once_and_in_time(bench: Callable[[str], M
 
 
 def join(**other: Any) -> dict[str, Any]:
-    return {"newcomers": 1, "peers": 7, "stall_s": 0.4, "usual_s": 0.4, "lost_s": 0.1, "level_s": 3.0, **other}
+    return {"newcomers": 1, "peers": 7, "stall_s": 0.4, "usual_s": 0.4, "lost_s": 0.1, "caught_up_s": 3.0, **other}
 
 
 def test_newcomers_become_level_while_peers_go_on(bench: Callable[[str], ModuleType]) -> None:
     joining = bench("joining")
     assert joining.missed_by_peers(said(joins=[join(), join()]), 2) == []
     assert joining.missed_by_peers(said(joins=[join()], **BAD), 1) == WORDS
-    bad = [join(stall_s=0.44), join(level_s=None), join(usual_s=0.0)]
+    bad = [join(stall_s=0.44), join(caught_up_s=None), join(usual_s=0.0)]
     assert joining.missed_by_peers(said(joins=bad), 4) == [
         "3 times workers joined, not 4",
         "join 1: longest stall of a peer in steps: 1.1, the bar is 1",
-        "join 2: the newcomer was never level",
+        "join 2: the newcomer never caught up",
         "join 3: longest stall of a peer in steps: not known, the bar is 1",
     ]
     assert joining.missed_by_peers(said(), 0) == ["0 times workers joined, not 0"], "nothing was measured"

@@ -10,7 +10,14 @@ STARTED = {"kind": "run_started", "attempt": 1}
 
 
 def epoch(term: int, number: int, part: str = "") -> dict[str, Any]:
-    return {"kind": "epoch_begun", "term": term, "number": number, "part": part, "members": ["0.0"], "newcomers": []}
+    return {
+        "kind": "generation_begun",
+        "term": term,
+        "number": number,
+        "part": part,
+        "members": ["0.0"],
+        "newcomers": [],
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def test_coordinators_that_came_to_decide_are_counted() -> None:
 
 
 def test_the_server_that_leads_is_the_first_one_until_another_says_that_it_does() -> None:
-    started, led = {"kind": "server_started"}, {"kind": "params_led", "server": 1}
+    started, led = {"kind": "server_started"}, {"kind": "params_leader_changed", "server": 1}
     assert [job_history.track_leaders([started, led, started][:number]).server for number in range(4)] == [
         None,
         0,

@@ -19,7 +19,7 @@ def steps(rank: int, *times: float) -> list[dict[str, Any]]:
 
 def epoch(time: float, members: list[str], newcomers: list[str], term: int = 1) -> dict[str, Any]:
     who = {"term": term, "number": round(time * 10), "members": members, "newcomers": newcomers}
-    return {"time": time, "kind": "epoch_begun", **who}
+    return {"time": time, "kind": "generation_begun", **who}
 
 
 def fault(line: str, time: float) -> dict[str, Any]:
@@ -48,14 +48,14 @@ def test_a_survivors_stall_is_its_longest_step_less_the_usual_one() -> None:
     assert (toll.victims, toll.survivors, toll.steps_as_zombie) == ((1,), 2, 0)
     assert toll.stall_s == pytest.approx(1.2), "5 to 7.2, of which 1 is usual"
     assert toll.stall_median_s == pytest.approx(1.1)
-    assert toll.epoch_s == pytest.approx(0.5)
+    assert toll.generation_s == pytest.approx(0.5)
     assert toll.back_s == pytest.approx(7.0)
 
 
 def test_steps_that_a_newcomer_does_again_at_once_are_not_its_usual_ones() -> None:
     """Worker 1 is level after twenty steps of a hundredth; worker 0 is killed when it has done two of a second."""
     again = steps(1, *(11.3 + number / 100 for number in range(20)))
-    level = {"time": 11.5, "kind": "members_level", "members": ["1.1"]}
+    level = {"time": 11.5, "kind": "members_caught_up", "members": ["1.1"]}
     later = [fault("at 13.7s kill worker 0", 13.7), epoch(14.0, ["1.1", "2.0"], []), *steps(1, 15.5), *steps(2, 15.5)]
     toll = member_impacts.measure_fault_impacts(sorted([*killed(), *again, level, *later], key=_time))[-1]
     assert (toll.survivors, toll.stall_s, toll.stall_median_s) == (2, pytest.approx(1.0), pytest.approx(1.0))
@@ -73,14 +73,14 @@ def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it()
     assert joining.usual_s == pytest.approx(1.0)
     assert joining.stall_s == pytest.approx(0.6)
     assert joining.lost_s == pytest.approx(0.6)
-    assert joining.level_s is None
+    assert joining.caught_up_s is None
 
 
 def test_peers_are_watched_until_the_newcomer_is_level() -> None:
-    level = {"time": 16.0, "kind": "members_level", "rank": 0, "reduction": 14, "members": ["1.1"], "batch": 16}
+    level = {"time": 16.0, "kind": "members_caught_up", "rank": 0, "reduction": 14, "members": ["1.1"], "batch": 16}
     later = [*steps(0, 15.3, 16.5, 99.0), *steps(2, 14.6, 15.7, 99.0)]
     (joining,) = member_impacts.measure_join_impacts(sorted([*killed(), level, *later], key=_time))
-    assert joining.level_s == pytest.approx(4.9)
+    assert joining.caught_up_s == pytest.approx(4.9)
     assert joining.stall_s == pytest.approx(82.3), "the step after it is still looked at"
     (joining,) = member_impacts.measure_join_impacts(sorted([*killed(), level, *later[:2]], key=_time))
     assert joining.stall_s == pytest.approx(0.7)
@@ -126,7 +126,7 @@ def test_one_that_is_put_out_though_nothing_hit_it_is_told_and_its_stall_is_nobo
     """Worker 1 is killed at 5.5; worker 2 is no member any more at 6.5, before it has made a step without it."""
     more = [epoch(6.0, ["0.0", "2.0"], []), epoch(6.5, ["0.0"], []), *steps(0, 7.0, 8.0)]
     (toll,) = member_impacts.measure_fault_impacts(job(fault("at 5.5s kill worker 1", 5.5), *more))
-    assert (toll.put_out, toll.survivors) == ((2,), 1)
+    assert (toll.evicted, toll.survivors) == ((2,), 1)
     assert toll.stall_s == pytest.approx(1.0)
 
 
@@ -134,7 +134,7 @@ def test_one_that_makes_a_step_and_is_killed_before_all_is_settled_is_no_survivo
     both = [fault("at 5.5s kill worker 1", 5.5), fault("at 6.1s kill worker 2", 6.1)]
     more = [*steps(2, 6.0), epoch(6.5, ["0.0"], []), *steps(0, 7.0, 8.0)]
     first, second = member_impacts.measure_fault_impacts(job(*both, *more))
-    assert (first.survivors, first.put_out, second.survivors) == (1, (), 1)
+    assert (first.survivors, first.evicted, second.survivors) == (1, (), 1)
     assert first.stall_s == pytest.approx(1.0)
 
 
@@ -144,7 +144,7 @@ def test_a_newcomer_that_has_made_no_step_yet_is_not_the_process_that_it_replace
     more = [fault("at 7s kill worker 1", 7.0), epoch(7.5, ["0.0", "2.1"], []), *steps(2, 10.0, 11.0)]
     others = [*steps(0, 6.0, 7.9, 8.9, *range(10, 30)), *steps(1, 6.0)]
     (toll,) = member_impacts.measure_fault_impacts(job(*again, *more, *others))
-    assert (toll.survivors, toll.put_out, toll.stall_s) == (1, (), pytest.approx(0.9))
+    assert (toll.survivors, toll.evicted, toll.stall_s) == (1, (), pytest.approx(0.9))
 
 
 def test_who_hangs_is_not_excused_by_a_fault_long_after() -> None:
@@ -167,8 +167,8 @@ def test_members_of_other_rings_stay_members_when_one_ring_has_a_new_epoch() -> 
     made = [*steps(0, 1, 2, 3, 4, 5, 7, 8), *steps(1, 1, 2, 3, 4, 5), *steps(2, 1, 2, 3, 4, 5, 6, 7)]
     events = sorted([*begin, *rings, *made, fault("at 5.5s kill worker 1", 5.5)], key=_time)
     (toll,) = member_impacts.measure_fault_impacts(events)
-    assert toll.epoch_s == pytest.approx(0.5), "the epoch of the other ring is none without the victim"
-    assert (toll.survivors, toll.put_out, toll.stall_s) == (2, (), pytest.approx(1.0))
+    assert toll.generation_s == pytest.approx(0.5), "the epoch of the other ring is none without the victim"
+    assert (toll.survivors, toll.evicted, toll.stall_s) == (2, (), pytest.approx(1.0))
 
 
 def test_a_coordinator_is_replaced_when_another_one_forms_an_epoch() -> None:
@@ -203,14 +203,14 @@ def test_where_nobody_comes_or_goes_no_other_coordinator_is_seen_and_nobody_wait
 
 
 def test_a_server_is_replaced_when_another_one_leads() -> None:
-    led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
+    led = [{"time": time, "kind": "params_leader_changed", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
     others = [each for rank in range(3) for each in steps(rank, 7.5, 8.5)]
     (found,) = member_impacts.measure_takeover_impacts(job(fault("at 5.5s pause server for 3s", 5.5), *led, *others))
     assert (found.taken_over_s, found.survivors, found.stall_s) == (pytest.approx(1.5), 3, pytest.approx(1.5))
 
 
 def test_nobody_takes_over_from_a_standby_and_what_comes_much_later_is_of_another_fault() -> None:
-    led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
+    led = [{"time": time, "kind": "params_leader_changed", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
     happens = [fault("at 5.4s kill standby", 5.4), fault("at 5.5s kill server-standby", 5.5)]
     happens.append(fault("at 5.6s kill coordinator", 5.6))
     others = [each for rank in range(3) for each in steps(rank, *range(6, 40))]

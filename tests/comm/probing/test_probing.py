@@ -163,7 +163,7 @@ def test_findings_of_many_nodes_say_what_was_not_looked_for() -> None:
     found = measure._make_measurement(measure.group_hosts(ranks[0]), latencies, evidence, fit, 1.0, {})
     said = "switches were not looked for, as there are more than 64 nodes: all hang on one"
     assert f"\n\n{said}\n\n" in found.to_text()
-    assert (found.summary(0.0)["unsought"], found.summary(0.0)["switches"]) == (said, [])
+    assert (found.summary(0.0)["not_searched"], found.summary(0.0)["switches"]) == (said, [])
     assert measurement_from_json(found.to_json()) == found
     assert "switches were not" not in FOUND.to_text()
 

@@ -187,12 +187,12 @@ def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group],
     cause = TransferFailedError(3, "nothing for 9 s", hung=True)
     first = group.engine.fail(cause, "allreduce #1")
     threads[0].join(100)
-    assert group.board.reports == [CollectiveFailureReport(doing="allreduce #1", suspect=3, hung=True)]
+    assert group.board.reports == [CollectiveFailureReport(operation="allreduce #1", suspect=3, is_hung=True)]
     (second,) = later
     assert str(first) == "allreduce #1: nothing for 9 s"
     assert str(second) == "allreduce #2: this process group has failed before: allreduce #1: nothing for 9 s"
-    decree: Any = SimpleNamespace(members=("m0", "m1", "m2", "m3"))
-    assert [trainer_interface.suspected_members(error, decree) for error in (first, second)] == [["m3"], ["m3"]]
+    membership: Any = SimpleNamespace(members=("m0", "m1", "m2", "m3"))
+    assert [trainer_interface.suspected_members(error, membership) for error in (first, second)] == [["m3"], ["m3"]]
     failed = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
     assert [event["text"] for event in failed] == [str(first)]
 

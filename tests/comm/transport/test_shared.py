@@ -286,7 +286,7 @@ def test_frames_that_cannot_be_are_refused(pair: Node) -> None:
     for frame, text in (
         (b"\1", "a frame of 1 bytes came, expected 32"),
         (bytes([9] + [0] * 31), "a frame of kind 9 came"),
-        (bytes([3] + [0] * 7 + [5] + [0] * 23), "5 pieces read of 0 that were shown"),
+        (bytes([3] + [0] * 7 + [5] + [0] * 23), "5 pieces read of 0 that were sent"),
     ):
         connection.sock.send(frame)
         with pytest.raises(TransferFailedError, match=text):

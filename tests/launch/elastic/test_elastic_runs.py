@@ -70,7 +70,7 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(start, script) -> None:
     sums = {line.split()[-1] for line in run.stdout.splitlines() if "sum" in line}
     assert len(sums) == 1, "both end with the same parameters"
     assert (run.record["outcome"], run.record["elastic"]) == ("done", "1:2")
-    epochs = [event["members"] for event in events(run) if event["kind"] == "epoch_begun"]
+    epochs = [event["members"] for event in events(run) if event["kind"] == "generation_begun"]
     # Whoever stands still for long on a busy machine is put out, and replaced as well.
     assert (epochs[0], [each.partition(".")[0] for each in epochs[-1]]) == (["0.0", "1.0"], ["0", "1"])
     assert epochs[-1][1] != "1.0"

@@ -49,7 +49,7 @@ def test_members_whom_no_event_tells_of_go_on_when_one_is_killed(start, script) 
     wait_until(lambda: run.process.poll() is not None or starts_anew in run.stderr, "its end")
     assert starts_anew not in run.stderr
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    assert "epoch_begun" not in (run.run_dir / "events.jsonl").read_text()
+    assert "generation_begun" not in (run.run_dir / "events.jsonl").read_text()
     assert run.record["attempt"] == 1
     sums = {json.loads(line.partition(" ")[2])["sum"] for line in run.stdout.splitlines() if '"sum"' in line}
     assert len(sums) == 1, "the same parameters"

@@ -101,8 +101,8 @@ def test_a_mistake_that_all_meet_ends_the_run_at_once_with_its_traceback(start, 
     assert run.wait_ended() == 1
     assert "raised KeyError: 'label of the validation set'." in run.stderr
     assert 'raise KeyError("label of the validation set")' in run.stderr
-    assert max(len(event["members"]) for event in events(run, "epoch_begun")) == 3
-    names = {name for event in events(run, "epoch_begun") for name in event["members"]}
+    assert max(len(event["members"]) for event in events(run, "generation_begun")) == 3
+    names = {name for event in events(run, "generation_begun") for name in event["members"]}
     assert names == {"0.0", "1.0", "2.0"}, "nobody was started again to try it once more"
 
 

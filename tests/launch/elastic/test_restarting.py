@@ -6,7 +6,7 @@ from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.restarts import LEFT_EXIT_CODE, RunRestartPolicy, SlotExit, WorkerRestartPolicy
 
-FENCED = "ringweave.errors.MembershipError: this worker is no member any more: it was not heard of in time."
+FENCED = "ringweave.errors.MembershipError: this worker is no member any more: no heartbeat came in time."
 OVER = "ringweave.errors.MembershipError: job is over: all workers are done."
 
 

@@ -7,7 +7,7 @@ from ringweave.launcher.membership_history import EvictionWatcher, MembershipHis
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
-    return {"kind": "epoch_begun", "members": members, "newcomers": newcomers, "term": 1, "said_in": 1}
+    return {"kind": "generation_begun", "members": members, "newcomers": newcomers, "term": 1, "reported_in_term": 1}
 
 
 def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps() -> None:
@@ -17,7 +17,7 @@ def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps
         epoch(["0.0", "1.0"], ["0.0", "1.0"]),
         epoch(["0.0", "1.1"], ["1.1"]),
         epoch(["0.0", "1.2", "2.0"], ["1.2", "2.0"]),
-        {"kind": "members_level", "members": ["1.2"]},
+        {"kind": "members_caught_up", "members": ["1.2"]},
     ]
     found = read_past_members(events)
     assert found.members == {"0.0", "1.0", "1.1", "1.2", "2.0"}
@@ -85,18 +85,18 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
         return {"kind": "member_lost", "member": member, "reason": reason, "term": term}
 
     def back(member: str, term: int = 1) -> dict[str, Any]:
-        return {"kind": "member_back", "member": member, "term": term}
+        return {"kind": "member_returned", "member": member, "term": term}
 
     add(lost("7.0", "of an attempt before"))
     found = EvictionWatcher(path)
     assert found.evicted_members() == set()
     add(lost("0.0", "its heartbeats stay away"), lost("1.0", "it has finished"), lost("2.0", "it has left"))
     assert found.evicted_members() == {"0.0"}
-    add(lost("4.0", "it was not heard of in time"), back("4.0"))
+    add(lost("4.0", "no heartbeat came in time"), back("4.0"))
     assert found.evicted_members() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
     assert found.evicted_members() == {"3.0"}
-    add(epoch(["0.0", "1.0"], []) | {"said_in": 2}, lost("1.0", "its heartbeats stay away"))
+    add(epoch(["0.0", "1.0"], []) | {"reported_in_term": 2}, lost("1.0", "its heartbeats stay away"))
     assert found.evicted_members() == {"3.0"}, (
         "the coordinator of term 1 was cut off; in its last epoch all go on with another one"
     )

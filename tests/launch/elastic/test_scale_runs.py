@@ -107,7 +107,7 @@ def sums(run) -> dict[int, dict[str, str]]:
 
 
 def has_members(run, slots: list[str]) -> bool:
-    epochs = events(run, "epoch_begun")
+    epochs = events(run, "generation_begun")
     return bool(epochs) and [each.partition(".")[0] for each in epochs[-1]["members"]] == slots
 
 
@@ -127,7 +127,7 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     assert sorted(by_step) == list(range(1, len(by_step) + 1)), "every step was done"
     assert all({"0", "1"} <= ranks.keys() and len(set(ranks.values())) == 1 for ranks in by_step.values())
     assert {rank for ranks in by_step.values() for rank in ranks} == {"0", "1", "2", "3"}
-    epochs = [[each.partition(".")[0] for each in event["members"]] for event in events(run, "epoch_begun")]
+    epochs = [[each.partition(".")[0] for each in event["members"]] for event in events(run, "generation_begun")]
     assert ["0", "1", "2", "3"] in epochs
     assert (epochs[0], epochs[-1]) == (["0", "1"], ["0", "1"])
     accounts = events(run, "samples_accounted")
@@ -150,7 +150,7 @@ def test_what_a_run_cannot_have_is_refused_and_changes_nothing(start, script) ->
     assert json.loads(asked.stdout)["error"].startswith("--workers: 3, expected 1 to 2 (--elastic 1:2).")
     assert scale(run, 0).stderr.startswith("ringweave: error: --workers: 0, expected 1 to 2 (--elastic 1:2).")
     assert not run.run_dir.joinpath("scale.json").exists()
-    assert [event["refused"] != "" for event in events(run, "workers_asked")] == [True, True]
+    assert [event["refused"] != "" for event in events(run, "workers_scaled")] == [True, True]
     assert list(run.pids()) == [0]
 
 

@@ -26,7 +26,7 @@ LIMITS = ScaleLimits(
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
     """Of an elastic run that is under way."""
     found = RunDir(root=tmp_path)
-    found.run_json.write_text(json.dumps({"elastic": "2:6"}))
+    found.run_json.write_text(json.dumps({"format": 2, "elastic": "2:6"}))
     with launcher_run_dir.hold_run_dir(found):
         yield found
 
@@ -124,7 +124,7 @@ def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run directory: .*, expected one with a run\.json\. Give the directory that"):
         supervise.request_workers(run_dir, 3)
     run_dir.root.mkdir()
-    record: dict[str, Any] = {"elastic": None}
+    record: dict[str, Any] = {"format": 2, "elastic": None}
     run_dir.run_json.write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"which is over', expected a current run\. Start it again"):
         supervise.request_workers(run_dir, 3)

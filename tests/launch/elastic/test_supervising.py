@@ -390,7 +390,7 @@ def test_before_the_first_epoch_and_at_the_end_workers_neither_come_nor_go() -> 
     desk = Asked(workers, 1, (10.0, 2))
     supervise(workers, 2, desk=desk, members=frozenset())
     assert len(desk.refused) == 1
-    assert "expected workers that have called ringweave.prepare. Wait until the event epoch_begun" in desk.refused[0]
+    assert "expected workers that have called ringweave.prepare. Wait for the event generation_begun" in desk.refused[0]
     workers = Workers(2, [(10.0, 0, None), (60.0, 1, None)])
     desk = Asked(workers, 2, (20.0, 3))
     supervise(workers, 3, desk=desk)

@@ -93,9 +93,11 @@ def death(said: str, *, signal_name: str | None = None, time_s: float = 1.0, ran
     )
 
 
-def error(reason: str, *, is_end: bool, heir: str = "") -> str:
+def error(reason: str, *, is_end: bool, final_checkpoint_owner: str = "") -> str:
     """As the log of a worker has it."""
-    found = trainer_interface.stop_error(StopTraining(reason=reason, is_end=is_end, heir=heir))
+    found = trainer_interface.stop_error(
+        StopTraining(reason=reason, is_end=is_end, final_checkpoint_owner=final_checkpoint_owner)
+    )
     return f"ringweave.errors.{type(found).__name__}: {found}"
 
 
@@ -104,13 +106,13 @@ def error(reason: str, *, is_end: bool, heir: str = "") -> str:
     [
         (error("all workers are done", is_end=True), GroupPhase.SUCCEEDED, None),
         (error("no worker is left that has the parameters", is_end=True), GroupPhase.INTERRUPTED, EndCause.PEER),
-        (error("workers left: 2", is_end=True, heir="0.0"), GroupPhase.INTERRUPTED, EndCause.PEER),
+        (error("workers left: 2", is_end=True, final_checkpoint_owner="0.0"), GroupPhase.INTERRUPTED, EndCause.PEER),
         (
             error(f"no coordinator within {COORDINATOR_SEARCH_S:g} s: refused", is_end=False),
             GroupPhase.INTERRUPTED,
             EndCause.PEER,
         ),
-        (error("it was not heard of in time", is_end=False), GroupPhase.FAILED, EndCause.PLATFORM),
+        (error("no heartbeat came in time", is_end=False), GroupPhase.FAILED, EndCause.PLATFORM),
         ("ValueError: no", GroupPhase.FAILED, EndCause.PROGRAM),
         ("ConnectionResetError: peer", GroupPhase.INTERRUPTED, EndCause.PEER),
     ],

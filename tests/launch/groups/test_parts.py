@@ -193,7 +193,7 @@ def test_what_deaths_come_to(deaths: list[WorkerFailure], phase: GroupPhase, cau
 
 
 def epoch(number: int, *members: str, term: int = 1) -> dict[str, object]:
-    return {"kind": "epoch_begun", "term": term, "number": number, "members": list(members), "part": ""}
+    return {"kind": "generation_begun", "term": term, "number": number, "members": list(members), "part": ""}
 
 
 def lost(member: str, reason: str = "no heartbeat") -> dict[str, object]:
@@ -201,7 +201,7 @@ def lost(member: str, reason: str = "no heartbeat") -> dict[str, object]:
 
 
 def back(member: str) -> dict[str, object]:
-    return {"kind": "member_back", "member": member, "term": 1}
+    return {"kind": "member_returned", "member": member, "term": 1}
 
 
 FINISHED = "it has finished"

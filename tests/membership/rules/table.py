@@ -41,11 +41,11 @@ class Table:
         assert self.coordinator.membership is not None
         return self.coordinator.membership
 
-    def report_status(self, *standings: MemberStatus) -> None:
-        for standing in standings:
-            proposal = self.coordinator.directive_for(standing.member).proposal
+    def report_status(self, *statuses: MemberStatus) -> None:
+        for status in statuses:
+            proposal = self.coordinator.directive_for(status.member).proposal
             if proposal is not None:
-                self.coordinator.report_status(proposal.ballot, standing, self.now_s)
+                self.coordinator.report_status(proposal.generation_id, status, self.now_s)
 
     def pass_time(self, seconds: float, *beating: str) -> None:
         for _ in range(round(seconds / 0.1)):

@@ -45,11 +45,11 @@ def test_a_death_is_an_urgent_proposal_to_those_who_are_left() -> None:
     order = table.coordinator.directive_for("0.0")
     assert order.proposal is not None
     assert order.proposal.is_urgent
-    assert order.decree == first
-    table.report_status(holder("0.0", at_border=False), holder("2.0", at_border=False, is_prepared=True))
+    assert order.membership == first
+    table.report_status(holder("0.0", at_step_boundary=False), holder("2.0", at_step_boundary=False, is_prepared=True))
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("0.0", "2.0")
-    assert table.coordinator.directive_for("1.0").is_out
+    assert table.coordinator.directive_for("1.0").is_evicted
 
 
 def test_a_newcomer_waits_for_the_border_of_all_others() -> None:
@@ -57,7 +57,7 @@ def test_a_newcomer_waits_for_the_border_of_all_others() -> None:
     table.begin("0.0", "1.0")
     table.coordinator.note_process_exit("1.0", 0.5)
     table.coordinator.join("1.1", 1.0)
-    table.report_status(holder("0.0", at_border=False), MemberStatus(member="1.1"))
+    table.report_status(holder("0.0", at_step_boundary=False), MemberStatus(member="1.1"))
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("0.0",), "in the midst of a step"
     proposal = table.coordinator.directive_for("0.0").proposal
@@ -104,7 +104,7 @@ def test_who_finishes_before_the_others_is_waited_for_no_longer() -> None:
     table.begin("0.0", "1.0")
     table.coordinator.request_leave(holder("1.0"), 0.0, is_finished=True)
     table.pass_time(3.5, "0.0")
-    table.report_status(holder("0.0", at_border=False))
+    table.report_status(holder("0.0", at_step_boundary=False))
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("0.0",)
 
@@ -115,10 +115,10 @@ def test_what_one_has_taken_over_counts_even_if_it_has_finished_however_few_are_
     table.begin("0.0", "1.0", "2.0")
     table.coordinator.request_leave(holder("2.0", committed=6), 1.0, is_finished=True)
     table.coordinator.note_process_exit("1.0", 0.5)
-    own = holder("0.0", is_prepared=True, at_border=False)
+    own = holder("0.0", is_prepared=True, at_step_boundary=False)
     table.report_status(own)
     assert table.coordinator.membership is not None
-    assert resolve_reduction(own, table.coordinator.membership) == "take"
+    assert resolve_reduction(own, table.coordinator.membership) == "commit"
 
 
 def test_who_comes_when_the_others_are_through_hears_so() -> None:
@@ -138,7 +138,7 @@ def test_whoever_is_started_again_was_not_through() -> None:
     table.coordinator.join("1.1", 1.0)
     assert not table.coordinator.has_finished
     assert table.coordinator.directive_for("0.0").proposal is not None, "it waits for a gradient that never comes"
-    table.report_status(holder("0.0", at_border=False), MemberStatus(member="1.1"))
+    table.report_status(holder("0.0", at_step_boundary=False), MemberStatus(member="1.1"))
     table.report_status(holder("0.0"), MemberStatus(member="1.1"))
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("0.0", "1.1")
@@ -190,13 +190,13 @@ def test_who_is_missed_after_its_slot_was_given_to_another_is_not_silent() -> No
 
 def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
     table = Table(3)
-    decree = table.begin("0.0", "1.0", "2.0")
+    membership = table.begin("0.0", "1.0", "2.0")
     for _ in range(3):
-        table.coordinator.report_failure("0.0", decree.ballot, ["2.0"], 1.0)
+        table.coordinator.report_failure("0.0", membership.generation_id, ["2.0"], 1.0)
         table.report_status(*(holder(member, committed=0) for member in ("0.0", "1.0", "2.0")))
         assert table.coordinator.membership is not None
-        decree = table.coordinator.membership
-    assert decree.members == ("0.0", "1.0")
+        membership = table.coordinator.membership
+    assert membership.members == ("0.0", "1.0")
     assert table.coordinator.directive_for("2.0").reason == "the others cannot reach it"
 
 
@@ -218,15 +218,15 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
     for slot, name in enumerate(names):
         proposal = table.coordinator.directive_for(name).proposal
         assert proposal is not None
-        standing = holder(
+        status = holder(
             name,
             committed=6 - slot % 2,
             is_prepared=slot % 2 == 1,
             note="n" * 700,
             layout="l" * 50000,
         )
-        table.coordinator.report_status(proposal.ballot, standing, 0.0)
-    told = WatchUpdate(serial=1, is_active=True, order=table.coordinator.directive_for("0.0"))
+        table.coordinator.report_status(proposal.generation_id, status, 0.0)
+    told = WatchUpdate(revision=1, is_active=True, directive=table.coordinator.directive_for("0.0"))
     assert len(told.model_dump_json()) < rpc.RpcLimits().max_body_bytes
 
 
@@ -242,7 +242,7 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
     ],
 )
 def test_at_most_one_part_goes_on(here: str, silent: str, expected: bool) -> None:
-    before = Membership(ballot=(1, 1), standings=tuple(holder(f"{slot}.0") for slot in sorted({*here, *silent})))
+    before = Membership(generation_id=(1, 1), statuses=tuple(holder(f"{slot}.0") for slot in sorted({*here, *silent})))
     found = membership_records.outnumbers_silent(
         before.members, [holder(f"{slot}.0") for slot in here], [f"{slot}.0" for slot in silent]
     )
@@ -251,32 +251,38 @@ def test_at_most_one_part_goes_on(here: str, silent: str, expected: bool) -> Non
 
 def test_a_follower_obeys_nobody_who_knows_less_than_it_has_promised() -> None:
     follower = MemberRules("0.0")
-    proposal = GenerationProposal(ballot=(1, 2), is_urgent=True)
-    assert follower.apply_directive(MemberDirective(ballot=(1, 2), proposal=proposal)) == [
-        PauseTraining(ballot=(1, 2), is_urgent=True)
+    proposal = GenerationProposal(generation_id=(1, 2), is_urgent=True)
+    assert follower.apply_directive(MemberDirective(generation_id=(1, 2), proposal=proposal)) == [
+        PauseTraining(generation_id=(1, 2), is_urgent=True)
     ]
-    assert follower.apply_directive(MemberDirective(ballot=(1, 2), proposal=proposal)) == [], "once"
-    decree = Membership(ballot=(1, 2), standings=(holder("0.0"),))
-    old = Membership(ballot=(1, 1), standings=(holder("0.0"),))
-    assert follower.apply_directive(MemberDirective(ballot=(1, 1), decree=old)) == []
-    assert follower.apply_directive(MemberDirective(ballot=(1, 2), decree=decree)) == [BeginGeneration(decree=decree)]
+    assert follower.apply_directive(MemberDirective(generation_id=(1, 2), proposal=proposal)) == [], "once"
+    membership = Membership(generation_id=(1, 2), statuses=(holder("0.0"),))
+    old = Membership(generation_id=(1, 1), statuses=(holder("0.0"),))
+    assert follower.apply_directive(MemberDirective(generation_id=(1, 1), membership=old)) == []
+    assert follower.apply_directive(MemberDirective(generation_id=(1, 2), membership=membership)) == [
+        BeginGeneration(membership=membership)
+    ]
     follower.forget_coordinator()
-    assert follower.apply_directive(MemberDirective(ballot=(1, 9), is_out=True, reason="late")) == []
-    assert follower.apply_directive(MemberDirective(ballot=(2, 1), is_out=True, reason="gone")) == [
+    assert follower.apply_directive(MemberDirective(generation_id=(1, 9), is_evicted=True, reason="late")) == []
+    assert follower.apply_directive(MemberDirective(generation_id=(2, 1), is_evicted=True, reason="gone")) == [
         StopTraining(reason="gone", is_end=False)
     ]
-    assert follower.apply_directive(MemberDirective(ballot=(9, 9), decree=decree)) == [], "out for good"
+    assert follower.apply_directive(MemberDirective(generation_id=(9, 9), membership=membership)) == [], "out for good"
 
 
 def test_a_newcomer_begins_what_it_stood_for_though_its_connection_broke_meanwhile() -> None:
     follower = MemberRules("0.0")
-    follower.apply_directive(MemberDirective(ballot=(1, 1), proposal=GenerationProposal(ballot=(1, 1), is_urgent=True)))
+    follower.apply_directive(
+        MemberDirective(generation_id=(1, 1), proposal=GenerationProposal(generation_id=(1, 1), is_urgent=True))
+    )
     follower.forget_coordinator()
-    decree = Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
-    assert follower.apply_directive(MemberDirective(ballot=(1, 1), decree=decree)) == [BeginGeneration(decree=decree)]
+    membership = Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
+    assert follower.apply_directive(MemberDirective(generation_id=(1, 1), membership=membership)) == [
+        BeginGeneration(membership=membership)
+    ]
     follower.forget_coordinator()
-    again = Membership(ballot=(1, 2), standings=decree.standings)
-    assert follower.apply_directive(MemberDirective(ballot=(2, 1), decree=again)) == [], (
+    again = Membership(generation_id=(1, 2), statuses=membership.statuses)
+    assert follower.apply_directive(MemberDirective(generation_id=(2, 1), membership=again)) == [], (
         "who has been in one may have gone on since"
     )
 
@@ -290,7 +296,7 @@ def table_with_an_epoch_of_two(*, committed: int) -> Table:
     table.report_status(holder("1.0"), holder("2.0"))
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("1.0", "2.0")
-    assert table.coordinator.membership.forerunners == (("0.0", "1.0", "2.0"),)
+    assert table.coordinator.membership.unconfirmed_predecessors == (("0.0", "1.0", "2.0"),)
     table.pass_time(12.0, "1.0")
     table.report_status(holder("1.0", committed=committed))
     return table
@@ -311,7 +317,7 @@ def test_once_an_epoch_is_known_to_be_met_nobody_can_go_on_from_those_before() -
     table = table_with_an_epoch_of_two(committed=6)
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("1.0",), "a step was done in it, for which both were there"
-    assert table.coordinator.membership.forerunners == (("1.0", "2.0"),)
+    assert table.coordinator.membership.unconfirmed_predecessors == (("1.0", "2.0"),)
 
 
 def test_who_leaves_with_an_epoch_counts_on_neither_side() -> None:
@@ -322,47 +328,50 @@ def test_who_leaves_with_an_epoch_counts_on_neither_side() -> None:
         table.coordinator.request_leave(holder(each), table.now_s, is_finished=False)
     table.report_status(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True), holder("2.0"))
     assert table.coordinator.membership is not None
-    assert (table.coordinator.membership.members, table.coordinator.membership.forerunners) == (("2.0",), ())
+    assert (table.coordinator.membership.members, table.coordinator.membership.unconfirmed_predecessors) == (
+        ("2.0",),
+        (),
+    )
 
 
 def test_a_newcomer_that_goes_to_another_coordinator_obeys_it_though_its_term_is_an_earlier_one() -> None:
     """The first had to raise its term for a single member that came back, and was left by most before."""
     follower = MemberRules("2.1")
     follower.apply_directive(
-        MemberDirective(ballot=(3, 5), proposal=GenerationProposal(ballot=(3, 5), is_urgent=False))
+        MemberDirective(generation_id=(3, 5), proposal=GenerationProposal(generation_id=(3, 5), is_urgent=False))
     )
     follower.forget_coordinator()
-    proposal = GenerationProposal(ballot=(2, 7), is_urgent=False)
-    assert follower.apply_directive(MemberDirective(ballot=(2, 7), proposal=proposal)) == [
-        PauseTraining(ballot=(2, 7), is_urgent=False)
+    proposal = GenerationProposal(generation_id=(2, 7), is_urgent=False)
+    assert follower.apply_directive(MemberDirective(generation_id=(2, 7), proposal=proposal)) == [
+        PauseTraining(generation_id=(2, 7), is_urgent=False)
     ]
-    decree = Membership(ballot=(3, 5), standings=(holder("0.0"), MemberStatus(member="2.1")))
-    assert follower.apply_directive(MemberDirective(ballot=(3, 5), decree=decree)) == [], (
+    membership = Membership(generation_id=(3, 5), statuses=(holder("0.0"), MemberStatus(member="2.1")))
+    assert follower.apply_directive(MemberDirective(generation_id=(3, 5), membership=membership)) == [], (
         "it stood for something else since"
     )
 
 
 def test_a_result_that_one_has_taken_over_is_taken_over_by_all() -> None:
-    ahead, behind = holder("0.0", committed=6), holder("1.0", is_prepared=True, at_border=False)
-    decree = Membership(ballot=(1, 2), standings=(ahead, behind))
-    assert resolve_reduction(behind, decree) == "take"
-    assert resolve_reduction(ahead, decree) == "nothing"
+    ahead, behind = holder("0.0", committed=6), holder("1.0", is_prepared=True, at_step_boundary=False)
+    membership = Membership(generation_id=(1, 2), statuses=(ahead, behind))
+    assert resolve_reduction(behind, membership) == "commit"
+    assert resolve_reduction(ahead, membership) == "nothing"
 
 
 def test_a_result_that_all_who_are_left_have_counts_for_one_who_is_gone_may_have_taken_it_over() -> None:
-    whole = [holder(f"{slot}.0", is_prepared=True, at_border=False) for slot in range(2)]
-    follower = MemberStatus(member="2.0", is_following=True, committed=5, is_prepared=True)
+    whole = [holder(f"{slot}.0", is_prepared=True, at_step_boundary=False) for slot in range(2)]
+    follower = MemberStatus(member="2.0", is_recovering=True, committed=5, is_prepared=True)
     newcomer = MemberStatus(member="3.0")
-    decree = Membership(ballot=(1, 2), standings=(*whole, follower, newcomer))
-    assert decree.last_committed == 6
-    assert [resolve_reduction(each, decree) for each in (*whole, follower, newcomer)] == [
-        "take",
-        "take",
-        "take",
+    membership = Membership(generation_id=(1, 2), statuses=(*whole, follower, newcomer))
+    assert membership.last_committed == 6
+    assert [resolve_reduction(each, membership) for each in (*whole, follower, newcomer)] == [
+        "commit",
+        "commit",
+        "commit",
         "nothing",
     ]
     for lacks in (replace(whole[1], is_prepared=False), replace(follower, is_prepared=False)):
-        others = [lacks if each.member == lacks.member else each for each in decree.standings]
-        other = replace(decree, standings=tuple(others))
+        others = [lacks if each.member == lacks.member else each for each in membership.statuses]
+        other = replace(membership, statuses=tuple(others))
         assert other.last_committed == 5, "nobody can have it"
-        assert resolve_reduction(whole[0], other) == "again"
+        assert resolve_reduction(whole[0], other) == "repeat"

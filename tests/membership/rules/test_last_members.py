@@ -37,7 +37,7 @@ def test_what_is_kept_elsewhere_waits_for_somebody_for_a_while_and_not_beside_me
     table.pass_time(10.0, "2.0")
     assert (table.coordinator.end_reason, table.coordinator.present) == ("", ()), "others go on with the job"
     order = table.coordinator.directive_for("2.0")
-    assert (order.is_out, order.is_end) == (True, False), "it may come anew"
+    assert (order.is_evicted, order.is_end) == (True, False), "it may come anew"
     assert order.reason == "most of the workers do not answer, and no other came within 40 s"
 
 
@@ -76,16 +76,16 @@ def test_too_few_wait_for_others_and_then_end() -> None:
     table.report_status(holder("0.0"))
     table.pass_time(21.0, "0.0")
     assert table.coordinator.end_reason == "workers left: 1, expected at least 2, and no other came within 20 s"
-    assert table.coordinator.directive_for("0.0").heir == "0.0"
+    assert table.coordinator.directive_for("0.0").final_checkpoint_owner == "0.0"
     assert MemberRules("0.0").apply_directive(table.coordinator.directive_for("0.0")) == [
-        StopTraining(reason=table.coordinator.end_reason, is_end=True, heir="0.0")
+        StopTraining(reason=table.coordinator.end_reason, is_end=True, final_checkpoint_owner="0.0")
     ]
 
 
 def test_others_are_waited_for_from_when_they_are_missed_whatever_was_waited_for_before() -> None:
     table = Table(3, least=3)
-    decree = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.report_failure("0.0", decree.ballot, [], table.now_s)
+    membership = table.begin("0.0", "1.0", "2.0")
+    table.coordinator.report_failure("0.0", membership.generation_id, [], table.now_s)
     table.report_status(holder("0.0"), holder("1.0"))
     table.pass_time(15.0, "0.0", "1.0", "2.0")
     table.coordinator.note_process_exit("2.0", table.now_s)
@@ -111,10 +111,12 @@ def test_of_those_who_are_too_few_the_one_that_is_furthest_saves_the_state() -> 
     table.begin("0.0", "1.0", "2.0", "3.0")
     table.coordinator.note_process_exit("2.0", 0.0)
     table.coordinator.note_process_exit("3.0", 0.0)
-    table.report_status(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
-    assert table.coordinator.directive_for("0.0").heir == "", "as long as others may come"
+    table.report_status(holder("0.0", is_prepared=True, at_step_boundary=False), holder("1.0", committed=6))
+    assert table.coordinator.directive_for("0.0").final_checkpoint_owner == "", "as long as others may come"
     table.pass_time(21.0, "0.0", "1.0")
-    assert [table.coordinator.directive_for(member).heir for member in ("0.0", "1.0", "2.1")] == ["1.0"] * 3
+    assert [table.coordinator.directive_for(member).final_checkpoint_owner for member in ("0.0", "1.0", "2.1")] == [
+        "1.0"
+    ] * 3
 
 
 def test_the_last_that_leaves_saves_the_state() -> None:
@@ -123,7 +125,7 @@ def test_the_last_that_leaves_saves_the_state() -> None:
     for member in ("0.0", "1.0"):
         table.coordinator.request_leave(holder(member, is_leaving=True), 0.0, is_finished=False)
     table.report_status(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True))
-    assert (table.coordinator.end_reason, table.coordinator.directive_for("1.0").heir) == (
+    assert (table.coordinator.end_reason, table.coordinator.directive_for("1.0").final_checkpoint_owner) == (
         "all workers have left",
         "0.0",
     )
@@ -134,7 +136,7 @@ def too_few() -> Table:
     table = Table(3, least=3)
     table.begin("0.0", "1.0", "2.0")
     table.coordinator.note_process_exit("2.0", 0.0)
-    table.report_status(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
+    table.report_status(holder("0.0", is_prepared=True, at_step_boundary=False), holder("1.0", committed=6))
     return table
 
 
@@ -143,7 +145,7 @@ def test_all_may_leave_while_they_wait_for_others_and_one_of_them_saves_the_stat
     table.coordinator.request_leave(holder("1.0", committed=6, is_leaving=True), 1.0, is_finished=False)
     assert table.coordinator.end_reason == "", "one stays"
     table.coordinator.request_leave(holder("0.0", is_leaving=True), 1.0, is_finished=False)
-    assert (table.coordinator.end_reason, table.coordinator.directive_for("0.0").heir) == (
+    assert (table.coordinator.end_reason, table.coordinator.directive_for("0.0").final_checkpoint_owner) == (
         "all workers have left",
         "1.0",
     )
@@ -167,7 +169,7 @@ def test_when_one_leaves_and_the_others_are_too_few_they_wait_and_then_one_saves
     table = left_by_one()
     table.pass_time(21.0, "0.0", "1.0")
     assert table.coordinator.end_reason == "workers left: 2, expected at least 3, and no other came within 20 s"
-    assert table.coordinator.directive_for("0.0").heir == "0.0"
+    assert table.coordinator.directive_for("0.0").final_checkpoint_owner == "0.0"
 
 
 def test_when_one_leaves_and_another_comes_in_time_they_go_on() -> None:
@@ -205,7 +207,7 @@ def test_the_last_that_has_the_state_goes_when_another_one_has_it() -> None:
     table.report_status(holder("0.0", is_leaving=True), MemberStatus(member="1.0"))
     assert table.coordinator.membership is not None
     assert table.coordinator.membership.members == ("0.0", "1.0"), "the newcomer reads it first"
-    assert not table.coordinator.directive_for("0.0").is_out
+    assert not table.coordinator.directive_for("0.0").is_evicted
     table.report_status(holder("0.0", committed=9, is_leaving=True), holder("1.0", committed=9))
     assert table.coordinator.directive_for("0.0").reason == "it has left"
     assert table.coordinator.membership.state_owners == ("1.0",)
@@ -277,7 +279,7 @@ def missed() -> Table:
     """One of two that have the state is not heard of, the other one may not go on without it, and dies."""
     table = Table(2)
     first = table.begin("0.0", "1.0")
-    table.coordinator.report_failure("0.0", first.ballot, [], table.now_s)
+    table.coordinator.report_failure("0.0", first.generation_id, [], table.now_s)
     table.report_status(holder("0.0"), holder("1.0"))
     table.pass_time(3.0, "0.0", "1.0")
     table.pass_time(1.5, "1.0")

@@ -36,12 +36,12 @@ def test_what_the_greater_part_has_done_is_not_lost_whoever_came_back_to_its_coo
         world.rejoin(world.members[name])
     go_on(world, 150, is_cut=True)
     greater = [world.members[name] for name in ("0.0", "1.0")]
-    before = min(each.standing.committed for each in greater)
-    assert before > world.members["2.0"].standing.committed + 10, "it goes on with the standby"
+    before = min(each.status.committed for each in greater)
+    assert before > world.members["2.0"].status.committed + 10, "it goes on with the standby"
     world.cut.clear()
     go_on(world, 100)
     assert [each.reason for each in greater] == ["", ""]
-    assert min(each.standing.committed for each in greater) > before + 10
+    assert min(each.status.committed for each in greater) > before + 10
     assert world.members["2.0"].follower.is_stopped
 
 
@@ -49,15 +49,15 @@ def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard
     world = World(5)
     go_on(world, 30)
     first, *others, late = world.members.values()
-    while not all(each.standing.at_border for each in world.members.values()):
+    while not all(each.status.at_step_boundary for each in world.members.values()):
         for each in world.members.values():
-            if not each.standing.at_border:
+            if not each.status.at_step_boundary:
                 world.work(each)
     for each in (first, *others, late):
         world.work(each)
     for each in (first, *others):
         world.work(each)
-    assert [each.standing.is_prepared for each in (first, *others, late)] == [True] * 4 + [False]
+    assert [each.status.is_prepared for each in (first, *others, late)] == [True] * 4 + [False]
     late.is_paused, before = True, world.coordinators[0].membership
     while world.coordinators[0].membership == before:
         deliver(world)
@@ -74,7 +74,7 @@ def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard
     late.is_stuck = False
     go_on(world, 100)
     assert {each.name for each in world.members.values() if each.can_act} == {each.name for each in (*others, late)}
-    assert min(each.standing.committed for each in others) > first.standing.committed + 10
+    assert min(each.status.committed for each in others) > first.status.committed + 10
 
 
 @pytest.mark.parametrize("is_mute", [False, True], ids=["both ways", "deaf"])
@@ -91,12 +91,12 @@ def test_who_was_not_heard_of_by_a_coordinator_that_was_itself_cut_off_comes_bac
     assert len(world.coordinators[0].present) == 1, "it has missed them"
     for name in still:
         world.kill(world.members[name])
-    before = max(each.standing.committed for each in others)
+    before = max(each.status.committed for each in others)
     world.mend()
     go_on(world, 60)
     there = [each for each in world.members.values() if each.name not in still]
     assert [each.reason for each in there] == [""] * len(there)
-    assert min(each.standing.committed for each in there) > before + 10
+    assert min(each.status.committed for each in there) > before + 10
 
 
 def deliver(world: World) -> None:

@@ -6,7 +6,7 @@ from ringweave.membership.failure_detector import HEARTBEAT_INTERVAL_S, PROGRESS
 def test_how_long_training_has_stood_still_is_counted_while_it_waits() -> None:
     made = StallDetector(0.0)
     said = [
-        made.observe(Heartbeat(progress=num_signs, is_waiting=is_waiting), now_s, 0.0).still_s
+        made.observe(Heartbeat(progress=num_signs, is_waiting=is_waiting), now_s, 0.0).no_progress_s
         for now_s, num_signs, is_waiting in [
             (1.0, 7, True),
             (2.0, 7, True),
@@ -31,7 +31,7 @@ def test_who_computes_for_long_is_not_stuck() -> None:
     made, now_s = at_work(20.0)
     for index in range(600):
         beat = Heartbeat(progress=20, cpu_s=now_s / 2 + index * 0.09)
-        assert made.observe(beat, now_s + index * 0.1, 0.0).stuck_s == 0
+        assert made.observe(beat, now_s + index * 0.1, 0.0).overdue_s == 0
 
 
 def test_who_neither_computes_nor_waits_nor_gets_on_is_stuck() -> None:
@@ -39,9 +39,9 @@ def test_who_neither_computes_nor_waits_nor_gets_on_is_stuck() -> None:
     said = {
         index: made.observe(Heartbeat(progress=20, cpu_s=now_s / 2), now_s + index * 0.1, 0.0) for index in range(200)
     }
-    first = next(index for index, beat in said.items() if beat.stuck_s > 0)
+    first = next(index for index, beat in said.items() if beat.overdue_s > 0)
     assert PROGRESS_TIMEOUT.min_s <= first * 0.1 <= 10.0
-    assert said[199].stuck_s == pytest.approx((199 - first) * 0.1, abs=0.11)
+    assert said[199].overdue_s == pytest.approx((199 - first) * 0.1, abs=0.11)
     assert [beat.number for beat in said.values()] == list(range(said[0].number, said[0].number + 200))
 
 
@@ -49,14 +49,16 @@ def test_who_waits_for_others_is_never_stuck() -> None:
     made, now_s = at_work(20.0)
     for index in range(1000):
         beat = Heartbeat(progress=20, is_waiting=True, cpu_s=now_s / 2)
-        assert made.observe(beat, now_s + index * 0.1, 0.0).stuck_s == 0
+        assert made.observe(beat, now_s + index * 0.1, 0.0).overdue_s == 0
 
 
 def test_what_a_process_was_stopped_for_it_was_not_stuck_for_nor_did_it_wait() -> None:
     made, now_s = at_work(20.0)
-    assert made.observe(Heartbeat(progress=20, cpu_s=now_s / 2), now_s + 500.0, 0.0).stuck_s == 0
+    assert made.observe(Heartbeat(progress=20, cpu_s=now_s / 2), now_s + 500.0, 0.0).overdue_s == 0
     waiting, now_s = waited(1.0)
-    assert not waiting.observe(Heartbeat(progress=9, is_waiting=True, num_counted=9), now_s + 500.0, 0.0).waits_in_vain
+    assert not waiting.observe(
+        Heartbeat(progress=9, is_waiting=True, num_reductions=9), now_s + 500.0, 0.0
+    ).waits_in_vain
 
 
 def test_on_a_busy_machine_all_of_that_takes_longer() -> None:
@@ -64,13 +66,15 @@ def test_on_a_busy_machine_all_of_that_takes_longer() -> None:
     for number in range(1, 60):
         alone = made.observe(
             Heartbeat(progress=20, cpu_s=now_s / 2), now_s + number * HEARTBEAT_INTERVAL_S, 0.0
-        ).stuck_s
-        busy = made.observe(Heartbeat(progress=20, cpu_s=now_s / 2), now_s + number * HEARTBEAT_INTERVAL_S, 2.0).stuck_s
+        ).overdue_s
+        busy = made.observe(
+            Heartbeat(progress=20, cpu_s=now_s / 2), now_s + number * HEARTBEAT_INTERVAL_S, 2.0
+        ).overdue_s
         assert busy == pytest.approx(max(0.0, alone - 2.0))
     waiting, now_s = waited(1.0)
     said = {
         number: waiting.observe(
-            Heartbeat(progress=9, is_waiting=True, num_counted=9), now_s + number * HEARTBEAT_INTERVAL_S, 10.0
+            Heartbeat(progress=9, is_waiting=True, num_reductions=9), now_s + number * HEARTBEAT_INTERVAL_S, 10.0
         )
         for number in range(140)
     }
@@ -84,7 +88,7 @@ def waited(usual_s: float, *, num: int = 10) -> tuple[StallDetector, float]:
     for number in range(num):
         for _ in range(round(usual_s / HEARTBEAT_INTERVAL_S)):
             now_s += HEARTBEAT_INTERVAL_S
-            made.observe(Heartbeat(progress=number, is_waiting=True, num_counted=number), now_s, 0.0)
+            made.observe(Heartbeat(progress=number, is_waiting=True, num_reductions=number), now_s, 0.0)
     return made, now_s
 
 
@@ -100,7 +104,7 @@ def waits_in_vain(made: StallDetector, since_s: float, last: Heartbeat) -> float
 @pytest.mark.parametrize(("usual_s", "expected_s"), [(0.5, 20.0), (1.0, 20.0), (5.0, 40.0)])
 def test_who_waits_for_far_longer_than_it_usually_does_says_so(usual_s: float, expected_s: float) -> None:
     made, now_s = waited(usual_s)
-    found_s = waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_counted=9))
+    found_s = waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_reductions=9))
     assert found_s == pytest.approx(expected_s, abs=usual_s + HEARTBEAT_INTERVAL_S)
 
 
@@ -108,7 +112,7 @@ def test_who_computes_does_not_say_that_it_waits_in_vain_nor_soon_who_does_not_k
     made, now_s = waited(1.0)
     assert waits_in_vain(made, now_s, Heartbeat(progress=9)) is None
     made, now_s = waited(1.0, num=7)
-    found_s = waits_in_vain(made, now_s, Heartbeat(progress=6, is_waiting=True, num_counted=6))
+    found_s = waits_in_vain(made, now_s, Heartbeat(progress=6, is_waiting=True, num_reductions=6))
     assert found_s == pytest.approx(600.0, abs=1.5), "ten minutes, whatever it is"
 
 
@@ -126,25 +130,25 @@ def test_sums_that_are_there_at_once_are_learnt_from_though_nobody_is_seen_to_wa
     made, now_s = StallDetector(0.0), 0.0
     for number in range(10):
         now_s += HEARTBEAT_INTERVAL_S
-        made.observe(Heartbeat(progress=number, num_counted=number), now_s, 0.0)
-    found_s = waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_counted=9))
+        made.observe(Heartbeat(progress=number, num_reductions=number), now_s, 0.0)
+    found_s = waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_reductions=9))
     assert found_s == pytest.approx(20.0, abs=1.5)
 
 
 def test_in_each_epoch_a_wait_begins_anew() -> None:
     made, now_s = waited(1.0)
-    assert waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_counted=9)) == pytest.approx(
+    assert waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_reductions=9)) == pytest.approx(
         20.0, abs=1.5
     )
     now_s += 30.0
-    found_s = waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_counted=9, num_epochs=1))
+    found_s = waits_in_vain(made, now_s, Heartbeat(progress=9, is_waiting=True, num_reductions=9, num_generations=1))
     assert found_s == pytest.approx(20.0, abs=1.5)
 
 
 def test_whose_looks_are_always_late_hangs_all_the_same() -> None:
     made, now_s = at_work(20.0)
     said = [
-        made.observe(Heartbeat(progress=20, cpu_s=now_s / 2), now_s + index * 0.6, 0.0).stuck_s for index in range(60)
+        made.observe(Heartbeat(progress=20, cpu_s=now_s / 2), now_s + index * 0.6, 0.0).overdue_s for index in range(60)
     ]
     assert said[0] == 0
     assert 0 < said[59] < 30, "though what it was late for does not count"

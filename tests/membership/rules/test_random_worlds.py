@@ -122,7 +122,7 @@ class RandomWorld(RuleBasedStateMachine):
     def report_failure(self, data: st.DataObject) -> None:
         """Rightly or wrongly: who hears that a connection broke does not know why."""
         member = self._member(data)
-        others = sorted(set(member.decree.members if member.decree else ()) - {member.name})
+        others = sorted(set(member.membership.members if member.membership else ()) - {member.name})
         self.world.report_failure(member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])
 
     @rule(data=st.data())
@@ -130,7 +130,7 @@ class RandomWorld(RuleBasedStateMachine):
         """Nobody can reach one of them."""
         suspect = self._member(data)
         for member in self.world.members.values():
-            if member is not suspect and suspect.name in (member.decree.members if member.decree else ()):
+            if member is not suspect and suspect.name in (member.membership.members if member.membership else ()):
                 self.world.report_failure(member, [suspect.name])
 
     @rule(num=st.integers(5, 60))
@@ -177,7 +177,7 @@ class RandomWorld(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         member = self._member(data)
-        if member.can_act and member.standing.has_state:
+        if member.can_act and member.status.has_state:
             self.world.leave(member)
 
     @rule(data=st.data())
@@ -215,7 +215,7 @@ class RandomWorld(RuleBasedStateMachine):
         world = self.world
         if world.wanted.has_external_state:  # there who may not go on waits for twice as long, and is put out then
             self._go_on(round(world.wanted.member_wait_s / TICK_S))
-        training = [each for each in world.members.values() if each.can_act and each.standing.has_state]
+        training = [each for each in world.members.values() if each.can_act and each.status.has_state]
         if self.hangs and len(training) > 1:
             training[-1].is_stuck = True
         self._go_on(self._mend_scripts_unless_they_are_missed())
@@ -229,7 +229,7 @@ class RandomWorld(RuleBasedStateMachine):
         if world.limit is not None:
             assert not left, f"all are through, or know that there is no more to do:\n{world.describe()}"
             return
-        before = {each.name: each.standing.committed for each in left}
+        before = {each.name: each.status.committed for each in left}
         self._go_on(40)
         if left:
             told = world.describe()
@@ -237,7 +237,7 @@ class RandomWorld(RuleBasedStateMachine):
             assert len(world.live_epochs) == 1, f"one epoch takes steps:\n{told}"
             members = set(world.memberships[world.live_epochs[0]].members)
             assert {each.name for each in left} == members, f"all are in it:\n{told}"
-            assert all(each.standing.committed > before[each.name] for each in left), f"all get on:\n{told}"
+            assert all(each.status.committed > before[each.name] for each in left), f"all get on:\n{told}"
             assert len(left) >= self.least, f"no fewer go on than there ought to be:\n{told}"
 
     def _mend_scripts_unless_they_are_missed(self) -> int:
@@ -340,9 +340,9 @@ def test_half_of_a_job_goes_on_when_the_node_with_the_coordinator_is_lost() -> N
     random._go_on(30)
     world.lose_node(0, [0, 1])
     random._go_on(100)
-    (ballot,) = world.live_epochs
-    assert set(world.memberships[ballot].members) == {"2.0", "3.0", "0.1", "1.1"}
-    assert world.members["2.0"].standing.committed > 0
+    (generation_id,) = world.live_epochs
+    assert set(world.memberships[generation_id].members) == {"2.0", "3.0", "0.1", "1.1"}
+    assert world.members["2.0"].status.committed > 0
 
 
 def begun(num_members: int) -> RandomWorld:
@@ -358,9 +358,9 @@ def test_who_hangs_is_put_out_and_the_others_go_on() -> None:
     world = random.world
     world.members["1.0"].is_stuck = True
     random._go_on(120)
-    assert world.members["1.0"].reason == "it stood still while others waited for it"
-    (ballot,) = world.live_epochs
-    assert world.memberships[ballot].members == ("0.0", "2.0")
+    assert world.members["1.0"].reason == "it made no progress while others waited for it"
+    (generation_id,) = world.live_epochs
+    assert world.memberships[generation_id].members == ("0.0", "2.0")
 
 
 def test_who_hangs_just_when_another_coordinator_takes_over_is_put_out_as_soon() -> None:
@@ -372,9 +372,9 @@ def test_who_hangs_just_when_another_coordinator_takes_over_is_put_out_as_soon()
         random._go_on(1)
     world.members["1.0"].is_stuck = True
     random._go_on(120)
-    assert world.members["1.0"].reason == "it stood still while others waited for it"
-    (ballot,) = world.live_epochs
-    assert world.memberships[ballot].members == ("0.0", "2.0")
+    assert world.members["1.0"].reason == "it made no progress while others waited for it"
+    (generation_id,) = world.live_epochs
+    assert world.memberships[generation_id].members == ("0.0", "2.0")
 
 
 def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats() -> None:
@@ -388,8 +388,8 @@ def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats
     assert world.members["2.0"].reason == "the others cannot reach it"
     world.heal()
     random._go_on(20)
-    (ballot,) = world.live_epochs
-    assert world.memberships[ballot].members == ("0.0", "1.0", "3.0")
+    (generation_id,) = world.live_epochs
+    assert world.memberships[generation_id].members == ("0.0", "1.0", "3.0")
 
 
 @pytest.mark.parametrize("is_newcomer", [False, True])
@@ -401,19 +401,19 @@ def test_one_that_misses_what_it_has_to_do_holds_nobody_up_for_ever(rounds: int,
     name = "3.0" if is_newcomer else "1.0"
     if is_newcomer:
         world.enter(name)
-        while not (world.members[name].standing.is_following and world.live_epochs):
+        while not (world.members[name].status.is_recovering and world.live_epochs):
             random._go_on(1)
     random._go_on(rounds)
     world.members[name].has_missed = world.members[name].follower.generation_id
     (before,) = world.live_epochs
     random._go_on(150)
     assert world.live_epochs == [before], "that may be usual"
-    done = world.members["0.0"].standing.committed
+    done = world.members["0.0"].status.committed
     random._go_on(120)
     (after,) = world.live_epochs
     assert after > before
     assert {*world.memberships[after].members} == {"0.0", "1.0", "2.0", name}
-    assert all(each.standing.committed > done + 5 for each in world.members.values()), world.describe()
+    assert all(each.status.committed > done + 5 for each in world.members.values()), world.describe()
 
 
 @pytest.mark.parametrize("rounds", range(8))
@@ -421,7 +421,7 @@ def test_a_training_ends_though_the_coordinator_is_lost_while_its_members_finish
     """The standby does not know who has finished."""
     random = begun(4)
     world = random.world
-    world.limit = 1 + max(each.standing.committed for each in world.members.values())
+    world.limit = 1 + max(each.status.committed for each in world.members.values())
     random._go_on(rounds)
     random.lose_coordinator()
     random._go_on(400)

@@ -38,10 +38,10 @@ def test_who_is_late_is_late_only_after_the_deadline() -> None:
 def test_what_a_late_or_doubled_heartbeat_says_is_of_the_past() -> None:
     signs = MemberHealth(0.0)
     signs.observe(Heartbeat(number=2), 1.0)
-    signs.observe(Heartbeat(number=1, stuck_s=3.0), 2.0)
+    signs.observe(Heartbeat(number=1, overdue_s=3.0), 2.0)
     assert not signs.is_stuck()
     assert not signs.is_silent(11.9), "but it is a sign of life"
-    signs.observe(Heartbeat(number=3, stuck_s=3.0), 3.0)
+    signs.observe(Heartbeat(number=3, overdue_s=3.0), 3.0)
     assert signs.is_stuck(2.9)
     assert not signs.is_stuck(3.1), "whoever listens may have a reason to give it more time"
 

@@ -6,8 +6,8 @@ from ringweave.membership.membership_records import Membership, MemberStatus
 from tests.membership.rules.table import Table, holder
 
 
-def following(member: str, committed: int = 5) -> MemberStatus:
-    return MemberStatus(member=member, is_following=True, committed=committed)
+def recovering(member: str, committed: int = 5) -> MemberStatus:
+    return MemberStatus(member=member, is_recovering=True, committed=committed)
 
 
 def followed(*, is_kept_elsewhere: bool = False) -> Table:
@@ -32,7 +32,7 @@ def test_who_follows_has_not_the_state_so_the_one_that_has_it_is_waited_for() ->
     proposal = table.coordinator.directive_for("1.0").proposal
     assert proposal is not None, "those who follow are asked whether they have it by now"
     assert proposal.is_urgent
-    table.report_status(following("1.0", 6), following("2.0", 6))
+    table.report_status(recovering("1.0", 6), recovering("2.0", 6))
     table.pass_time(15.0, "1.0", "2.0")
     assert (table.coordinator.end_reason, table.coordinator.present) == ("", ("0.0", "1.0", "2.0"))
     table.pass_time(0.5, "0.0", "1.0", "2.0")
@@ -50,8 +50,8 @@ def test_who_cannot_reach_the_one_that_has_the_state_has_to_go_itself() -> None:
     table.report_status(holder("0.0"), MemberStatus(member="1.0"), MemberStatus(member="2.0"))
     for number in range(3):
         assert table.coordinator.membership is not None
-        table.coordinator.report_failure("1.0", table.coordinator.membership.ballot, ["0.0"], table.now_s)
-        table.report_status(holder("0.0"), *(following(member) for member in ("1.0", "2.0")))
+        table.coordinator.report_failure("1.0", table.coordinator.membership.generation_id, ["0.0"], table.now_s)
+        table.report_status(holder("0.0"), *(recovering(member) for member in ("1.0", "2.0")))
         assert ("1.0" in table.coordinator.membership.members) == (number < 2)
     assert table.coordinator.membership.members == ("0.0", "2.0")
     assert table.coordinator.directive_for("1.0").reason == "the others cannot reach it"
@@ -59,17 +59,17 @@ def test_who_cannot_reach_the_one_that_has_the_state_has_to_go_itself() -> None:
 
 def test_the_one_that_has_the_state_is_waited_for_but_not_for_ever() -> None:
     table = followed()
-    table.report_status(following("1.0", 6), following("2.0", 6))
+    table.report_status(recovering("1.0", 6), recovering("2.0", 6))
     table.pass_time(22.0, "1.0", "2.0")
     assert table.coordinator.end_reason == "no worker is left that has the parameters: go on from the last checkpoint"
 
 
 def test_once_one_that_followed_has_the_state_nobody_is_waited_for_any_longer_than_usual() -> None:
     table = followed()
-    table.report_status(following("1.0", 6), holder("2.0", committed=6))
+    table.report_status(recovering("1.0", 6), holder("2.0", committed=6))
     table.pass_time(0.5, "1.0", "2.0")
     assert table.coordinator.present == ("1.0", "2.0")
-    assert table.coordinator.eviction_reason("0.0") == "it was not heard of in time"
+    assert table.coordinator.eviction_reason("0.0") == "no heartbeat came in time"
     assert table.coordinator.end_reason == ""
 
 
@@ -81,24 +81,26 @@ def test_where_the_state_is_kept_elsewhere_those_who_follow_need_not_wait_for_on
 
 def test_a_silent_member_that_is_alone_is_asked_nothing() -> None:
     table = Table(1)
-    decree = table.begin("0.0")
+    membership = table.begin("0.0")
     table.pass_time(3.0, "0.0")
     table.pass_time(10.0)
-    assert (table.coordinator.membership, table.coordinator.directive_for("0.0").proposal) == (decree, None)
+    assert (table.coordinator.membership, table.coordinator.directive_for("0.0").proposal) == (membership, None)
 
 
 def taken_over_by_followers(*, is_kept_elsewhere: bool = False, level: str = "") -> Table:
     """A standby that three who follow have asked to take over; the two that have the job's state have not come."""
-    standings = [holder("0.0"), holder("1.0"), *(following(f"{slot}.0") for slot in (2, 3, 4))]
-    decree = Membership(ballot=(1, 5), standings=tuple(standings))
+    statuses = [holder("0.0"), holder("1.0"), *(recovering(f"{slot}.0") for slot in (2, 3, 4))]
+    membership = Membership(generation_id=(1, 5), statuses=tuple(statuses))
     table = Table(5, index=1, is_standby=True, is_kept_elsewhere=is_kept_elsewhere)
     table.pass_time(10.0)
-    beat = Heartbeat(is_waiting=True, still_s=1.0)
+    beat = Heartbeat(is_waiting=True, no_progress_s=1.0)
     for member in ("2.0", "3.0", "4.0"):
-        standing = holder(member) if member == level else following(member)
-        rejoining = Rejoin(standing=standing, decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
+        status = holder(member) if member == level else recovering(member)
+        rejoining = Rejoin(
+            status=status, membership=membership, promised=membership.generation_id, lost_s=1.0, heartbeat=beat
+        )
         table.coordinator.rejoin(rejoining, table.now_s)
-    table.report_status(*(holder(each) if each == level else following(each) for each in ("2.0", "3.0", "4.0")))
+    table.report_status(*(holder(each) if each == level else recovering(each) for each in ("2.0", "3.0", "4.0")))
     table.pass_time(5.0, "2.0", "3.0", "4.0")
     return table
 
@@ -108,14 +110,14 @@ def test_a_coordinator_that_takes_over_waits_for_those_who_have_the_state() -> N
     assert table.coordinator.end_reason == "", "they were stopped or cut off with the coordinator before"
     assert table.coordinator.membership is not None
     for member in ("0.0", "1.0"):
-        decree = table.coordinator.membership
-        rejoining = Rejoin(standing=holder(member), decree=decree, promised=decree.ballot)
+        membership = table.coordinator.membership
+        rejoining = Rejoin(status=holder(member), membership=membership, promised=membership.generation_id)
         table.coordinator.rejoin(rejoining, table.now_s)
     members = [f"{slot}.0" for slot in range(5)]
     table.pass_time(0.2, *members)
-    table.report_status(holder("0.0"), holder("1.0"), *map(following, members[2:]))
+    table.report_status(holder("0.0"), holder("1.0"), *map(recovering, members[2:]))
     assert (table.coordinator.end_reason, table.coordinator.membership.members) == ("", tuple(members))
-    assert table.coordinator.membership.ballot[0] == 2
+    assert table.coordinator.membership.generation_id[0] == 2
 
 
 def test_a_coordinator_that_takes_over_waits_for_the_state_but_not_for_ever() -> None:

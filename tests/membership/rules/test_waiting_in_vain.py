@@ -8,8 +8,8 @@ from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.membership_records import GenerationProposal
 from tests.membership.rules.table import Table, holder
 
-VAIN = Heartbeat(is_waiting=True, still_s=21.0, waits_in_vain=True)
-WAITS = Heartbeat(is_waiting=True, still_s=21.0)
+VAIN = Heartbeat(is_waiting=True, no_progress_s=21.0, waits_in_vain=True)
+WAITS = Heartbeat(is_waiting=True, no_progress_s=21.0)
 
 
 def proposal_after(table: Table, *beats: Heartbeat, seconds: float = 0.2) -> GenerationProposal | None:
@@ -28,9 +28,9 @@ def test_all_who_wait_in_vain_form_an_epoch_of_the_same_members() -> None:
     proposal = proposal_after(table, WAITS, VAIN, WAITS)
     assert proposal is not None, "one that knows what is usual is enough: another may have come a moment ago"
     assert proposal.is_urgent
-    table.report_status(*(holder(f"{slot}.0", at_border=False) for slot in range(3)))
+    table.report_status(*(holder(f"{slot}.0", at_step_boundary=False) for slot in range(3)))
     assert table.coordinator.membership is not None
-    assert table.coordinator.membership.ballot == proposal.ballot
+    assert table.coordinator.membership.generation_id == proposal.generation_id
     assert table.coordinator.membership.members == ("0.0", "1.0", "2.0")
 
 
@@ -38,7 +38,7 @@ def test_all_who_wait_in_vain_form_an_epoch_of_the_same_members() -> None:
     "other",
     [
         Heartbeat(),
-        replace(VAIN, still_s=19.0),
+        replace(VAIN, no_progress_s=19.0),
         replace(VAIN, is_reading=True),
     ],
     ids=["computes", "got on", "reads the state"],
@@ -80,7 +80,7 @@ def woken_s(table: Table, num: int, *, committed: int = 5) -> list[float]:
     while len(found) < num:
         if proposal_after(table, VAIN, VAIN, seconds=0.1) is not None:
             found.append(table.now_s - begun_s)
-            table.report_status(*(holder(each, at_border=False, committed=committed) for each in ("0.0", "1.0")))
+            table.report_status(*(holder(each, at_step_boundary=False, committed=committed) for each in ("0.0", "1.0")))
             begun_s = table.now_s
     return found
 
@@ -92,7 +92,7 @@ def test_who_is_only_slow_gets_twice_the_time_whenever_that_was_not_enough() -> 
     assert woken_s(table, 8)[1:] == pytest.approx([200 * 2**number for number in range(7)], rel=0.01), "without an end"
     assert table.coordinator.num_standstill_restarts == 8
     assert table.coordinator.membership is not None
-    table.coordinator.report_failure("0.0", table.coordinator.membership.ballot, [], table.now_s)
+    table.coordinator.report_failure("0.0", table.coordinator.membership.generation_id, [], table.now_s)
     table.report_status(holder("0.0", committed=6), holder("1.0", committed=6))
     assert woken_s(table, 1, committed=6) == pytest.approx([0.1]), "they have got on since then"
 

@@ -66,7 +66,7 @@ def undisturbed(folder: Path, authority: rpc.CertificateAuthority, port: int) ->
         with member(authority, port, "1.0") as second:
             assert [each.members for each in second.memberships] == [("0.0", "1.0")]
             wait_until(lambda: len(first.memberships) == 2)
-            kinds = ("epoch_begun", "member_lost")
+            kinds = ("generation_begun", "member_lost")
             events = [event for event in telemetry.read_events(folder / "events.jsonl") if event["kind"] in kinds]
             assert [event.get("members") for event in events] == [["0.0"], ["0.0", "1.0"]]
 

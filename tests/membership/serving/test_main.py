@@ -49,9 +49,9 @@ def asking(authority: rpc.CertificateAuthority, port: int, name: str) -> rpc.Rpc
         return True
 
     wait_until(is_there)
-    standings = tuple(MemberStatus(member=f"{slot}.0", has_state=True, committed=5) for slot in range(4))
-    standing = next(each for each in standings if each.member == name)
-    rejoining = Rejoin(standing=standing, decree=Membership(ballot=(1, 1), standings=standings), promised=(1, 1))
+    statuses = tuple(MemberStatus(member=f"{slot}.0", has_state=True, committed=5) for slot in range(4))
+    status = next(each for each in statuses if each.member == name)
+    rejoining = Rejoin(status=status, membership=Membership(generation_id=(1, 1), statuses=statuses), promised=(1, 1))
     found[0].call(Join(rejoining=rejoining), timeout_s=CALL_S)
     return found[0]
 

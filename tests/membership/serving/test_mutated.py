@@ -30,21 +30,21 @@ from ringweave.rpc.server import MemoryBudget, PeerSession
 from tests.wire.parts import packed
 
 MEMBERS = ("0.0", "1.0")
-STANDINGS = tuple(MemberStatus(member=each, has_state=True, committed=3, place="127.0.0.1 9") for each in MEMBERS)
+STANDINGS = tuple(MemberStatus(member=each, has_state=True, committed=3, address="127.0.0.1 9") for each in MEMBERS)
 REJOINING = Rejoin(
-    standing=STANDINGS[1],
-    decree=Membership(ballot=(1, 1), standings=STANDINGS, finished=(MemberStatus(member="2.0"),)),
+    status=STANDINGS[1],
+    membership=Membership(generation_id=(1, 1), statuses=STANDINGS, finished=(MemberStatus(member="2.0"),)),
     promised=(1, 1),
     lost_s=1.0,
     patience_s=1.0,
 )
 RIGHT: tuple[rpc.RpcMessage, ...] = (
     Join(rejoining=REJOINING),
-    MembershipWatch(serial=0),
-    HeartbeatReport(beat=Heartbeat(progress=3, cpu_s=1.0)),
-    StatusReport(ballot=(1, 2), standing=STANDINGS[1]),
-    FailureReport(ballot=(1, 1), suspects=["0.0"]),
-    LeaveMembership(standing=STANDINGS[1], is_finished=True),
+    MembershipWatch(revision=0),
+    HeartbeatReport(heartbeat=Heartbeat(progress=3, cpu_s=1.0)),
+    StatusReport(generation_id=(1, 2), status=STANDINGS[1]),
+    FailureReport(generation_id=(1, 1), suspects=["0.0"]),
+    LeaveMembership(status=STANDINGS[1], is_finished=True),
 )
 ANYTHING = (
     *(0, 1, -1, 1.5, 10**12, 2**70, float("nan"), float("inf"), True, None),
@@ -64,8 +64,8 @@ class Served:
         if not is_standby:
             for member in MEMBERS:
                 self.hear(Join.kind, Join(), member)
-            for member, standing in zip(MEMBERS, STANDINGS, strict=True):
-                self.hear(StatusReport.kind, StatusReport(ballot=(1, 1), standing=standing), member)
+            for member, status in zip(MEMBERS, STANDINGS, strict=True):
+                self.hear(StatusReport.kind, StatusReport(generation_id=(1, 1), status=status), member)
             assert self._service.num_present == 2
 
     def hear(self, kind: str, body: Any, member: str) -> None:

@@ -60,17 +60,17 @@ class Member:
         self.client.call(Join(part=part, expected=expected), timeout_s=CALL_S)
 
     def told(self) -> WatchUpdate:
-        found = self.client.call(MembershipWatch(serial=0), timeout_s=CALL_S).message
+        found = self.client.call(MembershipWatch(revision=0), timeout_s=CALL_S).message
         assert isinstance(found, WatchUpdate)
         return found
 
     def report_status(self, *, has_state: bool) -> None:
         """For whatever is proposed."""
-        wait_until(lambda: self.told().order.proposal is not None)
-        proposal = self.told().order.proposal
+        wait_until(lambda: self.told().directive.proposal is not None)
+        proposal = self.told().directive.proposal
         assert proposal is not None
-        standing = MemberStatus(member=self.name, has_state=has_state)
-        self.client.call(StatusReport(ballot=proposal.ballot, standing=standing), timeout_s=CALL_S)
+        status = MemberStatus(member=self.name, has_state=has_state)
+        self.client.call(StatusReport(generation_id=proposal.generation_id, status=status), timeout_s=CALL_S)
 
 
 def two_rings(authority: rpc.CertificateAuthority, headquarters: InProcessCoordinator) -> dict[str, Member]:
@@ -85,7 +85,7 @@ def two_rings(authority: rpc.CertificateAuthority, headquarters: InProcessCoordi
 
 
 def members_of(headquarters: InProcessCoordinator, part: str) -> list[tuple[str, ...]]:
-    return [decree.members for decree in headquarters.memberships_by_part.get(part, [])]
+    return [membership.members for membership in headquarters.memberships_by_part.get(part, [])]
 
 
 def test_only_the_ring_that_loses_a_member_forms_anew(
@@ -98,7 +98,7 @@ def test_only_the_ring_that_loses_a_member_forms_anew(
     wait_until(lambda: len(members_of(headquarters, part_of_ring(0))) == 2)
     assert members_of(headquarters, part_of_ring(0)) == [("0.0", "2.0"), ("0.0",)]
     assert members_of(headquarters, part_of_ring(1)) == [("1.0", "3.0")]
-    assert members["1.0"].told().order.proposal is None, "the other ring heard nothing of it"
+    assert members["1.0"].told().directive.proposal is None, "the other ring heard nothing of it"
     assert members_of(headquarters, WHOLE_JOB) == [], "there is no membership of all"
 
 
@@ -122,15 +122,15 @@ def test_a_member_of_a_ring_that_began_again_is_not_let_back(
 ) -> None:
     members = two_rings(authority, headquarters)
     wait_until(lambda: all(members_of(headquarters, part_of_ring(ring)) for ring in range(2)))
-    decree = headquarters.memberships_by_part[part_of_ring(0)][0]
+    membership = headquarters.memberships_by_part[part_of_ring(0)][0]
     for name in ("0.0", "2.0"):
         members[name].client.abort()
     wait_until(lambda: {member for member, _ in headquarters.lost_members} >= {"0.0", "2.0"})
     back = Member(authority, headquarters.port, "2.0")
-    standing = MemberStatus(member="2.0", has_state=True)
-    rejoining = Rejoin(standing=standing, decree=decree, promised=decree.ballot, is_settled=True)
+    status = MemberStatus(member="2.0", has_state=True)
+    rejoining = Rejoin(status=status, membership=membership, promised=membership.generation_id, is_settled=True)
     back.client.call(Join(part=part_of_ring(0), rejoining=rejoining), timeout_s=CALL_S)
-    assert back.told().order.is_out
+    assert back.told().directive.is_evicted
 
 
 def test_parts_are_counted_with_the_terms_they_are_decided_in(
@@ -138,7 +138,7 @@ def test_parts_are_counted_with_the_terms_they_are_decided_in(
 ) -> None:
     members = two_rings(authority, headquarters)
     members["0.0"].client.call(
-        HeartbeatReport(beat=Heartbeat(progress=1, is_waiting=False, cpu_s=0.0)), timeout_s=CALL_S
+        HeartbeatReport(heartbeat=Heartbeat(progress=1, is_waiting=False, cpu_s=0.0)), timeout_s=CALL_S
     )
     counted = count(members["0.0"].client)
     assert counted.parts == {STARTUP_RENDEZVOUS: 1, part_of_ring(0): 1, part_of_ring(1): 1}
@@ -163,8 +163,8 @@ def test_all_is_over_when_all_parts_are(
     members = two_rings(authority, headquarters)
     for name, each in members.items():
         assert headquarters.service.end_reason == ""
-        standing = MemberStatus(member=name, has_state=True)
-        each.client.call(LeaveMembership(standing=standing, is_finished=True), timeout_s=CALL_S)
+        status = MemberStatus(member=name, has_state=True)
+        each.client.call(LeaveMembership(status=status, is_finished=True), timeout_s=CALL_S)
     wait_until(lambda: headquarters.service.end_reason != "")
     assert headquarters.service.end_reason == "all workers are done"
 
@@ -174,17 +174,17 @@ def test_the_standby_takes_over_for_one_ring_at_a_time(
 ) -> None:
     two_rings(authority, headquarters)
     wait_until(lambda: all(members_of(headquarters, part_of_ring(ring)) for ring in range(2)))
-    decree = headquarters.memberships_by_part[part_of_ring(0)][0]
+    membership = headquarters.memberships_by_part[part_of_ring(0)][0]
     standby = InProcessCoordinator(authority, settings(), is_standby=True)
-    members = {name: Member(authority, standby.port, name) for name in decree.members}
+    members = {name: Member(authority, standby.port, name) for name in membership.members}
     for name, each in members.items():
-        standing = MemberStatus(member=name, has_state=True)
-        rejoining = Rejoin(standing=standing, decree=decree, promised=(2, 0), is_settled=True)
+        status = MemberStatus(member=name, has_state=True)
+        rejoining = Rejoin(status=status, membership=membership, promised=(2, 0), is_settled=True)
         each.client.call(Join(part=part_of_ring(0), rejoining=rejoining), timeout_s=CALL_S)
     wait_until(lambda: members["0.0"].told().is_active)
-    order = members["0.0"].told().order
-    assert order.decree is not None
-    assert order.decree.members == decree.members, "the same epoch goes on"
+    order = members["0.0"].told().directive
+    assert order.membership is not None
+    assert order.membership.members == membership.members, "the same epoch goes on"
     counted = count(members["0.0"].client)
     assert list(counted.parts) == [part_of_ring(0)], "the other ring has not asked it to"
     standby.close()
@@ -216,11 +216,13 @@ def peer(name: str) -> rpc.Identity:
 def test_who_asks_a_standby_while_it_looks_who_is_connected_has_its_vote_counted() -> None:
     found, say = directly(settings(), lambda: 0.0, is_standby=True)
     names = ("0.0", "1.0", "2.0")
-    decree = Membership(ballot=(1, 1), standings=tuple(MemberStatus(member=name, has_state=True) for name in names))
+    membership = Membership(
+        generation_id=(1, 1), statuses=tuple(MemberStatus(member=name, has_state=True) for name in names)
+    )
 
     def ask(name: str) -> None:
-        standing = MemberStatus(member=name, has_state=True)
-        say(name, Join(rejoining=Rejoin(standing=standing, decree=decree, promised=decree.ballot)))
+        status = MemberStatus(member=name, has_state=True)
+        say(name, Join(rejoining=Rejoin(status=status, membership=membership, promised=membership.generation_id)))
 
     asking = threading.Thread(target=ask, args=("0.0",), daemon=True)
 
@@ -231,28 +233,28 @@ def test_who_asks_a_standby_while_it_looks_who_is_connected_has_its_vote_counted
 
     found.tick(connected)
     asking.join(CALL_S)
-    assert not say("0.0", MembershipWatch(serial=0)).is_active
+    assert not say("0.0", MembershipWatch(revision=0)).is_active
     ask("1.0")
-    assert say("1.0", MembershipWatch(serial=0)).is_active, "two of three have asked it to decide"
+    assert say("1.0", MembershipWatch(revision=0)).is_active, "two of three have asked it to decide"
 
 
 def test_a_ring_goes_on_where_the_coordinator_is_lost_with_half_of_it_and_all_others_ask_to_be_let_in() -> None:
     found, say = directly(settings(), lambda: 0.0, is_standby=True)
-    decree = Membership(ballot=(1, 1), standings=(holder("0.0"), holder("1.0")))
-    vote = Rejoin(standing=holder("1.0"), decree=decree, promised=decree.ballot)
+    membership = Membership(generation_id=(1, 1), statuses=(holder("0.0"), holder("1.0")))
+    vote = Rejoin(status=holder("1.0"), membership=membership, promised=membership.generation_id)
     say("1.0", Join(part=part_of_ring(0), expected=2, rejoining=vote))
     say("3.0", Join(part=part_of_ring(1), expected=2))
     idle = CoordinatorStatus(
-        term=0, is_active=False, ballot=(0, 0), members=[], committed=0, present=[], ended="", parts={}
+        term=0, is_active=False, generation_id=(0, 0), members=[], committed=0, present=[], ended="", parts={}
     )
     found.update_from_other(idle)
-    assert not say("1.0", MembershipWatch(serial=0)).is_active, "the first of its two members may live"
+    assert not say("1.0", MembershipWatch(revision=0)).is_active, "the first of its two members may live"
     say("0.1", Join(part=part_of_ring(0), expected=2))
     found.update_from_other(idle.model_copy(update={"parts": {part_of_ring(0): 3}}))
-    assert not say("1.0", MembershipWatch(serial=0)).is_active, "the other coordinator decides for this ring"
+    assert not say("1.0", MembershipWatch(revision=0)).is_active, "the other coordinator decides for this ring"
     found.update_from_other(idle)
-    assert say("1.0", MembershipWatch(serial=0)).is_active
-    assert not say("3.0", MembershipWatch(serial=0)).is_active
+    assert say("1.0", MembershipWatch(revision=0)).is_active
+    assert not say("3.0", MembershipWatch(revision=0)).is_active
 
 
 def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
@@ -267,8 +269,8 @@ def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
     names = ("0.0", "1.0", "2.0", "3.0")
 
     def stand(name: str) -> None:
-        proposal = say(name, MembershipWatch(serial=0)).order.proposal
-        say(name, StatusReport(ballot=proposal.ballot, standing=MemberStatus(member=name, has_state=True)))
+        proposal = say(name, MembershipWatch(revision=0)).directive.proposal
+        say(name, StatusReport(generation_id=proposal.generation_id, status=MemberStatus(member=name, has_state=True)))
 
     for slot, name in enumerate(names):
         say(name, Join(part=part_of_ring(slot % 2), expected=2))
@@ -280,7 +282,7 @@ def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
         for _ in range(int(seconds * 5)):
             now_s += 0.2
             for name in there:
-                say(name, HeartbeatReport(beat=Heartbeat()))
+                say(name, HeartbeatReport(heartbeat=Heartbeat()))
             found.tick(lambda: set(there))
 
     wait(100.0, *names)
@@ -293,8 +295,11 @@ def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
     assert found.end_reason == "", "others may come"
     wait(3.0, "0.0", "1.0")
     assert found.end_reason == "workers left: 2 in 2 rings, expected at least 3, and no other came within 60 s"
-    orders = {name: say(name, MembershipWatch(serial=0)).order for name in ("0.0", "1.0")}
-    assert {name: order.heir for name, order in orders.items() if order.is_end} == {"0.0": "0.0", "1.0": "1.0"}
+    orders = {name: say(name, MembershipWatch(revision=0)).directive for name in ("0.0", "1.0")}
+    assert {name: order.final_checkpoint_owner for name, order in orders.items() if order.is_end} == {
+        "0.0": "0.0",
+        "1.0": "1.0",
+    }
 
 
 def test_names_of_parts_are_checked(authority: rpc.CertificateAuthority, headquarters: InProcessCoordinator) -> None:

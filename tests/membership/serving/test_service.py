@@ -45,7 +45,7 @@ def members(authority: rpc.CertificateAuthority, port: int) -> list[rpc.RpcClien
     for each in found:
         each.call(Join(), timeout_s=CALL_S)
     for name, each in zip(("0.0", "1.0"), found, strict=True):
-        each.call(StatusReport(ballot=(1, 1), standing=MemberStatus(member=name)), timeout_s=CALL_S)
+        each.call(StatusReport(generation_id=(1, 1), status=MemberStatus(member=name)), timeout_s=CALL_S)
     return found
 
 
@@ -58,7 +58,7 @@ def test_who_hangs_up_is_dead_and_who_says_goodbye_is_not(
     first.close()
     wait_until(lambda: "0.0" not in headquarters.connected_members())
     first = client(authority, headquarters.port, "0.0")
-    first.call(HeartbeatReport(beat=Heartbeat()), timeout_s=CALL_S)
+    first.call(HeartbeatReport(heartbeat=Heartbeat()), timeout_s=CALL_S)
     assert count(asker).present == ["0.0", "1.0"], "it went, and has come back"
     second.abort()
     wait_until(lambda: count(asker).present == ["0.0"])
@@ -72,7 +72,7 @@ def test_who_is_not_known_any_more_hears_that_nobody_decides_for_it(
 ) -> None:
     """It stood still while the coordinator stepped down and decided again, and asks anew then."""
     known, stranger = members(authority, headquarters.port)[0], client(authority, headquarters.port, "2.0")
-    told = [each.call(MembershipWatch(serial=0), timeout_s=CALL_S).message for each in (known, stranger)]
+    told = [each.call(MembershipWatch(revision=0), timeout_s=CALL_S).message for each in (known, stranger)]
     assert [each.is_active for each in told if isinstance(each, WatchUpdate)] == [True, False]
     for each in (known, stranger):
         each.close()
@@ -93,14 +93,14 @@ def test_a_coordinator_that_was_replaced_hears_of_it_from_the_one_that_took_over
 ) -> None:
     left = members(authority, headquarters.port)
     standby = InProcessCoordinator(authority, settings(), is_standby=True)
-    decree = Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
+    membership = Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
     voters = [client(authority, standby.port, name) for name in ("0.0", "1.0")]
     trust = rpc.TlsAuthentication(authority.issue("coordinator", "0"))
     with OtherCoordinatorPoller(("127.0.0.1", standby.port), trust, headquarters.service.update_from_other):
         assert count(left[0]).is_active
         for name, each in zip(("0.0", "1.0"), voters, strict=True):
-            standing = MemberStatus(member=name, has_state=True)
-            each.call(Join(rejoining=Rejoin(standing=standing, decree=decree, promised=(2, 0))), timeout_s=CALL_S)
+            status = MemberStatus(member=name, has_state=True)
+            each.call(Join(rejoining=Rejoin(status=status, membership=membership, promised=(2, 0))), timeout_s=CALL_S)
         assert count(voters[0]).term == 4, "even, and greater than what they have promised"
         wait_until(lambda: not count(left[0]).is_active)
     for each in (*left, *voters):
@@ -112,10 +112,10 @@ def test_a_coordinator_that_was_replaced_hears_of_it_from_the_one_that_took_over
 def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_whom_it_does_not_find(
     is_found: bool,
 ) -> None:
-    standings = tuple(
-        MemberStatus(member=f"{rank}.0", has_state=True, place=f"10.0.0.{rank} 4711") for rank in range(3)
+    statuses = tuple(
+        MemberStatus(member=f"{rank}.0", has_state=True, address=f"10.0.0.{rank} 4711") for rank in range(3)
     )
-    decree, now_s = Membership(ballot=(1, 1), standings=standings), [10.0]
+    membership, now_s = Membership(generation_id=(1, 1), statuses=statuses), [10.0]
     sought, can_answer = list[Mapping[str, str]](), threading.Event()
 
     def seek(places: Mapping[str, str]) -> Collection[str]:
@@ -131,14 +131,16 @@ def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_w
         peer = rpc.Identity(job="j", role="worker", name=member)
         service.dispatch(RpcCall(peer=peer, message=message, buffers=(), deadline_s=math.inf))
 
-    for standing in standings[:2]:
-        beat = Heartbeat(is_waiting=True, still_s=1.0)
-        asking = Rejoin(standing=standing, decree=decree, lost_s=1.0, patience_s=2.0, is_settled=False, beat=beat)
-        say(standing.member, Join(rejoining=asking))
+    for status in statuses[:2]:
+        beat = Heartbeat(is_waiting=True, no_progress_s=1.0)
+        asking = Rejoin(
+            status=status, membership=membership, lost_s=1.0, patience_s=2.0, is_settled=False, heartbeat=beat
+        )
+        say(status.member, Join(rejoining=asking))
     proposal = coordinator.directive_for("0.0").proposal
     assert proposal is not None
-    for standing in standings[:2]:
-        say(standing.member, StatusReport(ballot=proposal.ballot, standing=standing))
+    for status in statuses[:2]:
+        say(status.member, StatusReport(generation_id=proposal.generation_id, status=status))
     now_s[0] += 0.05
     can_answer.set()
     if is_found:

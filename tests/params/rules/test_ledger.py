@@ -42,7 +42,7 @@ class Play:
         compute_s = self.draw_s(ring)
         if self.draw_pause(ring):
             self.ledger.pause(ring)
-            self.held_while_paused.update((ring, base) for base in self.ledger.holdings[ring].grants)
+            self.held_while_paused.update((ring, base) for base in self.ledger.ring_grants[ring].grants)
             compute_s *= 30
         heapq.heappush(self.computing, (self.now_s + compute_s, len(self.staleness), ring))
 

@@ -48,7 +48,7 @@ def test_answers_of_the_past_are_not_kept() -> None:
 
 
 def test_a_meeting_that_is_left_out_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="meeting of ring 1: 2, expected 1, the next one, or one before it again"):
+    with pytest.raises(TrainingError, match="barrier of ring 1: 2, expected 1, the next one, or one before it again"):
         RingBarrier(2).arrive(1, 2, "")
 
 
@@ -75,7 +75,7 @@ def test_of_a_meeting_that_is_long_over_nothing_is_known() -> None:
     assert meetings.result_of(2, gone=()) == {0: "a"}
 
 
-def test_for_a_ring_that_is_gone_its_testament_is_heard() -> None:
+def test_for_a_ring_that_is_gone_its_ring_progress_is_its_text() -> None:
     meetings = RingBarrier(2)
     meetings.arrive(0, 1, "a")
     assert meetings.result_of(1, gone={1}, ring_progress={0: "before", 1: "left"}) == {0: "a", 1: "left"}
@@ -84,18 +84,18 @@ def test_for_a_ring_that_is_gone_its_testament_is_heard() -> None:
 def test_what_another_server_has_answered_is_what_all_hear() -> None:
     meetings = RingBarrier(3)
     meetings.arrive(0, 1, "a")
-    meetings.record_result(BarrierResult(number=1, said={0: "a", 1: "b"}))
+    meetings.record_result(BarrierResult(number=1, texts={0: "a", 1: "b"}))
     meetings.arrive(1, 1, "b")
     meetings.arrive(2, 1, "too late")
     assert meetings.result_of(1, gone=()) == {0: "a", 1: "b"}
-    meetings.record_result(BarrierResult(number=1, said={}))
+    meetings.record_result(BarrierResult(number=1, texts={}))
     assert meetings.result_of(1, gone=()) == {0: "a", 1: "b"}, "the first that was said holds"
 
 
 def test_answers_may_be_told_in_any_order() -> None:
     meetings = RingBarrier(2)
     for number in (2, 1):
-        meetings.record_result(BarrierResult(number=number, said={0: str(number)}))
+        meetings.record_result(BarrierResult(number=number, texts={0: str(number)}))
     for number in (1, 2):
         meetings.arrive(0, number, "")
         assert meetings.result_of(number, gone=()) == {0: str(number)}

@@ -58,7 +58,9 @@ def test_rings_may_be_in_different_epochs():
 
 
 def test_tickets_out_of_order_are_refused():
-    with pytest.raises(TrainingError, match=r"ticket of ring 0: \(2, 0, 5\), expected number 1, at least one sample"):
+    with pytest.raises(
+        TrainingError, match=r"data shard of ring 0: \(2, 0, 5\), expected number 1, at least one sample"
+    ):
         ShardDispatcher(1).next_shard(0, 2, 0, 5, 10)
 
 

@@ -50,7 +50,7 @@ OTHERS = (
     TakeShard(term=0, ring=1, number=1, epoch=0, num_samples=4, least=1, epoch_samples=100),
     RingAssignmentRequest(term=0, slot=1),
     PauseRing(term=0, ring=1),
-    BarrierArrival(term=0, ring=1, number=1, said="done"),
+    BarrierArrival(term=0, ring=1, number=1, text="done"),
     ExchangeBenchmark(term=0, setup=SETUP),
     ServerStatusRequest(),
 )

@@ -41,7 +41,7 @@ def test_a_worker_finds_its_ring_and_where_that_stands() -> None:
     job.call("1.0", LeaveRing(term=0, ring=1, is_for_good=False))
     seated = job.call("2.7", RingAssignmentRequest(term=0, slot=2))
     assert seated == RingAssignmentReply(
-        rings=RINGS, shares=SHARES, num_pushed=1, num_tickets=1, num_meetings=0, epoch=3
+        rings=RINGS, shares=SHARES, num_pushed=1, num_shards=1, num_barriers=0, epoch=3
     )
     assert job.call("9.0", RingAssignmentRequest(term=0, slot=9)).rings == RINGS, "it is in none, and can see that"
 
@@ -117,7 +117,7 @@ def test_rings_meet_without_one_of_which_nobody_is_heard_for_long(job: Job) -> N
     job.abort("0.0")
     met: list[Any] = []
     asking = threading.Thread(
-        target=lambda: met.append(job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")))
+        target=lambda: met.append(job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b")))
     )
     asking.start()
     with job.service.changed:
@@ -127,17 +127,17 @@ def test_rings_meet_without_one_of_which_nobody_is_heard_for_long(job: Job) -> N
     with job.service.changed:
         job.service.changed.notify_all()
     asking.join(LONG_S)
-    assert met[0].said == {"1": "b"}
+    assert met[0].texts == {"1": "b"}
 
 
 def test_a_ring_that_is_heard_of_again_is_waited_for(job: Job) -> None:
     job.abort("0.0")
     job.call("3.0", Pull(term=0, ring=0, after_sequence=0))
     job.now_s += sessions.RING_ABSENT_S + 1.0
-    with pytest.raises(DeadlineError, match="meeting 1 of the rings: 'not all of them', expected all that are there"):
-        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said=""), limit_s=0.05)
-    job.call("3.0", BarrierArrival(term=0, ring=0, number=1, said="a"))
-    assert job.call("2.0", BarrierArrival(term=0, ring=1, number=1, said="other words")).said == {"0": "a", "1": ""}
+    with pytest.raises(DeadlineError, match="barrier 1 of the rings: 'not all of them', expected all that are there"):
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text=""), limit_s=0.05)
+    job.call("3.0", BarrierArrival(term=0, ring=0, number=1, text="a"))
+    assert job.call("2.0", BarrierArrival(term=0, ring=1, number=1, text="other words")).texts == {"0": "a", "1": ""}
 
 
 def test_a_ring_that_is_begun_again_is_not_held_to_a_push_that_never_came(job: Job) -> None:
@@ -153,7 +153,7 @@ def test_a_ring_that_is_begun_again_is_not_held_to_a_push_that_never_came(job: J
 def test_who_hangs_up_after_it_has_left_is_missed_by_nobody(job: Job) -> None:
     job.call("0.0", LeaveRing(term=0, ring=0, is_for_good=True))
     job.abort("0.0")
-    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b")).texts == {"1": "b"}
     assert job.service.job is not None
     assert not job.service.job.away_s
 
@@ -176,7 +176,7 @@ def test_whoever_dies_after_whatever_call_each_push_counts_once_and_each_sample_
     for ring in rings:
         ring.run(num_samples)
         job.call(f"{RINGS[rings.index(ring)][0]}.0", LeaveRing(term=0, ring=rings.index(ring), is_for_good=False))
-    tickets = [ticket for ring in rings for ticket in ring.tickets]
+    tickets = [ticket for ring in rings for ticket in ring.shards]
     drawn = [sample for first, count in tickets for sample in range(first, first + count)]
     assert sorted(drawn) == list(range(num_samples))
     assert job.service.version == len(tickets)
@@ -187,19 +187,19 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
     """It was stopped as it had pushed, and asks for the parameters when another one computes on them already."""
     job = Job()
     job.start()
-    job.call("0.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 3)))
+    job.call("0.0", RegisterRingLeader(term=0, ring=0, generation_id=(1, 3)))
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
     job.push("0.0", 0, 1, base)
-    job.call("3.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 4)))
+    job.call("3.0", RegisterRingLeader(term=0, ring=0, generation_id=(1, 4)))
     base = job.call("3.0", Pull(term=0, ring=0, after_sequence=1)).version
     other = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
     job.push("1.0", 1, 1, other)
     late = [
-        RegisterRingLeader(term=0, ring=0, ballot=(1, 3)),
+        RegisterRingLeader(term=0, ring=0, generation_id=(1, 3)),
         Pull(term=0, ring=0, after_sequence=1),
         LeaveRing(term=0, ring=0, is_for_good=False),
         TakeShard(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=8),
-        BarrierArrival(term=0, ring=0, number=1, epoch=0, said=""),
+        BarrierArrival(term=0, ring=0, number=1, epoch=0, text=""),
     ]
     for message in late:
         with pytest.raises(RefusedError, match=r"representative of ring 0: '0.0', expected 3.0"):
@@ -208,14 +208,14 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
         job.push("0.0", 0, 2, base)
     assert job.push("3.0", 0, 2, base).staleness_versions == 1
     job.call("0.1", RingAssignmentRequest(term=0, slot=0, begins=True))
-    job.call("0.1", RegisterRingLeader(term=0, ring=0, ballot=(1, 1)))
+    job.call("0.1", RegisterRingLeader(term=0, ring=0, generation_id=(1, 1)))
     job.call("0.1", Pull(term=0, ring=0, after_sequence=2))
 
 
 def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks():
     job = Job()
     job.start()
-    job.call("0.0", RegisterRingLeader(term=0, ring=0, ballot=(1, 3)))
+    job.call("0.0", RegisterRingLeader(term=0, ring=0, generation_id=(1, 3)))
     failed = []
 
     def wait() -> None:
@@ -230,7 +230,7 @@ def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks
     assert found is not None
     while found.last_pull_sequence.get(0) != 1:
         time.sleep(0.01)
-    job.call("3.0", RegisterRingLeader(term=0, ring=0, ballot=(2, 1)))
+    job.call("3.0", RegisterRingLeader(term=0, ring=0, generation_id=(2, 1)))
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
-    assert "nobody who waits" in failed[0]
+    assert "no caller that waits" in failed[0]

@@ -122,7 +122,7 @@ def test_another_job_goes_on_exactly_where_the_snapshot_was() -> None:
     assert torch.equal(newest(after), newest(before))
     seated = after.handle(1, RingAssignmentRequest(term=0, slot=1)).message
     assert (seated.resumed, seated.resumed_epoch, seated.resumed_seed) == ([(0, 20)], 0, 5)
-    assert (seated.num_pushed, seated.num_tickets) == (0, 0), "rings count anew"
+    assert (seated.num_pushed, seated.num_shards) == (0, 0), "rings count anew"
     for callers in (before, after):
         push(callers, 0, [(20, 4)], pass_number=1)
     assert torch.equal(newest(after), newest(before)), "momentum and the gradients of the train step as well"
@@ -179,7 +179,7 @@ def test_pieces_come_in_their_order_and_are_of_a_snapshot_of_this_model() -> Non
     first, second, third = pieces_of(content)
     callers.handle(0, first[0], [memoryview(first[1])])
     with pytest.raises(
-        TrainingError, match=r"piece of a snapshot: .byte 928 of 1392., expected .*byte 464, of at most \d+.* Give back"
+        TrainingError, match=r"piece of a snapshot: .byte 934 of 1400., expected .*byte 467, of at most \d+.* Give back"
     ):
         callers.handle(0, third[0], [memoryview(third[1])])
     huge = second[0].model_copy(update={"first_byte": 0, "num_bytes": 1 << 40})

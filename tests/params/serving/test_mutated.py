@@ -134,7 +134,9 @@ def lying(rng: random.Random) -> bytes:
         case 0:
             buffers = rng.choice(([], [b""], [GRADIENT, b""], [GRADIENT[:-4]], [GRADIENT + bytes(4)], [bytes(1 << 16)]))
         case 1:
-            name = rng.choice(("params.pushed", "params.start", "params.regroup", "params.nothing", "", "done"))
+            name = rng.choice(
+                ("params.push_result", "params.start_job", "params.regroup_rings", "params.nothing", "", "done")
+            )
         case 2:
             body.pop(rng.choice([name for name, field in type(PUSH).model_fields.items() if field.is_required()]))
         case _:

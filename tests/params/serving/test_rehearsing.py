@@ -107,7 +107,7 @@ def test_the_last_one_to_end_frees_the_memory():
 def test_there_are_none_once_the_job_has_begun():
     caller = Caller()
     caller.begin()
-    refused = "rehearsal: 'a job that has begun', expected none yet. Rehearse before it begins"
+    refused = "exchange benchmark: 'a job that has begun', expected none yet. Run it before the job begins"
     with pytest.raises(TrainingError, match=refused):
         caller.rehearse()
 
@@ -116,5 +116,5 @@ def test_what_is_no_rehearsal_is_refused():
     caller = Caller()
     with pytest.raises(TrainingError, match="bytes of a push"):
         caller.rehearse(flat=FlatTensors(SPECS[1:]))
-    with pytest.raises(TrainingError, match="rings of a rehearsal: 'none'"):
+    with pytest.raises(TrainingError, match="rings of a benchmark: 'none'"):
         caller.rehearse([])

@@ -148,11 +148,11 @@ class PairJob(two_rings.Job):
 
 def meet(job: PairJob, number: int, names: Sequence[str]) -> list[dict[str, str]]:
     """All rings meet, one after the other as far as this thread goes; what each of them hears."""
-    words = [BarrierArrival(term=0, ring=ring, number=number, said=f"{number} by {ring}") for ring in range(len(names))]
+    words = [BarrierArrival(term=0, ring=ring, number=number, text=f"{number} by {ring}") for ring in range(len(names))]
     for who, message in zip(names[:-1], words[:-1], strict=True):
         with pytest.raises(DeadlineError):
             job.call(who, message, limit_s=0.0)
-    return [job.call(who, message).said for who, message in zip(names[::-1], words[::-1], strict=True)]
+    return [job.call(who, message).texts for who, message in zip(names[::-1], words[::-1], strict=True)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -171,7 +171,7 @@ def test_whichever_servers_and_members_die_each_push_counts_once_and_all_hear_th
         ring.run(num_samples)
         job.call(ring.name, LeaveRing(term=0, ring=index, is_for_good=False))
     heard = [meet(job, number, [ring.name for ring in rings]) for number in (1, 2)]
-    tickets = [ticket for ring in rings for ticket in ring.tickets]
+    tickets = [ticket for ring in rings for ticket in ring.shards]
     drawn = [sample for first, count in tickets for sample in range(first, first + count)]
     assert sorted(drawn) == list(range(num_samples))
     assert job.service.version == len(tickets)
@@ -197,13 +197,13 @@ def test_whatever_rings_say_a_standby_and_one_that_reads_all_later_have_the_same
     job.call("1.0", Pull(term=0, ring=1, after_sequence=0))
     job.call("1.0", PauseRing(term=0, ring=1))
     with pytest.raises(DeadlineError):
-        job.call("0.0", BarrierArrival(term=0, ring=0, number=1, said="a"), limit_s=0.0)
+        job.call("0.0", BarrierArrival(term=0, ring=0, number=1, text="a"), limit_s=0.0)
     assert job.service.job is not None
     assert job.standby.job is not None
     expected, position = job.service.job.live_state, job.service.job.position
-    assert expected.meetings["last"] == [1, 0]
+    assert expected.barrier["last"] == [1, 0]
     assert position == DataPosition(epoch=2, done=((6, 3),))
-    assert [each.is_paused for each in expected.holdings] == [False, True]
+    assert [each.is_paused for each in expected.ring_grants] == [False, True]
     assert (job.standby.job.live_state, job.standby.job.position) == (expected, position)
     job.fail_over()
     assert (job.standby.job.live_state, job.standby.job.position) == (expected, position), "read as a whole"
@@ -229,14 +229,17 @@ def test_a_checkpoint_that_rings_go_on_from_is_the_standby_s_as_well(job: PairJo
 
 def test_what_comes_with_a_push_is_heard_from_the_server_that_took_over(job: PairJob) -> None:
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    job.push("0.0", 0, 1, base, testament="left by ring 0")
+    job.push("0.0", 0, 1, base, ring_progress="left by ring 0")
     for _ in range(2):  # told, and then read as a whole
         job.fail_over()
-        assert job.call("3.1", RingAssignmentRequest(term=0, slot=3)).testament == "left by ring 0"
+        assert job.call("3.1", RingAssignmentRequest(term=0, slot=3)).ring_progress == "left by ring 0"
     job.hang_up("0.0")
     job.hang_up("3.1")
     job.now_s += sessions.RING_ABSENT_S + 1.0
-    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")).said == {"0": "left by ring 0", "1": "b"}
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b")).texts == {
+        "0": "left by ring 0",
+        "1": "b",
+    }
 
 
 def test_rings_that_died_with_the_server_hold_nobody_up_and_are_not_waited_for(job: PairJob) -> None:
@@ -247,10 +250,10 @@ def test_rings_that_died_with_the_server_hold_nobody_up_and_are_not_waited_for(j
     for sequence in range(1, 30):
         version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
         job.push("1.0", 1, sequence, version)
-    with pytest.raises(DeadlineError, match="meeting 1 of the rings"):
-        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b"), limit_s=0.0)
+    with pytest.raises(DeadlineError, match="barrier 1 of the rings"):
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b"), limit_s=0.0)
     job.now_s += sessions.RING_ABSENT_S + 1.0
-    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b")).texts == {"1": "b"}
 
 
 def test_a_ring_that_lives_is_waited_for_though_its_connection_to_the_standby_had_broken(job: PairJob) -> None:
@@ -258,8 +261,8 @@ def test_a_ring_that_lives_is_waited_for_though_its_connection_to_the_standby_ha
     job.standby.ring_sessions.note_disconnect(rpc.Identity(job="test", role="worker", name="0.0"))
     job.now_s += sessions.RING_ABSENT_S + 1.0
     job.fail_over()
-    with pytest.raises(DeadlineError, match="meeting 1 of the rings"):
-        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, said="b"), limit_s=0.0)
+    with pytest.raises(DeadlineError, match="barrier 1 of the rings"):
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b"), limit_s=0.0)
 
 
 def test_nobody_hears_of_rings_that_the_standby_does_not_know_yet() -> None:
@@ -286,8 +289,8 @@ def test_a_job_that_was_begun_on_a_server_that_died_is_begun_on_the_next_one() -
         DataShard(ring=1, number=2, epoch=4, first=3, num_samples=4, ended_epoch=7),
         LeaveRing(term=0, ring=1, is_for_good=True),
         PauseRing(term=0, ring=1),
-        BarrierArrival(term=0, ring=1, number=1, said="b"),
-        BarrierResult(number=3, said={0: "a", 2: ""}),
+        BarrierArrival(term=0, ring=1, number=1, text="b"),
+        BarrierResult(number=3, texts={0: "a", 2: ""}),
     ],
 )
 def test_every_fact_has_a_message_of_its_own(fact: ReplicatedFact) -> None:

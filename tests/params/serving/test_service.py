@@ -59,7 +59,9 @@ def test_nothing_is_granted_to_who_does_not_wait_any_more():
     rings = Rings()
     call = rings.callers.call_of(1)
     call.cancelled.set()
-    with pytest.raises(DeadlineError, match=r"parameters for ring 1: 'nobody who waits', expected its push 0 applied"):
+    with pytest.raises(
+        DeadlineError, match=r"parameters for ring 1: 'no caller that waits', expected its push 0 applied"
+    ):
         rings.callers.pull_with(call)
     assert rings.service.status().sent_bytes == 0
 
@@ -67,7 +69,7 @@ def test_nothing_is_granted_to_who_does_not_wait_any_more():
 def test_a_pull_that_was_given_up_does_not_take_the_place_of_the_next():
     rings = trained(Rings())
     rings.callers.pull(1)
-    with pytest.raises(DeadlineError, match=r"parameters for ring 1: 'nobody who waits'"):
+    with pytest.raises(DeadlineError, match=r"parameters for ring 1: 'no caller that waits'"):
         rings.callers.pull_with(rings.callers.call_of(1, after_sequence=2))
     rings.push(1)  # on what it was given
 

@@ -38,9 +38,9 @@ def test_goes_on_exactly_where_it_was(tmp_path, name, options):
 
 def test_a_standby_gets_what_rings_are_about(tmp_path):
     live = LiveRingState(
-        holdings=[RingGrants(grants=(2, 3), num_since=1), RingGrants(grants=(), num_since=0)],
-        tickets=[DataShard(ring=1, number=4, epoch=2, first=6, num_samples=3)],
-        taken={1: 9, 2: 9},
+        ring_grants=[RingGrants(grants=(2, 3), num_since=1), RingGrants(grants=(), num_since=0)],
+        shards=[DataShard(ring=1, number=4, epoch=2, first=6, num_samples=3)],
+        dispatched={1: 9, 2: 9},
         gone=[0],
     )
     model = trained("AdamW", ADAMW, 3)

@@ -76,7 +76,7 @@ class Representatives:
     def __init__(self, job: Job, ring: int, deaths: list[int]) -> None:
         self._job, self._ring, self._deaths = job, ring, deaths
         self._names = [f"{slot}.0" for slot in RINGS[ring]]
-        self.tickets: list[tuple[int, int]] = []
+        self.shards: list[tuple[int, int]] = []
         self._num_calls = 0
         self._base, self._num_pushed = 0, 0
 
@@ -89,7 +89,7 @@ class Representatives:
         """One epoch: each step is a ticket and a push; whoever dies leaves the step to the next."""
         self._base = self._again(self._pull)
         while (ticket := self._again(lambda: self._apply_events(epoch_samples)))[1]:
-            self.tickets.append(ticket)
+            self.shards.append(ticket)
             self._base = self._again(self._exchange)
             self._num_pushed += 1
 
@@ -114,7 +114,7 @@ class Representatives:
         return found
 
     def _apply_events(self, epoch_samples: int) -> tuple[int, int]:
-        number = len(self.tickets) + 1
+        number = len(self.shards) + 1
         take = TakeShard(
             term=0, ring=self._ring, number=number, epoch=0, num_samples=3, least=1, epoch_samples=epoch_samples
         )

@@ -46,9 +46,9 @@ def test_a_register_that_cannot_be_used_is_said(tmp_path):
     register = LeadershipLog(tmp_path / "claims")
     for rubbish in (b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 10_000, b" " * 70_000):
         (tmp_path / "claims" / "claim-00000000.json").write_bytes(rubbish)
-        with pytest.raises(NotLeaderError, match=r"^register of servers: .*, expected a folder that both servers"):
+        with pytest.raises(NotLeaderError, match=r"^leadership log: .*, expected a folder that both servers"):
             register.latest()
     (tmp_path / "claims" / "claim-00000000.json").unlink()
     (tmp_path / "claims").rmdir()
-    with pytest.raises(NotLeaderError, match=r"^register of servers: .*No such file"):
+    with pytest.raises(NotLeaderError, match=r"^leadership log: .*No such file"):
         register.append(claim(0, 0))

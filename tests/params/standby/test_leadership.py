@@ -180,7 +180,7 @@ def test_why_nothing_is_answered_is_said(pair: World, disk: Disk) -> None:
         leader.leadership.check_leading()
     leader.reachability = Reachability.MOST
     disk.fill()
-    with pytest.raises(NotLeaderError, match=r"^register of servers: .*(No space left|No such file)"):
+    with pytest.raises(NotLeaderError, match=r"^leadership log: .*(No space left|No such file)"):
         leader.leadership.check_leading()
     disk.free()
     leader.leadership.check_leading()
@@ -191,7 +191,7 @@ def test_a_register_that_has_lost_its_claims_is_not_believed(pair: World, disk: 
     pair.now_s += 1.1 * LEASE_S
     for path in disk.folder.iterdir():
         path.unlink()
-    with pytest.raises(NotLeaderError, match=r"^parameter server: 'one whose register has lost all claims', exp"):
+    with pytest.raises(NotLeaderError, match=r"^parameter server: 'one whose leadership log is empty', exp"):
         pair.servers[0].leadership.check_leading()
 
 

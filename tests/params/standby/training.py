@@ -55,7 +55,7 @@ class Ring:
     num_pushes: int
     done: list[float] = field(default_factory=list)
     """When each round was over."""
-    tickets: list[tuple[int, int]] = field(default_factory=list)
+    shards: list[tuple[int, int]] = field(default_factory=list)
     error: BaseException | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     """Ends it before it has done all its rounds."""
@@ -79,7 +79,7 @@ class Ring:
             if self.stop.is_set():
                 break
             # More than are taken: the last tickets of an epoch are smaller.
-            self.tickets.append(self.client.take_shard(0, 3, 3 * self.num_rings * (self.num_pushes + 1)))
+            self.shards.append(self.client.take_shard(0, 3, 3 * self.num_rings * (self.num_pushes + 1)))
             round_ = RingPush(
                 sequence=sequence,
                 base_version=version,
@@ -121,5 +121,5 @@ def check(rings: list[Ring]) -> None:
     num_pushed = [len(ring.done) for ring in rings]
     assert version == sum(num_pushed)
     torch.testing.assert_close(parameters, expected(num_pushed), rtol=0, atol=1e-9)
-    given = sorted(ticket for ring in rings for ticket in ring.tickets)
+    given = sorted(ticket for ring in rings for ticket in ring.shards)
     assert given == [(3 * number, 3) for number in range(sum(num_pushed))]

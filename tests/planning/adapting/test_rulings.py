@@ -36,7 +36,9 @@ def test_a_ruling_reads_what_it_prints() -> None:
     "text", ["", "[]", "{}", '{"phases": []}', '{"phases": [[[1]]], "num_bytes": 3}', "[" * 100_000]
 )
 def test_other_text_is_none(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent\. Run the same version"):
+    with pytest.raises(
+        ScheduleError, match=r"tuning decision: .*, expected what the first rank sent\. Run the same version"
+    ):
         TuningDecision.parse(text)
 
 
@@ -44,7 +46,7 @@ def test_text_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     ruling = TuningDecision(num_bytes=5, schedule="ring")
     monkeypatch.setattr(tuning_messages, "MAX_DECISION_BYTES", len(str(ruling)))
     assert TuningDecision.parse(str(ruling)) == ruling
-    with pytest.raises(ScheduleError, match=r"ruling: .*\d characters, more than \d"):
+    with pytest.raises(ScheduleError, match=r"tuning decision: .*\d characters, more than \d"):
         TuningDecision.parse(str(ruling) + " ")
 
 

@@ -70,7 +70,7 @@ def test_rehearsed_rounds_are_what_each_rank_alone_takes_and_mend_other_rings():
     assert mode_forecast.with_benchmarked_rounds(exact_only, work, [0.0012] * 8) == exact_only
 
 
-def test_a_rehearsed_step_is_what_balanced_takes():
+def test_a_benchmarked_step_is_what_balanced_takes():
     found = by_mode(mode_forecast.with_benchmarked_step(mode_forecast.forecast_modes([FAST] * 8, WORK), 0.25))
     assert (found["sync"].step_s, found["balanced"].step_s) == (pytest.approx(0.1), 0.25)
 
@@ -135,7 +135,7 @@ def test_an_allreduce_takes_its_bound():
     assert took_s(1e6, 1e6, 1e6, 1e6, a=2e6, b=2e6) == pytest.approx(1.5)
 
 
-def test_what_a_rehearsed_sum_took_beyond_links_is_put_down_to_who_computes_slowly():
+def test_what_a_benchmarked_sum_took_beyond_links_is_put_down_to_who_computes_slowly():
     workers = [WorkerRates(sample_s=[each_s], rate_bytes_per_s=1e6) for each_s in (1.0, 1.0, 4.0, 4.0)]
     found = mode_forecast.with_benchmarked_allreduce(workers, 1e6, allreduce_s=1.5 + 0.3)
     assert [each.reduce_overhead_s for each in found] == pytest.approx([0.04, 0.04, 0.16, 0.16])
@@ -147,7 +147,7 @@ def test_what_a_rehearsed_sum_took_beyond_links_is_put_down_to_who_computes_slow
     )
 
 
-def test_where_no_rate_is_known_a_rehearsed_sum_tells_it():
+def test_where_no_rate_is_known_a_benchmarked_sum_tells_it():
     workers = [WorkerRates(sample_s=[1.0])] * 4
     found = mode_forecast.with_benchmarked_allreduce(workers, 1e6, allreduce_s=0.3)
     assert mode_forecast.predicted_allreduce_s(found, 1e6) == pytest.approx(0.3)

@@ -147,8 +147,8 @@ def test_no_room(memory: PartitionMemory, text: str) -> None:
     [
         ({"work": ((),)}, "work: ((),), expected a number for each block. Give one or more."),
         ({"capability": ()}, "capability: (), expected a number for each device. Give one or more."),
-        ({"capability": (1, 0)}, "capability of device 2: 0, expected a finite number above 0. Mend it."),
-        ({"work": ((1, -1),)}, "work of block 2: -1, expected a finite number, 0 or more. Mend it."),
+        ({"capability": (1, 0)}, "capability of device 2: 0, expected a finite number above 0. Correct it."),
+        ({"work": ((1, -1),)}, "work of block 2: -1, expected a finite number, 0 or more. Correct it."),
         ({"work": ((1,),)}, "number of blocks: 1, expected at least one for each of the 2 devices. Leave devices out"),
         (
             {"work": ((1, 1), (1, 1))},
@@ -157,7 +157,7 @@ def test_no_room(memory: PartitionMemory, text: str) -> None:
         ({"kinds": (0, 1)}, "kinds: (0, 1), expected indices below 1. Name rows that there are."),
         ({"activation": (1,)}, "activation: how many: 1, expected 2. Give one for each block."),
         ({"bandwidth": (1, 1)}, "bandwidth: how many: 2, expected 1. Give one for each link (device 2 to the last)."),
-        ({"bandwidth": (float("nan"),)}, "bandwidth of link 1: nan, expected a finite number above 0. Mend it."),
+        ({"bandwidth": (float("nan"),)}, "bandwidth of link 1: nan, expected a finite number above 0. Correct it."),
     ],
 )
 def test_wrong_problems(asked: dict, text: str) -> None:

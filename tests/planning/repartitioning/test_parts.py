@@ -132,9 +132,9 @@ def test_texts_that_are_none(what: type[MeasurementWindow] | type[RepartitionDec
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"window_steps": 2}, "window_steps of the policy: 2, expected 3 or more. Mend it, or leave it out."),
-        ({"drift": 1.0}, "drift of the policy: 1.0, expected a factor above 1. Mend it, or leave it out."),
-        ({"min_gain": -1}, "min_gain of the policy: -1, expected 0 or more. Mend it, or leave it out."),
+        ({"window_steps": 2}, "window_steps of the policy: 2, expected 3 or more. Correct it, or leave it out."),
+        ({"drift": 1.0}, "drift of the policy: 1.0, expected a factor above 1. Correct it, or leave it out."),
+        ({"min_gain": -1}, "min_gain of the policy: -1, expected 0 or more. Correct it, or leave it out."),
     ],
 )
 def test_a_policy_that_means_nothing(changes: dict, text: str) -> None:

@@ -104,11 +104,11 @@ WRONG = {
     ),
     "broadcast that adds": (
         text("broadcast\nroot 0", 2, "1", "0>1:+0"),
-        "0>1:+0, expected copies (=) only, as broadcast combines nothing. Mend the generator. [round 0, op 0]",
+        "0>1:+0, expected copies (=) only, as broadcast combines nothing. Correct the generator. [round 0, op 0]",
     ),
     "allgather that adds to nothing": (
         text("allgather\nowners 0", 2, "1", "0>1:+0"),
-        "0>1:+0, expected copies (=) only, as allgather combines nothing. Mend the generator. [round 0, op 0]",
+        "0>1:+0, expected copies (=) only, as allgather combines nothing. Correct the generator. [round 0, op 0]",
     ),
     "reduce to the wrong root": (
         text("reduce\nroot 1", 2, "1", "1>0:+0"),
@@ -220,13 +220,13 @@ BIG = 2**31 - 1
 @pytest.mark.parametrize("memory_bytes", [1, 2**30])
 def test_numbers_that_do_not_exist(numbers: tuple[int, ...], expected: str, memory_bytes: int) -> None:
     message = refuse(one_op(*numbers), memory_bytes=memory_bytes)
-    assert message == f"schedule: {expected} Mend the generator. [round 0, op 1]"
+    assert message == f"schedule: {expected} Correct the generator. [round 0, op 1]"
 
 
 def test_a_bad_rank_is_shown_though_another_operation_is_worse() -> None:
     round_ = Round.of([9, 0], [0, 1], 0, [ReceiveOp.REDUCE, 7])
     schedule = Schedule("bad", Collective("allreduce"), 2, (1,), (round_,))
-    assert refuse(schedule) == "schedule: 9>0:+0, expected ranks 0..1. Mend the generator. [round 0, op 0]"
+    assert refuse(schedule) == "schedule: 9>0:+0, expected ranks 0..1. Correct the generator. [round 0, op 0]"
 
 
 def test_ranges_of_chunks_that_only_together_are_too_long_are_not_refused() -> None:

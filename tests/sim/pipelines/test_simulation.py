@@ -91,7 +91,7 @@ def test_stages_that_wait_for_ever() -> None:
     ("times", "text"),
     [
         ({"backward_s": (1,)}, "backward_s: how many: 1, expected 2. Give one for each stage"),
-        ({"forward_s": (1, -1)}, "forward_s[1]: -1, expected a finite time, 0 or more. Mend it."),
+        ({"forward_s": (1, -1)}, "forward_s[1]: -1, expected a finite time, 0 or more. Correct it."),
         ({"forward_transfer_s": (1, 1)}, "forward_transfer_s: how many: 2, expected 1."),
     ],
 )

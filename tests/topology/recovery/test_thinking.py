@@ -51,7 +51,7 @@ def test_many_nodes_are_known_by_their_nics_alone(num_nodes: int) -> None:
     truth = many(num_nodes, "{name: slow, nic: 50Mbit/s, devices: 1}")
     evidence, found_fit = measure(Network(truth, 0, 0.05), num_nodes, AT_THE_START)
     assert evidence.num_batches <= 8 * 2 + 8 + 32
-    assert found_fit.unsought == "switches were not looked for, as there are more than 64 nodes: all hang on one"
+    assert found_fit.not_searched == "switches were not looked for, as there are more than 64 nodes: all hang on one"
     hosts = [NodeSpec(name=node.name, address=None, num_devices=1) for node in truth.nodes]
     found, _ = cluster_from_fit("found", hosts, found_fit, 1e-5)
     assert found.switches == ()
@@ -65,14 +65,14 @@ def test_among_less_many_nodes_racks_are_found_when_a_job_starts() -> None:
     uplinks = ", ".join(f"{{name: {x}, uplink: 800Mbit/s}}" for x in "abc")
     truth = loads(f"name: x\nnodes: [{racks}]\nswitches: [{uplinks}]")
     _, found = measure(Network(truth, 0, 0.05), 36, AT_THE_START)
-    assert (set(found.edges[::2]), found.unsought) == (visible_edges(truth).edges(36), None)
+    assert (set(found.edges[::2]), found.not_searched) == (visible_edges(truth).edges(36), None)
 
 
 def test_who_has_no_time_to_think_knows_the_nics_and_says_so() -> None:
     truth = loads(TWO_RACKS)
     network = Network(truth)
     _, found = measure(network, 8, SurveyLimits(total_cpu_s=0.5), clock=clock_of())
-    assert found.unsought == "switches were not looked for to the end, as the time for it was up: there may be more"
+    assert found.not_searched == "switches were not looked for to the end, as the time for it was up: there may be more"
     assert found.edges == ()
     assert len(network.batches) == 2 * 7 + 7, "pairs, and all at once, which need no thinking"
     assert [found.rate(1 << node) for node in range(8)] == pytest.approx([400 * MBIT] * 8)
@@ -85,7 +85,7 @@ def test_what_is_known_when_the_time_is_up_is_the_answer(effort: SurveyLimits) -
     truth = loads(FOUR_RACKS)
     network = Network(truth, 0, 0.05)
     _, found = measure(network, 16, effort, seed=1, clock=clock_of())
-    assert found.unsought is not None
+    assert found.not_searched is not None
     assert 30 + 15 <= len(network.batches) < 80, "80 to the end"
     assert set(found.edges[::2]) <= visible_edges(truth).edges(16)
     assert all(found.num_proofs(cut) + found.num_proofs(opposite_cut(cut, 16)) >= 2 for cut in found.edges[::2])

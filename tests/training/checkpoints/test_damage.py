@@ -27,7 +27,7 @@ def test_cut_anywhere_it_is_refused(folder: Path) -> None:
     edges = [at for near in (0, 8, header_end, len(whole)) for at in range(near - 9, near + 10) if 0 <= at < len(whole)]
     for length in {*edges, *range(0, len(whole), 97)}:
         saved.path.write_bytes(whole[:length])
-        with pytest.raises(TrainingError, match=r"^checkpoint: .*, expected a whole file of format 1 with check"):
+        with pytest.raises(TrainingError, match=r"^checkpoint: .*, expected a whole file of format 2 with check"):
             store.read_checkpoint(saved)
     saved.path.write_bytes(whole)
     assert store.read_checkpoint(saved).train_step == 2
@@ -79,7 +79,7 @@ def test_the_one_before_is_used_and_it_is_said(
     parts = examples.make(seed=5)
     with caplog.at_level(logging.WARNING, "ringweave"):
         assert examples.keeper(folder, parts).load() == 1
-    assert "expected a whole file of format 1" in caplog.text
+    assert "expected a whole file of format 2" in caplog.text
     (event,) = examples.events(tmp_path / "events.jsonl", "checkpoint_refused")
     assert (event["train_step"], event["path"]) == (2, str(last.path))
     (event,) = examples.events(tmp_path / "events.jsonl", "checkpoint_loaded")
@@ -149,6 +149,7 @@ def test_half_written_files_and_others_are_no_checkpoints(folder: Path) -> None:
 
 
 def test_a_format_of_the_future_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FORMAT", 2)
-    with pytest.raises(TrainingError, match=r"checkpoint: .*format 1.*, expected a whole file of format 2"):
+    monkeypatch.setattr(store, "FORMAT", 3)
+    expected = r"checkpoint: .*format 2.*, expected a whole file of format 3 .*Load it with the ringweave that wrote it"
+    with pytest.raises(TrainingError, match=expected):
         store.read_checkpoint(examples.newest(folder))

@@ -46,7 +46,7 @@ def test_steps_that_differ_make_those_wait_who_wait_for_all():
     heard = said([[0.01]] * 8, num_bytes=1000, reducing_s=None, serving_s=0.0)
     assert forecast.choose_mode(OPEN, heard, None, is_open=True)[0] == "balanced"
     for each in heard:
-        each["rehearsed_s"] = [0.008, 0.009, 0.01, 0.01, 0.011, 0.012]
+        each["benchmarked_s"] = [0.008, 0.009, 0.01, 0.01, 0.011, 0.012]
     assert forecast.choose_mode(OPEN, heard, None, is_open=True)[0] == "ps"
 
 
@@ -61,7 +61,7 @@ def test_rounds_that_were_rehearsed_are_what_each_rank_alone_takes():
         mode, reason, _ = forecast.choose_mode(OPEN, rehearsed, None, is_open=True)
         assert (mode in modes.SERVER_MODES) is is_faster
         assert f"; ps {round_s * 100 / 0.98:.3g} s," in reason
-        assert ", of which balanced and ps by rehearsed steps (measured); rings are taken for a gain of 5%" in reason
+        assert ", of which balanced and ps by benchmarked steps (measured); rings are taken for a gain of 5%" in reason
 
 
 def in_two_racks(heard):
@@ -146,7 +146,7 @@ def test_slow_ranks_that_keep_a_sum_waiting_are_for_rings():
     rehearsed = [{**each, "reducing_s": 0.13} for each in heard]
     mode, reason, _ = forecast.choose_mode(OPEN, rehearsed, None, is_open=True)
     assert mode in modes.SERVER_MODES
-    assert reason.endswith("; a sum over all ranks took 0.13 s in a rehearsal (measured)")
+    assert reason.endswith("; a sum over all ranks took 0.13 s in a benchmark (measured)")
 
 
 def test_what_was_not_tried_is_known_in_relation_only():
@@ -206,5 +206,5 @@ def test_a_model_that_is_larger_than_a_message_is_balanced():
 def test_first_shares_are_by_the_best_that_is_known():
     by_file = [{**each, "speed": speed} for each, speed in zip(said([None] * 2), (1.0, 0.25), strict=True)]
     assert forecast.sample_times_s(by_file) == [1.0, 4.0]
-    rehearsed = [{**each, "rehearsed_s": [own_s] * 3} for each, own_s in zip(by_file, (0.1, 0.5), strict=True)]
+    rehearsed = [{**each, "benchmarked_s": [own_s] * 3} for each, own_s in zip(by_file, (0.1, 0.5), strict=True)]
     assert forecast.sample_times_s(rehearsed) == [0.1, 0.5]

@@ -22,12 +22,12 @@ def test_all_ranks_hear_the_same_time_and_compute_shares_by_their_speeds() -> No
     assert len(times_s) == 1
     assert 0 < times_s.pop() < 20
     assert {(each["serving_s"], each["exchanging_s"]) for of_rank in heard for each in of_rank} == {(0.0, 0.0)}
-    rehearsed_s = [[each["rehearsed_s"] for each in of_rank] for of_rank in heard]
-    assert rehearsed_s[0] == rehearsed_s[1] == rehearsed_s[2]
-    assert all(len(steps_s) >= 3 and min(steps_s) > 0 for steps_s in rehearsed_s[0])
+    benchmarked_s = [[each["benchmarked_s"] for each in of_rank] for of_rank in heard]
+    assert benchmarked_s[0] == benchmarked_s[1] == benchmarked_s[2]
+    assert all(len(steps_s) >= 3 and min(steps_s) > 0 for steps_s in benchmarked_s[0])
     balanced_s = {each["balanced_s"] for of_rank in heard for each in of_rank}
     assert len(balanced_s) == 1
-    assert balanced_s.pop() > max(statistics.median(steps_s) * 5 for steps_s in rehearsed_s[0]), "a whole step"
+    assert balanced_s.pop() > max(statistics.median(steps_s) * 5 for steps_s in benchmarked_s[0]), "a whole step"
     rounds_s = [[each["rounds_s"] for each in of_rank] for of_rank in heard]
     assert rounds_s[0] == rounds_s[1] == rounds_s[2]
     (num_rounds,) = {len(of_rank) for of_rank in rounds_s[0]}
@@ -43,7 +43,7 @@ def test_all_ranks_hear_the_same_time_and_compute_shares_by_their_speeds() -> No
 def test_who_cannot_compute_its_share_keeps_nobody_waiting() -> None:
     heard, are_same, shares, calls = zip(*run_ranks(rehearsal_functions.rehearse, 3, 9), strict=True)
     assert [each["reducing_s"] for of_rank in heard for each in of_rank] == [None] * 9
-    assert [each["rehearsed_s"] for of_rank in heard for each in of_rank] == [None] * 9
+    assert [each["benchmarked_s"] for of_rank in heard for each in of_rank] == [None] * 9
     assert all(are_same)
     assert shares == (10, 0, 5)
     assert calls == ([], [], []), "no rounds either"
@@ -54,7 +54,7 @@ def test_what_was_not_tried_is_not_rehearsed() -> None:
     model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.ones(2, 2)))
     triple, no_messages = (model, torch.optim.SGD(model.parameters()), loader), Any
     found = step_benchmark.benchmark_steps(heard, triple, no_messages, rehearsal_functions.server_of([]))
-    nothing = dict.fromkeys(("reducing_s", "balanced_s", "serving_s", "exchanging_s", "rehearsed_s", "rounds_s"))
+    nothing = dict.fromkeys(("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s"))
     assert found == [{**each, **nothing} for each in heard]
 
 

@@ -78,7 +78,7 @@ def train(
         for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
             step = epoch * (NUM_SAMPLES // BATCH) + number
             send_message(("drawn", step, indices.tolist() if loader.fraction else []))
-            send_message(("in", step, loader._parts.session.membership.ballot))
+            send_message(("in", step, loader._parts.session.membership.generation_id))
             sums.begin_step(step)
             if step == at:
                 arm(moment, model, optimizer)

@@ -50,8 +50,8 @@ class Of:
 
     def current_status(self) -> MemberStatus:
         num_drawn, sharing = self.trainer.drawn_batches()
-        own = MemberStatus(member=self.member, has_state=not self.follows, is_following=self.follows)
-        return MemberStatus(**{**_fields(own), "num_drawn": num_drawn, "sharing": sharing})
+        own = MemberStatus(member=self.member, has_state=not self.follows, is_recovering=self.follows)
+        return MemberStatus(**{**_fields(own), "num_drawn": num_drawn, "batch_shares": sharing})
 
     @property
     def open(self) -> BatchShares:
@@ -59,17 +59,19 @@ class Of:
         return self.trainer.accounting._open_batches[-1][1]
 
 
-def _fields(standing: MemberStatus) -> dict[str, Any]:
-    return {name: getattr(standing, name) for name in MemberStatus.__slots__}
+def _fields(status: MemberStatus) -> dict[str, Any]:
+    return {name: getattr(status, name) for name in MemberStatus.__slots__}
 
 
 def begin(number: int, members: list[Of], formed_by: list[Of]) -> None:
     """An epoch of these members, formed by some of them."""
-    decree = Membership(ballot=(1, number), standings=strip_duplicates([each.current_status() for each in members]))
+    membership = Membership(
+        generation_id=(1, number), statuses=strip_duplicates([each.current_status() for each in members])
+    )
     notes = [each.trainer.status_details() for each in members]
     followers = {each.member for each in members if each.follows}
     for each in formed_by:
-        each.trainer.begin_generation(decree, notes, is_joining=False, recovering=followers)
+        each.trainer.begin_generation(membership, notes, is_joining=False, recovering=followers)
 
 
 def test_a_batch_that_a_holder_has_drawn_is_shared_by_all_as_that_one_shares_it() -> None:

@@ -210,7 +210,7 @@ def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() 
         for member in ("1.0", "2.0"):
             job.send_signal(member, signal.SIGCONT)
         values = [value_of(job, member) for member in job.members]
-        assert {decree.members for decree in job.coordinators[0].memberships} == {tuple(job.members)}
+        assert {membership.members for membership in job.coordinators[0].memberships} == {tuple(job.members)}
         assert sorted(job.coordinators[0].returned_members) == ["1.0", "2.0"]
         check_alike(values)
         for member in job.members:
@@ -226,9 +226,9 @@ def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_
     with ElasticJob(elastic_functions.train, 4, 2, faults, 0.5) as job:
         left = ["0.0", "1.0", "2.0"]
         values = [value_of(job, member) for member in left]
-        epochs = [decree.members for decree in job.coordinators[0].memberships]
+        epochs = [membership.members for membership in job.coordinators[0].memberships]
         assert epochs[:3] == [("0.0", "1.0", "2.0", "3.0"), tuple(left), tuple(left)]
-        second, third = (decree.ballot for decree in job.coordinators[0].memberships[1:3])
+        second, third = (membership.generation_id for membership in job.coordinators[0].memberships[1:3])
         drawn = {member: [said[2] for said, _ in job.messages(member) if said[:2] == ("in", at)] for member in left}
         assert drawn == {"0.0": [third], "1.0": [third], "2.0": [second]}
         assert [len(drawn_in(job, member, at)) for member in left] == [4, 4, 4], "no sample is lost"
@@ -257,10 +257,10 @@ def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_los
         hangs_s = job.wait_message("1.0", lambda said: said == ("hangs",))
         goes_on_s = job.wait_message("0.0", lambda said: said[:2] == ("done", at))
         values = [value_of(job, member) for member in ("0.0", "2.0")]
-        assert job.coordinators[0].lost_members[0] == ("1.0", "it stood still while others waited for it")
+        assert job.coordinators[0].lost_members[0] == ("1.0", "it made no progress while others waited for it")
         assert goes_on_s - hangs_s > PROGRESS_TIMEOUT.min_s - 1.0, "a step may take so long"
         job.send_signal("1.0", signal.SIGUSR1)
-        assert "no member any more: it stood still while others waited for it" in job.outcome("1.0").error
+        assert "no member any more: it made no progress while others waited for it" in job.outcome("1.0").error
         assert done_steps(job, "1.0") == list(range(at)), "what it computes when it wakes changes nothing"
         check_alike(values)
         for member in ("0.0", "2.0"):
@@ -279,7 +279,7 @@ def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -
         values = [value_of(job, member) for member in ("0.0", "2.0")]
         check_alike(values)
         assert job.coordinators[1].memberships[-1].members == ("0.0", "2.0")
-        assert job.coordinators[1].memberships[-1].ballot[0] % 2 == 0, "a term of the standby's"
+        assert job.coordinators[1].memberships[-1].generation_id[0] % 2 == 0, "a term of the standby's"
         assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))
 
 

@@ -56,7 +56,7 @@ def test_the_first_member_writes_for_all(job: Job) -> None:
         reduce(recorder, 1)
         recorder.generation_begun()
         recorder.epoch_accounted(complete(0))
-    assert job.said() == [("samples_lost", 1), ("members_level", 1), ("samples_accounted", 0)]
+    assert job.said() == [("samples_lost", 1), ("members_caught_up", 1), ("samples_accounted", 0)]
 
 
 def test_what_it_died_over_is_written_by_the_next_one_in_order(job: Job) -> None:
@@ -67,8 +67,8 @@ def test_what_it_died_over_is_written_by_the_next_one_in_order(job: Job) -> None
     next_one.generation_begun()
     next_one.generation_begun()
     reduce(next_one, 2)
-    lost = [("samples_lost", 1), ("members_level", 1), ("samples_accounted", 0)]
-    assert job.said() == [*lost, ("samples_lost", 2), ("members_level", 2)]
+    lost = [("samples_lost", 1), ("members_caught_up", 1), ("samples_accounted", 0)]
+    assert job.said() == [*lost, ("samples_lost", 2), ("members_caught_up", 2)]
 
 
 def test_what_was_before_the_last_reduction_it_had_written_itself(job: Job) -> None:
@@ -88,4 +88,4 @@ def test_who_is_not_the_first_after_it_either_still_knows(job: Job) -> None:
     assert job.said() == []
     job.living.pop(0)
     last.generation_begun()
-    assert job.said() == [("samples_lost", 1), ("members_level", 1)]
+    assert job.said() == [("samples_lost", 1), ("members_caught_up", 1)]

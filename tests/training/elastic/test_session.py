@@ -38,8 +38,8 @@ class Agent:
         self._session = session
 
     def start(self) -> None:
-        standing = MemberStatus(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
-        self._session.begin_generation(Membership(ballot=(1, 1), standings=(standing,)))
+        status = MemberStatus(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
+        self._session.begin_generation(Membership(generation_id=(1, 1), statuses=(status,)))
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_an_epoch_that_is_ordered_is_formed_before_its_members_stop_at_a_border(
         """Orders the first epoch, and proposes the next one before its members have met."""
 
         def start(self) -> None:
-            standing = MemberStatus(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
-            session.begin_generation(Membership(ballot=(1, 1), standings=(standing,)))
+            status = MemberStatus(member="0.0", note='{"store": "127.0.0.1 9", "commit": null}')
+            session.begin_generation(Membership(generation_id=(1, 1), statuses=(status,)))
             assert groups.has_begun.wait(60)
             stood.append(session.pause_training(is_urgent=is_urgent))
             groups.may_end.set()
             if is_urgent:  # what it gave up has no effect, so only another epoch lets it go on
-                session.begin_generation(Membership(ballot=(1, 2), standings=(standing,)))
+                session.begin_generation(Membership(generation_id=(1, 2), statuses=(status,)))
 
     agent: Any = Superseding()
     session = ElasticSession("0.0", groups, crew, buffers=list, is_mean=True)
-    assert session.start(agent).ballot == ((1, 2) if is_urgent else (1, 1))
+    assert session.start(agent).generation_id == ((1, 2) if is_urgent else (1, 1))
     assert (stood[0] is not None, groups.num_aborts) == (is_urgent, int(is_urgent))
     session.close()
 
@@ -132,7 +132,9 @@ class Notary:
         self.stood: list[MemberStatus] = []
 
     def start(self) -> None:
-        self.session.begin_generation(Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0", note=NOTE),)))
+        self.session.begin_generation(
+            Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0", note=NOTE),))
+        )
 
     def leave_membership(self, *, is_finished: bool) -> None: ...
 
@@ -151,10 +153,10 @@ def started(crew: Any) -> tuple[ElasticSession, Notary]:
 
 def test_nobody_joins_while_the_script_prepares_its_training() -> None:
     session, _ = started(EasyCrew())
-    assert not session.current_status().at_border
+    assert not session.current_status().at_step_boundary
     frozen = session.pause_training(is_urgent=True)
     assert frozen is not None
-    assert not frozen.at_border, "a member has died, and the one that waits to join cannot come in its place"
+    assert not frozen.at_step_boundary, "a member has died, and the one that waits to join cannot come in its place"
     session.close()
 
 
@@ -162,17 +164,17 @@ def test_nobody_joins_while_the_script_prepares_its_training() -> None:
 def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> None:
     session, _ = started(EasyCrew(is_between_steps=is_between_steps))
     stood: list[bool] = []
-    session.pass_step_boundary(lambda: stood.append(session.current_status().at_border))
+    session.pass_step_boundary(lambda: stood.append(session.current_status().at_step_boundary))
     thread = threading.Thread(target=lambda: session.pass_step_boundary(lambda: None))
     frozen = session.pause_training(is_urgent=True)
     assert frozen is not None
     thread.start()
     deadline_s = time.monotonic() + 60
-    while session.current_status().at_border != is_between_steps and time.monotonic() < deadline_s:
+    while session.current_status().at_step_boundary != is_between_steps and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert session.current_status().at_border is is_between_steps
+    assert session.current_status().at_step_boundary is is_between_steps
     session.begin_generation(
-        Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+        Membership(generation_id=(1, 2), statuses=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
     )
     thread.join(60)
     assert not thread.is_alive()
@@ -188,14 +190,14 @@ def test_members_stop_for_newcomers_only_where_these_can_come() -> None:
     assert drawn == [1], "it goes on, with no epoch formed anew in vain"
     crew.is_between_steps = True
     has_stood = threading.Event()
-    notary.report_status = lambda standing: (notary.stood.append(standing), has_stood.set())  # type: ignore[attr-defined]
+    notary.report_status = lambda status: (notary.stood.append(status), has_stood.set())  # type: ignore[attr-defined]
     thread = threading.Thread(target=lambda: session.pass_step_boundary(lambda: drawn.append(2)))
     thread.start()
     assert has_stood.wait(60)
-    assert notary.stood[-1].at_border
+    assert notary.stood[-1].at_step_boundary
     assert drawn == [1]
     session.begin_generation(
-        Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+        Membership(generation_id=(1, 2), statuses=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
     )
     thread.join(60)
     assert drawn == [1, 2]
@@ -223,14 +225,16 @@ def test_who_was_asked_to_leave_ends_quietly_alone_or_with_all_others(is_end: bo
 
 
 @pytest.mark.parametrize(
-    ("heir", "text"),
+    ("final_checkpoint_owner", "text"),
     [
         ("0.0", r"^job is over: 1 worker is left\. It is in D\.$"),
         ("2.0", r"^job is over: 1 worker is left\. Start it again: worker 2\.0 saves the state, if the script gave "),
         ("", r"^job is over: 1 worker is left\. See the coordinator's log\.$"),
     ],
 )
-def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_it(heir: str, text: str) -> None:
+def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_it(
+    final_checkpoint_owner: str, text: str
+) -> None:
     session, _ = started(EasyCrew())
     saved: list[bool] = []
 
@@ -240,10 +244,12 @@ def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_i
         return "It is in D."
 
     session.save_final_checkpoint = save
-    session.stop_training(StopTraining(reason="1 worker is left", is_end=True, heir=heir))
+    session.stop_training(
+        StopTraining(reason="1 worker is left", is_end=True, final_checkpoint_owner=final_checkpoint_owner)
+    )
     with pytest.raises(MembershipError, match=text):
         session.pass_step_boundary(lambda: None)
-    assert saved == ([True] if heir == "0.0" else [])
+    assert saved == ([True] if final_checkpoint_owner == "0.0" else [])
     session.close()
 
 
@@ -259,7 +265,7 @@ def test_newcomers_hear_what_the_buckets_are_where_they_can_follow(can_be_follow
 
 def test_without_checkpoints_the_heir_has_nothing_to_save() -> None:
     session, _ = started(EasyCrew())
-    session.stop_training(StopTraining(reason="1 worker is left", is_end=True, heir="0.0"))
+    session.stop_training(StopTraining(reason="1 worker is left", is_end=True, final_checkpoint_owner="0.0"))
     with pytest.raises(MembershipError, match=r"worker 0\.0 saves the state, if the script gave ringweave\."):
         session.pass_step_boundary(lambda: None)
     session.close()
@@ -270,30 +276,30 @@ CREW_NOTE = {
     "cap": None,
     "assumed_speed": 1.0,
     "speed": None,
-    "place": [0, 0, 0, 0],
-    "books": [[0, 0], [0, 0], [0, 0]],
+    "position": [0, 0, 0, 0],
+    "accounts": [[0, 0], [0, 0], [0, 0]],
 }
 
 
 def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() -> None:
     crew: Any = ElasticTrainerState.__new__(ElasticTrainerState)
-    notes: list[dict[str, Any]] = [CREW_NOTE | {"alike": {"seed": seed}} for seed in (5, 5, 6)]
-    standings = (
-        MemberStatus(member="0.1", place=PLACE),
-        MemberStatus(member="1.0", has_state=True, place=PLACE),
-        MemberStatus(member="2.1", place=PLACE),
+    notes: list[dict[str, Any]] = [CREW_NOTE | {"must_match": {"seed": seed}} for seed in (5, 5, 6)]
+    statuses = (
+        MemberStatus(member="0.1", address=PLACE),
+        MemberStatus(member="1.0", has_state=True, address=PLACE),
+        MemberStatus(member="2.1", address=PLACE),
     )
-    decree = Membership(ballot=(1, 7), standings=standings)
+    membership = Membership(generation_id=(1, 7), statuses=statuses)
     for member in ("0.1", "1.0"):
         crew._description = MemberDescription(
             member=member, state_address="", max_samples=None, assumed_speed=1.0, must_match={"seed": 5}
         )
-        crew.check_membership(decree, notes)
+        crew.check_membership(membership, notes)
     crew._description = MemberDescription(
         member="2.1", state_address="", max_samples=None, assumed_speed=1.0, must_match={"seed": 6}
     )
     with pytest.raises(DisagreementError, match=r"seed of worker 2\.1: 6, expected 5 as on worker 1\.0\."):
-        crew.check_membership(decree, notes)
+        crew.check_membership(membership, notes)
 
 
 def test_who_waits_for_the_processor_is_at_work(tmp_path: Path) -> None:
@@ -317,13 +323,13 @@ def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over(
         except MembershipError as error:
             heard.append(error)
 
-    assert session.current_status().at_border
+    assert session.current_status().at_step_boundary
     thread = threading.Thread(target=spread)
     thread.start()
     deadline_s = time.monotonic() + 60
-    while session.current_status().at_border and time.monotonic() < deadline_s:
+    while session.current_status().at_step_boundary and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert not session.current_status().at_border
+    assert not session.current_status().at_step_boundary
     session.stop_training(StopTraining(reason="enough", is_end=True))
     thread.join(60)
     assert "job is over: enough" in str(heard[0])
@@ -331,11 +337,11 @@ def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over(
 
 
 @pytest.mark.parametrize(
-    ("standings", "teller"),
+    ("statuses", "teller"),
     [
         (
             [
-                MemberStatus(member="0.1", is_following=True),
+                MemberStatus(member="0.1", is_recovering=True),
                 *(MemberStatus(member=f"{n}.0", has_state=True) for n in (1, 2)),
             ],
             "1.0",
@@ -345,11 +351,11 @@ def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over(
     ],
     ids=["who follows comes to it later", "who reads the state too", "nobody has it at first"],
 )
-def test_one_member_tells_what_counts_as_soon_as_it_does(standings: list[MemberStatus], teller: str) -> None:
-    decree = Membership(ballot=(1, 2), standings=tuple(standings))
+def test_one_member_tells_what_counts_as_soon_as_it_does(statuses: list[MemberStatus], teller: str) -> None:
+    membership = Membership(generation_id=(1, 2), statuses=tuple(statuses))
     groups: Any = Groups()
     crew: Any = Crew(KeyError())
-    sessions = [ElasticSession(member, groups, crew, buffers=list, is_mean=True) for member in decree.members]
+    sessions = [ElasticSession(member, groups, crew, buffers=list, is_mean=True) for member in membership.members]
     for session in sessions:
-        session.begin_generation(decree)
-    assert [session.is_primary for session in sessions] == [member == teller for member in decree.members]
+        session.begin_generation(membership)
+    assert [session.is_primary for session in sessions] == [member == teller for member in membership.members]

@@ -2,7 +2,7 @@ import pytest
 
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import MemberStatus, strip_duplicates
-from ringweave.membership.messages import MAX_SHARING_CHARS
+from ringweave.membership.messages import MAX_BATCH_SHARES_CHARS
 from ringweave.training.elastic import share_table
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
 
@@ -36,14 +36,14 @@ def test_what_is_told_is_of_the_batches_that_are_asked_for() -> None:
 
 @pytest.mark.parametrize(("num_drawn", "passed_on"), [(8, ["", "", "b", ""]), (9, ["c", "", "", ""])])
 def test_only_one_passes_it_on_that_has_drawn_the_most(num_drawn: int, passed_on: list[str]) -> None:
-    standings = [
-        MemberStatus(member="0.1", is_following=True, num_drawn=num_drawn, sharing="c"),
-        MemberStatus(member="1.0", has_state=True, num_drawn=7, sharing="a", layout="l"),
-        MemberStatus(member="2.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
-        MemberStatus(member="3.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
+    statuses = [
+        MemberStatus(member="0.1", is_recovering=True, num_drawn=num_drawn, batch_shares="c"),
+        MemberStatus(member="1.0", has_state=True, num_drawn=7, batch_shares="a", layout="l"),
+        MemberStatus(member="2.0", has_state=True, num_drawn=8, batch_shares="b", layout="l"),
+        MemberStatus(member="3.0", has_state=True, num_drawn=8, batch_shares="b", layout="l"),
     ]
-    passed = strip_duplicates([*standings, MemberStatus(member="4.0", num_drawn=12)])
-    assert [each.sharing for each in passed] == [*passed_on, ""]
+    passed = strip_duplicates([*statuses, MemberStatus(member="4.0", num_drawn=12)])
+    assert [each.batch_shares for each in passed] == [*passed_on, ""]
     assert [each.layout for each in passed] == ["", "l", "", "", ""]
     assert [each.num_drawn for each in passed] == [num_drawn, 7, 8, 8, 12]
 
@@ -59,8 +59,8 @@ def test_only_one_passes_it_on_that_has_drawn_the_most(num_drawn: int, passed_on
         ('[{"first_batch":1,"members":["0.0"],"shares":[0]}]', "expected one of each"),
         ('[{"first_batch":1,"members":["0.0"],"shares":[true]}]', "0.shares.0: Input should be a valid integer"),
         (
-            "[" + " " * MAX_SHARING_CHARS + "]",
-            f"{MAX_SHARING_CHARS + 2} characters', expected at most {MAX_SHARING_CHARS}",
+            "[" + " " * MAX_BATCH_SHARES_CHARS + "]",
+            f"{MAX_BATCH_SHARES_CHARS + 2} characters', expected at most {MAX_BATCH_SHARES_CHARS}",
         ),
     ],
 )

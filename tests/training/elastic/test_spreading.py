@@ -75,7 +75,7 @@ def test_what_is_under_way_when_an_epoch_ends_is_used_in_the_next_one(first: Gro
     spread = FetchOnceBroadcast(1, fetch, [], lambda: generation[0])
     spread.start()
     generation[0] = 1
-    with pytest.raises(RuntimeError, match="the epoch is over"):
+    with pytest.raises(RuntimeError, match="the generation is over"):
         spread.wait_done()
     assert first.told == [], "nobody has heard anything"
     may_end.set()

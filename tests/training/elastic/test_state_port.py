@@ -74,7 +74,7 @@ def test_members_of_each_kind_write_strangers_down(
     log = tmp_path / "events.jsonl"
     with ElasticJob(function, 1, *args, environ={"RINGWEAVE_EVENTS": str(log)}, services=attended_by) as job:
         job.wait_message("0.0", lambda word: word[0] == "done")
-        host, port = job.coordinators[0].memberships_by_part[part][-1].standings[0].place.split()
+        host, port = job.coordinators[0].memberships_by_part[part][-1].statuses[0].address.split()
         stranger = rpc.TlsAuthentication(rpc.CertificateAuthority("test").issue("worker", "1.0"))
         with pytest.raises(RpcError):
             rpc.RpcClient.connect(host, int(port), stranger, role="worker").close()

@@ -32,7 +32,7 @@ def test_other_data_are_refused() -> None:
 
 
 def test_a_worker_that_joins_a_ring_knows_it_too() -> None:
-    pending = PendingPush(num_samples=8, batch_share=0.5, testament="", num_batches=2, epoch=1, spans=((4, 2),))
+    pending = PendingPush(num_samples=8, batch_share=0.5, ring_progress="", num_batches=2, epoch=1, spans=((4, 2),))
     place = RingCursor(ring=1, num_pushed=4, pending=pending, start=ResumeStart(epoch=1, done=((0, 4),), seed=7))
     found = RingCursor(ring=1)
     found.load_json(place.to_json())

@@ -187,7 +187,7 @@ def test_a_plain_peer_at_a_door_with_tls_is_refused(authority: rpc.CertificateAu
 def test_silent_strangers_are_cut_in_time_and_bounded_in_number(
     authority: rpc.CertificateAuthority, events: Events
 ) -> None:
-    limits = rpc.RpcLimits(handshake_s=5.0, max_strangers=3)
+    limits = rpc.RpcLimits(handshake_s=5.0, max_unauthenticated=3)
     with serving(trust(authority, "server", "0"), write_event=events, limits=limits) as server:
         strangers = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(4)]
         events.wait_reason("full")
@@ -232,5 +232,5 @@ def test_refusals_reach_the_event_log(authority: rpc.CertificateAuthority, tmp_p
             connect(server, trust(rpc.CertificateAuthority("job1"), "worker", "0"))
         wait_until(lambda: bool(list(read_events(log.path))))
     (event,) = read_events(log.path)
-    assert (event["kind"], event["reason"], event["refusals"]) == ("wire_refused", "certificate", 1)
+    assert (event["kind"], event["reason"], event["refusals"]) == ("rpc_refused", "certificate", 1)
     assert "PRIVATE" not in log.path.read_text()

@@ -473,7 +473,7 @@ class CollectiveEngine:
             failure: The message that did not get through.
             operation: The collective in words.
         """
-        report = CollectiveFailureReport(doing=operation, suspect=failure.peer, hung=failure.hung)
+        report = CollectiveFailureReport(operation=operation, suspect=failure.peer, is_hung=failure.hung)
         return self._end_group(report, lambda: self._failures.diagnose(failure, operation), failure)
 
     def close(self, timeout_s: float) -> None:
@@ -541,13 +541,13 @@ class CollectiveEngine:
     def _end_by_own_failure(self, cause: Exception, job: CollectiveJob) -> CommunicationError:
         """End the group after a failure of this rank itself, such as out of memory: the others must not wait for it."""
         own, text = self._group.rank_text(self._group.group_rank), f"{type(cause).__name__}: {cause}"
-        error = CommunicationError(f"{job.operation}: {own} failed: {text}. Mend what failed there.")
+        error = CommunicationError(f"{job.operation}: {own} failed: {text}. Fix what failed there.")
         return self._end_group(
-            CollectiveFailureReport(doing=job.operation, suspect=None, failure=text), lambda: error, cause
+            CollectiveFailureReport(operation=job.operation, suspect=None, failure=text), lambda: error, cause
         )
 
     def _end_by_disagreement(self, error: DisagreementError, job: CollectiveJob) -> CommunicationError:
-        report = CollectiveFailureReport(doing=job.operation, suspect=None, disagreement=str(error))
+        report = CollectiveFailureReport(operation=job.operation, suspect=None, disagreement=str(error))
         return self._end_group(report, lambda: error, error.__cause__)
 
     def _end_group(
@@ -560,7 +560,7 @@ class CollectiveEngine:
         """
         with self._ending_lock:
             if self._error is not None:
-                return self._repeated_error(report.doing)
+                return self._repeated_error(report.operation)
             self._failures.publish(report)
             self._abort_connections()
             error = diagnose()

@@ -311,5 +311,5 @@ def _make_measurement(
             for (src, dst), seconds in sorted(both.items())
         ),
         slow=slowest_part_text(cluster, links),
-        unsought=fit.unsought,
+        not_searched=fit.not_searched,
     )

@@ -65,7 +65,7 @@ class NetworkMeasurement:
     """Both directions of every measured pair."""
     slow: str | None
     """The slowest part in one line; None if nothing is slow."""
-    unsought: str | None = None
+    not_searched: str | None = None
     """Skipped measurements, in words; None if nothing was skipped."""
     offers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Node -> NICs that were checked, including those that lead nowhere; nodes with unknown NICs are absent."""
@@ -93,7 +93,7 @@ class NetworkMeasurement:
             "switches": [switch.name for switch in cluster.switches],
             "rates": dict(self.link_rates),
             "slow": self.slow,
-            "unsought": self.unsought,
+            "not_searched": self.not_searched,
             "wall_s": self.wall_s,
             "age_s": round(max(0.0, now - self.time), 3),
         }
@@ -110,7 +110,7 @@ class NetworkMeasurement:
         parts = [
             f"{describe_cluster(cluster)}\n(measured in {seconds}: what TCP streams deliver)",
             self.slow or "nothing is slow: every NIC has at least 3/4 of the median, every uplink of what needs it",
-            *([self.unsought] if self.unsought else []),
+            *([self.not_searched] if self.not_searched else []),
             *_notable_links(self.links),
             _pair_matrix("rate of pairs, measured, beside other pairs (Mbit/s)", names, self._pair_rates()),
             _pair_matrix("latency of pairs, measured (us)", names, self._pair_latencies()),

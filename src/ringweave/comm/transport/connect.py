@@ -79,7 +79,7 @@ class IncomingConnections:
         """Accept a connection at the listener with this descriptor."""
         listener = next((each for each in self._listeners if each.fileno() == descriptor), None)
         if listener is None:
-            raise ValueError("the door was closed")
+            raise ValueError("the listener was closed")
         sock, _ = listener.accept()
         sock.setblocking(False)
         connection = self._pending[sock.fileno()] = _IncomingConnection(sock, self._clock() + _HELLO_TIMEOUT_S)

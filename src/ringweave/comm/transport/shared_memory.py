@@ -602,7 +602,7 @@ class ShmConnection:
 
     def _record_reads(self, count: int) -> None:
         if count > len(self._unread):
-            raise ConnectionError(f"{count} pieces read of {len(self._unread)} that were shown")
+            raise ConnectionError(f"{count} pieces read of {len(self._unread)} that were sent")
         has_freed = False
         for handle in (self._unread.popleft() for _ in range(count)):
             if handle.is_cross_memory:

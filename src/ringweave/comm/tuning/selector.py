@@ -399,7 +399,7 @@ class TuningCache:
         return self._folder / f"{digest[:32]}.json"
 
 
-GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX = "epoch ", "apart "
+GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX = "generation ", "reduce "
 """Name prefixes of the groups that an elastic job makes for each generation (`comm/generation_group.py`). After a
 failure all members pause until their first collective, so nothing is simulated before it."""
 

@@ -95,4 +95,6 @@ class TuningDecision:
             return cls(**document)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
-            raise ScheduleError(explain("ruling", got=text, expected="what the first rank sent", do=do)) from cause
+            raise ScheduleError(
+                explain("tuning decision", got=text, expected="what the first rank sent", do=do)
+            ) from cause

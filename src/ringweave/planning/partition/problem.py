@@ -111,7 +111,7 @@ def _check_numbers(
         if not math.isfinite(value) or value < 0 or (positive and value == 0):
             expected = "a finite number above 0" if positive else "a finite number, 0 or more"
             noun = noun_text.split(maxsplit=1)[0]
-            raise UsageError(explain(f"{quantity} of {noun} {number}", got=value, expected=expected, do="Mend it"))
+            raise UsageError(explain(f"{quantity} of {noun} {number}", got=value, expected=expected, do="Correct it"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

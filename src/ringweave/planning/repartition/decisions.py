@@ -49,7 +49,9 @@ class RepartitionPolicy:
 
 def _check_policy_value(name: str, value: float, is_allowed: bool, expected: str) -> None:
     if not (is_allowed and math.isfinite(value)):
-        raise UsageError(explain(f"{name} of the policy", got=value, expected=expected, do="Mend it, or leave it out"))
+        raise UsageError(
+            explain(f"{name} of the policy", got=value, expected=expected, do="Correct it, or leave it out")
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +128,7 @@ class RepartitionDecision:
             document["splits"] = tuple(map(int, document["splits"]))
             return cls(**document)
         except (ValueError, TypeError, KeyError, OverflowError) as cause:
-            raise ScheduleError(_parse_error_text("ruling on a partition", text, cause)) from cause
+            raise ScheduleError(_parse_error_text("decision on a partition", text, cause)) from cause
 
 
 def _parse_error_text(description: str, text: str, cause: Exception) -> str:

@@ -43,7 +43,7 @@ from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.rpc import CertificateAuthority, Credentials, Identity
 from ringweave.telemetry import Event
 
-_READ_EVENT_KINDS = (b'"iterations_done"', b'"epoch_begun"', b'"member_lost"', b'"member_back"')
+_READ_EVENT_KINDS = (b'"iterations_done"', b'"generation_begun"', b'"member_lost"', b'"member_returned"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +86,9 @@ class ProgressReader:
         try:
             if event["kind"] == "iterations_done":
                 self._progress = replace(self._progress, iterations=event["iterations"], last_loss=event["loss"])
-            elif event["kind"] == "epoch_begun":
+            elif event["kind"] == "generation_begun":
                 self._begin_generation(event)
-            elif event["kind"] == "member_back" and event["term"] >= self._progress.generation[0]:
+            elif event["kind"] == "member_returned" and event["term"] >= self._progress.generation[0]:
                 self._lost_members.discard(event["member"])
                 self._progress = replace(self._progress, evicted=self._evicted())
             elif event["kind"] == "member_lost":

@@ -228,7 +228,7 @@ class TreeFit:
     unexplained: Floats
     """Shape [flows]: part of a flow that nothing explains; 0 where something does."""
 
-    unsought: str | None = None
+    not_searched: str | None = None
     """Sentence on unsearched parts; None if the search was complete."""
 
     @functools.cached_property

@@ -189,7 +189,7 @@ def infer_topology(
     else:
         budget.begin_decision()
         found = _fit_without_refuted(observed, lambda edge: True, budget, known)
-    return observed, replace(found, unsought=_not_searched_text(num_nodes, budget))
+    return observed, replace(found, not_searched=_not_searched_text(num_nodes, budget))
 
 
 def _not_searched_text(num_nodes: int, budget: ComputeBudget) -> str | None:

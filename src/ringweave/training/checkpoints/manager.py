@@ -145,7 +145,7 @@ class ServerCheckpoint:
         metadata, tensors = snapshots.parts_from_buffers(buffers)
         found = snapshots.snapshot_from_parts(metadata, tensors)
         state = loader_state(found.position, self._loader.seed, self._loader.num_samples)
-        return found.progress.num_done, {self._name: state, SERVER_PART: {"books": metadata, "tensors": tensors}}
+        return found.progress.num_done, {self._name: state, SERVER_PART: {"metadata": metadata, "tensors": tensors}}
 
     def _offered_checkpoint(self, saved: CheckpointFile, content: CheckpointContent) -> OfferedCheckpoint:
         logged = content.parts[SERVER_PART]
@@ -154,7 +154,7 @@ class ServerCheckpoint:
             checksum=saved.checksum,
             state=content.parts[self._name],
             content=lambda: snapshots.snapshot_to_bytes(
-                snapshots.snapshot_from_parts(logged["books"], logged["tensors"])
+                snapshots.snapshot_from_parts(logged["metadata"], logged["tensors"])
             ),
         )
 

@@ -116,7 +116,7 @@ def _copy_barrier(devices: set[torch.device]) -> Callable[[], None]:
     return wait
 
 
-FORMAT = 1
+FORMAT = 2
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
 _METADATA_KEY = "ringweave"
@@ -216,7 +216,8 @@ def read_checkpoint(saved: CheckpointFile, source: Path | None = None) -> Checkp
             document = json.loads((file.metadata() or {})[_METADATA_KEY])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if document["format"] != FORMAT:
-            raise _damaged_error(saved, f"format {document['format']!r}")
+            do = "Load it with the ringweave that wrote it, or train in another folder"
+            raise _damaged_error(saved, f"format {document['format']!r}", do)
         parts = {name: format.decode_state(tree, tensors) for name, tree in document["parts"].items()}
         return CheckpointContent(train_step=document["train_step"], world_size=document["world_size"], parts=parts)
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
@@ -302,9 +303,10 @@ def _remove_quietly(path: Path) -> None:
         return
 
 
-def _damaged_error(saved: CheckpointFile, got: str) -> TrainingError:
+def _damaged_error(
+    saved: CheckpointFile, got: str, do: str = "The one before it is taken; remove this one"
+) -> TrainingError:
     expected = f"a whole file of format {FORMAT} with check {saved.checksum}"
-    do = "The one before it is taken; remove this one"
     return TrainingError(explain("checkpoint", got=got, expected=expected, do=do, where=str(saved.path)))
 
 

@@ -99,7 +99,9 @@ class CommitProtocol:
             state.num_progress += 1
             broadcast = FetchOnceBroadcast(state.status.committed + 1, fetch, tensors, lambda: state.abort_count)
             state.reduction, state.is_waiting = broadcast, True
-            state.status = replace(state.status, at_border=False)  # a member that joined now would have no part in it
+            state.status = replace(
+                state.status, at_step_boundary=False
+            )  # a member that joined now would have no part in it
             error, abort_count = state.start_reduction(), state.abort_count
             state.lock.notify_all()
         state.report_broken_group(error, abort_count)
@@ -163,7 +165,7 @@ class CommitProtocol:
             reduction, outcome = state.reduction, resolve_reduction(state.current_status(), membership)
         if reduction is not None:
             reduction.detach_from_group()
-        if outcome != "take":
+        if outcome != "commit":
             with state.lock:
                 if abort_count != state.abort_count:
                     return False
@@ -214,8 +216,8 @@ class CommitProtocol:
             committed=commit.number,
             is_prepared=False,
             has_state=is_caught_up,
-            is_following=not is_caught_up,
-            at_border=False,
+            is_recovering=not is_caught_up,
+            at_step_boundary=False,
         )
         state.num_progress += 1
         state.lock.notify_all()

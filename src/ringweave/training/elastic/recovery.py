@@ -202,13 +202,13 @@ class RecoveryPlan:
 
     @classmethod
     def of_membership(cls, membership: Membership) -> "RecoveryPlan":
-        statuses = list(enumerate(membership.standings))
+        statuses = list(enumerate(membership.statuses))
         owner_ranks = tuple(rank for rank, each in statuses if each.has_state)
         joining_ranks = tuple(
-            rank for rank, each in statuses if not (each.has_state or each.is_following) and (owner_ranks or rank > 0)
+            rank for rank, each in statuses if not (each.has_state or each.is_recovering) and (owner_ranks or rank > 0)
         )
-        layout = layout_of_text(membership.standings[owner_ranks[0]].layout) if owner_ranks else []
-        recovering = {each.member for each in membership.standings if each.is_following}
+        layout = layout_of_text(membership.statuses[owner_ranks[0]].layout) if owner_ranks else []
+        recovering = {each.member for each in membership.statuses if each.is_recovering}
         if layout:
             recovering |= {membership.members[rank] for rank in joining_ranks}
         return cls(

@@ -384,7 +384,7 @@ class FetchOnceBroadcast:
     def _wait_fetched(self) -> FetchedJson:
         while not self._has_fetched.wait(_FETCH_POLL_S):
             if self._read_abort_count() != self._started_at_abort_count:
-                raise RuntimeError("the epoch is over")
+                raise RuntimeError("the generation is over")
         if self._error is not None:
             raise self._error
         return self._received

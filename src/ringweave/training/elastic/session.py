@@ -85,7 +85,7 @@ class MemberRecovery:
     def is_zero_reduction_due(self) -> bool:
         """The next reduction is due, with zeros from this member."""
         state = self._state
-        is_due = state.is_group_up and state.status.is_following and state.reduction is None
+        is_due = state.is_group_up and state.status.is_recovering and state.reduction is None
         return is_due and state.catch_up is not None and state.catch_up.has_room()
 
     def start_zero_reduction(self) -> RuntimeError | None:
@@ -106,8 +106,8 @@ class MemberRecovery:
         committed = max(start.membership.last_committed, state.status.committed)
         if start.is_joining and plan.layout:
             state.catch_up = CatchUp(state.member, state.trainer, ReplayLog(plan.layout, committed))
-            state.status = replace(state.status, is_following=True)
-        has_state = not state.status.is_following
+            state.status = replace(state.status, is_recovering=True)
+        has_state = not state.status.is_recovering
         state.status = replace(state.status, has_state=has_state, committed=committed)
         if state.catch_up is not None:
             state.catch_up.begin_generation(start)
@@ -116,13 +116,15 @@ class MemberRecovery:
 
     def start_read(self, start: GenerationStart, source_rank: int, name: str) -> None:
         """Start to read the state of that rank as it was when this generation was formed."""
-        source, trainer, state_read = start.membership.standings[source_rank], self._state.trainer, StateRead()
+        source, trainer, state_read = start.membership.statuses[source_rank], self._state.trainer, StateRead()
         with self._state.lock:
             catch_up = self._state.catch_up
             self._source_member, self._state_read = source.member, state_read
         if catch_up is not None:
             catch_up.start_read(
-                lambda throttle: state_read.run(lambda: trainer.fetch_state(source.place, name, state_read, throttle)),
+                lambda throttle: state_read.run(
+                    lambda: trainer.fetch_state(source.address, name, state_read, throttle)
+                ),
                 lambda error: (
                     self._begin_replay(catch_up) if error is None else self._restart_recovery(catch_up, error)
                 ),
@@ -153,7 +155,7 @@ class MemberRecovery:
         if not is_temporary:
             state.fail_script(error)
         elif state.client is not None and membership is not None:
-            state.client.report_failure(membership.ballot, [])
+            state.client.report_failure(membership.generation_id, [])
 
     # The thread that ends the session; with the lock held.
 
@@ -220,11 +222,11 @@ class SessionThread:
         that some of them ask next cannot let others of the generation before repeat it.
         """
         state = self._state
-        details = [trainer_interface.parse_details(each.member, each.note) for each in membership.standings]
+        details = [trainer_interface.parse_details(each.member, each.note) for each in membership.statuses]
         rank = membership.members.index(state.member)
         state.trainer.check_membership(membership, details)
-        if membership.standings[rank].is_following and not state.status.is_following:
-            error = MembershipError("it begins anew: the state could not be read")
+        if membership.statuses[rank].is_recovering and not state.status.is_recovering:
+            error = MembershipError("it starts again: the state could not be read")
             state.report_broken_group(error, abort_count, membership)
             return
         plan = RecoveryPlan.of_membership(membership)
@@ -250,7 +252,7 @@ class SessionThread:
         place, is_apart = details[0]["store"], bool(plan.recovering)
         self._state.groups.form_group(place, name, rank, len(membership.members), num_aborts, has_reduce_group=is_apart)
         if start.is_joining and not plan.layout:
-            source_address = membership.standings[plan.recovery_source(rank)].place
+            source_address = membership.statuses[plan.recovery_source(rank)].address
             state_read = StateRead(lambda: num_aborts != self._state.groups.num_aborts)
             state_read.run(lambda: trainer.fetch_state(source_address, name, state_read))
 
@@ -284,7 +286,7 @@ class SessionThread:
 
 
 def _generation_name(membership: Membership) -> str:
-    return "{}.{}".format(*membership.ballot)
+    return "{}.{}".format(*membership.generation_id)
 
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -332,7 +334,7 @@ class ElasticSession:
             if state.catch_up is not None:
                 state.catch_up.is_behind()
             assert state.membership is not None
-            state.status = replace(state.status, at_border=False)
+            state.status = replace(state.status, at_step_boundary=False)
             return state.membership
 
     def _can_start(self) -> bool:
@@ -436,7 +438,7 @@ class ElasticSession:
         with state.lock:
             state.num_progress += 1
             is_step_boundary = state.reduction is None and state.trainer.is_between_steps
-            state.status = replace(state.status, at_border=is_step_boundary)
+            state.status = replace(state.status, at_step_boundary=is_step_boundary)
             if (
                 state.pauses_at_boundary and is_step_boundary and not state.is_paused
             ):  # else no member could join or leave yet
@@ -446,7 +448,7 @@ class ElasticSession:
             membership_client.report_status(status)
         with state.saves_final_checkpoint(), state.lock:
             state.wait_resumed()
-            state.status = replace(state.status, at_border=False)
+            state.status = replace(state.status, at_step_boundary=False)
             draw()
 
     def record_progress(self) -> None:
@@ -459,7 +461,7 @@ class ElasticSession:
         with state.lock:
             state.status = replace(state.status, is_leaving=True)
             catching = state.catch_up
-            is_recovering = catching is not None and state.status.is_following and not catching.has_announced
+            is_recovering = catching is not None and state.status.is_recovering and not catching.has_announced
         if state.client is not None:
             state.client.leave_membership(is_finished=False)
         if is_recovering:
@@ -501,8 +503,8 @@ class ElasticSession:
             cpu_s=cpu_s,
             is_starting=state.catch_up is not None or state.num_delivered < _NUM_WARMUP_REDUCTIONS,
             is_reading=is_loading_state,
-            num_counted=state.num_delivered,
-            num_epochs=state.num_generations,
+            num_reductions=state.num_delivered,
+            num_generations=state.num_generations,
         )
 
     # The membership client's thread.

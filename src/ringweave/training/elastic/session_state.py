@@ -88,10 +88,10 @@ class SessionState:
         details = {"store": self.groups.store_address, **self.trainer.status_details()}
         layout = recovery.layout_to_text(self.layout) if self.trainer.supports_replay else ""
         status = self.status
-        if status.is_following and self.catch_up is not None:
-            status = replace(status, at_border=self.catch_up.is_at_step_boundary)
+        if status.is_recovering and self.catch_up is not None:
+            status = replace(status, at_step_boundary=self.catch_up.is_at_step_boundary)
         num_drawn, shares = self.trainer.drawn_batches()
-        status = replace(status, place=self.trainer.state_address, num_drawn=num_drawn, sharing=shares)
+        status = replace(status, address=self.trainer.state_address, num_drawn=num_drawn, batch_shares=shares)
         return replace(status, note=json.dumps(details), layout=layout)
 
     def raise_if_stopped(self) -> None:
@@ -132,7 +132,7 @@ class SessionState:
             self.is_group_up = False
             self.abort_count += 1
         if self.client is not None and membership is not None:
-            self.client.report_failure(membership.ballot, trainer_interface.suspected_members(error, membership))
+            self.client.report_failure(membership.generation_id, trainer_interface.suspected_members(error, membership))
 
     def fail_script(self, error: Exception) -> None:
         """Fail this member: its script raises, and the others learn that it is gone when its process ends."""
@@ -157,7 +157,11 @@ class SessionState:
                 raise
             raise CapacityError(f"{reason} {self.save_final_checkpoint()}") from None
         except (MembershipError, SystemExit) as reason:
-            if self.stop is None or self.stop.heir != self.member or self.save_final_checkpoint is None:
+            if (
+                self.stop is None
+                or self.stop.final_checkpoint_owner != self.member
+                or self.save_final_checkpoint is None
+            ):
                 raise
             outcome = self.save_final_checkpoint()
             if isinstance(reason, SystemExit):

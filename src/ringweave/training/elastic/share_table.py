@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field
 
 from ringweave.errors import TrainingError, explain
-from ringweave.membership.messages import MAX_MEMBERS, MAX_SHARING_CHARS, MEMBER_PATTERN
+from ringweave.membership.messages import MAX_BATCH_SHARES_CHARS, MAX_MEMBERS, MEMBER_PATTERN
 from ringweave.planning import balancing
 from ringweave.planning.balancing import ShareChange, Speed
 from ringweave.planning.balancing.shares import Shares
@@ -195,12 +195,12 @@ def shares_of_text(text: str) -> list[BatchShares]:
     """
     if not text:
         return []
-    if len(text) > MAX_SHARING_CHARS:
-        raise _shares_error(f"{len(text)} characters", f"at most {MAX_SHARING_CHARS}")
+    if len(text) > MAX_BATCH_SHARES_CHARS:
+        raise _shares_error(f"{len(text)} characters", f"at most {MAX_BATCH_SHARES_CHARS}")
     try:
         found = _SHARES_ADAPTER.validate_json(text)
     except pydantic.ValidationError as error:
-        raise _shares_error(describe_validation_error(error), "who computes what, of each") from None
+        raise _shares_error(describe_validation_error(error), "the shares of each member") from None
     return [
         BatchShares(first_batch=each.first_batch, members=tuple(each.members), shares=tuple(each.shares))
         for each in found

@@ -127,10 +127,10 @@ class ElasticTrainerState:
         return {
             "cap": self._description.max_samples,
             "assumed_speed": self._description.assumed_speed,
-            "alike": self._description.must_match,
+            "must_match": self._description.must_match,
             "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
-            "place": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
-            "books": self.accounting.to_json(),
+            "position": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
+            "accounts": self.accounting.to_json(),
         }
 
     def drawn_batches(self) -> tuple[int, str]:
@@ -166,13 +166,13 @@ class ElasticTrainerState:
             TrainingError: The details of a member are malformed.
             DisagreementError: For the first value in which this member differs from the primary.
         """
-        for status, member_details in zip(membership.standings, details, strict=True):
+        for status, member_details in zip(membership.statuses, details, strict=True):
             check_trainer_details(status, member_details)
-            share_table.shares_of_text(status.sharing)
+            share_table.shares_of_text(status.batch_shares)
         primary = membership.primary
         names = [f"worker {member}" for member in (primary, self._description.member)]
         descriptions = [
-            details[membership.members.index(member)]["alike"] for member in (primary, self._description.member)
+            details[membership.members.index(member)]["must_match"] for member in (primary, self._description.member)
         ]
         collectives.check_equal(descriptions, list(self._description.must_match), names)
 
@@ -185,23 +185,23 @@ class ElasticTrainerState:
         recovering: Collection[str],
     ) -> None:
         """Begin a generation; recovering members have no samples unless they have caught up."""
-        holders = [index for index, each in enumerate(membership.standings) if each.has_state]
+        holders = [index for index, each in enumerate(membership.statuses) if each.has_state]
         if is_joining and holders:
             progress = self.progress
             progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before = details[holders[0]][
-                "place"
+                "position"
             ]
             epoch, progress.committed, progress.has_joined_late = (
                 progress.epoch,
                 (progress.epoch, progress.position),
                 True,
             )
-            self.accounting.load_json(epoch, details[holders[0]]["books"])
+            self.accounting.load_json(epoch, details[holders[0]]["accounts"])
         still_recovering, furthest = (
             self.share_table.still_recovering(recovering),
-            furthest_status(membership.standings),
+            furthest_status(membership.statuses),
         )
-        self.share_table.adopt_rows(share_table.shares_of_text(furthest.sharing))
+        self.share_table.adopt_rows(share_table.shares_of_text(furthest.batch_shares))
         speeds = [
             None if member_details["speed"] is None else _speed_of_json(member_details["speed"])
             for member_details in details

@@ -146,8 +146,9 @@ def stop_error(stop: StopTraining) -> MembershipError:
     do = "Start it again: it joins with the state of the others"
     if stop.is_end:
         do = "See the coordinator's log"
-    if stop.heir:
-        do = f"Start it again: worker {stop.heir} saves the state, if the script gave ringweave.Checkpoints its loader"
+    if stop.final_checkpoint_owner:
+        owner = stop.final_checkpoint_owner
+        do = f"Start it again: worker {owner} saves the state, if the script gave ringweave.Checkpoints its loader"
     return MembershipError(f"{what} {state}: {stop.reason}. {do}.")
 
 
@@ -170,7 +171,7 @@ _POSITIVE_FLOAT = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NON_NEGATIVE_FLOAT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _ACCOUNT = tuple[_NON_NEGATIVE_INT, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
 _STRICT = ConfigDict(strict=True, extra="allow")
-_AS_PREPARED = "what ringweave.prepare says"
+_AS_PREPARED = "the values of ringweave.prepare"
 
 _ParsedT = TypeVar("_ParsedT")
 
@@ -190,10 +191,10 @@ class _TrainerDetails(pydantic.BaseModel):
 
     cap: Annotated[int, Field(ge=1, lt=_MAX_INT64)] | None
     assumed_speed: _POSITIVE_FLOAT
-    alike: dict[str, Any]
+    must_match: dict[str, Any]
     speed: tuple[_POSITIVE_FLOAT, _NON_NEGATIVE_FLOAT, Annotated[float, Field(ge=0)]] | None
-    place: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT]
-    books: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
+    position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT]
+    accounts: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
 
 
 def parse_details(member: str, text: str) -> dict[str, Any]:
@@ -223,8 +224,8 @@ def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> N
     Raises:
         TrainingError: Something is missing or malformed.
     """
-    if not status.place:
-        raise _details_error("place", status.member, "none", "where its state can be read, as HOST PORT")
+    if not status.address:
+        raise _details_error("address", status.member, "none", "where its state can be read, as HOST PORT")
     text = json.dumps(details)
     _parse_text(
         "note", status.member, text, MAX_NOTE_CHARS + len(text), lambda: _TrainerDetails.model_validate_json(text)

@@ -52,11 +52,11 @@ class ModeChoice:
         others = "; ".join(map(str, self.forecasts))
         text = f"predicted for the samples of a train step: {others}"
         if self.are_measured:
-            text += ", of which balanced and ps by rehearsed steps (measured)"
+            text += ", of which balanced and ps by benchmarked steps (measured)"
         min_gain = _min_gain(are_measured=self.are_measured)
         text += f"; rings are taken for a gain of {min_gain:.0%} or more"
         if self.allreduce_s is not None:
-            text += f"; a sum over all ranks took {self.allreduce_s:.3g} s in a rehearsal (measured)"
+            text += f"; a sum over all ranks took {self.allreduce_s:.3g} s in a benchmark (measured)"
         if self.serving_s is not None:
             text += f"; the parameter server needs {self.serving_s:.3g} s for an exchange (measured)"
         return text + self.trial_failure
@@ -165,7 +165,7 @@ def reconsider_rings(
         rings: Present rings.
         local_steps: As in `choose_mode`.
     """
-    of_trials = {"rehearsed_s": None, "balanced_s": None, "rounds_s": None, "arrival": None}
+    of_trials = {"benchmarked_s": None, "balanced_s": None, "rounds_s": None, "arrival": None}
     measured = [
         {**each, **of_trials, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s)}
         for each, own_s in zip(reports, recent_s, strict=True)
@@ -208,7 +208,7 @@ def forecast_modes(
             relative, from the cluster file; `rate`, bytes per second or None; `batch_samples`; `cap`, its limit of
             samples, or None; `num_bytes`; `num_samples` of an epoch, if known; `server_rate`; `uplinks` of the
             switches above it, and `server_uplinks`, bytes per second by name; `reducing_s`, `balanced_s`, `serving_s`,
-            `exchanging_s`, `rehearsed_s` and `rounds_s` from `benchmark_steps`, or none.
+            `exchanging_s`, `benchmarked_s` and `rounds_s` from `benchmark_steps`, or none.
         rings: Candidate rings; none without a server, or if the script does not support one.
         local_steps: As in `choose_mode`.
     """
@@ -270,8 +270,8 @@ def sample_times_s(reports: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _rank_sample_times_s(reports: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     """Return the seconds of a sample that each rank may take in a step: from benchmarks, trials or its speed."""
-    if all(each.get("rehearsed_s") for each in reports):
-        return mode_choice_trial.spread_step_times([each["rehearsed_s"] for each in reports])
+    if all(each.get("benchmarked_s") for each in reports):
+        return mode_choice_trial.spread_step_times([each["benchmarked_s"] for each in reports])
     if all(each["trial_s"] for each in reports):
         return mode_choice_trial.denoise_trials([each["trial_s"] for each in reports])
     return [[1 / each["speed"]] for each in reports]

@@ -34,7 +34,7 @@ from ringweave.training.rings.exchange_benchmark import ExchangeTimes
 from ringweave.training.rings.ring_preparation import server_connectors
 from ringweave.training.rings.ring_settings import Asynchronous
 
-_BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "rehearsed_s", "rounds_s")
+_BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s")
 """Keys that the benchmark adds to the ranks' reports."""
 BUDGET_S = 5.0
 """Time budget of all steps: as many run as fit, at least one."""
@@ -114,7 +114,7 @@ def benchmark_steps(
     """Return the ranks' reports with measured times in seconds; None for unknown times.
 
     `reducing_s` is the time of collectives, `balanced_s` of whole steps, `serving_s` and `exchanging_s` of an exchange
-    with the parameter server, see `ExchangeTimes`. Of each rank, `rehearsed_s` has the time of a sample in each step,
+    with the parameter server, see `ExchangeTimes`. Of each rank, `benchmarked_s` has the time of a sample in each step,
     and `rounds_s` in each round alone, with the exchange that ends it.
 
     All ranks call it alike, since all have the same reports.
@@ -143,21 +143,23 @@ def benchmark_steps(
     )
     exchanged = dataclasses.asdict(server.exchange()) if control_group.rank == 0 else {}
     times_by_rank = control_group.gather_json({**dataclasses.asdict(own_times), **exchanged})
-    reducing_s, balanced_s, rehearsed_s = None, None, [None] * len(times_by_rank)
+    reducing_s, balanced_s, benchmarked_s = None, None, [None] * len(times_by_rank)
     if not any(each["problem"] for each in times_by_rank):
         reducing_s = _median_collective_s([each["waits_s"] for each in times_by_rank]) * max(
             1.0, num_bytes / _MAX_MESSAGE_BYTES
         )
         if num_steps >= _MIN_STEPS:
             balanced_s = _median_step_s([each["steps_s"] for each in times_by_rank])
-            rehearsed_s = [each["samples_s"][1:] for each in times_by_rank]
+            benchmarked_s = [each["samples_s"][1:] for each in times_by_rank]
     common = {
         "reducing_s": reducing_s,
         "balanced_s": balanced_s,
         **{name: times_by_rank[0][name] for name in ("serving_s", "exchanging_s")},
         "rounds_s": None,
     }
-    measured = [{**each, **common, "rehearsed_s": steps_s} for each, steps_s in zip(reports, rehearsed_s, strict=True)]
+    measured = [
+        {**each, **common, "benchmarked_s": steps_s} for each, steps_s in zip(reports, benchmarked_s, strict=True)
+    ]
     num_rounds = _count_rounds(measured) if server.rounds is not None else 0
     if server.rounds is None or not num_rounds:
         return measured

@@ -182,7 +182,7 @@ def _wait_job_begun(
             continue
         done = membership
         try:
-            profiles = [trainer_interface.parse_profile(each.member, each.note) for each in membership.standings]
+            profiles = [trainer_interface.parse_profile(each.member, each.note) for each in membership.statuses]
             begin([parse_member_name(each)[0] for each in membership.members], profiles)
         except RemoteError as error:
             was_faster = error.error == TrainingError.__name__ and bool(

@@ -28,19 +28,19 @@ def ring_report(accounting: SampleAccounting, *, is_whole: bool) -> dict[str, An
     """Return a ring's report on its samples; `is_whole`: the ring took part from the start of the epoch."""
     return {
         "epoch": accounting.epoch,
-        "books": accounting.to_json(),
+        "accounts": accounting.to_json(),
         "is_whole": is_whole and not accounting.num_planned,
     }
 
 
 def ring_progress_json(accounting: SampleAccounting) -> str:
     """Return the report used if no member of the ring is left: its samples whose gradients the server has."""
-    return json.dumps({**ring_report(accounting, is_whole=False), "is_testament": True})
+    return json.dumps({**ring_report(accounting, is_whole=False), "is_ring_progress": True})
 
 
 def reporting_ring(by_ring: Mapping[int, RingReport]) -> int:
     """Return the ring that writes the account for all: the first one that reported for itself."""
-    return min(ring for ring, report in by_ring.items() if not report.get("is_testament"))
+    return min(ring for ring, report in by_ring.items() if not report.get("is_ring_progress"))
 
 
 def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> ElasticAccount:
@@ -53,7 +53,7 @@ def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingRepo
         num_rings: Number of rings at the start.
     """
     by_ring = [each for each in by_ring if each["epoch"] == epoch]
-    documents = [each["books"] for each in by_ring]
+    documents = [each["accounts"] for each in by_ring]
     drawn, total, lost = (
         sum(
             (SampleAccount(num_samples=each[index][0], fingerprint=each[index][1]) for each in documents),
@@ -73,7 +73,7 @@ class PendingPush:
 
     num_samples: int
     batch_share: float
-    testament: str
+    ring_progress: str
     num_batches: int = 1
     epoch: int = 0
     spans: Spans = ()
@@ -253,7 +253,7 @@ class RingTrainerState:
         if epoch != self._trainer.progress.epoch:
             self.open_epoch(epoch)
         if ring_report.get("epoch") == epoch:
-            self._trainer.accounting.load_json(epoch, ring_report["books"])
+            self._trainer.accounting.load_json(epoch, ring_report["accounts"])
         self.has_whole_epoch = self.ring_cursor.num_shards == 0
 
     def discard_open_batches(self) -> None:
@@ -309,7 +309,7 @@ class RingTrainerState:
         is_joining: bool,
         recovering: Collection[str],
     ) -> None:
-        holders = [index for index, each in enumerate(membership.standings) if each.has_state]
+        holders = [index for index, each in enumerate(membership.statuses) if each.has_state]
         if is_joining:
             first = details[holders[0] if holders else 0]
             self.ring_cursor.load_json(first["ring"])

@@ -173,7 +173,7 @@ class LocalStepChanges:
         trainer.ring_cursor.pending = PendingPush(
             num_samples=trainer.samples.num_samples,
             batch_share=trainer.samples.mean_share,
-            testament=elastic_trainer.ring_progress_json(trainer.accounting),
+            ring_progress=elastic_trainer.ring_progress_json(trainer.accounting),
             num_batches=max(1, trainer.samples.num_batches),
             epoch=trainer.samples.epoch,
             spans=merge_spans(trainer.samples.spans),
@@ -189,7 +189,7 @@ class LocalStepChanges:
             content="change",
             num_samples=place.pending.num_samples,
             batch_share=place.pending.batch_share,
-            ring_progress=place.pending.testament,
+            ring_progress=place.pending.ring_progress,
             num_batches=place.pending.num_batches,
             pass_number=place.pending.epoch,
             epoch=place.pending.epoch,
@@ -337,12 +337,12 @@ class ElasticRingWorker:
                 client.restore_snapshot(offered.content(), ruled, start.to_message(start.epoch))
                 ruled = client.offer_checkpoint(*own)
             begun = self._start_ring(client) if ruled.verdict == "resumed" else {}
-            return {"ruled": ruled.model_dump(), **begun}
+            return {"decision": ruled.model_dump(), **begun}
 
         outcome = self.broadcast_from_first(agree, self.received.pieces)
-        if "place" in outcome:
+        if "cursor" in outcome:
             self._resume_ring(outcome)
-        return ResumeDecision(**outcome["ruled"])
+        return ResumeDecision(**outcome["decision"])
 
     def has_training_begun(self) -> bool:
         """Return whether a ring has pushed: the same for all members of this ring, whenever they ask."""
@@ -362,17 +362,17 @@ class ElasticRingWorker:
         start = None
         if reply.resumed_seed is not None:
             start = {"epoch": reply.resumed_epoch, "done": reply.resumed, "seed": reply.resumed_seed}
-        cursor = [reply.num_pushed, version, reply.num_tickets, reply.num_meetings, version, None, start]
-        return {"place": cursor, "epoch": reply.epoch, "testament": reply.testament}
+        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, None, start]
+        return {"cursor": cursor, "epoch": reply.epoch, "ring_progress": reply.ring_progress}
 
     def _resume_ring(self, start: FetchedJson) -> None:
         ring_report = (
-            _parse_json_object("testament of a ring", start["testament"], "what it has used up")
-            if start["testament"]
+            _parse_json_object("progress of a ring", start["ring_progress"], "its account")
+            if start["ring_progress"]
             else {}
         )
         self._session().change_atomically(
-            lambda: self._trainer().resume_ring(start["place"], start["epoch"], ring_report)
+            lambda: self._trainer().resume_ring(start["cursor"], start["epoch"], ring_report)
         )
         self._apply_parameters(self._trainer().ring_cursor.base_version)
 
@@ -399,7 +399,7 @@ class ElasticRingWorker:
             version = client.pull(place.num_pushed, self._get_inbox().buffers())
             client.wait_barrier(place.num_barriers + 2, epoch, "")  # no ring pushes before all have the same parameters
             self._copy_received()
-            return {"version": version, "met": {str(ring): each for ring, each in met.items()}}
+            return {"version": version, "reports": {str(ring): each for ring, each in met.items()}}
 
         result = self.broadcast_from_first(gather, self.received.pieces)
         self._apply_parameters(result["version"])
@@ -407,8 +407,8 @@ class ElasticRingWorker:
         place.num_shards += use_up is not None
         expected = "its account"
         return {
-            int(ring): _parse_json_object(f"what ring {ring} says", each, expected)
-            for ring, each in result["met"].items()
+            int(ring): _parse_json_object(f"report of ring {ring}", each, expected)
+            for ring, each in result["reports"].items()
         }
 
     def go_idle(self) -> None:
@@ -490,7 +490,7 @@ class ElasticRingWorker:
     def _get_client(self) -> RingClient:
         with self._lock:
             if self._client is None:
-                generation_id = lambda: self._session().membership.ballot  # noqa: E731 - each generation has another
+                generation_id = lambda: self._session().membership.generation_id  # noqa: E731 - each generation has another
                 self._client = RingClient(
                     self._servers, self._trainer().ring_cursor.ring, generation_id=generation_id, is_monitored=True
                 )

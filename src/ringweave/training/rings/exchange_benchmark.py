@@ -120,7 +120,7 @@ def _benchmark_setup(optimizer: Optimizer, num_elements: int, num_rings: int) ->
     """Return a set-up with one tensor in place of all tensors."""
     options = optimizers.group_options(optimizer.param_groups[0])
     return ServerSetup(
-        tensors=[TensorSpec(name="rehearsed", shape=[num_elements], dtype="float32")],
+        tensors=[TensorSpec(name="benchmark", shape=[num_elements], dtype="float32")],
         optimizer=optimizers.check_optimizer_name(optimizers.optimizer_name(optimizer)),
         groups=[ParameterGroup(parameters=[0], options=options)],
         rings=[[ring] for ring in range(num_rings)],

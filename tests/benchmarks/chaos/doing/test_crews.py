@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.lab import lab_processes
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import EVENTS_FORMAT, EventLog
 from ringweave_bench.chaos import fault_injector, fault_script
 from ringweave_bench.chaos.fault_injector import LabProcessTable
 
@@ -34,11 +34,11 @@ def crew(log: EventLog, monkeypatch: pytest.MonkeyPatch, lines: dict[int, str]) 
 
 
 def lead(log: EventLog, server: int, claim: int) -> None:
-    log.write("params_led", node="a", server=server, term=server, claim=claim, members=[server], reason="x")
+    log.write("params_leader_changed", node="a", server=server, term=server, claim=claim, members=[server], reason="x")
 
 
 def attempt(log: EventLog, number: int) -> None:
-    log.write("run_started", attempt=number, command=[], cluster="c", world_size=2)
+    log.write("run_started", format=EVENTS_FORMAT, attempt=number, command=[], cluster="c", world_size=2)
 
 
 def test_the_process_of_a_rank_is_the_last_that_said_so(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,14 @@ def test_the_process_of_a_rank_is_the_last_that_said_so(log: EventLog, monkeypat
 
 def say(log: EventLog, term: int, number: int = 1) -> None:
     log.write(
-        "epoch_begun", term=term, said_in=term, number=number, part="", members=["0.0"], newcomers=[], committed=0
+        "generation_begun",
+        term=term,
+        reported_in_term=term,
+        number=number,
+        part="",
+        members=["0.0"],
+        newcomers=[],
+        committed=0,
     )
 
 

@@ -31,8 +31,8 @@ class Crew:
     def apply_commit(self, commit: Commit) -> None:
         self.seen.append(commit.number)
 
-    def begin_generation(self, decree: Membership, _: Any, *, is_joining: bool, recovering: frozenset[str]) -> None:
-        self.seen.append((decree.ballot, is_joining, sorted(recovering)))
+    def begin_generation(self, membership: Membership, _: Any, *, is_joining: bool, recovering: frozenset[str]) -> None:
+        self.seen.append((membership.generation_id, is_joining, sorted(recovering)))
 
 
 def commit(number: int, *, is_level: bool = False) -> Commit:
@@ -41,9 +41,9 @@ def commit(number: int, *, is_level: bool = False) -> Commit:
 
 
 def begun(number: int) -> GenerationStart:
-    standings = (MemberStatus(member="0.0", has_state=True), MemberStatus(member=MEMBER, is_following=True))
+    statuses = (MemberStatus(member="0.0", has_state=True), MemberStatus(member=MEMBER, is_recovering=True))
     return GenerationStart(
-        membership=Membership(ballot=(1, number), standings=standings), details=[{}, {}], is_joining=False
+        membership=Membership(generation_id=(1, number), statuses=statuses), details=[{}, {}], is_joining=False
     )
 
 
@@ -213,9 +213,11 @@ def test_who_is_to_have_the_state_soon_reads_it_at_once_and_gives_way_to_nobody(
     catching, _, _ = made()
     stepped = catching._others_stepped = Stepped()
     others = [MemberStatus(member=f"{slot}.0", has_state=True) for slot in ([0] if is_alone else [0, 1])]
-    own = MemberStatus(member=MEMBER, is_following=True)
+    own = MemberStatus(member=MEMBER, is_recovering=True)
     catching.begin_generation(
-        GenerationStart(membership=Membership(ballot=(1, 5), standings=(*others, own)), details=[], is_joining=True)
+        GenerationStart(
+            membership=Membership(generation_id=(1, 5), statuses=(*others, own)), details=[], is_joining=True
+        )
     )
     pauses_s: list[float] = []
 

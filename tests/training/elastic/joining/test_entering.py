@@ -6,8 +6,8 @@ LAYOUT = [[12, "float32", "cpu"]]
 TEXT = recovery.layout_to_text(LAYOUT)
 
 
-def decree(*standings: MemberStatus) -> Membership:
-    return Membership(ballot=(1, 5), standings=standings)
+def membership(*statuses: MemberStatus) -> Membership:
+    return Membership(generation_id=(1, 5), statuses=statuses)
 
 
 def holder(member: str, layout: str = TEXT) -> MemberStatus:
@@ -16,7 +16,7 @@ def holder(member: str, layout: str = TEXT) -> MemberStatus:
 
 def test_newcomers_follow_where_the_others_have_buckets_and_read_of_one_holder_each() -> None:
     found = RecoveryPlan.of_membership(
-        decree(
+        membership(
             MemberStatus(member="0.1"),
             holder("1.0"),
             MemberStatus(member="2.3"),
@@ -32,32 +32,33 @@ def test_newcomers_follow_where_the_others_have_buckets_and_read_of_one_holder_e
 
 
 def test_where_one_alone_has_the_state_the_first_that_follows_is_to_have_it_soon() -> None:
-    following = MemberStatus(member="2.3", is_following=True, committed=4)
-    alone = decree(MemberStatus(member="0.1"), holder("1.0"), following)
+    following = MemberStatus(member="2.3", is_recovering=True, committed=4)
+    alone = membership(MemberStatus(member="0.1"), holder("1.0"), following)
     assert RecoveryPlan.of_membership(alone).urgent_member == "0.1"
     assert (
-        RecoveryPlan.of_membership(decree(holder("1.0"), following, MemberStatus(member="4.1"))).urgent_member == "2.3"
+        RecoveryPlan.of_membership(membership(holder("1.0"), following, MemberStatus(member="4.1"))).urgent_member
+        == "2.3"
     )
-    assert RecoveryPlan.of_membership(decree(*alone.standings, holder("3.0"))).urgent_member is None
-    assert RecoveryPlan.of_membership(decree(holder("0.0"))).urgent_member is None
-    assert RecoveryPlan.of_membership(decree(holder("0.0", ""), MemberStatus(member="1.1"))).urgent_member is None, (
-        "it is waited for"
-    )
+    assert RecoveryPlan.of_membership(membership(*alone.statuses, holder("3.0"))).urgent_member is None
+    assert RecoveryPlan.of_membership(membership(holder("0.0"))).urgent_member is None
+    assert (
+        RecoveryPlan.of_membership(membership(holder("0.0", ""), MemberStatus(member="1.1"))).urgent_member is None
+    ), "it is waited for"
 
 
 def test_who_follows_already_needs_no_donor_and_gives_nothing() -> None:
-    following = MemberStatus(member="1.1", is_following=True, committed=4)
-    found = RecoveryPlan.of_membership(decree(holder("0.0"), following))
+    following = MemberStatus(member="1.1", is_recovering=True, committed=4)
+    found = RecoveryPlan.of_membership(membership(holder("0.0"), following))
     assert (found.joining_ranks, found.recovering) == ((), {"1.1"})
     assert not found.is_recovery_source(0)
 
 
 def test_before_the_first_reduction_newcomers_are_waited_for() -> None:
-    found = RecoveryPlan.of_membership(decree(holder("0.0", ""), MemberStatus(member="1.1")))
+    found = RecoveryPlan.of_membership(membership(holder("0.0", ""), MemberStatus(member="1.1")))
     assert (found.joining_ranks, found.recovering, found.layout) == ((1,), frozenset(), None)
 
 
 def test_at_the_begin_of_a_job_the_first_member_s_state_becomes_everybody_s() -> None:
-    found = RecoveryPlan.of_membership(decree(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
+    found = RecoveryPlan.of_membership(membership(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
     assert (found.owner_ranks, found.joining_ranks, found.recovering) == ((0,), (1,), frozenset())
     assert found.is_recovery_source(0)

@@ -24,10 +24,10 @@ def test_a_layout_comes_back_as_it_was() -> None:
 def test_thousands_of_buckets_that_are_all_different_fit_into_what_members_say_and_hear() -> None:
     sizes = random.Random(7)
     layout = [[sizes.randrange(1, 10**8), "bfloat16", "cuda"] for _ in range(5000)]
-    standing = MemberStatus(member="0.0", has_state=True, layout=recovery.layout_to_text(layout))
-    stand = StatusReport(ballot=(1, 1), standing=standing)
-    order = MemberDirective(ballot=(1, 1), decree=Membership(ballot=(1, 1), standings=(standing,)))
-    for message in (stand, WatchUpdate(serial=1, is_active=True, order=order)):
+    status = MemberStatus(member="0.0", has_state=True, layout=recovery.layout_to_text(layout))
+    stand = StatusReport(generation_id=(1, 1), status=status)
+    order = MemberDirective(generation_id=(1, 1), membership=Membership(generation_id=(1, 1), statuses=(status,)))
+    for message in (stand, WatchUpdate(revision=1, is_active=True, directive=order)):
         assert len(message.model_dump_json()) < rpc.RpcLimits().max_body_bytes / 4
 
 

@@ -60,7 +60,9 @@ class Agent:
         self._session = session
 
     def start(self) -> None:
-        self._session.begin_generation(Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0", note=NOTE),)))
+        self._session.begin_generation(
+            Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0", note=NOTE),))
+        )
 
     def report_failure(self, *_: Any) -> None:
         pass
@@ -153,7 +155,7 @@ def test_what_a_member_says_of_itself_changes_only_while_it_is_asked_nothing(ses
     script.join(0.2)
     assert changes == []
     session.begin_generation(
-        Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+        Membership(generation_id=(1, 2), statuses=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
     )
     script.join(PATIENCE_S)
     assert changes == [False]
@@ -166,18 +168,18 @@ def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members:
     crew.is_primary = lambda: session.is_primary
     footing = session._state
     footing.membership = Membership(
-        ballot=(1, 1), standings=tuple(MemberStatus(member=each) for each in ("0.0", "1.0", "2.0"))
+        generation_id=(1, 1), statuses=tuple(MemberStatus(member=each) for each in ("0.0", "1.0", "2.0"))
     )
     footing.reduction = RetainedReduction(number=1, is_complete=True)
-    footing.status = replace(footing.status, has_state=True, is_prepared=True, at_border=False)
+    footing.status = replace(footing.status, has_state=True, is_prepared=True, at_step_boundary=False)
     session._commits._prepared = _PreparedCommit(
         Commit(number=1, members=("0.0", "1.0"), rows=(ReductionRow(), ReductionRow())), ()
     )
     gone = MemberStatus(member="0.0", has_state=True, committed=1)
-    standings = tuple(MemberStatus(member=each, has_state=True) for each in members)
-    decree = Membership(ballot=(1, 2), standings=standings, finished=(gone,))
-    session.begin_generation(decree)
-    assert session._commits.settle_unfinished(decree, footing.abort_count)
+    statuses = tuple(MemberStatus(member=each, has_state=True) for each in members)
+    membership = Membership(generation_id=(1, 2), statuses=statuses, finished=(gone,))
+    session.begin_generation(membership)
+    assert session._commits.settle_unfinished(membership, footing.abort_count)
     assert crew.tells == [tells]
 
 
@@ -200,7 +202,7 @@ def test_a_broken_group_says_nothing_of_the_epoch_that_was_ordered_meanwhile(
         if error is not None:
             session.pause_training(is_urgent=True)
             session.begin_generation(
-                Membership(ballot=(1, 2), standings=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
+                Membership(generation_id=(1, 2), statuses=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
             )
         tell(error, *args)
 
@@ -212,4 +214,4 @@ def test_a_broken_group_says_nothing_of_the_epoch_that_was_ordered_meanwhile(
     assert (accused, footing.abort_count) == ([], generation + 1), "the order alone has ended the epoch before"
     with footing.lock:
         assert footing.lock.wait_for(lambda: footing.is_group_up, PATIENCE_S)
-    assert session.membership.ballot == (1, 2)
+    assert session.membership.generation_id == (1, 2)

@@ -90,8 +90,8 @@ class Crew:
     def reduction_row(self) -> ReductionRow:
         return ReductionRow()
 
-    def begin_generation(self, decree: Membership, _: Any, *, is_joining: bool, recovering: frozenset[str]) -> None:
-        self.seen.append((decree.ballot, is_joining, sorted(recovering)))
+    def begin_generation(self, membership: Membership, _: Any, *, is_joining: bool, recovering: frozenset[str]) -> None:
+        self.seen.append((membership.generation_id, is_joining, sorted(recovering)))
 
     def unpublish_state(self) -> None: ...
 
@@ -103,9 +103,9 @@ class Crew:
         self._pull(self.num_pulls)
 
 
-def decree(number: int, *, committed: int, own: MemberStatus | None = None) -> Membership:
+def membership(number: int, *, committed: int, own: MemberStatus | None = None) -> Membership:
     holder = MemberStatus(member="0.0", has_state=True, committed=committed, note=NOTE, layout=LAYOUT)
-    return Membership(ballot=(1, number), standings=(holder, own or MemberStatus(member=OWN, note=NOTE)))
+    return Membership(generation_id=(1, number), statuses=(holder, own or MemberStatus(member=OWN, note=NOTE)))
 
 
 class Coordinator:
@@ -121,13 +121,13 @@ class Coordinator:
         self.left.append(is_finished)
 
     def start(self) -> None:
-        self.session.begin_generation(decree(1, committed=4))
+        self.session.begin_generation(membership(1, committed=4))
 
-    def report_failure(self, ballot: tuple[int, int], suspects: list[str]) -> None:
+    def report_failure(self, generation_id: tuple[int, int], suspects: list[str]) -> None:
         assert suspects == [], "nobody is to blame"
-        self.accused.append(ballot)
+        self.accused.append(generation_id)
         self.stood.append(self.session.pause_training(is_urgent=True))
-        self.session.begin_generation(decree(ballot[1] + 1, committed=6))
+        self.session.begin_generation(membership(generation_id[1] + 1, committed=6))
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def test_its_script_does_what_counted_before_it_had_the_state_and_then_is_level(
     thread = threading.Thread(target=session.start, args=(agent,))
     thread.start()
     wait_until(lambda: session.current_status().committed == 6)
-    standing = session.current_status()
-    assert (standing.has_state, standing.is_following, standing.at_border) == (False, True, True)
+    status = session.current_status()
+    assert (status.has_state, status.is_recovering, status.at_step_boundary) == (False, True, True)
     assert session.num_committed == 4, "its script has done none of them"
     assert session.heartbeat(0.0).is_waiting, "for its donor"
     is_read.set()
@@ -187,7 +187,7 @@ def test_its_script_does_what_counted_before_it_had_the_state_and_then_is_level(
     assert drawn == [1, 1, 1]
     assert crew.seen == [((1, 1), True, [OWN]), (5, ()), (6, ()), (7, (OWN,))]
     assert session.current_status().has_state
-    assert not session.current_status().is_following
+    assert not session.current_status().is_recovering
     assert backward(session, groups) == 9.0, "its own gradient is in it"
     session.close()
 
@@ -198,7 +198,7 @@ def test_a_member_says_that_it_starts_until_it_has_taken_part_in_its_first_steps
     session.start(agent)
     said = []
     for _ in range(7):
-        said.append((session.current_status().is_following, session.heartbeat(0.0).is_starting))
+        said.append((session.current_status().is_recovering, session.heartbeat(0.0).is_starting))
         session.pass_step_boundary(lambda: None)
         backward(session, groups)
     session.close()
@@ -213,10 +213,10 @@ def test_who_could_not_read_the_state_is_a_newcomer_again(groups: Groups) -> Non
     crew = Crew(fail_once)
     session, coordinator = joined(groups, crew)
     agent: Any = coordinator
-    assert session.start(agent).ballot == (1, 2)
+    assert session.start(agent).generation_id == (1, 2)
     assert coordinator.accused == [(1, 1)]
-    assert [(each.has_state, each.is_following, each.committed) for each in coordinator.stood] == [(False, False, 0)]
-    assert session.current_status().is_following
+    assert [(each.has_state, each.is_recovering, each.committed) for each in coordinator.stood] == [(False, False, 0)]
+    assert session.current_status().is_recovering
     assert session.num_committed == 6
     assert crew.seen == [((1, 2), True, [OWN])]
     session.close()
@@ -225,10 +225,10 @@ def test_who_could_not_read_the_state_is_a_newcomer_again(groups: Groups) -> Non
 def test_an_epoch_that_takes_it_for_a_follower_when_it_is_none_any_more_is_refused(groups: Groups) -> None:
     crew = Crew(lambda _: None)
     session, coordinator = joined(groups, crew)
-    following = MemberStatus(member=OWN, is_following=True, committed=4, note=NOTE)
-    coordinator.start = lambda: session.begin_generation(decree(1, committed=4, own=following))
+    following = MemberStatus(member=OWN, is_recovering=True, committed=4, note=NOTE)
+    coordinator.start = lambda: session.begin_generation(membership(1, committed=4, own=following))
     agent: Any = coordinator
-    assert session.start(agent).ballot == (1, 2)
+    assert session.start(agent).generation_id == (1, 2)
     assert coordinator.accused == [(1, 1)]
     session.close()
 
@@ -249,12 +249,12 @@ def test_who_reads_from_one_that_is_put_out_begins_anew_at_once(groups: Groups) 
     wait_until(lambda: crew.num_pulls == 1)
     session.pause_training(is_urgent=True)
     other = MemberStatus(member="2.0", has_state=True, committed=4, note=NOTE, layout=LAYOUT)
-    own = MemberStatus(member=OWN, is_following=True, committed=4, note=NOTE)
-    session.begin_generation(Membership(ballot=(1, 2), standings=(own, other)))
+    own = MemberStatus(member=OWN, is_recovering=True, committed=4, note=NOTE)
+    session.begin_generation(Membership(generation_id=(1, 2), statuses=(own, other)))
     thread.join(30)
     assert not thread.is_alive()
     assert coordinator.accused == [(1, 2)]
-    assert [(each.has_state, each.is_following) for each in coordinator.stood] == [(False, False)]
+    assert [(each.has_state, each.is_recovering) for each in coordinator.stood] == [(False, False)]
     assert crew.num_pulls == 2
     is_over.set()
     session.close()
@@ -365,8 +365,8 @@ def test_who_has_said_that_it_is_level_leaves_as_members_do_since_the_others_cou
     may_say.set()
     thread.join(60)
     assert found == [8.0]
-    standing = session.current_status()
-    assert (standing.has_state, standing.is_following, standing.is_leaving) == (True, False, True)
+    status = session.current_status()
+    assert (status.has_state, status.is_recovering, status.is_leaving) == (True, False, True)
     session.close()
 
 

@@ -11,8 +11,8 @@ from ringweave.planning.balancing import Speed
 from ringweave.training.elastic.session_state import SessionState
 
 DECREE = Membership(
-    ballot=(1, 2),
-    standings=(
+    generation_id=(1, 2),
+    statuses=(
         MemberStatus(member="0.1"),
         MemberStatus(member="1.0", has_state=True),
         MemberStatus(member="2.0", has_state=True),

@@ -16,10 +16,10 @@ NOTE: dict[str, Any] = {
     "store": "10.0.0.1 4711",
     "cap": None,
     "assumed_speed": 1.0,
-    "alike": {"mode": "sync", "seed": 1},
+    "must_match": {"mode": "sync", "seed": 1},
     "speed": [0.1, 2.0, 0.0],
-    "place": [0, 32, 33, 0],
-    "books": [[64, 2**64 - 1], [32, 5], [0, 0]],
+    "position": [0, 32, 33, 0],
+    "accounts": [[64, 2**64 - 1], [32, 5], [0, 0]],
     "ring": [1, 2, 3, 4, None, None],
 }
 
@@ -27,7 +27,7 @@ NOTE: dict[str, Any] = {
 def test_what_members_say_is_read_as_it_was_said() -> None:
     note = trainer_interface.parse_details("0.0", json.dumps(NOTE))
     assert note == NOTE
-    trainer_interface.check_trainer_details(MemberStatus(member="0.0", place="10.0.0.1 4712"), note)
+    trainer_interface.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), note)
     assert trainer_interface.parse_profile("0.0", '{"speed": 1.5}') == {"speed": 1.5}
 
 
@@ -37,25 +37,25 @@ def test_what_members_say_is_read_as_it_was_said() -> None:
         ({"store": "10.0.0.1"}, "store: String should match pattern"),
         ({"cap": 0}, "cap: Input should be greater than or equal to 1"),
         ({"assumed_speed": 0.0}, "assumed_speed: Input should be greater than 0"),
-        ({"alike": []}, "alike: Input should be "),
+        ({"must_match": []}, "must_match: Input should be "),
         ({"speed": [float("nan"), 0.0, 0.0]}, "speed.0: Input should be "),
-        ({"place": [0, -1, 0, 0]}, "place.1: Input should be greater than or equal to 0"),
-        ({"place": [0, 0, 0]}, "place.3: Field required"),
-        ({"books": [[1, 1], [1, 1], [1, 2**64]]}, "books.2.1: Input should be less than"),
+        ({"position": [0, -1, 0, 0]}, "position.1: Input should be greater than or equal to 0"),
+        ({"position": [0, 0, 0]}, "position.3: Field required"),
+        ({"accounts": [[1, 1], [1, 1], [1, 2**64]]}, "accounts.2.1: Input should be less than"),
     ],
 )
 def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainingError) as error:
         trainer_interface.check_trainer_details(
-            MemberStatus(member="3.1", place="10.0.0.1 4712"),
+            MemberStatus(member="3.1", address="10.0.0.1 4712"),
             trainer_interface.parse_details("3.1", json.dumps(NOTE | change)),
         )
     assert re.match(f"note of worker 3\\.1: ['\"]{re.escape(text)}", str(error.value))
-    assert "expected what ringweave.prepare says. Run the same ringweave on all workers" in str(error.value)
+    assert "expected the values of ringweave.prepare. Run the same ringweave on all workers" in str(error.value)
 
 
 def test_a_member_that_says_nowhere_where_it_listens_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"place of worker 3\.1: .none., expected where its state can be read"):
+    with pytest.raises(TrainingError, match=r"address of worker 3\.1: .none., expected where its state can be read"):
         trainer_interface.check_trainer_details(MemberStatus(member="3.1"), NOTE)
 
 
@@ -77,8 +77,8 @@ def test_mutated_notes_are_refused_or_read() -> None:
     for _ in range(5_000):
         try:
             found = trainer_interface.parse_details("0.0", mutated(rng, note).decode("latin-1"))
-            trainer_interface.check_trainer_details(MemberStatus(member="0.0", place="10.0.0.1 4712"), found)
-            assert len(found["place"]) == 4
+            trainer_interface.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), found)
+            assert len(found["position"]) == 4
         except TrainingError:
             num_refused += 1
     assert num_refused > 1_500

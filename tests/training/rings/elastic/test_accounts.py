@@ -18,7 +18,7 @@ def said(total: range, lost: range = range(0), *, is_whole: bool = True, epoch: 
         [each.num_samples, each.fingerprint]
         for each in (drawn, SampleAccount.from_indices(total), SampleAccount.from_indices(lost))
     ]
-    return {"epoch": epoch, "books": words, "is_whole": is_whole}
+    return {"epoch": epoch, "accounts": words, "is_whole": is_whole}
 
 
 def test_what_all_rings_trained_on_is_the_epoch() -> None:
@@ -52,16 +52,16 @@ def test_what_is_doubled_or_missing_while_all_rings_are_there_is_a_bug(
 
 def test_a_ring_that_has_batches_open_or_came_later_is_not_whole() -> None:
     books = SampleAccounting()
-    assert elastic_trainer.ring_report(books, is_whole=True) == {"epoch": 0, "books": [[0, 0]] * 3, "is_whole": True}
+    assert elastic_trainer.ring_report(books, is_whole=True) == {"epoch": 0, "accounts": [[0, 0]] * 3, "is_whole": True}
     assert not elastic_trainer.ring_report(books, is_whole=False)["is_whole"]
 
 
-def test_a_ring_that_is_gone_speaks_by_its_testament_of_this_epoch() -> None:
+def test_a_ring_that_is_gone_speaks_by_its_ring_progress_of_this_epoch() -> None:
     books = SampleAccounting()
     books.load_json(0, [[12, 34], [10, 30], [2, 4]])
     left = json.loads(elastic_trainer.ring_progress_json(books))
-    assert (left["books"], left["is_whole"]) == ([[12, 34], [10, 30], [2, 4]], False)
-    pushed = {**said(range(60, 90), is_whole=False), "is_testament": True}
+    assert (left["accounts"], left["is_whole"]) == ([[12, 34], [10, 30], [2, 4]], False)
+    pushed = {**said(range(60, 90), is_whole=False), "is_ring_progress": True}
     account = elastic_trainer.sum_accounts(0, EPOCH, [said(range(60)), pushed], num_rings=2)
     assert (account.is_accounted, account.total.num_samples, account.lost.num_samples) == (True, 90, 10)
     of_old = elastic_trainer.sum_accounts(1, EPOCH, [said(range(60), epoch=1), pushed], num_rings=2)

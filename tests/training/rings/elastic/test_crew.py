@@ -122,12 +122,12 @@ def test_a_pass_that_is_broken_off_leaves_nothing_open() -> None:
     assert crew.accounting.epoch_account().expected == SampleAccount()
 
 
-def test_a_ring_that_begins_again_has_what_its_testament_says_of_this_epoch() -> None:
+def test_a_ring_that_begins_again_has_what_its_ring_progress_says_of_this_epoch() -> None:
     crew, inner = make()
     old = SampleAccounting()
     old.load_json(2, [[30, 7], [28, 5], [2, 2]])
-    left = {"epoch": 2, "books": old.to_json()}
-    assert "is_testament" in elastic_trainer.ring_progress_json(old)
+    left = {"epoch": 2, "accounts": old.to_json()}
+    assert "is_ring_progress" in elastic_trainer.ring_progress_json(old)
     crew.resume_ring([5, 9, 6, 2, 9, None, None], 2, left)
     assert (crew.ring_cursor.num_pushed, crew.ring_cursor.num_shards, inner.progress.epoch) == (5, 6, 2)
     assert (crew.accounting.epoch_account().total.num_samples, crew.has_whole_epoch) == (28, False)
@@ -140,12 +140,12 @@ def test_a_ring_that_begins_again_has_what_its_testament_says_of_this_epoch() ->
 def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> None:
     told: list[Membership] = []
     crew, _ = make(told.append)
-    decree = Membership(ballot=(1, 1), standings=tuple(MemberStatus(member=member) for member in MEMBERS))
-    pending = {"num_samples": 8, "batch_share": 0.5, "testament": "{}", "spans": [[4, 8]]}
+    membership = Membership(generation_id=(1, 1), statuses=tuple(MemberStatus(member=member) for member in MEMBERS))
+    pending = {"num_samples": 8, "batch_share": 0.5, "ring_progress": "{}", "spans": [[4, 8]]}
     notes = [{"ring": [4, 8, 5, 2, 9, pending, {"epoch": 1, "done": [[0, 4]], "seed": 3}], "is_whole": False}] * 2
-    crew.check_membership(decree, notes)
+    crew.check_membership(membership, notes)
     assert told == []
-    crew.begin_generation(decree, notes, is_joining=True, recovering=())
+    crew.begin_generation(membership, notes, is_joining=True, recovering=())
     assert (crew.ring_cursor, crew.has_whole_epoch) == (
         RingCursor(
             ring=1,
@@ -154,10 +154,10 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
             num_shards=5,
             num_barriers=2,
             next_version=9,
-            pending=PendingPush(num_samples=8, batch_share=0.5, testament="{}", spans=((4, 8),)),
+            pending=PendingPush(num_samples=8, batch_share=0.5, ring_progress="{}", spans=((4, 8),)),
             start=ResumeStart(epoch=1, done=((0, 4),), seed=3),
         ),
         False,
     )
-    crew.check_membership(decree, notes)
-    assert told == [decree]
+    crew.check_membership(membership, notes)
+    assert told == [membership]

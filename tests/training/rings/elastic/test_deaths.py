@@ -29,7 +29,7 @@ def check_alike(values: Sequence[dict[str, Any]]) -> None:
 
 def epochs_of(job: ElasticJob, ring: int) -> list[tuple[str, ...]]:
     """Members of one epoch after the other; on a busy machine one may have to be formed twice."""
-    members = [decree.members for decree in job.coordinators[0].memberships_by_part[part_of_ring(ring)]]
+    members = [membership.members for membership in job.coordinators[0].memberships_by_part[part_of_ring(ring)]]
     return [each for each, _ in itertools.groupby(members)]
 
 

@@ -44,7 +44,7 @@ class Agent:
 
 
 def epoch(number: int, *rooms: StartupRendezvous) -> Membership:
-    return Membership(ballot=(1, number), standings=tuple(each.current_status() for each in rooms))
+    return Membership(generation_id=(1, number), statuses=tuple(each.current_status() for each in rooms))
 
 
 def take(hall: StartupRendezvous, agent: Agent, server: Server, member: str, begin: Any, sleep: Any) -> Any:

@@ -4,7 +4,7 @@ from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.training.rings.elastic_trainer import PendingPush, RingCursor, SlotAssignment
 
 SEATED = RingAssignmentReply(
-    rings=[[0, 3], [1, 2]], shares=[[6, 5], [7, 6]], num_pushed=9, num_tickets=10, num_meetings=2, epoch=1
+    rings=[[0, 3], [1, 2]], shares=[[6, 5], [7, 6]], num_pushed=9, num_shards=10, num_barriers=2, epoch=1
 )
 
 
@@ -31,7 +31,7 @@ def test_a_ring_that_has_lost_a_member_takes_fewer_samples() -> None:
 
 
 def test_a_newcomer_takes_the_ring_s_place_over() -> None:
-    pending = PendingPush(num_samples=3, batch_share=0.5, testament="left")
+    pending = PendingPush(num_samples=3, batch_share=0.5, ring_progress="left")
     numbers = {"num_pushed": 4, "base_version": 7, "num_shards": 5, "num_barriers": 2, "next_version": 9}
     before, after = RingCursor(ring=1, **numbers, pending=pending), RingCursor(ring=1)
     after.load_json(before.to_json())

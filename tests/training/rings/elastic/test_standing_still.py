@@ -8,7 +8,7 @@ import torch
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.rings.elastic_worker import ElasticRingWorker
 
-DECREE = Membership(ballot=(1, 1), standings=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
+DECREE = Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
 
 
 class Member(ElasticRingWorker):
@@ -19,8 +19,8 @@ class Member(ElasticRingWorker):
         super().__init__("0.0", lambda: session, lambda: session, [], [torch.zeros(1)])
         self.said: list[Membership] = []
 
-    def on_pause(self, decree: Membership) -> None:
-        self.said.append(decree)
+    def on_pause(self, membership: Membership) -> None:
+        self.said.append(membership)
 
 
 def looked(*frozen: tuple[float, float]) -> int:
