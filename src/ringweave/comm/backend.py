@@ -105,7 +105,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def allreduce(  # pyrefly: ignore - one signature that takes what torch's three overloads take
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    ) -> Work | None:
         """Reduce over the group, in place; takes the arguments of torch's ProcessGroup.allreduce.
 
         Raises:
