@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 COMPLEX = (torch.complex64, torch.complex128)

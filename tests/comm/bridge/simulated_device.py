@@ -120,7 +120,8 @@ class SimulatedDevice:
         self.current = before
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.current.enqueue(lambda: target.copy_(source))
+        to, come_from = self._address(target), self._address(source)
+        self.current.enqueue(lambda: to.copy_(come_from))
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         block = self._block(tensor)
@@ -150,7 +151,8 @@ class SimulatedDevice:
             for _ in range(self.random.randrange(4)):
                 self.random.choice(self.streams).step()
             return
-        while any([stream.step() for stream in self.streams if stream.eager]):
+        eager = [stream for stream in self.streams if stream.eager]
+        while sum(stream.step() for stream in eager):
             pass
 
     def synchronize(self) -> None:
@@ -164,6 +166,14 @@ class SimulatedDevice:
             events.append(Event())
             events[-1].record(stream)
         self._free.append((block, events))
+
+    def _address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements without a share in the memory's life, as a copy under way knows them."""
+        block, start = self._block(tensor), tensor.data_ptr() - self._arena.ctypes.data
+        if block is None:
+            return tensor
+        memory = torch.from_numpy(self._arena[start : (block + 1) * BLOCK_BYTES])
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def _block(self, tensor: torch.Tensor) -> int | None:
         place = tensor.data_ptr() - self._arena.ctypes.data

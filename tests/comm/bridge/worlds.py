@@ -53,7 +53,7 @@ class Wires:
         """Nobody waits any more: a rank has failed."""
         self.is_cut = True
         for each in self.queues.values():
-            each.put((-1, None, None))
+            each.put((-1, None, None, None))
 
 
 class WireTransport:
@@ -74,7 +74,7 @@ class WireTransport:
     def send(self, piece: torch.Tensor, peer: int, tag: int, stage: int = -1) -> threading.Lock:
         taken = threading.Lock()
         taken.acquire()
-        self.queues[self.rank, peer].put((tag, piece, taken))
+        self.queues[self.rank, peer].put((tag, piece, piece.clone(), taken))
         return taken
 
     def receive(self, piece: torch.Tensor, peer: int, tag: int) -> Any:
@@ -82,12 +82,13 @@ class WireTransport:
 
     def wait(self, handle: Any, timeout_s: float) -> None:
         if not isinstance(handle, tuple):
-            while not handle.acquire(timeout=0.2):
+            while not handle.acquire(timeout=0.02):
                 assert not self.wires.is_cut
             return
         landing, peer, tag = handle
-        got_tag, piece, taken = self.queues[peer, self.rank].get(timeout=PATIENCE_S)
+        got_tag, piece, sent, taken = self.queues[peer, self.rank].get(timeout=PATIENCE_S)
         assert got_tag == tag
+        assert torch.equal(piece, sent), "it must not change until it is taken"
         landing.copy_(piece)
         taken.release()
 
@@ -234,6 +235,7 @@ def run_world(
 ) -> list[bool]:
     """Whether each batch is right on all ranks; rank 0 has the fault."""
     wires = Wires(num_ranks)
+    errors: list[Exception] = []
     right = [[False] * len(batches) for _ in range(num_ranks)]
 
     def run(rank: int) -> None:
@@ -243,15 +245,17 @@ def run_world(
             for index, batch in enumerate(batches):
                 member.run(batch)
                 right[rank][index] = member.check()
-        finally:
-            if not right[rank][-1]:
-                wires.cut()
+        except Exception as error:
+            errors.append(error)
+            wires.cut()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if errors and fault is None:
+        raise errors[0]
     return [all(each) for each in zip(*right, strict=True)]
 
 
