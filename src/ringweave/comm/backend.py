@@ -1,6 +1,7 @@
 """Backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
 
-Every other collective goes to the native backend (Gloo for CPU tensors, NCCL for CUDA tensors) inside the group.
+CUDA tensors take part through the bridge. Every other collective goes to the native backend inside the group: Gloo for
+CPU tensors, and NCCL for CUDA tensors of a group without a bridge.
 """
 
 import atexit

@@ -235,7 +235,7 @@ class StagedMessage:
     """
 
     def __init__(self, tensor: Tensor, runtime: StreamRuntime, channel_of: Callable[[int], DeviceChannel]) -> None:
-        """Whatever is on the current stream now comes before the message is read.
+        """Order the read of the message after all that is on the current stream now.
 
         Args:
             tensor: On the device; any shape and strides.
