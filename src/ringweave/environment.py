@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringweave.errors import UsageError, explain
+
 CLUSTER = "RINGWEAVE_CLUSTER"
 NODE = "RINGWEAVE_NODE"
 RUN_DIR = "RINGWEAVE_RUN_DIR"
@@ -15,6 +17,7 @@ FINDINGS = "RINGWEAVE_FINDINGS"
 """Folder of probe results, in place of the user's; `ringweave lab run` sets it to the lab's own."""
 TUNING = "RINGWEAVE_TUNING"
 LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
+DEVICE_PATH = "RINGWEAVE_DEVICE_PATH"
 SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
 DATA = "RINGWEAVE_DATA"
@@ -23,6 +26,9 @@ MEMBER = "RINGWEAVE_MEMBER"
 COORDINATORS = "RINGWEAVE_COORDINATORS"
 
 _NEVER = "never"
+
+DEVICE_PATHS = (AUTO, BRIDGE, NATIVE) = ("auto", "bridge", "native")
+"""Ways of device tensors: the choice is left open, through host memory by schedules, or by NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +55,8 @@ class WorkerEnvironment:
     kept. A forced schedule overrides it."""
     leader_per_nic: bool = False
     """Plan with a leader for each NIC of a node that has enough workers; the first rank's environment counts."""
+    device_path: str = AUTO
+    """Way of device tensors, one of DEVICE_PATHS; every rank needs the same."""
     server: str | None = None
     """`host:port` of the job's parameter server, with a comma and that of its standby if it has one; None: there is no
     server."""
@@ -65,7 +73,11 @@ class WorkerEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
-        """Read the variables; an empty one counts as absent."""
+        """Read the variables; an empty one counts as absent.
+
+        Raises:
+            UsageError: RINGWEAVE_DEVICE_PATH names no way.
+        """
         cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
             cluster_path=Path(cluster) if cluster else None,
@@ -77,6 +89,7 @@ class WorkerEnvironment:
             probes=environ.get(PROBE) != _NEVER,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
             leader_per_nic=environ.get(LEADER_PER_NIC) == "1",
+            device_path=_check_device_path(environ.get(DEVICE_PATH) or AUTO),
             server=environ.get(SERVER) or None,
             credentials=environ.get(CREDENTIALS) or None,
             data=environ.get(DATA) or None,
@@ -97,6 +110,7 @@ class WorkerEnvironment:
             PROBE: "" if self.probes else _NEVER,
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
             LEADER_PER_NIC: "1" if self.leader_per_nic else "",
+            DEVICE_PATH: self.device_path if self.device_path != AUTO else "",
             SERVER: self.server or "",
             CREDENTIALS: self.credentials or "",
             DATA: self.data or "",
@@ -110,6 +124,14 @@ class WorkerEnvironment:
     def events_path(self) -> Path | None:
         """Event log that this worker writes to: its run's, or the given one; None if there is none."""
         return self.run_dir / "events.jsonl" if self.run_dir else self.events
+
+
+def _check_device_path(value: str) -> str:
+    if value not in DEVICE_PATHS:
+        raise UsageError(
+            explain(DEVICE_PATH, got=value, expected=f"one of {', '.join(DEVICE_PATHS)}", do="Correct or unset it")
+        )
+    return value
 
 
 def _parse_addresses(text: str) -> tuple[tuple[str, int], ...]:

@@ -67,12 +67,12 @@ def fail_alone() -> str:
     """Rank 1 fails by itself in the middle; what it and the others say."""
     dist.all_reduce(torch.ones(100_000))
     if dist.get_rank() == 1:
-        from ringweave.comm.engine import executor
+        from ringweave.comm.engine import engine
 
         def fail(*_: Any, **__: Any) -> None:
             raise MemoryError("no room")
 
-        executor.run_program = fail
+        engine.run_program = fail
     try:
         dist.all_reduce(torch.ones(100_000))
     except RuntimeError as error:

@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from ringweave import schedules
-from ringweave.comm.engine.engine import run_rounds, stream_work
-
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -303,16 +300,3 @@ def check_schedules(names: list[str], num_elements: int) -> dict[str, list[int]]
         collectives[name] = sorted(group.collectives_by_schedule())
         dist.destroy_process_group(group)
     return collectives
-
-
-def check_rounds_by_the_host_library(names: list[str], num_elements: int) -> None:
-    """What an accelerator's tensors go through, on the CPU: rounds of messages of the native backend."""
-    group = dist.group.WORLD
-    for name in names:
-        schedule = schedules.generate(name, dist.get_world_size())
-        transfers = schedules.project_rank(schedule, dist.get_rank())
-        message = torch.arange(num_elements, dtype=torch.float32) * (dist.get_rank() + 1)
-        run_rounds(schedule, transfers, message, torch.Tensor.add_, group.native_group)
-        total = sum(range(dist.get_world_size() + 1))
-        assert torch.equal(message, torch.arange(num_elements, dtype=torch.float32) * total), name
-        assert stream_work(message).wait()

@@ -98,7 +98,3 @@ SCHEDULES = [name for name in schedules.SCHEDULE_NAMES if name != schedules.NATI
 def test_every_schedule_on_every_placement(nodes: list[str] | None) -> None:
     for collectives in run_ranks(rank_functions.check_schedules, 5, SCHEDULES, 100_003, nodes=nodes):
         assert collectives == {name: [name] for name in SCHEDULES}
-
-
-def test_rounds_of_messages_of_the_host_library() -> None:
-    run_ranks(rank_functions.check_rounds_by_the_host_library, 5, SCHEDULES, 1003)

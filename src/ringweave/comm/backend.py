@@ -1,6 +1,7 @@
 """Backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
 
-Every other collective goes to the native backend (Gloo for CPU tensors, NCCL for CUDA tensors) inside the group.
+CUDA tensors take part through the bridge. Every other collective goes to the native backend inside the group: Gloo for
+CPU tensors, and NCCL for CUDA tensors of a group without a bridge.
 """
 
 import atexit
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
 from ringweave.comm import group_info, plan_choice
+from ringweave.comm.bridge import DeviceBridge
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.engine.engine import NUM_CHANNELS, CollectiveEngine
@@ -29,7 +31,7 @@ from ringweave.comm.transport.sockets import SPIN_S, SocketTransport
 from ringweave.comm.tuning.selector import CollectiveRequest, GroupEventLog, make_selector
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
-from ringweave.schedules import NATIVE, check_schedule_name
+from ringweave.schedules import NATIVE
 from ringweave.telemetry.events import EventLog
 
 BACKEND_NAME = "ringweave"
@@ -42,7 +44,10 @@ aborts the process. A group that DDP has used outlives `destroy_process_group`, 
 
 
 class RingweaveProcessGroup(NativeProcessGroup):
-    """Process group that runs large CPU allreduces by schedules and everything else natively."""
+    """Process group that runs large allreduces by schedules and everything else natively.
+
+    CUDA tensors take part in that through the bridge; without it they go to NCCL.
+    """
 
     # Longer than a constructor should be: it joins all parts of a group, each made elsewhere.
     def __init__(
@@ -57,7 +62,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """The other members connect to this rank's channels at `listeners`; `group_name` names the group in events."""
         measured = lookup.measurement_for_group(store, info, timeout, environment)
         info = measure.agree_on_nics(store, info, measured, timeout)
-        super().__init__(store, info, timeout)
+        self._bridge = DeviceBridge() if plan_choice.uses_bridge(info, environment) else None
+        super().__init__(store, info, timeout, allows_nccl=self._bridge is None)
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners
@@ -108,7 +114,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def allreduce(  # pyrefly: ignore - one signature that takes what torch's three overloads take
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    ) -> Work | None:
         """Reduce over the group, in place; takes the arguments of torch's ProcessGroup.allreduce.
 
         Raises:
@@ -117,24 +123,33 @@ class RingweaveProcessGroup(NativeProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = _allreduce_options(opts, timeout)
         tensor = tensors[0]
-        if len(tensors) == 1 and tensor.device.type == "cuda" and self._forced is not None:
-            reduction = self._reduction(opts.reduceOp, tensor.dtype)
-            return self._engine.allreduce_on_device(
-                tensor, reduction, check_schedule_name(self._forced), self.native_group
-            )
         if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            self._engine.counters.count(NATIVE, tensor.nbytes if tensor.layout == torch.strided else 0, 0)
-            native: Any = self._get_backend(tensor.device)
-            return self.wrap_work(native.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
+            return self._allreduce_on_device(tensors, opts)
         reduction, native_can, native_limit_bytes = self._message_policy(opts.reduceOp, tensor.dtype)
         if tensor.nbytes < native_limit_bytes:
             self._engine.counters.count(NATIVE, tensor.nbytes, 0)
             operation = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {NATIVE})"
             return self._allreduce_natively(tensor, opts, operation)
-        requested_timeout_s = opts.timeout.total_seconds()
-        timeout_s = (opts.timeout if requested_timeout_s > 0 else self._gloo.options._timeout).total_seconds()
         request = CollectiveRequest(num_bytes=tensor.nbytes, forced=self._forced, native_can=native_can)
-        return self._engine.allreduce(tensor, opts.reduceOp, reduction, request, timeout_s)
+        return self._engine.allreduce(tensor, opts.reduceOp, reduction, request, self._timeout_s(opts))
+
+    def _allreduce_on_device(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work | None:
+        """Allreduce by the bridge, whatever the size, or else natively: NCCL, sparse tensors, several in one call."""
+        tensor = tensors[0]
+        is_strided = tensor.layout == torch.strided
+        if self._bridge is None or len(tensors) != 1 or tensor.device.type == "cpu" or not is_strided:
+            self._engine.counters.count(NATIVE, tensor.nbytes if is_strided else 0, 0)
+            native: Any = self._get_backend(tensor.device)
+            return self.wrap_work(native.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
+        reduction, native_can, native_limit_bytes = self._message_policy(opts.reduceOp, tensor.dtype)
+        forced = NATIVE if tensor.nbytes < native_limit_bytes else self._forced
+        request = CollectiveRequest(num_bytes=tensor.nbytes, forced=forced, native_can=native_can)
+        staged = self._bridge.open(tensor)
+        return self._engine.allreduce(tensor, opts.reduceOp, reduction, request, self._timeout_s(opts), staged)
+
+    def _timeout_s(self, opts: AllreduceOptions) -> float:
+        own: timedelta = opts.timeout if opts.timeout > timedelta() else self._gloo.options._timeout
+        return own.total_seconds()
 
     def allgather_small(self, row: Tensor) -> Tensor:
         """Return a short row of each rank, (group_size, width), from each rank's (width,) on the CPU; a barrier.
@@ -169,6 +184,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def shutdown(self) -> None:
         """Finish pending collectives within the group's timeout; `destroy_process_group` calls this."""
         self._engine.close(self._timeout.total_seconds())
+        if self._bridge is not None:
+            self._bridge.close()
         for door in self._listeners:
             door.close()
 
@@ -188,9 +205,6 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def collectives_by_schedule(self) -> dict[str, dict[str, int]]:
         """Return {schedule: {collectives, bytes, messages}} of this rank so far."""
         return self._engine.counters.snapshot()
-
-    def _reduction(self, op: Any, dtype: torch.dtype) -> reductions.ReduceOperation:
-        return self._message_policy(op, dtype).reduction
 
     def _message_policy(self, op: Any, dtype: torch.dtype) -> "_MessagePolicy":
         """Return the cached policy: every small message needs it. Each premultiplication factor has its own."""

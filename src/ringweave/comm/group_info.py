@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 from torch.distributed import Store
 
 from ringweave import topology
@@ -51,6 +52,8 @@ class RankLocation:
     """Identifies its host among hosts of the same name (`topology.hosts.host_id`); empty if unknown."""
     cores: float = 0.0
     """Processors that a quota leaves the process; 0 without a quota."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that the process sees, by the name that CUDA_VISIBLE_DEVICES gives them, or by number."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -60,7 +63,8 @@ class RankLocation:
         """Return the same process with some of its addresses; the first stays the first."""
         first, *more = (self.addresses[index] for index in indices)
         nics, networks = (tuple(told[i] for i in indices) if told else () for told in (self.nics, self.networks))
-        return RankLocation(self.node, first, tuple(more), tuple(rates), nics, networks, self.host, self.cores)
+        kept = {"host": self.host, "cores": self.cores, "gpus": self.gpus}
+        return RankLocation(self.node, first, tuple(more), tuple(rates), nics, networks, **kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,13 @@ def locate_process(environment: WorkerEnvironment, environ: Mapping[str, str]) -
     """
     siblings = environ.get("LOCAL_WORLD_SIZE", "")
     cores = cgroups.cores_per_process(int(siblings) if siblings.isdecimal() else 1)
-    return replace(_locate_process(environment, environ), cores=cores or 0.0)
+    return replace(_locate_process(environment, environ), cores=cores or 0.0, gpus=_visible_gpus(environ))
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    count = torch.cuda.device_count()
+    names = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return tuple(names[:count]) if len(names) >= count else tuple(map(str, range(count)))
 
 
 def _locate_process(environment: WorkerEnvironment, environ: Mapping[str, str]) -> RankLocation:
@@ -210,12 +220,12 @@ def parse_rank_info(value: bytes, global_rank: int) -> tuple[RankInfo, bytes]:
     """
 
     def convert(entry: Any) -> tuple[RankInfo, bytes]:
-        node, address, more_addresses, rates, nics, networks, host, cores = entry["location"]
+        node, address, more_addresses, rates, nics, networks, host, cores, gpus = entry["location"]
         entrances = tuple(RankEndpoint(tuple(map(int, ports)), str(name)) for ports, name in entry["endpoints"])
-        more, own_nics, own_networks = (tuple(map(str, each)) for each in (more_addresses, nics, networks))
+        more, own_nics, own_networks, own_gpus = (tuple(map(str, e)) for e in (more_addresses, nics, networks, gpus))
         relative = tuple(map(float, rates))
         place = RankLocation(
-            str(node), str(address), more, relative, own_nics, own_networks, str(host), _check_quota(cores)
+            str(node), str(address), more, relative, own_nics, own_networks, str(host), _check_quota(cores), own_gpus
         )
         return RankInfo(global_rank, place, entrances), bytes.fromhex(entry["token"])
 

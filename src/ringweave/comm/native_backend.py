@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.peer_data import call_with_timeout
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.errors import CommunicationError
+from ringweave.errors import CommunicationError, explain
 
 _ABORT_TAG = 2**31 - 1
 """Tag that no message carries."""
@@ -302,10 +302,12 @@ class NativeProcessGroup(dist.ProcessGroup):
     holds it waits for the GIL to release a tensor. See docs/decisions/0003-native-backend-inside-the-group.md.
     """
 
-    def __init__(self, store: Store, group: GroupInfo, timeout: timedelta) -> None:
+    def __init__(self, store: Store, group: GroupInfo, timeout: timedelta, *, allows_nccl: bool = True) -> None:
+        """CUDA tensors go to NCCL where it is allowed and there, else to Gloo."""
         # torch's stubs lack this constructor, the one that Python subclasses have.
         super().__init__(group.group_rank, group.group_size)  # pyrefly: ignore
         self.members = group
+        self._uses_nccl = allows_nccl and torch.cuda.is_available() and dist.is_nccl_available()
         self._store = store
         self._timeout = timeout
         self.native_group = dist.ProcessGroup(PrefixStore("plain/", store), group.group_rank, group.group_size)
@@ -322,18 +324,24 @@ class NativeProcessGroup(dist.ProcessGroup):
         """Count a native collective of so many bytes on this rank."""
         raise NotImplementedError
 
-    def wrap_work(self, work: Work, operation: str, after: Callable[[], object] | None = None) -> NativeWork:
-        """Wrap `work` so that its error names operation and culprit; `after` runs on its result."""
-        return NativeWork(work, lambda failure: self.fail(failure, operation), after)
+    def wrap_work(self, work: Work | None, operation: str) -> NativeWork | None:
+        """Wrap `work` so that its error names operation and culprit.
+
+        NCCL returns no work for a synchronous collective (torch 2.7 and later); neither does this method then.
+        """
+        return None if work is None else NativeWork(work, lambda failure: self.fail(failure, operation))
 
     def allreduce_by_gloo(
         self, tensor: Tensor, opts: Any, operation: str, after: Callable[[], object] | None = None
     ) -> NativeWork:
-        """Allreduce a contiguous CPU tensor by Gloo; arguments as of `wrap_work`."""
+        """Allreduce a contiguous CPU tensor by Gloo; `after` runs on the result."""
         return self.wrap_gloo_work(self._gloo.allreduce([tensor], opts), operation, after)
 
     def wrap_gloo_work(self, work: Work, operation: str, after: Callable[[], object] | None = None) -> NativeWork:
-        """Wrap a collective of Gloo's: as `wrap_work`, and its wait ends soon after an abort in any case."""
+        """Wrap a collective of Gloo's: as `wrap_work`, and its wait ends soon after an abort in any case.
+
+        `after` runs on the result.
+        """
 
         def wait(timeout: timedelta | None) -> bool:
             try:
@@ -368,10 +376,8 @@ class NativeProcessGroup(dist.ProcessGroup):
         place = (self.members.group_rank, self.members.group_size)
         gloo = ProcessGroupGloo(PrefixStore("native/", self._store), *place, self._timeout)
         gloo._set_sequence_number_for_group()
-        cuda: Any = gloo
-        cuda_kind = kinds.GLOO
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            cuda, cuda_kind = self._make_nccl(), kinds.NCCL
+        cuda: Any = self._make_nccl() if self._uses_nccl else gloo
+        cuda_kind = kinds.NCCL if self._uses_nccl else kinds.GLOO
         for group in (self, self.native_group):
             group._set_default_backend(cuda_kind)
             group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
@@ -390,14 +396,54 @@ class NativeProcessGroup(dist.ProcessGroup):
         return nccl
 
 
-def _delegating_method(name: str) -> Callable[..., Work]:
-    """Make a method that delegates a collective to the native backend, under torch's name."""
+_CPU_ONLY_IN_GLOO = frozenset(
+    {
+        "all_gather_single_coalesced",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce_coalesced",
+        *_POINT_TO_POINT,
+    }
+)
+"""Methods for which Gloo would take a CUDA tensor's address for one in host memory (torch 2.11 to 2.13)."""
 
-    def collective(self: NativeProcessGroup, *args: Any, **kwargs: Any) -> Work:
+
+def check_gloo_supports(name: str, tensors: Any) -> None:
+    """Check that Gloo runs a method on these tensors, in nested lists.
+
+    Raises:
+        CommunicationError: It runs on CPU tensors only, and one of these is elsewhere.
+    """
+    if name in _CPU_ONLY_IN_GLOO and _has_device_tensor(tensors):
+        raise CommunicationError(
+            explain(
+                f"{name.strip('_')} by Gloo",
+                got="a tensor that is not on the CPU",
+                expected="a CPU tensor, since this group does not use NCCL",
+                do="Move the tensor to the CPU, or set RINGWEAVE_DEVICE_PATH=native to use NCCL",
+            )
+        )
+
+
+def _delegating_method(name: str) -> Callable[..., Work | None]:
+    """Make a method that delegates a collective to the native backend, under torch's name."""
+    operation = name.strip("_")
+
+    def collective(self: NativeProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
         self.count_native(_total_bytes(args[:1]))
-        work, doing = getattr(self.native_group, name)(*args, **kwargs), name.strip("_")
-        is_of_gloo = name not in _POINT_TO_POINT and (not torch.cuda.is_available() or _is_on_cpu(args[:1]))
-        return self.wrap_gloo_work(work, doing) if is_of_gloo else self.wrap_work(work, doing)
+        uses_gloo = not self._uses_nccl or _is_on_cpu(args[:1])
+        if uses_gloo:
+            check_gloo_supports(name, args[:1])
+        try:
+            work = getattr(self.native_group, name)(*args, **kwargs)
+        except dist.DistError as cause:
+            failure = transfer_failure(cause)
+            failure.__cause__ = cause
+            error = self.fail(failure, operation)
+            raise error from error.__cause__  # which may be an earlier failure
+        if uses_gloo and name not in _POINT_TO_POINT and work is not None:
+            return self.wrap_gloo_work(work, operation)
+        return self.wrap_work(work, operation)
 
     collective.__name__ = name
     collective.__doc__ = "See torch.distributed.ProcessGroup."
@@ -414,6 +460,13 @@ def _is_on_cpu(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.device.type == "cpu"
     return isinstance(value, list | tuple) and bool(value) and all(map(_is_on_cpu, value))
+
+
+def _has_device_tensor(value: Any) -> bool:
+    """Return True if the nested lists hold a tensor that is not on the CPU."""
+    if isinstance(value, Tensor):
+        return value.device.type != "cpu"
+    return isinstance(value, list | tuple) and any(map(_has_device_tensor, value))
 
 
 def _total_bytes(value: Any) -> int:

@@ -16,10 +16,10 @@ from torch.distributed import Store
 
 from ringweave import schedules, topology
 from ringweave.comm import peer_data
-from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.group_info import GroupInfo, RankLocation
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.cost import Assumptions
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import AUTO, BRIDGE, WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
 from ringweave.planning.autotune.tuner import GroupPlacement
@@ -264,6 +264,27 @@ def native_limit_bytes(group: GroupInfo, environment: WorkerEnvironment, *, nati
         return math.inf
     is_known_slower = name is None and group.num_nodes == 1 and environment.tuning is not True
     return MIN_SINGLE_NODE_BYTES if is_known_slower else MIN_SCHEDULED_BYTES
+
+
+def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
+    """Return True if the group's device tensors go through host memory and Gloo, and NCCL is not used.
+
+    By default they do in a group of several nodes, where a schedule is forced, and where ranks share a GPU, which NCCL
+    does not allow. It is the same on all ranks.
+    """
+    if environment.device_path != AUTO:
+        return environment.device_path == BRIDGE
+    is_forced = environment.schedule is not None and environment.schedule != schedules.NATIVE
+    return is_forced or group.num_nodes > 1 or shares_gpu([member.location for member in group.ranks])
+
+
+def shares_gpu(locations: Sequence[RankLocation]) -> bool:
+    """Return True if some node has more ranks that see a GPU than different GPUs that they see."""
+    for node in {location.node for location in locations}:
+        seen = [location.gpus for location in locations if location.node == node and location.gpus]
+        if len(seen) > len({gpu for gpus in seen for gpu in gpus}):
+            return True
+    return False
 
 
 NATIVE_CHOICE = ScheduleChoice(schedule=schedules.NATIVE, num_segments=1, lag=0, window=1, predicted_s=float("inf"))

@@ -1,13 +1,36 @@
 """Pending work: the asynchronous result that a collective returns while it is still running."""
 
 import threading
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from ringweave.errors import CommunicationError
+
+
+class DeviceResult(Protocol):
+    """Result on a device, where what uses it must come later on a stream."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        ...
+
+    def order_stream(self) -> None:
+        """Let the current stream wait for the result."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Return True if the tensors hold the result now."""
+        ...
+
+    def result_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which the current stream holds the result."""
+        ...
 
 
 class PendingWork(Work):
@@ -17,9 +40,11 @@ class PendingWork(Work):
     DDP's C++ reducer that chains on the future; this one does.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], on_device: DeviceResult | None = None) -> None:
+        """`on_device` orders the streams of tensors that are not on the CPU."""
         super().__init__()
         self._tensors = tensors
+        self._on_device = on_device
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -43,10 +68,10 @@ class PendingWork(Work):
         with self._lock:
             self._is_resolved, trigger = True, self._trigger
         if trigger is not None:
-            trigger.set_result(None)
+            self._trigger_callbacks(trigger)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the tensors hold the result.
+        """Block until the tensors hold the result, or until what is enqueued on the current stream sees it.
 
         Raises:
             CommunicationError: The collective failed, or `timeout` passed first.
@@ -56,10 +81,14 @@ class PendingWork(Work):
             raise CommunicationError(f"collective: not finished after {limit:g} s, expected to be. Wait longer.")
         if self._error is not None:
             raise self._error
+        if self._on_device is not None:
+            self._on_device.order_stream()
         return True
 
     def is_completed(self) -> bool:
-        return self._finished.is_set()
+        if self._on_device is None or self._error is not None:
+            return self._finished.is_set()
+        return self._finished.is_set() and self._on_device.is_complete()
 
     def is_success(self) -> bool:
         return self._finished.is_set() and self._error is None
@@ -74,20 +103,34 @@ class PendingWork(Work):
         return self._tensors
 
     def synchronize(self) -> None:
-        """Wait: CPU tensors have no streams."""
+        """Wait, as `wait` does."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future that resolves to the tensors, or fails with the error."""
         with self._lock:
             if self._future is None:
-                self._trigger = torch.futures.Future()
+                on_device = self._on_device
+                self._trigger = torch.futures.Future(devices=_future_devices(on_device) if on_device else None)
                 self._future = self._trigger.then(self._outcome)
                 if self._is_resolved:
-                    self._trigger.set_result(None)
+                    self._trigger_callbacks(self._trigger)
             return self._future
+
+    def _trigger_callbacks(self, trigger: "torch.futures.Future[object]") -> None:
+        """Run the callbacks; those of a device run on streams that wait for the tensors in the trigger's value."""
+        if self._on_device is None or self._error is not None:
+            trigger.set_result(None)
+            return
+        with self._on_device.result_stream():
+            trigger.set_result(self._tensors)
 
     def _outcome(self, _trigger: object) -> list[Tensor]:
         if self._error is not None:
             raise self._error
         return self._tensors
+
+
+def _future_devices(on_device: DeviceResult) -> list[int | str | torch.device] | None:
+    """Return the devices of a future; the CPU, where tests have their device, cannot be one."""
+    return [on_device.device] if on_device.device.type != "cpu" else None

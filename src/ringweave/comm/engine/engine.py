@@ -1,22 +1,18 @@
 """Collective engine: runs the collectives of one group by schedules, several at a time."""
 
-import itertools
-import operator
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as distributed_c10d
-from torch.distributed import ProcessGroup, Work
 
 from ringweave import planning, schedules
+from ringweave.comm import bridge
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import executor
 from ringweave.comm.engine.executor import (
@@ -28,7 +24,7 @@ from ringweave.comm.engine.executor import (
     run_program,
     write_back,
 )
-from ringweave.comm.engine.reductions import Combine, ReduceOperation
+from ringweave.comm.engine.reductions import ReduceOperation
 from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegistry
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
@@ -36,9 +32,8 @@ from ringweave.comm.transport.interface import MismatchError, TransferFailedErro
 from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.comm.work import PendingWork
-from ringweave.errors import CommunicationError, DisagreementError, explain
-from ringweave.schedules.program import RankProgram, Transfer, compile_program
-from ringweave.schedules.schedule import ReceiveOp, Schedule
+from ringweave.errors import CommunicationError, DisagreementError
+from ringweave.schedules.program import RankProgram, compile_program
 from ringweave.telemetry.events import EventLog
 
 
@@ -159,91 +154,23 @@ class CollectiveChannel:
             del job, error  # release the tensors while this thread waits
 
 
-_UNSENDABLE_DTYPES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
-"""Dtypes that NCCL does not send."""
-
-
-def check_sendable(reduction: ReduceOperation, dtype: torch.dtype) -> None:
-    """Check that messages of this dtype can be sent between accelerators.
-
-    Raises:
-        CommunicationError: They cannot; raised before anything is sent.
-    """
-    if dtype in _UNSENDABLE_DTYPES:
-        raise CommunicationError(
-            explain(
-                f"reduce operation {reduction.name} on an accelerator",
-                got=str(dtype),
-                expected="a dtype that NCCL sends",
-                do="Convert the tensor, such as to torch.int64, or move it to the CPU",
-            )
-        )
-
-
-def run_rounds(
-    schedule: Schedule,
-    transfers: Iterable[Transfer],
-    message: Tensor,
-    combine: Combine,
-    process_group: dist.ProcessGroup,
-) -> None:
-    """Run one rank's part of a schedule on `message` in place; on an accelerator it is enqueued on the stream.
-
-    Args:
-        schedule: Defines the chunks.
-        transfers: This rank's sends and receives, in the order of the rounds.
-        message: One-dimensional and contiguous, on the device of `process_group`.
-        combine: Combines an arriving piece into the message.
-        process_group: Native process group.
-    """
-    offsets = schedule.offsets(message.numel())
-    for round_index, group in itertools.groupby(transfers, key=operator.attrgetter("round_index")):
-        regions = [(t, message[offsets[t.first_chunk] : offsets[t.first_chunk + t.num_chunks]]) for t in group]
-        regions = [(transfer, region) for transfer, region in regions if region.numel()]
-        buffers = [torch.empty_like(r) if not t.sends and t.how == ReceiveOp.REDUCE else r for t, r in regions]
-        parts = [(transfer, landing) for (transfer, _), landing in zip(regions, buffers, strict=True)]
-        for work in _start_round(process_group, parts, message.device, tag=round_index):
-            work.wait()
-        for (transfer, region), landing in zip(regions, buffers, strict=True):
-            if not transfer.sends and transfer.how == ReceiveOp.REDUCE:
-                combine(region, landing)
-
-
-def stream_work(tensor: Tensor) -> Work:
-    """Make the work of a collective on the current stream: waiting for it waits for the stream."""
-    devices: list[torch.device | int | str] = [tensor.device] if tensor.device.type != "cpu" else []
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
-    future.set_result([tensor])
-    return distributed_c10d._create_work_from_future(future)  # pyrefly: ignore - torch's stubs lack it
-
-
-def _start_round(
-    process_group: Any, parts: Sequence[tuple[Transfer, Tensor]], device: torch.device, tag: int
-) -> list[Work]:
-    """Start all messages of a round; NCCL's as one group, or they would wait for each other."""
-    if not parts:  # as in a message of fewer elements than ranks: a group without messages has no work
-        return []
-    grouped = device.type == "cuda"
-    if grouped:
-        process_group._start_coalescing(device)
-    works = [
-        process_group.send([part], transfer.peer, tag)
-        if transfer.sends
-        else process_group.recv([part], transfer.peer, tag)
-        for transfer, part in parts
-    ]
-    if grouped:
-        works = [process_group._end_coalescing(device)]
-    return [work for work in works if work is not None]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompiledProgram:
     """Program for one kind of message."""
 
     program: RankProgram
     signature: int
     """Part of the tag, so that ranks with different programs find out at the first message."""
+    bounds: tuple[int, ...]
+    """Bounds of its segments."""
+    _segment_marks: bridge.SegmentMarks | None = None
+
+    @property
+    def segment_marks(self) -> bridge.SegmentMarks:
+        """Marks for messages of devices, made when first needed."""
+        if self._segment_marks is None:
+            self._segment_marks = bridge.marks(self.program, self.bounds)
+        return self._segment_marks
 
 
 @dataclass(slots=True)
@@ -253,18 +180,37 @@ class ScheduledMessage:
     tensor: Tensor
     op: Any
     reduction: ReduceOperation
+    staged: bridge.StagedMessage | None
+    """None on the CPU."""
     program: Future[CompiledProgram] | None = None
     """None for the native backend."""
     makes_program: bool = False
     """This collective makes the program."""
 
-    def cancel_program(self) -> None:
+    def begin(self, channel: int, num_segments: int) -> Tensor:
+        """Return the elements on the host, one-dimensional; of a device, when the first segment is there."""
+        if self.staged is None:
+            return flatten_tensor(self.tensor)
+        return bridge.fetch_segments(self.staged, channel, bridge.segment_bounds(self.tensor.numel(), num_segments))
+
+    def finish(self, message: Tensor) -> None:
+        """Give the tensor the result, of which the bridge has sent what a program made."""
+        if self.staged is None:
+            write_back(message, self.tensor)
+            return
+        if self.program is None:
+            self.staged.put(0, message.numel())
+        self.staged.finish()
+
+    def release(self) -> None:
         """Cancel the program if this collective was to make it and did not, so that no other collective waits for it.
 
         Collectives that only use the program leave it alone: it may be in the making.
         """
         if self.makes_program and self.program is not None:
             self.program.cancel()  # no effect on a finished one
+        if self.staged is not None:
+            self.staged.discard()
 
 
 # Longer than a file should be: the start of a collective and the end of a group belong together.
@@ -316,19 +262,26 @@ class CollectiveEngine:
         self._error: CommunicationError | None = None
 
     def allreduce(
-        self, tensor: Tensor, op: Any, reduction: ReduceOperation, request: CollectiveRequest, timeout_s: float
+        self,
+        tensor: Tensor,
+        op: Any,
+        reduction: ReduceOperation,
+        request: CollectiveRequest,
+        timeout_s: float,
+        staged: bridge.StagedMessage | None = None,
     ) -> PendingWork:
         """Reduce `tensor` over the group, in place, by the schedule that the selector decides on.
 
         Args:
-            tensor: On the CPU; any shape and strides.
+            tensor: Any shape and strides; on the CPU, unless `staged` is given.
             op: Reduce operation of torch.
             reduction: Combines contributions.
             request: Input of the selector.
             timeout_s: Limit on the whole collective, from its start.
+            staged: The tensor on its way through the bridge.
         """
-        scheduled = ScheduledMessage(tensor, op, reduction)
-        work = PendingWork([tensor])
+        scheduled = ScheduledMessage(tensor, op, reduction, staged)
+        work = PendingWork([tensor], staged)
         with self._order_lock:  # channels get collectives in the order of their numbers
             pending = self._selector.admit(
                 request, lambda decision: self._reserve_program(scheduled, decision), timeout_s
@@ -339,7 +292,7 @@ class CollectiveEngine:
                 lambda channel: self._run_allreduce(pending, scheduled, channel, timeout_s),
                 operation,
                 work,
-                scheduled.cancel_program,
+                scheduled.release,
             )
             channel = pending.number % NUM_CHANNELS  # assigned to the channels in turn
             self._idle_channel = (channel + 1) % NUM_CHANNELS
@@ -402,8 +355,8 @@ class CollectiveEngine:
         """Run one collective, in the thread of its channel."""
         tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
         decision = self._selector.wait_for_decision(pending, channel.transport, tag=tag, timeout_s=timeout_s)
-        message = flatten_tensor(scheduled.tensor)
         index = pending.number % NUM_CHANNELS
+        message = scheduled.begin(index, decision.choice.num_segments)
         compiled = None
         if scheduled.program is None:
             self._native.prepare(index, lambda: self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s))
@@ -420,9 +373,9 @@ class CollectiveEngine:
         if compiled is None:
             self._native.allreduce(index, message, scheduled.op, timeout_s)
         else:
-            self._run_program(compiled, message, scheduled.reduction, channel, pending.number, timeout_s)
+            self._run_program(compiled, message, scheduled, channel, pending.number, timeout_s)
         seconds = time.monotonic() - started_s
-        write_back(message, scheduled.tensor)
+        scheduled.finish(message)
         self.counters.count(decision.choice.schedule, message.nbytes, compiled.program.num_sends if compiled else 0)
         self._selector.record_finished(pending, seconds)
 
@@ -430,41 +383,22 @@ class CollectiveEngine:
         self,
         compiled: CompiledProgram,
         message: Tensor,
-        reduction: ReduceOperation,
+        scheduled: ScheduledMessage,
         channel: CollectiveChannel,
         number: int,
         timeout_s: float,
     ) -> None:
-        reduction.prepare(message)
+        reduction, staged, program = scheduled.reduction, scheduled.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
-        run_program(
-            compiled.program, message, reduction.combine, transport, channel.scratch, tag=tag, timeout_s=timeout_s
-        )
-        reduction.finish(message, self._group.group_size)
-
-    def allreduce_on_device(
-        self, tensor: Tensor, reduction: ReduceOperation, schedule_name: str, native_group: ProcessGroup
-    ) -> Work:
-        """Reduce an accelerator tensor by a schedule, round by round, with native messages.
-
-        Args:
-            tensor: On the accelerator; any shape and strides.
-            reduction: How contributions are combined.
-            schedule_name: Name of the schedule.
-            native_group: Sends and receives on the accelerator.
-
-        Raises:
-            CommunicationError: The native backend sends no messages of this dtype.
-        """
-        check_sendable(reduction, tensor.dtype)
-        schedule, transfers = self._rank_part(schedule_name, self._selector.plan, version=1)
-        message = flatten_tensor(tensor)
+        limits = {"tag": tag, "timeout_s": timeout_s}
+        if staged is not None:
+            size = self._group.group_size
+            paced = bridge.paced_instructions(program, compiled.segment_marks, staged, message, reduction, size)
+            run_program(program, message, reduction.combine, transport, channel.scratch, **limits, instructions=paced)
+            return
         reduction.prepare(message)
-        run_rounds(schedule, transfers, message, reduction.combine, native_group)
+        run_program(program, message, reduction.combine, transport, channel.scratch, **limits)
         reduction.finish(message, self._group.group_size)
-        self.counters.count(schedule_name, message.nbytes, sum(transfer.sends for transfer in transfers))
-        write_back(message, tensor)
-        return stream_work(tensor)
 
     def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
         """End this group: report the failure, abort every connection so that no rank waits, and name the culprit.
@@ -627,7 +561,8 @@ class CollectiveEngine:
                 timeout_s=timeout_s,
             )
         self._log_agreement(schedule, message.nbytes)
-        return CompiledProgram(program, executor.make_signature(str(intent)))
+        bounds = bridge.segment_bounds(message.numel(), choice.num_segments)
+        return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
     def _rank_part(
         self, schedule_name: str, plan: planning.Plan, version: int

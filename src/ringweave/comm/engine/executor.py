@@ -5,7 +5,7 @@ import mmap
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from ringweave.comm.engine.reductions import Combine
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.transport.interface import ReceivedContent, Transport
 from ringweave.errors import DisagreementError
-from ringweave.schedules.program import IN_PLACE, NO_SLOT, Opcode, RankProgram, StagingLayout, StagingSlot
+from ringweave.schedules.program import IN_PLACE, NO_SLOT, Instruction, Opcode, RankProgram, StagingLayout, StagingSlot
 
 _INTENT_BYTES = 512
 _INTENT_LAYOUT = StagingLayout((StagingSlot(0, 1, NO_SLOT, is_reused=False),), _INTENT_BYTES)
@@ -149,6 +149,7 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
     tag: int,
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
+    instructions: Iterable[Instruction] | None = None,
 ) -> None:
     """Run `program` on `message` in place.
 
@@ -161,6 +162,7 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
         tag: Keeps the messages of collectives that are in flight together apart.
         timeout_s: Limit on the whole run.
         clock: Monotonic seconds.
+        instructions: The program's own, each yielded when it may be executed; None: all may be at once.
 
     Raises:
         TransferFailedError: A peer is dead, or time is up while a message to or from it is missing.
@@ -171,7 +173,7 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
     transport.begin_collective(program.layout, message.element_size())
     handles: dict[int, Any] = {}
     deadline = clock() + timeout_s
-    for instruction in program.instructions:
+    for instruction in instructions or program.instructions:
         do, piece, peer = instruction.opcode, instruction.piece, instruction.peer
         if do == Opcode.SEND:
             handles[piece] = transport.send(

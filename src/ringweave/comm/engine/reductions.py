@@ -136,7 +136,8 @@ def _via_signed(combine: Combine, signed: torch.dtype, *, ordered: bool) -> Comb
 def _premul_factor(op: Any, kind: object) -> Tensor | float | None:
     if kind != ReduceOp.PREMUL_SUM:
         return None
-    return op.__getstate__()[1]
+    factor = op.__getstate__()[1]
+    return factor.cpu() if isinstance(factor, Tensor) else factor
 
 
 def _unsupported_text(name: str, dtype: torch.dtype) -> str:
