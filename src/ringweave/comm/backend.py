@@ -46,7 +46,7 @@ aborts the process. A group that DDP has used outlives `destroy_process_group`, 
 class RingweaveProcessGroup(NativeProcessGroup):
     """Process group that runs large allreduces by schedules and everything else natively.
 
-    CUDA tensors take part in that through the bridge; without it they go to NCCL.
+    CUDA tensors take part in that through the bridge; their other collectives go to NCCL, or to Gloo without NCCL.
     """
 
     # Longer than a constructor should be: it joins all parts of a group, each made elsewhere.
@@ -63,7 +63,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         measured = lookup.measurement_for_group(store, info, timeout, environment)
         info = measure.agree_on_nics(store, info, measured, timeout)
         self._bridge = DeviceBridge() if plan_choice.uses_bridge(info, environment) else None
-        super().__init__(store, info, timeout, allows_nccl=self._bridge is None)
+        super().__init__(store, info, timeout, allows_nccl=plan_choice.allows_nccl(info, environment))
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners

@@ -267,15 +267,25 @@ def native_limit_bytes(group: GroupInfo, environment: WorkerEnvironment, *, nati
 
 
 def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
-    """Return True if the group's device tensors go through host memory and Gloo, and NCCL is not used.
+    """Return True if the group's allreduces of device tensors go through host memory.
 
-    By default they do in a group of several nodes, where a schedule is forced, and where ranks share a GPU, which NCCL
-    does not allow. It is the same on all ranks.
+    By default they do in a group of several nodes, where a schedule is forced, and where ranks share a GPU. It is the
+    same on all ranks.
     """
     if environment.device_path != AUTO:
         return environment.device_path == BRIDGE
     is_forced = environment.schedule is not None and environment.schedule != schedules.NATIVE
     return is_forced or group.num_nodes > 1 or shares_gpu([member.location for member in group.ranks])
+
+
+def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
+    """Return True if NCCL may run the collectives that the bridge does not; else Gloo runs them.
+
+    NCCL does not allow ranks that share a GPU.
+    """
+    if environment.device_path != AUTO:
+        return environment.device_path != BRIDGE
+    return not shares_gpu([member.location for member in group.ranks])
 
 
 def shares_gpu(locations: Sequence[RankLocation]) -> bool:

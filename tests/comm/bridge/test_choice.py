@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
-from ringweave.comm.plan_choice import shares_gpu, uses_bridge
+from ringweave.comm.plan_choice import allows_nccl, shares_gpu, uses_bridge
 from ringweave.comm.work import PendingWork
 from ringweave.environment import DEVICE_PATH, DEVICE_PATHS, WorkerEnvironment
 from ringweave.errors import UsageError
@@ -46,6 +46,15 @@ def test_the_bridge_is_for_forced_schedules_shared_gpus_and_several_nodes() -> N
     assert uses_bridge(members("ab", [("0",), ("0",)]), WorkerEnvironment())
     assert uses_bridge(alone, WorkerEnvironment(device_path="bridge"))
     assert not uses_bridge(shared, WorkerEnvironment(device_path="native", schedule="ring"))
+
+
+def test_other_collectives_go_to_nccl_unless_ranks_share_a_gpu_or_the_bridge_is_asked_for() -> None:
+    alone, shared = members("aa", [("0",), ("1",)]), members("aa", [("0",), ("0",)])
+    assert allows_nccl(alone, WorkerEnvironment(schedule="ring"))
+    assert allows_nccl(members("ab", [("0",), ("0",)]), WorkerEnvironment())
+    assert not allows_nccl(shared, WorkerEnvironment())
+    assert not allows_nccl(alone, WorkerEnvironment(device_path="bridge"))
+    assert allows_nccl(shared, WorkerEnvironment(device_path="native"))
 
 
 def test_the_variable_names_a_way() -> None:
