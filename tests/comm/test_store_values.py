@@ -173,7 +173,7 @@ def test_mutated_entries_and_reports_are_refused_or_read() -> None:
 @pytest.mark.parametrize("cores", [-1.0, 1e-9, float("inf"), float("nan"), "1", None, []])
 def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) -> None:
     with pytest.raises(DisagreementError, match=r"entry of a rank in the store: .*, expected where a rank of the same"):
-        group_info.parse_rank_info(json.dumps({**ENTRY, "place": [*PLACE[:-1], cores]}).encode(), 3)
+        group_info.parse_rank_info(json.dumps({**ENTRY, "location": [*PLACE[:-1], cores]}).encode(), 3)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ringweave.planning.balancing import SampleAccount
+from ringweave.telemetry import EVENTS_FORMAT
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 STEPS, BEFORE, BACK = 30, 12, 18
@@ -44,7 +45,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
     checks.mkdir(parents=True)
     said: dict[str, list[str]] = {"0.0": [], "1.0": [], "1.1": []}
     events = [
-        {"time": BEGIN_S - 20, "kind": "run_started", "attempt": 1},
+        {"time": BEGIN_S - 20, "kind": "run_started", "format": EVENTS_FORMAT, "attempt": 1},
         *(watched(rank, BEGIN_S - 10) for rank in (0, 1)),
         epoch(BEGIN_S - 1, ["0.0", "1.0"], ["0.0", "1.0"]),
         {"time": BEGIN_S, "kind": "training_prepared", "batch_samples": 256},

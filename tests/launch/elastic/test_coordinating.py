@@ -153,7 +153,15 @@ def test_members_that_no_event_tells_of_are_asked_for(
 ) -> None:
     """Of the second coordinator, where the first one is down; in rings it is known only that there are some."""
     authority, roles = CertificateAuthority("job"), list[str]()
-    said = {"term": 1, "is_active": True, "ballot": (1, 1), "members": [], "committed": 0, "present": [], "ended": ""}
+    said = {
+        "term": 1,
+        "is_active": True,
+        "generation_id": (1, 1),
+        "members": [],
+        "committed": 0,
+        "present": [],
+        "ended": "",
+    }
 
     def answer(call: rpc.RpcCall) -> CoordinatorStatus:
         roles.append(call.peer.role)

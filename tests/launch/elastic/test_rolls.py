@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory, read_past_members
+from ringweave.telemetry import EVENTS_FORMAT
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
@@ -13,7 +14,7 @@ def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
 def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps() -> None:
     """A newcomer that nobody counts as level has done no step; the members of the first epoch are all newcomers."""
     events = [
-        {"kind": "run_started"},
+        {"kind": "run_started", "format": EVENTS_FORMAT},
         epoch(["0.0", "1.0"], ["0.0", "1.0"]),
         epoch(["0.0", "1.1"], ["1.1"]),
         epoch(["0.0", "1.2", "2.0"], ["1.2", "2.0"]),
@@ -53,7 +54,7 @@ def test_whom_the_log_does_not_know_coordinators_are_asked_about_and_what_they_s
 def test_coordinators_are_not_asked_about_those_whom_the_log_knows_and_it_says_who_has_trained(tmp_path: Path) -> None:
     path, told = tmp_path / "events.jsonl", Told("0.0", "1.1")
     rolls = MembershipHistory(path, told)
-    began = [{"kind": "run_started"}, epoch(["0.0", "1.0"], ["0.0", "1.0"])]
+    began = [{"kind": "run_started", "format": EVENTS_FORMAT}, epoch(["0.0", "1.0"], ["0.0", "1.0"])]
     path.write_text("".join(f"{json.dumps(event)}\n" for event in began))
     assert rolls.read(["0.0", "1.0"]).members == {"0.0", "1.0"}
     assert told.asked == []

@@ -34,7 +34,7 @@ def crew(log: EventLog, monkeypatch: pytest.MonkeyPatch, lines: dict[int, str]) 
 
 
 def lead(log: EventLog, server: int, claim: int) -> None:
-    log.write("params_leader_changed", node="a", server=server, term=server, claim=claim, members=[server], reason="x")
+    log.write("params_leader_changed", node="a", server=server, term=server, record=claim, members=[server], reason="x")
 
 
 def attempt(log: EventLog, number: int) -> None:
