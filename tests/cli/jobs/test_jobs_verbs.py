@@ -131,7 +131,7 @@ def test_what_was_submitted_is_told_in_every_form(ask) -> None:
     code, out, _ = ask("status", "text")
     assert code == 0
     assert out.splitlines()[0].startswith("text: Pending for ")
-    assert "why    waits for nodes big, small to be ready; no node starts before all are" in out
+    assert "reason waits for nodes big, small to be ready; no node starts before all are ready" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("big", "small"))]
     assert rows == [
         ["big", "8", "of", "10", "Waiting", "1", "0", "of", "3", "-", "-"],
@@ -141,7 +141,7 @@ def test_what_was_submitted_is_told_in_every_form(ask) -> None:
     assert row.endswith("-          waits for its worker group to be created (attempt 1)")
     code, out, _ = ask("why", "text")
     assert out.splitlines()[0] == (
-        "text is Pending: waits for nodes big, small to be ready; no node starts before all are."
+        "text is Pending: waits for nodes big, small to be ready; no node starts before all are ready."
     )
     assert json.loads(ask("why", "text", "--json")[1])["reason"]["code"] == "NotReady"
     assert json.loads(ask("events", "text", "--json")[1]) == {"name": "text", "events": []}
