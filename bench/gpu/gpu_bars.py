@@ -109,7 +109,7 @@ def _growth_mb(found: dict[str, Any]) -> float:
 
 BARS = (
     StageBar(stage="install", number="exit code of doctor", read=lambda f: f["rc"], at_most=0),
-    StageBar(stage="tests", number="exit code of tests/comm/bridge", read=lambda f: float(f["rc"]), at_most=0),
+    StageBar(stage="tests", number="exit code of test_on_cuda.py", read=lambda f: float(f["rc"]), at_most=0),
     StageBar(stage="native", number="collectives that are not right", read=lambda f: f["of"] - f["right"], at_most=0),
     StageBar(stage="truth", number="collectives compared", read=lambda f: _count(f, "done"), at_least=5000),
     StageBar(stage="truth", number="runs that an error ended", read=_failed_runs, at_most=0),
