@@ -38,7 +38,7 @@ test: setup
 
 # Once and again: `make test` takes few examples, always the same ones.
 test-thorough: setup
-	$(PYTEST) --timeout 1200 --hypothesis-profile=thorough --mutations 2000
+	$(PYTEST) --timeout 1200 --hypothesis-profile=thorough --mutations 2000 --collectives 10000
 
 # The same suite as in `make test`, against the API server of a kubeconfig instead of the fake; of one that is named
 # here, and not of one that the shell exports for something else.

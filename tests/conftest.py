@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-crashes", action="store_true", help="operator and supervisor killed in every life")
     parser.addoption("--kubeconfig", help="run tests/kube against this API server instead of the fake")
     parser.addoption("--mutations", type=int, default=30, help="wrong messages sent to a server or a coordinator")
+    parser.addoption("--collectives", type=int, default=1000, help="random collectives on simulated devices")
     said = "tests that need what this machine lacks fail, and are not skipped"
     parser.addoption("--demand", action="append", default=[], choices=demands.KNOWN, help=said)
 
