@@ -85,7 +85,7 @@ def _host_report(whole: Machine, machine: Machine, leadership: LeaderChoice, is_
     node = discovery.machine_to_node(machine, leadership, name=name, is_given=is_given)
     return {
         "gpu": gpu,
-        "cluster": topology.dumps(discovery.merge_nodes([node], name="told")),
+        "cluster": topology.dumps(discovery.merge_nodes([node], name="reported")),
         "assumed": discovery.assumed_rate_remarks(machine, node),
         "host": placement.host_id(),
     }
@@ -144,7 +144,7 @@ def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Clu
 
 def _merge_hosts(reports: Sequence[Mapping[str, Any]]) -> list[Node]:
     """Merge the ranks' nodes: ranks of one machine become one node with as many devices."""
-    nodes = [topology.loads(each["cluster"], source="told by a rank").nodes[0] for each in reports]
+    nodes = [topology.loads(each["cluster"], source="reported by a rank").nodes[0] for each in reports]
     placement.check_one_host_per_node(
         placement.RankPlacement(
             global_rank=rank, node=node.name, host=each["host"], address=node.address or "no address"

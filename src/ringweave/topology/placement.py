@@ -122,10 +122,10 @@ def leader_reason(node: Node, nic: Nic, device_index: int) -> str:
     far = [device_distance(node, nic, index) for index in range(node.num_devices)]
     alike = ", the first of those that are" if far.count(far[device_index]) > 1 else ""
     if nic.nearest:
-        return f"nearest to {nic.name}, by the order that the node tells{alike}"
+        return f"nearest to {nic.name}, by the order in the node's description{alike}"
     if nic.numa is not None and node.devices[device_index].numa == nic.numa:
         return f"on NUMA node {nic.numa}, as {nic.name} is{alike}"
-    return f"the first device: nothing is told that is nearer to {nic.name}"
+    return f"the first device: no device is known to be nearer to {nic.name}"
 
 
 def place_rank(cluster: Cluster, *, node_name: str | None, host_name: str, addresses: Collection[str]) -> Node:

@@ -169,7 +169,7 @@ nodes:
             [
                 "leaders  3, one for each node",
                 "  a/1: on NUMA node 1, as ib0 is, the first of those that are",
-                "  b/3: the first device: nothing is told that is nearer to eth0",
+                "  b/3: the first device: no device is known to be nearer to eth0",
                 "  c: the only device of its node",
                 "matrix   1 x 3",
                 "  row 0:  a/1, b/3, c",
@@ -184,7 +184,7 @@ nodes:
                 "leaders  4, one for each NIC",
                 "  a/1: on NUMA node 1, as ib0 is, the first of those that are",
                 "  a/0: on NUMA node 0, as eth0 is",
-                "  b/3: the first device: nothing is told that is nearer to eth0",
+                "  b/3: the first device: no device is known to be nearer to eth0",
             ],
         ),
     ],

@@ -249,7 +249,7 @@ def _interface_merits(nic: NetworkInterface) -> list[str]:
     fabric = "RDMA over InfiniBand" if nic.is_infiniband else "RDMA"
     by = f" ({nic.verbs})" if nic.verbs and nic.verbs != nic.name else ""
     path = f"{fabric}{by}" if nic.has_rdma else f"kernel bypass{by}, no RDMA" if nic.verbs else "no RDMA"
-    state = {True: "link up", False: "link down", None: "state of the link not told"}[nic.is_up]
+    state = {True: "link up", False: "link down", None: "state of the link unknown"}[nic.is_up]
     rate = units.format_rate(nic.rate_bytes_per_s) if nic.rate_bytes_per_s else "rate not known"
     of = [f"in the place of {', '.join(nic.members)}"] if nic.members else []
     return [path, state, rate, *of, *(["has an address"] if nic.addresses else []), *(["virtual"] * nic.is_virtual)]
@@ -294,7 +294,7 @@ def _memory_access_text(machine: Machine, nic: NetworkInterface, best: LeaderCan
     if best.is_direct:
         return (
             f"No host bridge is between, so {nic.name} can reach its memory directly (GPUDirect RDMA) "
-            "if the driver offers it, which is not told"
+            "if the driver offers it, which the input does not say"
         )
     if not nic.has_rdma:
         return f"{nic.name} has no RDMA, so its memory is reached through the host's"

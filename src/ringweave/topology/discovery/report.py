@@ -143,7 +143,7 @@ def _count_peers(peers: Sequence[str]) -> str:
 
 def _interface_text(nic: NetworkInterface) -> str:
     if nic.is_unclassified:
-        return "not told what it is"
+        return "unknown device"
     state = {True: "up", False: "down", None: ""}[nic.is_up]
     fabric = "InfiniBand" if nic.is_infiniband else "RDMA" if nic.has_rdma else ""
     rate = units.format_rate(nic.rate_bytes_per_s) if nic.rate_bytes_per_s else "rate not known"
