@@ -106,16 +106,16 @@ def _note_vain_joins(thread: threading.Thread, limits_s: list[float]) -> None:
 
 def _stall() -> list[str]:
     """Everything but the collective of one size."""
-    from ringweave.comm.engine import executor
+    from ringweave.comm.engine import engine
 
-    run_program, forever = executor.run_program, threading.Event()
+    run_program, forever = engine.run_program, threading.Event()
 
     def run_most(program: Any, message: torch.Tensor, *args: Any, **settings: Any) -> None:
         if message.numel() == _STALLED:
             forever.wait(300)
         run_program(program, message, *args, **settings)
 
-    executor.run_program = run_most
+    engine.run_program = run_most
     works: list[Any] = [dist.all_reduce(torch.ones(num), async_op=True) for num in (_STALLED, _OTHER)]
     works[1].wait()
     try:

@@ -77,5 +77,5 @@ def test_a_named_backend_is_replaced_only_when_asked_for(tmp_path: Path, replace
 
 
 def test_loading_imports_no_planner_and_no_yaml() -> None:
-    expected = ["ringweave.comm", "ringweave.comm.autoload", "ringweave.environment"]
+    expected = ["ringweave.comm", "ringweave.comm.autoload", "ringweave.environment", "ringweave.errors"]
     assert run_python(LOADED).stdout.strip() == str(expected)

@@ -25,7 +25,7 @@ from ringweave.planning.autotune.tuning_messages import TuningDecision
 from tests.wire.mutations import mutated
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
-PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25]
+PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25, ["0"]]
 PLAN = planning.plan_group(topology.one_machine([2]), ["node0"] * 2)
 ENTRY = {"location": PLACE, "endpoints": [[[5000], "name"]], "token": "00" * 16}
 
@@ -153,7 +153,7 @@ def test_mutated_plans_are_read_or_refused() -> None:
 def test_mutated_entries_and_reports_are_refused_or_read() -> None:
     rng, entry = random.Random(4), json.dumps(ENTRY).encode()
     assert group_info.parse_rank_info(entry, 0)[0].location == RankLocation(
-        "n0", "127.0.0.1", nics=("eth0",), host="host", cores=0.25
+        "n0", "127.0.0.1", nics=("eth0",), host="host", cores=0.25, gpus=("0",)
     )
     report = json.dumps(
         {"operation": "allreduce", "suspect": 1, "is_hung": True, "failure": "", "disagreement": ""}
@@ -173,7 +173,7 @@ def test_mutated_entries_and_reports_are_refused_or_read() -> None:
 @pytest.mark.parametrize("cores", [-1.0, 1e-9, float("inf"), float("nan"), "1", None, []])
 def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) -> None:
     with pytest.raises(DisagreementError, match=r"entry of a rank in the store: .*, expected where a rank of the same"):
-        group_info.parse_rank_info(json.dumps({**ENTRY, "location": [*PLACE[:-1], cores]}).encode(), 3)
+        group_info.parse_rank_info(json.dumps({**ENTRY, "location": [*PLACE[:7], cores, []]}).encode(), 3)
 
 
 @pytest.mark.parametrize(

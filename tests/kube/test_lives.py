@@ -166,12 +166,12 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
     kube.play("hangs", kube.in_state("hangs", "Running"))
     pods = kube.pods("hangs")
     for node in range(3):
-        knows = {"members": (f"{5 * node}.0",), "epoch": (1, 2), "out": ("10.0",)}
+        knows = {"members": (f"{5 * node}.0",), "generation": (1, 2), "evicted": ("10.0",)}
         kube.run(
             kube.kubelet.set_running(pods[node, 1], AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1, **knows))
         )
     for node in range(2):
-        knows = {"members": (f"{5 * node}.0",), "epoch": (1, 2), "out": ("10.0",), "ended_s": time.time()}
+        knows = {"members": (f"{5 * node}.0",), "generation": (1, 2), "evicted": ("10.0",), "ended_s": time.time()}
         kube.run(
             kube.kubelet.end_container(
                 pods[node, 1], AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, exit_code=0, **knows)

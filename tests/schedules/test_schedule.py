@@ -89,7 +89,7 @@ def test_shares_that_divide_nothing(shares: tuple[int, ...]) -> None:
 )
 def test_numbers_that_a_column_would_cut_off(src, shown: str | None) -> None:
     with pytest.raises(
-        ScheduleError, match=r"^round: \[.*\], expected whole numbers from -2147483648 to 2147483647\. M"
+        ScheduleError, match=r"^round: \[.*\], expected whole numbers from -2147483648 to 2147483647\. Correct"
     ):
         Round.of(src, 0, 0, ReceiveOp.COPY)
     with pytest.raises(ScheduleError) as caught:

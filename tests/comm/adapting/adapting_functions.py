@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from ringweave.comm.transport.connect import ChannelListener
 from ringweave.comm.transport.sockets import SocketTransport
+from ringweave.comm.tuning import selector
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.comm.tuning.selector import ScheduleDecision
 from ringweave.planning import Plan
-from ringweave.planning.autotune import tuner
 from ringweave.planning.autotune.tuner import GroupPlacement
 from ringweave.planning.autotune.tuning_messages import SurveyStream, TuningDecision, TuningReport
 from ringweave.testing.ranks import announce
@@ -193,7 +193,7 @@ class Scripted:
 
 def switch_plans(count: int) -> tuple[dict[str, int], list[tuple[str, tuple[int, ...], int]]]:
     """Checked allreduces while a scripted adviser rules: what they were done by, and by which plan and version."""
-    tuner.Autotuner = Scripted
+    selector.Autotuner = Scripted
     group: Any = dist.group.WORLD
     director, seen = group._engine._selector, []
     decide = director.wait_for_decision

@@ -112,7 +112,7 @@ def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_
     wait_until(lambda: says in run.stderr or run.process.poll() is not None, "the end of rank 1")
     (tmp_path / "given-up").touch()
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    assert "this time it raised RuntimeError: CUDA error: uncorrectable ECC error encountered." in run.stderr
+    assert "the last time it raised RuntimeError: CUDA error: uncorrectable ECC error encountered." in run.stderr
     sums = [line.split()[-1] for line in run.stdout.splitlines() if "finished" in line]
     assert (len(sums), len(set(sums)), run.record["outcome"]) == (2, 1, "done")
     assert [event["exit_code"] for event in events(run, "worker_exited") if event["rank"] == 1] == [1, 1, 1]

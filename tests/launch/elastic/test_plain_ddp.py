@@ -74,7 +74,7 @@ def test_when_a_worker_is_killed_all_start_again_and_go_on_from_the_checkpoint(s
     os.kill(run.pids()[1], signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
     said = "no worker had called ringweave.prepare, so all workers restart"
-    assert f"ringweave: {said}, from their last checkpoint if they keep one.\n" in run.stderr
+    assert f"ringweave: {said}, from their last checkpoint if there is one.\n" in run.stderr
     assert run.stderr.count(said) == 1
     assert "ringweave: attempt 2; files of attempt 1 are in" in run.stderr
     assert (run.record["attempt"], run.record["outcome"]) == (2, "done")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.comm.engine import executor
+from ringweave.comm.engine import engine
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.comm.tuning.control_tree import ControlTree
@@ -287,7 +287,7 @@ class Sums:
 
             real(program, message, halt, *args, **more)
 
-        real, executor.run_program = executor.run_program, run
+        real, engine.run_program = engine.run_program, run
 
 
 def _has_value(done: torch.futures.Future[Any]) -> bool:

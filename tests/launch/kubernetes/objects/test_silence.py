@@ -28,7 +28,7 @@ WELL = (condition("ContainersReady", "True"), condition(names.BARRIER_CONDITION,
 @pytest.mark.parametrize(
     ("pod", "text"),
     [
-        (a_pod(metadata={"deletionTimestamp": LONG_AGO}), f"its Pod was to be end by {LONG_AGO}, and has not ended"),
+        (a_pod(metadata={"deletionTimestamp": LONG_AGO}), f"its Pod was to end by {LONG_AGO}, and has not ended"),
         (a_pod(reason="NodeLost"), "its Pod is NodeLost (kubectl get node gpu-7)"),
         (a_pod(phase="Unknown"), "its Pod is Unknown (kubectl get node gpu-7)"),
         (a_pod(condition("Ready", "Unknown")), "its Pod was marked as not ready, but not by its own kubelet"),
