@@ -54,14 +54,7 @@ class StageRun:
 
     def install(self, limit_s: float) -> dict[str, Any]:
         """Return the text of `ringweave doctor`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "ringweave", "doctor"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=limit_s,
-            cwd=ROOT,
-        )
+        done = run_module(["ringweave", "doctor"], limit_s)
         self.launcher.note(f"doctor, exit code {done.returncode}\n{done.stdout}{done.stderr}")
         return {"rc": done.returncode, "doctor": (done.stdout + done.stderr).splitlines()[:60]}
 
@@ -70,15 +63,8 @@ class StageRun:
         path = ROOT / "tests" / "comm" / "bridge" / "test_on_cuda.py"
         if not path.exists():
             return {"skipped": f"{path.name} is not there"}
-        argv = [sys.executable, "-m", "pytest", str(path), "-q", "-x", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*argv, "-W", "ignore::DeprecationWarning"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=limit_s,
-            cwd=ROOT,
-        )
+        words = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]
+        done = run_module(["pytest", str(path), *words], limit_s)
         self.launcher.note(f"{path.name}\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
         return {"rc": done.returncode, "last_lines": done.stdout.splitlines()[-5:]}
 
@@ -187,6 +173,12 @@ class StageRun:
         """Return the systems that an earlier stage has shown to hang here."""
         cases = self.results.get("native", {}).get("cases", {})
         return "" if cases.get("plain nccl all_reduce", "right") == "right" else "nccl"
+
+
+def run_module(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a module with its arguments in the repository's root, and return its end and output."""
+    argv = [sys.executable, "-m", *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=limit_s, cwd=ROOT)
 
 
 STAGES: dict[str, tuple[float, Callable[[StageRun, float], dict[str, Any]]]] = {

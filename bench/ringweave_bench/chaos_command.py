@@ -54,6 +54,7 @@ _RANDOM_OPTIONS = {
 @click.option("--dry-run", is_flag=True, help="Print the faults and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
+# Long: it has a parameter for each option.
 def command(  # noqa: PLR0913 - one for each option
     *,
     cluster_path: str,

@@ -1,7 +1,7 @@
 """Backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
 
 CUDA tensors take part through the bridge. Every other collective goes to the native backend inside the group: Gloo for
-CPU tensors, and NCCL for CUDA tensors of a group without a bridge.
+CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for CUDA tensors.
 """
 
 import atexit

@@ -306,8 +306,8 @@ def begin_attempt(run_dir: RunDir, cluster_text: str) -> int:
     Raises:
         UsageError: There is a cluster.yaml that no run has written, or an attempt of another format.
     """
-    for _ in read_events(run_dir.events):  # refuses another format before anything is moved
-        pass
+    # Refuses another format before anything is moved. All attempts have the format of the first.
+    next((event for event in read_events(run_dir.events) if event["kind"] == "run_started"), None)
     number = 1 + sum(1 for _ in (run_dir.root / "attempts").glob("[0-9]*"))
     if run_dir.run_json.exists():
         _archive_attempt(run_dir, number)

@@ -390,15 +390,24 @@ class CollectiveEngine:
     ) -> None:
         reduction, staged, program = scheduled.reduction, scheduled.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
-        limits = {"tag": tag, "timeout_s": timeout_s}
-        if staged is not None:
-            size = self._group.group_size
-            paced = bridge.paced_instructions(program, compiled.segment_marks, staged, message, reduction, size)
-            run_program(program, message, reduction.combine, transport, channel.scratch, **limits, instructions=paced)
-            return
-        reduction.prepare(message)
-        run_program(program, message, reduction.combine, transport, channel.scratch, **limits)
-        reduction.finish(message, self._group.group_size)
+        instructions, size = None, self._group.group_size
+        if staged is None:
+            reduction.prepare(message)
+        else:  # prepares and finishes the message by segments
+            marks = compiled.segment_marks
+            instructions = bridge.paced_instructions(program, marks, staged, message, reduction, size)
+        run_program(
+            program,
+            message,
+            reduction.combine,
+            transport,
+            channel.scratch,
+            tag=tag,
+            timeout_s=timeout_s,
+            instructions=instructions,
+        )
+        if staged is None:
+            reduction.finish(message, size)
 
     def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
         """End this group: report the failure, abort every connection so that no rank waits, and name the culprit.

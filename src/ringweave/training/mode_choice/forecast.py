@@ -198,6 +198,7 @@ def rings_by_links(reports: Sequence[Mapping[str, Any]]) -> list[tuple[Ring, ...
     return [by_rate, *mode_forecast.rings_by_switch([each["uplinks"] for each in reports])]
 
 
+# Long with its docstring, which has every key of a report.
 def forecast_modes(
     reports: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0
 ) -> ModeChoice:

@@ -160,12 +160,24 @@ def benchmark_steps(
     measured = [
         {**each, **common, "benchmarked_s": steps_s} for each, steps_s in zip(reports, benchmarked_s, strict=True)
     ]
+    return _with_rounds(measured, (inner, loader), shares[control_group.rank], control_group, server, clock)
+
+
+def _with_rounds(
+    measured: list[dict[str, Any]],
+    inputs: tuple[nn.Module, DataLoader],
+    share: int,
+    control_group: ControlGroup,
+    server: ServerBenchmark,
+    clock: Callable[[], float],
+) -> list[dict[str, Any]]:
+    """Return the reports with the times of rounds alone; unchanged if there are none, or a rank failed in them."""
     num_rounds = _count_rounds(measured) if server.rounds is not None else 0
     if server.rounds is None or not num_rounds:
         return measured
     with server.rounds() as once:
         control_group.gather_json({})  # some ranks take longer to connect than others
-        alone = _run_rounds(inner, loader, shares[control_group.rank], once, num_rounds, clock)
+        alone = _run_rounds(*inputs, share, once, num_rounds, clock)
     times_by_rank = control_group.gather_json(dataclasses.asdict(alone))
     if any(each["problem"] for each in times_by_rank):
         return measured

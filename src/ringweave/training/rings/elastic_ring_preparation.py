@@ -409,6 +409,7 @@ class _JoinedRingMember:
     recorder: ElasticRecorder
 
 
+# Long: it joins all parts of a member, which refer to each other; each is made elsewhere.
 def _join_ring(
     inputs: _ScriptInputs,
     options: ElasticRingOptions,

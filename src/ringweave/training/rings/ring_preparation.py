@@ -59,6 +59,7 @@ class RingOptions:
     """The mode was chosen by a forecast."""
 
 
+# Long: one sequence, in the order that all ranks share; each part is made elsewhere.
 def prepare_rings(
     triple: tuple[nn.Module, Optimizer, DataLoader],
     spec: LoaderSpec,
