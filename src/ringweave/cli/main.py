@@ -34,6 +34,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "run": Verb(module="run", help="Run a PyTorch program on several workers.", takes_json=False),
+    "attach": Verb(module="run", command="attach_command", help="Follow a run on hosts again.", takes_json=False),
     "scale": Verb(module="scale", help="Give an elastic run more or fewer workers.", takes_json=True),
     "lab": Verb(
         module="lab",

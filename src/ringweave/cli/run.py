@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -220,8 +220,16 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
 @click.option(
     "--cluster", "cluster_path", metavar="FILE", help="Cluster file: one worker per device, all on this machine."
 )
+@click.option(
+    "--hosts",
+    metavar="A:N,B:M,..",
+    help="Hosts that ssh reaches, each with its number of workers; or a cluster file with addresses.",
+)
+@click.option("--python", metavar="PATH", help="Interpreter on the hosts. Default: the same path, or ringweave's own.")
+@click.option("--name", metavar="NAME", help="Name of a run on hosts. Default: SCRIPT-DATE-TIME.")
+@click.option("--detach", is_flag=True, help="Return when a run on hosts has started; see ringweave attach.")
 @run_program_options
-def command(counts: str | None, cluster_path: str | None, options: RunOptions) -> int:
+def command(counts: str | None, cluster_path: str | None, options: RunOptions, **hosts_options: Any) -> int:
     """Run SCRIPT on several workers, with the environment that torchrun would give them.
 
     Options come before SCRIPT; everything after it belongs to the script. After -- it may be any command: hostname, or
@@ -229,6 +237,9 @@ def command(counts: str | None, cluster_path: str | None, options: RunOptions) -
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
     A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """
+    if hosts_options["hosts"] is not None:
+        return _run_on_hosts(counts, cluster_path, options, hosts_options)
+    _refuse_hosts_options(hosts_options)
     cluster, text, places = _read_cluster(counts, cluster_path, options)
     return options.run(cluster, text, cluster_path, HostContext(), places=places)
 
@@ -244,3 +255,56 @@ def _read_cluster(
     parsed = workers.parse_worker_counts(counts if counts is not None else "1")
     places = topology.one_machine(options.slots_per_node(parsed))
     return topology.one_machine(parsed), topology.dumps(places), places
+
+
+def _run_on_hosts(
+    counts: str | None, cluster_path: str | None, options: RunOptions, hosts_options: Mapping[str, Any]
+) -> int:
+    from ringweave.platforms.hosts import start  # brings the platform of jobs
+
+    others = {
+        "--workers": counts,
+        "--cluster": cluster_path,
+        "--schedule": options.schedule,
+        "--leader-per-nic": options.leader_per_nic,
+        "--replace-backend": options.replace_backend,
+        "--standby": options.has_standby,
+        "--order": None if options.order == workers.BLOCK_ORDER else str(options.order),
+        "-m": options.program.is_module,
+        "--": options.program.is_command,
+    }
+    given = [name for name, value in others.items() if value]
+    if given:
+        do = f"Leave {given[0]} out; the hosts and their workers are in --hosts"
+        raise UsageError(explain("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do))
+    return start.run_on_hosts(
+        start.HostsRunOptions(
+            script=options.program.target,
+            arguments=options.program.arguments,
+            run_dir=options.run_dir,
+            mode=options.mode,
+            elastic=options.elastic,
+            **hosts_options,
+        )
+    )
+
+
+def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
+    for key in ("python", "name", "detach"):
+        if given[key]:
+            do = "Add --hosts, or leave it out"
+            raise UsageError(explain(f"--{key}", got="no --hosts", expected="a run on hosts", do=do))
+
+
+@click.command
+@click.argument("name", metavar="RUN")
+def attach_command(name: str) -> int:
+    """Follow a run on hosts that was started from this machine: its output so far, and all that comes.
+
+    RUN is the name of the run or the folder of its output. Ctrl-C stops the run; when this command is killed, or its
+    terminal is closed, the run continues.
+    """
+    from ringweave.platforms.hosts import attach, run_entry, ssh
+
+    known = run_entry.find_known_run(name)
+    return attach.follow_run(known, ssh.HostConnections(known.hosts, known.options, connects=False))

@@ -1,0 +1,49 @@
+"""Main program of a node agent on a host, with its channel in the host's job folder.
+
+python -m ringweave.platforms.hosts.agent_main JOB_FOLDER NODE ATTEMPT
+
+The host service starts it. If that service dies, the agent starts another one.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.processes import ProcessContext
+from ringweave.platforms.agent import job_config
+from ringweave.platforms.agent.agent import AgentAssignment, run_agent
+from ringweave.platforms.agent.credentials import FolderCredentialDistribution, FolderCredentialPool
+from ringweave.platforms.hosts import host_runtime
+from ringweave.platforms.hosts.run_entry import HostFolder
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.local.agent_main import FileAgentChannel
+from ringweave.platforms.local.job_folder import JobFolder
+
+
+def main(root: Path, node: int, attempt: int) -> None:
+    """Run the node agent to its end."""
+    folder, host = JobFolder(root=root), HostFolder(root=root.parent)
+    environ, host_config = dict(os.environ), host.load_config()
+    channel = FileAgentChannel(folder, folder.group(node, attempt), lambda: host_runtime.ensure_service(host, environ))
+    config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
+    assignment = AgentAssignment(
+        config=config,
+        node=node,
+        attempt=attempt,
+        home=folder.runs(config.node(node).name, attempt),
+        cpus_shared_by=config.node(node).workers,
+        node_context=HostContext(host_config.address),
+        process_context=ProcessContext(
+            guard_descriptors=(job_folder.INHERITED_LOCK,), is_unrelated=host_runtime.is_run_process
+        ),
+        credential_distribution=FolderCredentialDistribution(folder.secrets),
+        credential_pool=FolderCredentialPool(folder.secrets),
+        echoes_output=False,
+    )
+    os.chdir(config.directory or root)
+    run_agent(assignment, channel, environ)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,386 @@
+"""Following a run on hosts: merged output of its workers, reconnection of hosts that were away, report of the end."""
+
+import io
+import re
+import signal
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.states import JobState
+from ringweave.launcher import outcome, run_dir
+from ringweave.launcher.launcher import WorkerExit
+from ringweave.launcher.outcome import RunResult, WorkerFailure
+from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message
+from ringweave.launcher.run_dir import RunDir
+from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
+from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection
+
+LOG_WAIT_S = 1.0
+RECONNECT_S = 1.0
+POLL_S = 0.05
+REMOVAL_TIMEOUT_S = 15.0
+DRAIN_TIMEOUT_S = 10.0
+_FAILED_RANK = re.compile(r"rank (\d+) (.*)", re.DOTALL)
+_KILLED = re.compile(r"was killed by (SIG\w+)")
+NUM_LAST_LINES = 200
+
+
+@dataclass(slots=True)
+class _HostState:
+    """State of one host for the follower; written by its thread."""
+
+    summary: dict[str, Any]
+    """Last summary of the run on this host; empty before the first, and once the run is removed."""
+    is_connected: bool = False
+    is_drained: bool = False
+    """All output up to the end of the run has been read."""
+    is_gone: bool = False
+    """The run has been removed from this host."""
+
+
+class RunFollower:
+    """Follows one run from the machine that started it."""
+
+    def __init__(
+        self,
+        known: KnownRun,
+        connections: HostConnections,
+        console: OutputConsole,
+        notify: Callable[[str], object],
+    ) -> None:
+        """Begin with open connections; those that break are opened again.
+
+        Args:
+            known: Run to follow.
+            connections: Connections to its hosts; closed by `close`.
+            console: Gets the output, line by line with the rank in front.
+            notify: Gets a text about each change of state.
+        """
+        self._known, self._connections, self._console, self._notify = known, connections, console, notify
+        self.run_dir = RunDir(root=Path(known.run_dir))
+        (self.run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
+        for path in self.run_dir.logs_by_rank().values():
+            path.unlink()
+        self._hosts = [_HostState(summary={}) for _ in known.hosts]
+        self._positions: list[dict[str, int]] = [{} for _ in known.hosts]
+        self._streams: dict[int, WorkerStream] = {}
+        self._logs: dict[int, WorkerLog] = {}
+        self._output_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._live: list[SshConnection | None] = list(connections.open) or [None] * len(known.hosts)
+        self._started_s = time.monotonic()
+        self._last_shown = ""
+        self._threads = [
+            threading.Thread(target=self._follow_host, args=(index,), name=f"host {index}", daemon=True)
+            for index in range(len(known.hosts))
+        ]
+
+    def follow(self, interrupts: Sequence[signal.Signals]) -> RunEntry | None:
+        """Print the output until the run has ended; return its last entry, None if it was removed meanwhile.
+
+        Args:
+            interrupts: Grows with every SIGINT, SIGTERM and SIGHUP of this process. SIGINT stops the run; after the
+                others it continues, and `KeyboardInterrupt` is raised.
+        """
+        for thread in self._threads:
+            thread.start()
+        num_handled = 0
+        while True:
+            if len(interrupts) > num_handled:
+                num_handled = len(interrupts)
+                if interrupts[-1] is not signal.SIGINT:
+                    raise KeyboardInterrupt
+                self._notify("stopping all workers")
+                self.apply_verb("stop")
+            newest = max((h.summary for h in self._hosts if h.summary), key=_version, default=None)
+            if newest is not None:
+                self._show(newest)
+                if newest["is_end"] and self._is_drained():
+                    return self.read_entry()
+            elif self._started_threads_see_nothing():
+                return None
+            time.sleep(POLL_S)
+
+    def apply_verb(self, verb: str) -> None:
+        """Apply a verb to the run, by the first host that can pass it on.
+
+        Raises:
+            HostError: No host can.
+        """
+        errors: list[str] = []
+        for connection in self._open_connections():
+            try:
+                connection.call("verb", run_id=self._known.run_id, verb_name=verb)
+            except LaunchError as error:
+                errors.append(str(error))
+            else:
+                return
+        raise HostError("\n".join(errors) or f"run {self._known.name}: no host answers, expected one.")
+
+    def read_entry(self) -> RunEntry:
+        """Return the newest entry of the run.
+
+        Raises:
+            HostError: No host answers.
+        """
+        entries = []
+        for connection in self._open_connections():
+            try:
+                entries.append(parse_entry(connection.call("status", run_id=self._known.run_id)["entry"]))
+            except LaunchError:
+                continue
+        if not entries:
+            raise HostError(f"run {self._known.name}: no host answers, expected one. Try ringweave attach later.")
+        return max(entries, key=lambda entry: entry.version)
+
+    def fetch_files(self) -> None:
+        """Copy events, run.json and logs of each host that answers into the run directory."""
+        for connection in self._open_connections():
+            target = self.run_dir.root / "hosts" / connection.host.node
+            try:
+                _, content = connection.call_for_bytes("fetch", run_id=self._known.run_id, timeout_s=120.0)
+                with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+                    archive.extractall(target, filter="data")
+            except (LaunchError, OSError, tarfile.TarError) as error:
+                self._notify(f"files of host {connection.host.node} were not fetched: {error}")
+
+    def remove_run(self) -> bool:
+        """Remove the run from all hosts; return whether it is gone from all that answer."""
+        try:
+            self.apply_verb("delete")
+        except LaunchError as error:
+            self._notify(str(error))
+        deadline_s = time.monotonic() + REMOVAL_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            left = [each for each in self._open_connections() if not _is_removed(each, self._known.run_id)]
+            if not left:
+                return all(host.is_connected for host in self._hosts)
+            time.sleep(POLL_S)
+        return False
+
+    def close(self) -> None:
+        """Close all connections; the run goes on."""
+        self._closing.set()
+        for connection in self._live:
+            if connection is not None:
+                connection.close()
+        for log in self._logs.values():
+            log.close()
+
+    def last_lines(self, rank: int) -> list[str]:
+        """Return the last lines of a worker's output."""
+        path = self.run_dir.worker_log(rank)
+        try:
+            return path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LAST_LINES:]
+        except OSError:
+            return []
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start of following."""
+        return time.monotonic() - self._started_s
+
+    # One thread for each host.
+
+    def _follow_host(self, index: int) -> None:
+        """Read the logs of one host until the follower is closed; connect again when the connection has ended."""
+        host, is_reported = self._known.hosts[index], False
+        while not self._closing.is_set():
+            try:
+                connection = self._live[index]
+                if connection is None or not connection.is_open:
+                    connection = self._live[index] = self._connections.connect(index)
+                    connection.call("ensure", run_id=self._known.run_id)
+                self._hosts[index].is_connected = True
+                if is_reported:
+                    self._notify(f"host {host.node} answers again")
+                    is_reported = False
+                self._read_logs(index, connection)
+            except (LaunchError, OSError, ValueError) as error:
+                if self._closing.is_set():
+                    return
+                self._hosts[index].is_connected = False
+                if not is_reported:
+                    self._notify(f"{error} It is tried again while the run goes on")
+                    is_reported = True
+                self._closing.wait(RECONNECT_S)
+
+    def _read_logs(self, index: int, connection: SshConnection) -> None:
+        state, positions = self._hosts[index], self._positions[index]
+        answer, content = connection.call_for_bytes(
+            "logs",
+            run_id=self._known.run_id,
+            positions=positions,
+            version=state.summary.get("version"),
+            wait_s=0.0 if state.summary.get("is_end") else LOG_WAIT_S,
+        )
+        start = 0
+        for key, end, size in answer["pieces"]:
+            self._feed(int(key.rpartition("/")[2]), content[start : start + size])
+            positions[key], start = end, start + size
+        state.is_gone = "version" not in answer
+        was_end = bool(state.summary.get("is_end") and state.summary.get("is_at_rest"))
+        state.summary = answer
+        state.is_drained = was_end and not answer["pieces"]
+        if state.is_drained or state.is_gone:
+            self._closing.wait(POLL_S)
+
+    def _feed(self, rank: int, received: bytes) -> None:
+        with self._output_lock:
+            if rank not in self._streams:
+                self._logs[rank] = WorkerLog(self.run_dir.worker_log(rank))
+                self._streams[rank] = WorkerStream(self._console, "stdout", rank, self._logs[rank])
+            self._streams[rank].feed(received)
+
+    # What the main thread sees.
+
+    def _show(self, summary: dict[str, Any]) -> None:
+        text = f"{summary['state']}: {summary['reason']}" if summary["reason"] else summary["state"]
+        if text != self._last_shown and not summary["is_end"]:
+            self._notify(f"{self._known.name} is {text}")
+        self._last_shown = text
+
+    def _is_drained(self) -> bool:
+        return all(host.is_drained or not host.is_connected for host in self._hosts)
+
+    def _started_threads_see_nothing(self) -> bool:
+        return all(host.is_gone for host in self._hosts)
+
+    def _open_connections(self) -> list[SshConnection]:
+        return [each for each in self._live if each is not None and each.is_open]
+
+
+def conclude(entry: RunEntry, follower: RunFollower) -> RunResult:
+    """Return the result of an ended run, as of a run on one machine."""
+    record = entry.job.record
+    if record.state is JobState.SUCCEEDED:
+        return RunResult(outcome="done", deaths=(), interrupts=())
+    if record.state is JobState.STOPPED:
+        return RunResult(outcome="interrupted", deaths=(), interrupts=(signal.SIGINT,))
+    failures = [
+        _failure(entry.job.node_name(node), record.nodes[node].ended, follower) for node in entry.job.used_nodes
+    ]
+    found = tuple(failure for failure in failures if failure is not None)
+    return RunResult(outcome="failed", deaths=found, interrupts=())
+
+
+def _failure(node: str, ended: Any, follower: RunFollower) -> WorkerFailure | None:
+    matched = _FAILED_RANK.match(ended.text) if ended is not None else None
+    if ended is None or matched is None or ended.cause == "Peer":
+        return None
+    rank = int(matched[1])
+    killed = _KILLED.search(ended.text)
+    worker_exit = WorkerExit(
+        exit_code=None if killed else ended.exit_code,
+        signal_name=killed[1] if killed else None,
+        time_s=0.0,
+        was_stopped=False,
+    )
+    return WorkerFailure(global_rank=rank, node=node, exit=worker_exit, last_lines=tuple(follower.last_lines(rank)))
+
+
+def record_end(follower: RunFollower, entry: RunEntry, result: RunResult) -> None:
+    """Write the outcome into run.json of the run directory."""
+    job = entry.job
+    content = {
+        "format": run_dir.RUN_JSON_FORMAT,
+        **run_dir.software_versions(),
+        "job": entry.name,
+        "command": [job.request.script, *job.request.arguments],
+        "cluster": {
+            "name": entry.name,
+            "path": None,
+            "nodes": [{"name": job.node_name(node), "workers": job.counts[node]} for node in job.used_nodes],
+        },
+        "world_size": job.request.num_workers,
+        "mode": job.request.mode,
+        "elastic": str(job.request.elastic.min) if job.request.elastic else None,
+        "wall_s": round(follower.wall_s, 3),
+        "outcome": result.outcome,
+        "exit_code": result.exit_code,
+        "cause": result.cause or (job.record.reason.text if job.record.reason else None),
+    }
+    run_dir.update_run_json(follower.run_dir.run_json, content)
+
+
+def end_text(entry: RunEntry, result: RunResult, follower: RunFollower, log_pattern: str) -> str:
+    """Return the report of a bad end for people; empty after a good one."""
+    if result.outcome == "failed" and outcome.first_cause(result.deaths) is None:
+        reason = entry.job.record.reason
+        hint = f" {reason.hint}." if reason and reason.hint else ""
+        return f"ringweave: failed after {follower.wall_s:.1f} s: {reason.text if reason else 'no reason'}.{hint}\n"
+    return outcome.run_failure_text(result, wall_s=follower.wall_s, log_pattern=log_pattern)
+
+
+def _is_removed(connection: SshConnection, run_id: str) -> bool:
+    try:
+        return not connection.call("exists", run_id=run_id)["exists"]
+    except LaunchError:
+        return True
+
+
+def _version(summary: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(summary["version"])
+
+
+def follow_run(known: KnownRun, connections: HostConnections) -> int:
+    """Follow a run until its end or a signal; return the exit code of the command."""
+    console = OutputConsole({"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}, {})
+    follower = RunFollower(known, connections, console, write_notice)
+    try:
+        with _collected_signals() as interrupts:
+            try:
+                entry = follower.follow(interrupts)
+            except KeyboardInterrupt:
+                write_notice(f"{known.name} continues without this command: ringweave attach {known.name}")
+                return 1
+        if entry is None:
+            write_notice(f"{known.name} was removed before its outcome was read")
+            forget_known_run(known)
+            return 1
+        result = conclude(entry, follower)
+        follower.fetch_files()
+        record_end(follower, entry, result)
+        log_pattern = f"{_relative(follower.run_dir.root)}/logs/rank-{{rank}}.log"
+        write_message(sys.stderr, end_text(entry, result, follower, log_pattern))
+        if follower.remove_run():
+            forget_known_run(known)
+        else:
+            write_notice(
+                f"some hosts did not answer; remove what is left there: ringweave delete {known.name} --on hosts"
+            )
+        return result.exit_code
+    finally:
+        follower.close()
+
+
+@contextmanager
+def _collected_signals() -> Iterator[list[signal.Signals]]:
+    """Collect SIGINT, SIGTERM and SIGHUP of this process."""
+    received: list[signal.Signals] = []
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {
+        signum: signal.signal(signum, lambda number, _: received.append(signal.Signals(number))) for signum in wanted
+    }
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def write_notice(text: str) -> None:
+    """Write a notice of the command for people."""
+    write_message(sys.stderr, f"ringweave: {text}{'' if text.endswith(('.', '?')) else '.'}\n")

@@ -1,0 +1,203 @@
+"""Controller of a run: on the leader, brings all hosts from their observed to the wanted state."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+from ringweave.errors import LaunchError, RpcError
+from ringweave.jobs import records
+from ringweave.jobs.reconcile import reconcile
+from ringweave.jobs.records import EndCause, GroupPhase, JobAction, ObservedGroup, ObservedJobState
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult
+from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.hosts.messages import HostAction, HostReport
+from ringweave.platforms.hosts.run_entry import RunEntry
+
+HOST_LOST_S = 5.0
+"""Silence after which the worker group of a host counts as lost. A host service that was killed is back earlier."""
+VOTER_LOST_S = 8.0
+"""Silence after which a host does not count for the quorum any more, until it answers again."""
+ACTION_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostView:
+    """Host as the leader knows it."""
+
+    report: HostReport | None
+    """Last report; None before the first one of this term."""
+    is_heard: bool
+    """It has answered within `HOST_LOST_S`."""
+
+
+class HostActions(Protocol):
+    """Actions of the host service that the controller uses."""
+
+    @property
+    def entry(self) -> RunEntry: ...
+
+    def host_views(self) -> Sequence[HostView]:
+        """Return the hosts, in the order of the entry."""
+        ...
+
+    def commit_entry(self, entry: RunEntry) -> None:
+        """Save the entry on a quorum of the hosts.
+
+        Raises:
+            LaunchError: There is no quorum.
+        """
+        ...
+
+    def act_on_host(self, host: int, action: HostAction) -> None:
+        """Let a host apply an action.
+
+        Raises:
+            RpcError: The host does not answer, or the action failed there.
+            LaunchError, OSError: The same on this host.
+        """
+        ...
+
+    def take_secrets(self, host: int, round_: int) -> Mapping[str, str]: ...
+
+    def forget_run(self) -> None:
+        """Let all hosts remove their files, and end."""
+        ...
+
+
+class RunController:
+    """Reconciles one run, one step at a time; it keeps no state that a new leader would need."""
+
+    def __init__(self, actions: HostActions, term: int, index: int, clock: Callable[[], float] = time.time) -> None:
+        self._actions, self._term, self._index, self._clock = actions, term, index, clock
+
+    def step(self) -> float:
+        """Look once and act; return the seconds until the next step, unless something changes before."""
+        views, entry, now = self._actions.host_views(), self._actions.entry, self._clock()
+        if any(view.is_heard and view.report is None for view in views):
+            return ACTION_RETRY_S  # the first reports of this term are under way
+        observed = observe_hosts(entry, views)
+        todo = reconcile(entry.job, observed, now)
+        for action in todo:
+            if isinstance(action, records.RequeueAt):
+                continue
+            try:
+                self._apply(action, views, now)
+            except (OSError, LaunchError, RpcError) as error:
+                print(f"{type(action).__name__}: {error}", file=sys.stderr, flush=True)
+                return ACTION_RETRY_S
+        wake_s = next((action.at_s for action in todo if isinstance(action, records.RequeueAt)), None)
+        is_busy = any(not isinstance(action, records.RequeueAt) for action in todo)
+        return 0.0 if is_busy else ACTION_RETRY_S if wake_s is None else max(0.0, min(ACTION_RETRY_S, wake_s - now))
+
+    def _apply(self, action: JobAction, views: Sequence[HostView], now: float) -> None:
+        entry = self._actions.entry
+        match action:
+            case records.SaveRecord(record=record, events=events):
+                self._actions.commit_entry(entry.with_record(record, events, now))
+            case records.ForgetJob():
+                self._actions.forget_run()
+            case records.CreateConfig() | records.DeleteConfig():
+                wanted = isinstance(action, records.CreateConfig)
+                for host, view in enumerate(views):
+                    if view.is_heard and view.report is not None and view.report.has_config is not wanted:
+                        self._act(host, type(action).__name__)
+            case records.ReleaseBarrier(round=round_):
+                self._release_barrier(round_, views)
+            case records.CreateGroup() | records.RestartGroup() | records.StopGroup() | records.DeleteGroup():
+                if views[action.node].is_heard:  # else it is done as soon as the host answers again
+                    self._act(action.node, type(action).__name__, asdict(action))
+            case _:
+                raise AssertionError(f"unknown action {action}")
+
+    def _act(self, host: int, name: str, fields: Mapping[str, int] | None = None, **words: object) -> None:
+        action = HostAction(term=self._term, leader=self._index, name=name, fields=dict(fields or {}), **words)  # type: ignore[arg-type]
+        self._actions.act_on_host(host, action)
+
+    def _release_barrier(self, round_: int, views: Sequence[HostView]) -> None:
+        """Publish the rendezvous result of a round on all hosts, each with the credentials of its own processes."""
+        entry = self._actions.entry
+        config = entry.origin.config(entry.job)
+        secrets: Mapping[str, str] = {}
+        rendezvous = entry.rendezvous
+        if rendezvous is None or rendezvous.round != round_:
+            offers = find_offers(entry, views, round_)
+            rendezvous = agent_channel.rendezvous_result(config, round_, offers)
+            if rendezvous is None:
+                return
+            issuer = find_issuer(entry, offers)
+            secrets = self._actions.take_secrets(issuer, round_) if issuer is not None else {}
+            # The credentials are distributed before the result is saved: a new leader would not find them again.
+            self._send_release(rendezvous, config, secrets, views, last=issuer)
+            self._actions.commit_entry(replace(entry, rendezvous=rendezvous))
+            return
+        self._send_release(rendezvous, config, secrets, views, last=None)
+
+    def _send_release(
+        self,
+        rendezvous: RendezvousResult,
+        config: JobConfig,
+        secrets: Mapping[str, str],
+        views: Sequence[HostView],
+        *,
+        last: int | None,
+    ) -> None:
+        """Send it to all hosts; the issuer of the credentials is the last, since it then keeps only its own."""
+        text = agent_channel.dump_rendezvous(rendezvous)
+        for host in sorted(range(len(views)), key=lambda host: host == last):
+            if views[host].is_heard:
+                own = select_secrets(config, host, secrets)
+                self._act(host, "ReleaseBarrier", rendezvous=text, secrets=own)
+
+
+def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobState:
+    """Return the state of the job from the reports of its hosts."""
+    groups: list[ObservedGroup] = []
+    for host, view in enumerate(views):
+        for group in view.report.groups if view.report is not None else ():
+            groups.append(group if view.is_heard else _lost_group(group, entry.hosts[host].node))
+    heard = [view.report for view in views if view.is_heard and view.report is not None]
+    return ObservedJobState(
+        has_config=any(report.has_config for report in heard),
+        is_config_incomplete=not all(report.has_config for report in heard),
+        released_round=min((report.released_round for report in heard), default=0),
+        groups=tuple(groups),
+    )
+
+
+def _lost_group(group: ObservedGroup, node: str) -> ObservedGroup:
+    if not group.phase.is_alive:
+        return group
+    text = f"host {node} does not answer"
+    return replace(group, phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=text, is_terminating=False)
+
+
+def find_offers(entry: RunEntry, views: Sequence[HostView], round_: int) -> dict[str, AgentStatus]:
+    """Return the statuses of the ready nodes of a round, by node name."""
+    config = entry.origin.config(entry.job)
+    statuses = [status for view in views if view.report is not None for status in view.report.statuses]
+    return {
+        config.node(node).name: status
+        for node, _, status in statuses
+        if status.round == round_ and status.master_address is not None
+    }
+
+
+def find_issuer(entry: RunEntry, offers: Mapping[str, AgentStatus]) -> int | None:
+    """Return the host whose agent has issued the credentials of the round; None if no process needs any."""
+    names = [host.node for host in entry.hosts]
+    config = entry.origin.config(entry.job)
+    if config.coordinator_nodes:
+        return names.index(config.coordinator_nodes[0])
+    return next((names.index(name) for name, status in offers.items() if status.server is not None), None)
+
+
+def select_secrets(config: JobConfig, host: int, secrets: Mapping[str, str]) -> dict[str, str]:
+    """Return the credentials of the processes of one node: its workers, and its coordinator."""
+    holders = {f"worker-{rank}" for rank in config.ranks_of_node(host)}
+    name = config.node(host).name
+    if name in config.coordinator_nodes:
+        holders.add(f"coordinator-{config.coordinator_nodes.index(name)}")
+    return {file: text for file, text in secrets.items() if file.split(".")[0] in holders}

@@ -1,0 +1,135 @@
+"""Runtime of a run on one host: its worker groups in the host's job folder, and the start of its host service."""
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from ringweave.errors import LaunchError
+from ringweave.jobs import records
+from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.hosts.messages import HostAction, HostReport
+from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, save_durably
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.local.job_runtime import LocalJobRuntime
+
+AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
+SERVICE_MODULE = "ringweave.platforms.hosts.service"
+_GROUP_ACTIONS = {
+    each.__name__: each for each in (records.CreateGroup, records.RestartGroup, records.StopGroup, records.DeleteGroup)
+}
+
+
+class HostJobRuntime:
+    """Worker groups of a run on this host. Every action may be repeated."""
+
+    def __init__(self, folder: HostFolder, config: HostConfig, entry: RunEntry) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        job_config = replace(entry.origin.config(entry.job), directory=config.directory, script_text=None)
+        self._inner = LocalJobRuntime(
+            folder.job, job_config, agent=AGENT_COMMAND, environ={**os.environ, **config.environ}
+        )
+
+    def report(self) -> HostReport:
+        """Return the present state of the groups."""
+        with self._lock:  # a group that is just being created looks like one that is gone
+            observed = self._inner.observe()
+        statuses = []
+        for group in self._folder.job.groups():
+            status, _ = group.read_state()
+            if status is not None:
+                statuses.append((group.node, group.attempt, status))
+        return HostReport(
+            has_config=observed.has_config,
+            released_round=observed.released_round,
+            groups=observed.groups,
+            statuses=tuple(statuses),
+        )
+
+    def apply(self, action: HostAction) -> None:
+        """Apply an action of the leader.
+
+        Raises:
+            LaunchError: The action is not known here.
+            OSError: Files cannot be written.
+        """
+        with self._lock:
+            self._apply(action)
+
+    def _apply(self, action: HostAction) -> None:
+        if action.name in _GROUP_ACTIONS:
+            self._inner.apply(_GROUP_ACTIONS[action.name](**action.fields))
+        elif action.name == "CreateConfig":
+            self._inner.apply(records.CreateConfig(counts=()))
+        elif action.name == "DeleteConfig":
+            self._inner.apply(records.DeleteConfig())
+        elif action.name == "ReleaseBarrier":
+            self._release_barrier(action)
+        else:
+            raise LaunchError(f"action {action.name}: unknown, expected one of this version. Update this host.")
+
+    def take_secrets(self, round_: int) -> dict[str, str]:
+        """Return the credentials that an agent of this host has issued in a round: file name -> content."""
+        folder = self._secrets(round_)
+        return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))}
+
+    def _release_barrier(self, action: HostAction) -> None:
+        """Keep the credentials of this host's own processes, then publish the rendezvous result."""
+        rendezvous = agent_channel.parse_rendezvous(action.rendezvous)
+        if action.secrets:
+            self._save_secrets(rendezvous.round, action.secrets)
+        save_durably(self._folder.job.rendezvous, action.rendezvous)
+        for group in self._folder.job.groups():
+            job_folder.notify(group.wakeup)
+
+    def _save_secrets(self, round_: int, secrets: Mapping[str, str]) -> None:
+        wanted = self._secrets(round_)
+        for other in self._folder.job.secrets.glob("round-*"):
+            if other != wanted:
+                shutil.rmtree(other, ignore_errors=True)
+        wanted.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in wanted.glob("*.json"):
+            if path.name not in secrets:
+                path.unlink()
+        for name, text in secrets.items():
+            if Path(name).name == name:
+                descriptor = os.open(wanted / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(text)
+
+    def _secrets(self, round_: int) -> Path:
+        return self._folder.job.secrets / f"round-{round_}"
+
+
+def ensure_service(folder: HostFolder, environ: Mapping[str, str]) -> None:
+    """Start the host service if none runs; does nothing for a run that is being removed.
+
+    Raises:
+        LaunchError: It cannot be started.
+    """
+    try:
+        if not folder.host_config.exists():
+            return
+        lock = job_folder.try_lock_file(folder.service_lock)
+        if lock is None:
+            return
+        try:
+            argv = (sys.executable, "-P", "-m", SERVICE_MODULE, str(folder.root))
+            job_folder.spawn_locked(argv, environ, lock=lock, log=folder.service_log)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        if not folder.host_config.exists():
+            return
+        raise LaunchError(f"host service could not be started: {error}. [{folder.root}]") from error
+
+
+def is_run_process(process: psutil.Process) -> bool:
+    """Return whether a process is a host service or a node agent, and so does not belong to the workers."""
+    return not {SERVICE_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())

@@ -1,0 +1,178 @@
+"""RPC messages between the host services of a run, and from commands to them."""
+
+from typing import ClassVar
+
+import pydantic
+
+from ringweave.jobs.records import ObservedGroup
+from ringweave.platforms.agent.agent_channel import AgentStatus
+from ringweave.rpc import RpcMessage
+
+HOST_ROLE = "host"
+"""Role of a host service in its certificate."""
+COMMAND_ROLE = "command"
+"""Role of a command."""
+MAX_LOG_BYTES = 256 * 1024
+"""Upper limit of the log text in one answer."""
+
+
+class HostReport(RpcMessage):
+    """State of the job on one host."""
+
+    kind: ClassVar[str] = "hosts.report"
+
+    has_config: bool = False
+    released_round: int = 0
+    groups: tuple[ObservedGroup, ...] = ()
+    statuses: tuple[tuple[int, int, AgentStatus], ...] = ()
+    """Node, attempt and last status of each agent of this host."""
+
+
+class HostAnswer(RpcMessage):
+    """Answer of a host to its leader."""
+
+    kind: ClassVar[str] = "hosts.answer"
+
+    term: int
+    is_accepted: bool
+    """False if this host knows a newer term."""
+    entry_version: tuple[int, int]
+    report_version: int = 0
+    report: HostReport | None = None
+    """None if it has not changed."""
+
+
+class LeaderContact(RpcMessage):
+    """Contact of the leader: hands over a newer entry, and asks for the host's report once it changes."""
+
+    kind: ClassVar[str] = "hosts.contact"
+    reply: ClassVar[type[RpcMessage]] = HostAnswer
+
+    term: int = pydantic.Field(ge=0)
+    leader: int = pydantic.Field(ge=0)
+    entry: str | None = None
+    """JSON of the entry, if the host's is older."""
+    known_report: int = -1
+    """Version of the last report; the host answers at once if its own is another one."""
+    wait_s: float = pydantic.Field(default=0.0, ge=0.0, le=10.0)
+    """Time for which the host may wait for a change."""
+
+
+class VoteAnswer(RpcMessage):
+    """Answer of a voter."""
+
+    kind: ClassVar[str] = "hosts.vote"
+
+    term: int
+    is_granted: bool
+
+
+class VoteRequest(RpcMessage):
+    """Asks for the vote of a host."""
+
+    kind: ClassVar[str] = "hosts.request_vote"
+    reply: ClassVar[type[RpcMessage]] = VoteAnswer
+
+    term: int = pydantic.Field(ge=1)
+    candidate: int = pydantic.Field(ge=0)
+    version: tuple[int, int]
+
+
+class HostAction(RpcMessage):
+    """Asks a host to apply an action of `reconcile` to its worker groups."""
+
+    kind: ClassVar[str] = "hosts.action"
+    reply: ClassVar[type[RpcMessage]] = HostAnswer
+
+    term: int = pydantic.Field(ge=0)
+    leader: int = pydantic.Field(ge=0)
+    name: str
+    """Name of the action's class."""
+    fields: dict[str, int] = pydantic.Field(default_factory=dict)
+    rendezvous: str = ""
+    """JSON of the rendezvous result, for a released barrier."""
+    secrets: dict[str, str] = pydantic.Field(default_factory=dict, repr=False)
+    """Name of a file in the round's folder of secrets -> its content: the credentials of this host's processes."""
+
+
+class RoundSecrets(RpcMessage):
+    """Credentials of a round, as files."""
+
+    kind: ClassVar[str] = "hosts.secrets"
+
+    files: dict[str, str] = pydantic.Field(default_factory=dict, repr=False)
+
+
+class TakeSecrets(RpcMessage):
+    """Takes the credentials that an agent of this host has issued for the processes of all hosts."""
+
+    kind: ClassVar[str] = "hosts.take_secrets"
+    reply: ClassVar[type[RpcMessage]] = RoundSecrets
+
+    term: int = pydantic.Field(ge=0)
+    leader: int = pydantic.Field(ge=0)
+    round: int
+
+
+class RunStatus(RpcMessage):
+    """State of a run as one host knows it."""
+
+    kind: ClassVar[str] = "hosts.status"
+
+    entry: str
+    """JSON of the entry."""
+    leader: int | None
+    term: int
+    silent_hosts: tuple[int, ...] = ()
+    """Hosts that have not answered the leader lately; known to the leader alone."""
+
+
+class RunStatusRequest(RpcMessage):
+    """Asks for the state of the run."""
+
+    kind: ClassVar[str] = "hosts.get_status"
+    reply: ClassVar[type[RpcMessage]] = RunStatus
+
+
+class RunVerb(RpcMessage):
+    """Applies a verb (`stop`, `delete`, ...) to the run; a host that does not lead passes it on."""
+
+    kind: ClassVar[str] = "hosts.verb"
+    reply: ClassVar[type[RpcMessage]] = RunStatus
+
+    verb: str
+
+
+class LogPiece(RpcMessage):
+    """New text of one worker's log."""
+
+    kind: ClassVar[str] = "hosts.log_piece"
+
+    attempt: int
+    round: int
+    rank: int
+    end: int
+    """Position in the log after this text, in bytes."""
+    text: str
+
+
+class LogPieces(RpcMessage):
+    """New text of the logs of one host."""
+
+    kind: ClassVar[str] = "hosts.log_pieces"
+
+    node: str
+    pieces: tuple[LogPiece, ...] = ()
+    is_complete: bool = True
+    """False if there is more already."""
+
+
+class ReadLogs(RpcMessage):
+    """Asks for what the logs of this host have got since these positions."""
+
+    kind: ClassVar[str] = "hosts.read_logs"
+    reply: ClassVar[type[RpcMessage]] = LogPieces
+
+    positions: dict[str, int] = pydantic.Field(default_factory=dict)
+    """`ATTEMPT/ROUND/RANK` -> position in bytes."""
+    wait_s: float = pydantic.Field(default=0.0, ge=0.0, le=10.0)

@@ -1,0 +1,327 @@
+"""Entry of a run: all state that has to survive, kept by every host; and the folder of a run on one host.
+
+```text
+STATE/hosts/ID/host.json           this host's part of the run: its index, its node, its files
+STATE/hosts/ID/credentials.json    credentials of the host service
+STATE/hosts/ID/command.json        credentials of commands on this host
+STATE/hosts/ID/ballot.json         last promise of this voter
+STATE/hosts/ID/entry.json          newest known entry of the run
+STATE/hosts/ID/service.lock        held while the host service runs
+STATE/hosts/ID/service.log         its standard error
+STATE/hosts/ID/files/              working directory of the workers, if it is a copy
+STATE/hosts/ID/job/                job folder of the local platform, for the worker groups of this host
+```
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import platformdirs
+from pydantic import TypeAdapter
+
+from ringweave.errors import UnknownJobError, explain
+from ringweave.files.problems import suggest_closest
+from ringweave.jobs import records
+from ringweave.jobs.records import Job, JobEvent, JobRecord
+from ringweave.platforms.agent.agent_channel import RendezvousResult
+from ringweave.platforms.hosts.host_list import HostSpec
+from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion
+from ringweave.platforms.local.job_folder import JobFolder, replace_text
+from ringweave.platforms.submission import JobOrigin
+
+MAX_EVENTS = 1000
+"""Upper limit of kept events; the oldest are dropped, since every host gets all of them with each change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEndpoint:
+    """Host of a run as the other hosts know it."""
+
+    node: str
+    """Name of its node."""
+    destination: str
+    """Its ssh destination; empty for a host that has joined by a token."""
+    address: str
+    """Address at which other hosts reach it."""
+    port: int
+    """Port of its host service."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEvent:
+    """Event of a run, kept once."""
+
+    key: str
+    """Key of the job's event, unique within the run."""
+    time_s: float
+    """Seconds since 1970."""
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEntry:
+    """Everything that a new leader needs to go on."""
+
+    run_id: str
+    """Id of the run, never reused."""
+    version: EntryVersion
+    hosts: tuple[HostEndpoint, ...]
+    """Hosts in the order of the nodes of the request."""
+    voters: tuple[int, ...]
+    """Hosts that count for a quorum."""
+    job: Job
+    origin: JobOrigin
+    rendezvous: RendezvousResult | None = None
+    """Result of the last rendezvous; hosts that come later in the same round get it too."""
+    events: tuple[RunEvent, ...] = ()
+    """Latest events, oldest first."""
+
+    @property
+    def name(self) -> str:
+        return self.job.request.name
+
+    def with_record(self, record: JobRecord, events: tuple[JobEvent, ...], now: float) -> "RunEntry":
+        """Return the entry with another record and its new events; an event that is known already stays as it is."""
+        known = {each.key for each in self.events}
+        added = [
+            RunEvent(key=event.key, time_s=now, kind=event.kind, text=event.text)
+            for event in events
+            if event.key not in known
+        ]
+        return replace(self, job=replace(self.job, record=record), events=(*self.events, *added)[-MAX_EVENTS:])
+
+
+def dump_entry(entry: RunEntry) -> str:
+    """Return the entry as JSON with its format."""
+    return records.add_format(_ENTRY_ADAPTER.dump_json(entry)).decode()
+
+
+def parse_entry(text: str) -> RunEntry:
+    """Parse the JSON of an entry.
+
+    Raises:
+        JobError: It has another format.
+        ValueError: It is none.
+    """
+    records.check_format(text, "entry of the run")
+    return _ENTRY_ADAPTER.validate_json(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostConfig:
+    """Part of a run that differs from host to host; written once when the run starts there."""
+
+    run_id: str
+    index: int
+    """Index of this host among the hosts of the run."""
+    node: str
+    address: str
+    """Address that the host service listens on, and the workers' address for other hosts."""
+    port: int
+    directory: str
+    """Working directory of the workers."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the command hands on to the workers."""
+    first_leader: int | None = None
+    """Leader of the first term; None for a host that joins a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFolder:
+    """Paths of a run on this host."""
+
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.root.name
+
+    @property
+    def host_config(self) -> Path:
+        return self.root / "host.json"
+
+    @property
+    def credentials(self) -> Path:
+        """Credentials of the host service."""
+        return self.root / "credentials.json"
+
+    @property
+    def command_credentials(self) -> Path:
+        """Credentials of commands on this host."""
+        return self.root / "command.json"
+
+    @property
+    def ballot(self) -> Path:
+        return self.root / "ballot.json"
+
+    @property
+    def entry(self) -> Path:
+        return self.root / "entry.json"
+
+    @property
+    def service_lock(self) -> Path:
+        """File that the host service locks."""
+        return self.root / "service.lock"
+
+    @property
+    def service_log(self) -> Path:
+        return self.root / "service.log"
+
+    @property
+    def files(self) -> Path:
+        """Copy of the script's directory."""
+        return self.root / "files"
+
+    @property
+    def job(self) -> JobFolder:
+        """Job folder of this host's worker groups."""
+        return JobFolder(root=self.root / "job")
+
+    def load_config(self) -> HostConfig:
+        return parse_host_config(self.host_config.read_bytes())
+
+    def save_config(self, config: HostConfig) -> None:
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_text(self.host_config, dump_host_config(config))
+
+    def load_entry(self) -> RunEntry:
+        return parse_entry(self.entry.read_text(encoding="utf-8"))
+
+    def save_entry(self, entry: RunEntry) -> None:
+        save_durably(self.entry, dump_entry(entry))
+
+    def load_ballot(self) -> Ballot:
+        return _BALLOT_ADAPTER.validate_json(self.ballot.read_bytes())
+
+    def save_ballot(self, ballot: Ballot) -> None:
+        save_durably(self.ballot, _BALLOT_ADAPTER.dump_json(ballot).decode())
+
+
+def dump_host_config(config: HostConfig) -> str:
+    """Return the config of a host as JSON."""
+    return _CONFIG_ADAPTER.dump_json(config).decode()
+
+
+def parse_host_config(text: str | bytes) -> HostConfig:
+    """Parse the JSON of a host's config.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _CONFIG_ADAPTER.validate_json(text)
+
+
+def save_durably(path: Path, text: str) -> None:
+    """Write the file atomically, and return when it is on the disk."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def hosts_state_folder() -> Path:
+    """Return the folder with the runs of this user on this host."""
+    return platformdirs.user_state_path("ringweave") / "hosts"
+
+
+def find_run_folders(state: Path) -> list[HostFolder]:
+    """Return the folders of runs that have this host as one of theirs."""
+    try:
+        entries = sorted(state.iterdir())
+    except FileNotFoundError:
+        return []
+    folders = [HostFolder(root=each) for each in entries]
+    return [folder for folder in folders if folder.host_config.exists() and folder.entry.exists()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsOptions:
+    """Options of a connection to hosts."""
+
+    python: str | None = None
+    """Interpreter on the hosts; None: the same path as here, else that of the `ringweave` on their PATH."""
+    installed: str = ""
+    """Path of the interpreter that `--install` made, below the home folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownRun:
+    """Run that this user has started from this machine, as its file says."""
+
+    run_id: str
+    name: str
+    hosts: tuple[HostSpec, ...]
+    options: HostsOptions
+    run_dir: str
+    """Folder on this machine that gets the output."""
+
+
+def known_runs_folder() -> Path:
+    """Return the folder of the runs that this user has started from this machine."""
+    return platformdirs.user_state_path("ringweave") / "started"
+
+
+def save_known_run(known: KnownRun) -> None:
+    """Remember a run, for the commands that follow."""
+    folder = known_runs_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    content = {
+        "run_id": known.run_id,
+        "name": known.name,
+        "hosts": [
+            {"node": h.node, "destination": h.destination, "workers": h.workers, "address": h.address}
+            for h in known.hosts
+        ],
+        "python": known.options.python,
+        "installed": known.options.installed,
+        "run_dir": known.run_dir,
+    }
+    (folder / f"{known.name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def forget_known_run(known: KnownRun) -> None:
+    """Forget a run that has been removed from its hosts."""
+    (known_runs_folder() / f"{known.name}.json").unlink(missing_ok=True)
+
+
+def list_known_runs() -> list[KnownRun]:
+    """Return the runs that this user has started from this machine, oldest first."""
+    paths = sorted(known_runs_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return [_load_known_run(path) for path in paths]
+
+
+def find_known_run(name: str) -> KnownRun:
+    """Return a run by its name, or by the folder of its output.
+
+    Raises:
+        UnknownJobError: There is none.
+    """
+    runs = list_known_runs()
+    wanted = str(Path(name).absolute())
+    found = next((run for run in runs if name in (run.name, run.run_id) or wanted == run.run_dir), None)
+    if found is None:
+        names = [run.name for run in runs]
+        do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
+        expected = f"one of {', '.join(names)}" if names else "a run that was started from this machine"
+        raise UnknownJobError(explain("run", got=name, expected=expected, do=do))
+    return found
+
+
+def _load_known_run(path: Path) -> KnownRun:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return KnownRun(
+        run_id=content["run_id"],
+        name=content["name"],
+        hosts=tuple(HostSpec(**host) for host in content["hosts"]),
+        options=HostsOptions(python=content["python"], installed=content["installed"]),
+        run_dir=content["run_dir"],
+    )
+
+
+_ENTRY_ADAPTER, _CONFIG_ADAPTER, _BALLOT_ADAPTER = TypeAdapter(RunEntry), TypeAdapter(HostConfig), TypeAdapter(Ballot)

@@ -1,0 +1,553 @@
+"""Host service: one process on each host of a run, for the length of the run.
+
+    python -m ringweave.platforms.hosts.service RUN_FOLDER
+
+It keeps a copy of the run's entry, starts and observes the worker groups of its host, votes, and, on the leader,
+controls the run. It may be killed at any time: the host's node agent starts another one.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ringweave import rpc
+from ringweave.errors import JobError, LaunchError, NotLeaderError, RingweaveError, RpcError, explain
+from ringweave.jobs import verbs
+from ringweave.jobs.advance import is_finished
+from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
+from ringweave.platforms.hosts.host_runtime import HostJobRuntime
+from ringweave.platforms.hosts.messages import (
+    COMMAND_ROLE,
+    HOST_ROLE,
+    HostAction,
+    HostAnswer,
+    HostReport,
+    LeaderContact,
+    RoundSecrets,
+    RunStatus,
+    RunStatusRequest,
+    RunVerb,
+    TakeSecrets,
+    VoteAnswer,
+    VoteRequest,
+)
+from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, is_quorum
+from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, dump_entry, parse_entry
+from ringweave.platforms.local import job_folder
+from ringweave.platforms.local.job_folder import Wakeup
+from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcServer
+
+TICK_S = 0.1
+"""Interval between two looks at this host."""
+CONTACT_WAIT_S = 0.5
+"""Time for which a host may hold a contact of its leader until its report changes."""
+CONTACT_TIMEOUT_S = 2.0
+RECONNECT_S = 0.25
+COMMIT_TIMEOUT_S = 3.0
+ACTION_TIMEOUT_S = 10.0
+VOTE_TIMEOUT_S = 1.0
+LINGER_S = 15.0
+"""Time after the end of the run for which the service stays, for commands that read its outcome."""
+
+
+class LeaderLink:
+    """Connection of the leader to another host: hands over the entry, and receives reports."""
+
+    def __init__(self, service: "HostService", host: int, term: int) -> None:
+        self._service, self._host, self._term = service, host, term
+        self._client: RpcClient | None = None
+        self._lock = threading.Lock()
+        self.report: HostReport | None = None
+        self.entry_version: EntryVersion = (-1, 0)
+        self._report_version = -1
+        threading.Thread(target=self._run, name=f"link to host {host}", daemon=True).start()
+
+    def push_entry(self) -> None:
+        """Hand the newest entry over now.
+
+        Raises:
+            RpcError: The host does not answer.
+        """
+        self._contact(self._connected(), wait_s=0.0)
+
+    def call(self, message: rpc.RpcMessage, timeout_s: float) -> rpc.RpcMessage:
+        """Call the host.
+
+        Raises:
+            RpcError: The host does not answer, or the call failed there.
+        """
+        return self._connected().call(message, timeout_s=timeout_s).message
+
+    def apply(self, action: HostAction) -> None:
+        """Let the host apply an action, and take its report.
+
+        Raises:
+            RpcError: The host does not answer, or the action failed there.
+        """
+        answer = self.call(action, ACTION_TIMEOUT_S)
+        assert isinstance(answer, HostAnswer)
+        self._take_answer(answer)
+
+    def _run(self) -> None:
+        while self._service.leads(self._term):
+            try:
+                self._contact(self._connected(), wait_s=CONTACT_WAIT_S)
+            except (RingweaveError, OSError):
+                self._drop()
+                time.sleep(RECONNECT_S)
+        self._drop()
+
+    def _connected(self) -> RpcClient:
+        with self._lock:
+            if self._client is None or self._client.failure is not None:
+                endpoint = self._service.entry.hosts[self._host]
+                self._client = RpcClient.connect(
+                    endpoint.address,
+                    endpoint.port,
+                    self._service.authentication,
+                    role=HOST_ROLE,
+                    limits=RpcLimits(handshake_s=CONTACT_TIMEOUT_S),
+                    timeout_s=CONTACT_TIMEOUT_S,
+                )
+                self.entry_version = (-1, 0)
+            return self._client
+
+    def _drop(self) -> None:
+        with self._lock:
+            if self._client is not None:
+                self._client.abort()
+                self._client = None
+
+    def _contact(self, client: RpcClient, wait_s: float) -> None:
+        entry, sent_s = self._service.entry, time.monotonic()
+        text = dump_entry(entry) if self.entry_version != entry.version else None
+        message = LeaderContact(
+            term=self._term,
+            leader=self._service.index,
+            entry=text,
+            known_report=self._report_version,
+            wait_s=wait_s if text is None else 0.0,
+        )
+        answer = client.call(message, timeout_s=wait_s + CONTACT_TIMEOUT_S).message
+        assert isinstance(answer, HostAnswer)
+        self._take_answer(answer)
+        self._service.note_contact(self._host, self._term, answer.term, sent_s)
+
+    def _take_answer(self, answer: HostAnswer) -> None:
+        if not answer.is_accepted:
+            self._service.note_newer_term(answer.term)
+            return
+        self.entry_version = answer.entry_version
+        if answer.report is not None:
+            self.report, self._report_version = answer.report, answer.report_version
+            self._service.wake()
+
+
+class HostService:
+    """State of one host in the run; all threads share it under one lock."""
+
+    # A long constructor: it loads the files of this host, and begins with empty tables.
+    def __init__(self, folder: HostFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._config = folder.load_config()
+        self.index = self._config.index
+        self.entry = folder.load_entry()
+        ballot = folder.load_ballot()
+        self.authentication = rpc.TlsAuthentication(rpc.Credentials.load(folder.credentials))
+        leader = self._config.first_leader if ballot.term <= 1 else None
+        self._leadership = Leadership(self.index, self.entry.voters, ballot, clock(), leader)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._commit_lock = threading.Lock()
+        self._runtime = HostJobRuntime(folder, self._config, self.entry)
+        self._report, self._report_version = HostReport(), 0
+        self._links: dict[int, LeaderLink] = {}
+        self._links_term = -1
+        self._controller: RunController | None = None
+        self._is_forgotten = False
+        self._finished_s: float | None = None
+        self._used_s = clock()
+        folder.job.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._wakeup = Wakeup(folder.job.wakeup)
+
+    def run(self) -> None:
+        """Serve until the run is removed, or has ended and no command has asked for a while."""
+        server = RpcServer(
+            self.authentication,
+            self._handlers(),
+            roles=(HOST_ROLE, COMMAND_ROLE),
+            on_handler_error=_print_handler_error,
+            on_peer_exit=self._peer_exited,
+        )
+        with server.start(self._config.address, self._config.port):
+            self._observe()
+            while not self._is_over():
+                self._wakeup.wait(self._tick())
+        if self._is_forgotten:
+            shutil.rmtree(self._folder.root, ignore_errors=True)
+
+    # What the controller uses.
+
+    def host_views(self) -> list[HostView]:
+        """Return the hosts, in the order of the entry."""
+        heard = self._leadership.hosts_heard(self._clock(), HOST_LOST_S)
+        return [
+            HostView(report=self._report, is_heard=True)
+            if host == self.index
+            else HostView(report=link.report if (link := self._links.get(host)) else None, is_heard=host in heard)
+            for host in range(len(self.entry.hosts))
+        ]
+
+    def commit_entry(self, entry: RunEntry) -> None:
+        """Save the entry here and on a quorum.
+
+        Raises:
+            LaunchError: There is no quorum, or this host does not lead any more.
+        """
+        with self._commit_lock:
+            with self._lock:
+                if not self._leadership.is_leader:
+                    raise LaunchError("entry of the run: this host does not lead any more, expected the leader.")
+                version = (self._leadership.ballot.term, self.entry.version[1] + 1)
+                self.entry = replace(entry, version=version)
+                self._folder.save_entry(self.entry)
+            self._wait_for_quorum(version)
+
+    def act_on_host(self, host: int, action: HostAction) -> None:
+        """Let a host apply an action."""
+        if host == self.index:
+            self._runtime.apply(action)
+            self._observe()
+        else:
+            self._links[host].apply(action)
+
+    def take_secrets(self, host: int, round_: int) -> dict[str, str]:
+        """Return the credentials that an agent of this host has issued."""
+        if host == self.index:
+            return self._runtime.take_secrets(round_)
+        message = TakeSecrets(term=self._links_term, leader=self.index, round=round_)
+        answer = self._links[host].call(message, ACTION_TIMEOUT_S)
+        assert isinstance(answer, RoundSecrets)
+        return answer.files
+
+    def forget_run(self) -> None:
+        """Let all hosts that answer remove their files and end; then this one."""
+        for host, view in enumerate(self.host_views()):
+            if view.is_heard and host != self.index:
+                action = HostAction(term=self._links_term, leader=self.index, name="ForgetJob")
+                self._links[host].apply(action)
+        self._is_forgotten = True
+
+    # What the links use.
+
+    def leads(self, term: int) -> bool:
+        """Return whether this host still leads in that term."""
+        return self._leadership.is_leader and self._leadership.ballot.term == term and not self._is_forgotten
+
+    def note_contact(self, host: int, term: int, their_term: int, sent_s: float) -> None:
+        """Note an answer of a host to this leader."""
+        with self._lock:
+            if self._leadership.ballot.term == term and their_term == term:
+                self._leadership.note_contact(host, sent_s)
+                self._changed.notify_all()
+
+    def note_newer_term(self, term: int) -> None:
+        """Follow again: another host knows a newer term."""
+        with self._lock:
+            if term > self._leadership.ballot.term:
+                self._leadership.step_down(term)
+                self._folder.save_ballot(self._leadership.ballot)
+
+    def wake(self) -> None:
+        """Let the main loop look at once."""
+        with self._lock:
+            self._changed.notify_all()
+        job_folder.notify(self._folder.job.wakeup)
+
+    # The main loop.
+
+    def _tick(self) -> float:
+        """Look at this host, and act if it leads; return the seconds until the next tick."""
+        self._observe()
+        with self._lock:
+            stands = self._leadership.should_stand(self._clock())
+        if stands:
+            self._campaign()
+        if not self._leadership.is_leader:
+            self._drop_leadership()
+            return TICK_S
+        self._keep_links()
+        if not self._leadership.holds_lease(self._clock()):
+            return TICK_S
+        try:
+            self._update_voters()
+            assert self._controller is not None
+            return min(TICK_S, self._controller.step())
+        except LaunchError as error:
+            print(f"step: {error}", file=sys.stderr, flush=True)
+            return TICK_S
+
+    def _observe(self) -> None:
+        report = self._runtime.report()
+        with self._lock:
+            if report != self._report:
+                self._report, self._report_version = report, self._report_version + 1
+                self._changed.notify_all()
+
+    def _keep_links(self) -> None:
+        term = self._leadership.ballot.term
+        if self._links_term != term:
+            self._links_term, self._links = term, {}
+            self._controller = RunController(self, term, self.index)
+        for host in range(len(self.entry.hosts)):
+            if host != self.index and host not in self._links:
+                self._links[host] = LeaderLink(self, host, term)
+
+    def _drop_leadership(self) -> None:
+        self._links, self._controller, self._links_term = {}, None, -1
+
+    def _update_voters(self) -> None:
+        """Let silent hosts not count for the quorum, one at a time, and let hosts that answer again count."""
+        heard = {self.index, *self._leadership.hosts_heard(self._clock(), VOTER_LOST_S)}
+        voters = self.entry.voters
+        gone = next((host for host in voters if host not in heard), None)
+        back = next((host for host in range(len(self.entry.hosts)) if host in heard and host not in voters), None)
+        if gone is None and back is None:
+            return
+        added = [] if back is None or gone is not None else [back]
+        changed = tuple(sorted([*(host for host in voters if host != gone), *added]))
+        with self._lock:
+            self._leadership.set_voters(changed)
+        self.commit_entry(replace(self.entry, voters=changed))
+
+    def _wait_for_quorum(self, version: EntryVersion) -> None:
+        for link in list(self._links.values()):
+            threading.Thread(target=_push_quietly, args=(link,), daemon=True).start()
+        with self._changed:
+            is_saved = self._changed.wait_for(
+                lambda: not self._leadership.is_leader or is_quorum(self._hosts_with(version), self._leadership.voters),
+                COMMIT_TIMEOUT_S,
+            )
+        if not is_saved or not self._leadership.is_leader:
+            raise LaunchError("entry of the run: no quorum of the hosts has saved it. It is tried again.")
+
+    def _hosts_with(self, version: EntryVersion) -> set[int]:
+        return {self.index, *(host for host, link in self._links.items() if link.entry_version >= version)}
+
+    def _campaign(self) -> None:
+        """Stand for election, and ask the other voters at the same time."""
+        with self._lock:
+            term = self._leadership.stand(self._clock())
+            self._folder.save_ballot(self._leadership.ballot)
+            message = VoteRequest(term=term, candidate=self.index, version=self.entry.version)
+            self._leadership.finish_election(self._clock())
+            voters = [host for host in self._leadership.voters if host != self.index]
+        threads = [threading.Thread(target=self._ask_vote, args=(host, message), daemon=True) for host in voters]
+        for thread in threads:
+            thread.start()
+        deadline_s = self._clock() + VOTE_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - self._clock()))
+        if self._leadership.is_leader:
+            print(f"leads in term {term}", file=sys.stderr, flush=True)
+
+    def _ask_vote(self, host: int, message: VoteRequest) -> None:
+        endpoint = self.entry.hosts[host]
+        limits = RpcLimits(handshake_s=VOTE_TIMEOUT_S)
+        try:
+            with RpcClient.connect(
+                endpoint.address,
+                endpoint.port,
+                self.authentication,
+                role=HOST_ROLE,
+                limits=limits,
+                timeout_s=VOTE_TIMEOUT_S,
+            ) as client:
+                answer = client.call(message, timeout_s=VOTE_TIMEOUT_S).message
+        except (RpcError, OSError):
+            return
+        assert isinstance(answer, VoteAnswer)
+        with self._lock:
+            if answer.is_granted:
+                self._leadership.count_vote(message.term, host, self._clock())
+        self.note_newer_term(answer.term)
+
+    def _is_over(self) -> bool:
+        if self._is_forgotten:
+            return True
+        now_s = self._clock()
+        has_groups = any(group.phase.is_alive or group.is_terminating for group in self._report.groups)
+        if has_groups or not is_finished(self.entry.job) or self.entry.job.desired.delete:
+            self._finished_s = None
+            return False
+        self._finished_s = now_s if self._finished_s is None else self._finished_s
+        return now_s - max(self._finished_s, self._used_s) >= LINGER_S
+
+    # Handlers.
+
+    def _handlers(self) -> Sequence[RpcHandler]:
+        return (
+            RpcHandler(message=LeaderContact, handle=self._handle_contact),
+            RpcHandler(message=VoteRequest, handle=self._handle_vote),
+            RpcHandler(message=HostAction, handle=self._handle_action),
+            RpcHandler(message=TakeSecrets, handle=self._handle_secrets),
+            RpcHandler(message=RunStatusRequest, handle=self._handle_status),
+            RpcHandler(message=RunVerb, handle=self._handle_verb),
+        )
+
+    def _handle_contact(self, call: RpcCall) -> HostAnswer:
+        message: LeaderContact = call.message
+        with self._changed:
+            if not self._accept_leader(call, message.term, message.leader):
+                return self._refusal()
+            if message.entry is not None:
+                self._adopt_entry(parse_entry(message.entry))
+            self._changed.wait_for(
+                lambda: self._report_version != message.known_report or call.cancelled.is_set(), message.wait_s
+            )
+            if message.term < self._leadership.ballot.term:
+                return self._refusal()
+            report = self._report if self._report_version != message.known_report else None
+            return self._answer(report)
+
+    def _handle_vote(self, call: RpcCall) -> VoteAnswer:
+        message: VoteRequest = call.message
+        self._check_host(call, message.candidate)
+        with self._lock:
+            is_granted = self._leadership.grant_vote(
+                message.term, message.candidate, message.version, self.entry.version, self._clock()
+            )
+            if is_granted:
+                self._folder.save_ballot(self._leadership.ballot)
+            return VoteAnswer(term=self._leadership.ballot.term, is_granted=is_granted)
+
+    def _handle_action(self, call: RpcCall) -> HostAnswer:
+        message: HostAction = call.message
+        with self._lock:
+            if not self._accept_leader(call, message.term, message.leader):
+                return self._refusal()
+        if message.name == "ForgetJob":
+            self._is_forgotten = True
+            return self._answer(None)
+        self._runtime.apply(message)
+        self._observe()
+        with self._lock:
+            return self._answer(self._report)
+
+    def _handle_secrets(self, call: RpcCall) -> RoundSecrets:
+        message: TakeSecrets = call.message
+        with self._lock:
+            if not self._accept_leader(call, message.term, message.leader):
+                raise NotLeaderError("credentials of a round: asked by a former leader, expected the present one.")
+        return RoundSecrets(files=self._runtime.take_secrets(message.round))
+
+    def _handle_status(self, call: RpcCall) -> RunStatus:
+        self._used_s = self._clock()
+        return self._status()
+
+    def _handle_verb(self, call: RpcCall) -> RunStatus:
+        message: RunVerb = call.message
+        self._used_s = self._clock()
+        if self._leadership.holds_lease(self._clock()):
+            self._apply_verb(message.verb)
+            return self._status()
+        leader = self._leadership.leader
+        if leader is None or leader == self.index or call.peer.role == HOST_ROLE:
+            do = "Repeat the command in a few seconds"
+            raise NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
+        return self._pass_on(leader, message)
+
+    def _apply_verb(self, verb: str) -> None:
+        with self._lock:
+            job = self.entry.job
+            changed = replace(job, desired=verbs.apply_verb(verb, job, time.time()))
+        self.commit_entry(replace(self.entry, job=changed))
+        self.wake()
+
+    def _pass_on(self, leader: int, message: RunVerb) -> RunStatus:
+        endpoint = self.entry.hosts[leader]
+        with RpcClient.connect(endpoint.address, endpoint.port, self.authentication, role=HOST_ROLE) as client:
+            answer = client.call(message, timeout_s=ACTION_TIMEOUT_S).message
+        assert isinstance(answer, RunStatus)
+        return answer
+
+    def _status(self) -> RunStatus:
+        with self._lock:
+            silent = tuple(host for host, view in enumerate(self.host_views()) if not view.is_heard)
+            return RunStatus(
+                entry=dump_entry(self.entry),
+                leader=self._leadership.leader,
+                term=self._leadership.ballot.term,
+                silent_hosts=silent if self._leadership.is_leader else (),
+            )
+
+    def _accept_leader(self, call: RpcCall, term: int, leader: int) -> bool:
+        self._check_host(call, leader)
+        before = self._leadership.ballot
+        if not self._leadership.accept_leader(term, leader, self._clock()):
+            return False
+        if self._leadership.ballot != before:
+            self._folder.save_ballot(self._leadership.ballot)
+        return True
+
+    def _check_host(self, call: RpcCall, index: int) -> None:
+        """Refuse a command, or a host that says that it is another one."""
+        is_known = index < len(self.entry.hosts) and call.peer.name == self.entry.hosts[index].node
+        if call.peer.role != HOST_ROLE or not is_known:
+            do = "Nothing to do if the run goes on"
+            raise JobError(explain("sender", got=str(call.peer), expected=f"host {index} of the run", do=do))
+
+    def _adopt_entry(self, entry: RunEntry) -> None:
+        if entry.run_id != self._folder.run_id or entry.version <= self.entry.version:
+            return
+        self.entry = entry
+        self._folder.save_entry(entry)
+        self._leadership.set_voters(entry.voters)
+
+    def _answer(self, report: HostReport | None) -> HostAnswer:
+        return HostAnswer(
+            term=self._leadership.ballot.term,
+            is_accepted=True,
+            entry_version=self.entry.version,
+            report_version=self._report_version,
+            report=report,
+        )
+
+    def _refusal(self) -> HostAnswer:
+        return HostAnswer(term=self._leadership.ballot.term, is_accepted=False, entry_version=self.entry.version)
+
+    def _peer_exited(self, peer: rpc.Identity) -> None:
+        """Note that the process of another host service has ended; if it led, another leader is elected soon."""
+        names = [host.node for host in self.entry.hosts]
+        if peer.role == HOST_ROLE and peer.name in names:
+            with self._lock:
+                self._leadership.mark_leader_gone(names.index(peer.name))
+
+
+def _push_quietly(link: LeaderLink) -> None:
+    try:
+        link.push_entry()
+    except (RingweaveError, OSError):
+        return  # the link's own thread connects again
+
+
+def _print_handler_error(peer: rpc.Identity, kind: str, error: Exception) -> None:
+    print(f"{kind} of {peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def main(root: Path) -> None:
+    """Run the host service of a folder with the inherited lock."""
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    os.chdir("/")
+    HostService(HostFolder(root=root)).run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

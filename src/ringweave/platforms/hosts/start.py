@@ -1,0 +1,452 @@
+"""Start of a run on hosts, from the command: connects to all of them, checks them, sends files, starts the services."""
+
+import hashlib
+import itertools
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pathspec
+
+from ringweave import __version__, units
+from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.jobs import admission
+from ringweave.jobs.admission import PermissionCache
+from ringweave.jobs.records import Job
+from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
+from ringweave.launcher import run_dir
+from ringweave.launcher.run_dir import RunDir, software_versions
+from ringweave.membership import settings
+from ringweave.platforms import submission
+from ringweave.platforms.hosts import attach, host_list
+from ringweave.platforms.hosts.attach import write_notice
+from ringweave.platforms.hosts.host_list import HostList
+from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
+from ringweave.platforms.hosts.run_entry import (
+    HostConfig,
+    HostEndpoint,
+    HostsOptions,
+    KnownRun,
+    RunEntry,
+    dump_entry,
+    dump_host_config,
+    forget_known_run,
+    list_known_runs,
+    save_known_run,
+)
+from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, run_parallel
+from ringweave.platforms.submission import JobOrigin
+from ringweave.rpc import CertificateAuthority
+
+MAX_CLOCK_DIFFERENCE_S = 600.0
+"""Larger differences would make certificates invalid, and logs hard to read."""
+START_CALL_TIMEOUT_S = 30.0
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTORCH_", "HF_", "WANDB_")
+"""Prefixes of the command's variables that workers on all hosts get too."""
+
+
+def check_hosts(connections: Sequence[SshConnection]) -> None:
+    """Refuse hosts that differ in what a run needs equal, with one line for each.
+
+    Raises:
+        HostError: ringweave or torch differ, or a clock is off.
+    """
+    own = software_versions()
+    problems: list[str] = []
+    times = [connection.hello["time"] - time.time() for connection in connections]
+    for connection, offset_s in zip(connections, times, strict=True):
+        node, hello = connection.host.node, connection.hello
+        if hello["ringweave"] != __version__:
+            do = f"Install ringweave {__version__} there, or add --install"
+            problems.append(_difference("ringweave", node, hello["ringweave"], __version__, do))
+        if hello["torch"] is None:
+            do = "Install torch for the interpreter there, or name another with --python"
+            problems.append(explain(f"torch on host {node}", got="none", expected=str(own["torch"]), do=do))
+        elif hello["torch"] != connections[0].hello["torch"]:
+            first = connections[0]
+            expected = f"{first.hello['torch']}, as on host {first.host.node}"
+            do = "Install the same torch on all hosts"
+            problems.append(_difference("torch", node, hello["torch"], expected, do))
+        if abs(offset_s - statistics.median(times)) > MAX_CLOCK_DIFFERENCE_S or abs(offset_s) > MAX_CLOCK_DIFFERENCE_S:
+            do = "Set it, or start its time service: timedatectl set-ntp true"
+            got = f"{offset_s:+.0f} s from this machine's"
+            problems.append(explain(f"clock of host {node}", got=got, expected="the same time", do=do))
+    if problems:
+        raise HostError("\n".join(problems))
+
+
+def _difference(what: str, node: str, got: object, expected: str, do: str) -> str:
+    return explain(f"{what} on host {node}", got=got, expected=expected, do=do)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsRunRequest:
+    """Run on hosts, as the command asks for it."""
+
+    job: Job
+    """Admitted job; its nodes are the hosts in their order."""
+    host_list: HostList
+    directory: Path
+    """Directory of the script on this machine."""
+    options: HostsOptions
+    run_dir: Path
+    notify: Callable[[str], object]
+    """Gets a text about each step that takes time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptFile:
+    """One file of the script's directory."""
+
+    relative: str
+    """Path below the directory."""
+    path: Path
+    digest: str
+    """SHA-256 of its content, as hexadecimal digits."""
+    size: int
+    mode: int
+    """Permission bits."""
+
+
+def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRun:
+    """Send the files and start the services on all hosts.
+
+    Raises:
+        HostError: A host refuses; what was started has been ended then.
+    """
+    run_id = f"{request.job.request.name}-{secrets.token_hex(4)}"
+    directories = prepare_files(request, connections.open, run_id)
+    endpoints = [_endpoint(connection) for connection in connections.open]
+    entry = RunEntry(
+        run_id=run_id,
+        version=(1, 1),
+        hosts=tuple(endpoints),
+        voters=tuple(range(len(endpoints))),
+        job=request.job,
+        origin=JobOrigin(
+            directory=str(request.directory), script_text=None, environ={}, cluster=request.host_list.cluster_text
+        ),
+    )
+    authority = CertificateAuthority(run_id)
+    known = KnownRun(
+        run_id=run_id,
+        name=request.job.request.name,
+        hosts=request.host_list.hosts,
+        options=request.options,
+        run_dir=str(request.run_dir),
+    )
+    save_known_run(known)
+    environ = forwarded_environ(os.environ)
+
+    def start(index: int, connection: SshConnection) -> None:
+        config = HostConfig(
+            run_id=run_id,
+            index=index,
+            node=connection.host.node,
+            address=endpoints[index].address,
+            port=endpoints[index].port,
+            directory=directories[index],
+            environ=environ,
+            first_leader=0,
+        )
+        connection.call(
+            "start",
+            config=dump_host_config(config),
+            entry=dump_entry(entry),
+            credentials=authority.issue(HOST_ROLE, connection.host.node).to_text(),
+            command=authority.issue(COMMAND_ROLE, connection.host.node).to_text(),
+            timeout_s=START_CALL_TIMEOUT_S,
+        )
+
+    try:
+        check_reachable(connections.open, endpoints)
+        run_parallel(start, list(range(len(endpoints))), connections.open)
+    except LaunchError:
+        end_run_at_once(connections.open, run_id)
+        forget_known_run(known)
+        raise
+    return known
+
+
+def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
+    """End the services of a run that could not be started, and remove its files."""
+    for connection in connections:
+        try:
+            connection.call("abort", run_id=run_id)
+        except LaunchError:
+            continue
+
+
+def _endpoint(connection: SshConnection) -> HostEndpoint:
+    return HostEndpoint(
+        node=connection.host.node,
+        destination=connection.host.destination,
+        address=connection.host.address or _reachable_address(connection),
+        port=connection.call("open_port")["port"],
+    )
+
+
+def _reachable_address(connection: SshConnection) -> str:
+    """Return the address at which the ssh connection arrived, unless that is a loopback address."""
+    address = connection.hello["address"]
+    others = connection.hello["addresses"]
+    return others[0] if address.startswith(("127.", "::1")) and others else address
+
+
+def check_reachable(connections: Sequence[SshConnection], endpoints: Sequence[HostEndpoint]) -> None:
+    """Check that every host reaches the port of every other one, which `open_port` holds open.
+
+    Raises:
+        HostError: Some cannot; one line for each pair, at most eight.
+    """
+
+    def check(connection: SshConnection) -> list[str]:
+        problems = []
+        for endpoint in endpoints:
+            if endpoint.node != connection.host.node:
+                where = {"address": endpoint.address, "port": endpoint.port}
+                reason = connection.call("can_connect", timeout_s=4.0, **where)["reason"]
+                if reason:
+                    do = f"Open TCP between them in the firewall, or give {endpoint.node} another address"
+                    what = f"connection from host {connection.host.node} to {endpoint.node}"
+                    expected = f"a listener at {endpoint.address} port {endpoint.port}"
+                    problems.append(explain(what, got=reason, expected=expected, do=do))
+        return problems
+
+    problems = [text for texts in run_parallel(check, connections) for text in texts]
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise HostError("\n".join([*problems[:8], *more]))
+
+
+def prepare_files(request: HostsRunRequest, connections: Sequence[SshConnection], run_id: str) -> list[str]:
+    """Return the workers' directory on each host: the script's own where it is shared, else a copy."""
+    shared = find_shared(request.directory, connections)
+    if all(shared):
+        request.notify(f"files: all hosts share {request.directory}")
+        return [str(request.directory)] * len(connections)
+    files = collect_files(request.directory)
+    sent = run_parallel(lambda connection: send_files(files, connection, run_id), connections)
+    size, total = units.format_bytes(sum(file.size for file in files)), sum(number for _, number in sent)
+    request.notify(f"files: {len(files)} of {request.directory} ({size}), {total} of them sent")
+    return [directory for directory, _ in sent]
+
+
+def find_shared(directory: Path, connections: Sequence[SshConnection]) -> list[bool]:
+    """Return which hosts see this directory at the same path, by a file that is written for a moment."""
+    token = secrets.token_hex(16).encode()
+    mark = directory / f".ringweave-{token[:8].decode()}"
+    try:
+        mark.write_bytes(token)
+    except OSError:
+        return [False] * len(connections)
+    try:
+        return run_parallel(lambda each: each.call("has_file", token, path=str(mark))["found"], connections)
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def send_files(files: Sequence[ScriptFile], connection: SshConnection, run_id: str) -> tuple[str, int]:
+    """Send the files that a host does not have; return the directory there and the number of sent files."""
+    by_digest = {file.digest: file for file in files}
+    missing = connection.call("missing_blobs", digests=sorted(by_digest))["missing"]
+    for digest in missing:
+        connection.call("put_blob", by_digest[digest].path.read_bytes(), timeout_s=600.0)
+    laid = [[file.relative, file.digest, file.mode] for file in files]
+    directory = connection.call("lay_out", run_id=run_id, files=laid, timeout_s=120.0)["directory"]
+    return directory, len(missing)
+
+
+def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this environment that workers on all hosts get."""
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+
+
+def check_script(script: str) -> Path:
+    """Return the absolute path of a script.
+
+    Raises:
+        UsageError: There is no such file.
+    """
+    path = Path(script).absolute()
+    if not path.is_file():
+        do = "Give the path of a Python script; modules and other commands run on one machine only"
+        raise UsageError(explain("script", got=script, expected="the path of a Python file", do=do, where="--hosts"))
+    return path
+
+
+def default_run_name(script: str, now: float, existing: Sequence[str]) -> str:
+    """Return a name for a run, `train-1127-0941`, with a number if it is taken."""
+    stem = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(script).stem.lower()).strip("-") or "run"
+    stem = stem if stem[0].isalpha() else f"run-{stem}"
+    base = f"{stem[:24].rstrip('-')}-{time.strftime('%m%d-%H%M', time.localtime(now))}"
+    number = 1
+    while (name := base if number == 1 else f"{base}-{number}") in existing:
+        number += 1
+    return name
+
+
+MAX_FILES_BYTES = 256 * 2**20
+"""Upper limit of the files that go over the connection; data belongs elsewhere."""
+MAX_FILES = 20_000
+_NEVER_SENT = (".git", "__pycache__", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
+
+
+def collect_files(directory: Path) -> list[ScriptFile]:
+    """Return the files of a directory, without those that its .gitignore files exclude, run directories and venvs.
+
+    Raises:
+        UsageError: There are too many bytes or files; the text names the largest.
+    """
+    found, total = [], 0
+    for path in _walk(directory, []):
+        size = path.stat().st_size
+        total += size
+        found.append((path, size))
+        if total > MAX_FILES_BYTES or len(found) > MAX_FILES:
+            raise UsageError(_too_much_text(directory, found))
+    return [_script_file(directory, path, size) for path, size in sorted(found)]
+
+
+def _script_file(directory: Path, path: Path, size: int) -> ScriptFile:
+    return ScriptFile(
+        relative=str(path.relative_to(directory)),
+        path=path,
+        digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+        size=size,
+        mode=path.stat().st_mode & 0o777,
+    )
+
+
+def _walk(folder: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]]) -> Iterator[Path]:
+    ignore_file = folder / ".gitignore"
+    if ignore_file.is_file():
+        lines = ignore_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        ignores = [*ignores, (folder, pathspec.GitIgnoreSpec.from_lines(lines))]
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = Path(entry.path)
+        if _is_left_out(path, is_folder=entry.is_dir(), ignores=ignores):
+            continue
+        if entry.is_dir():
+            if not entry.is_symlink():
+                yield from _walk(path, ignores)
+        elif entry.is_file():
+            yield path
+
+
+def _is_left_out(path: Path, *, is_folder: bool, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]]) -> bool:
+    if is_folder and (path.name in _NEVER_SENT or (path / "pyvenv.cfg").exists() or (path / "run.json").exists()):
+        return True
+    mark = "/" if is_folder else ""
+    return any(spec.match_file(f"{path.relative_to(base)}{mark}") for base, spec in ignores)
+
+
+def _too_much_text(directory: Path, found: list[tuple[Path, int]]) -> str:
+    by_top = sorted(found, key=lambda each: each[0].relative_to(directory).parts[0])
+    sums = {
+        top: sum(size for _, size in files)
+        for top, files in itertools.groupby(by_top, key=lambda each: each[0].relative_to(directory).parts[0])
+    }
+    largest = sorted(sums.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {units.format_bytes(size)}" for name, size in largest)
+    expected = f"at most {units.format_bytes(MAX_FILES_BYTES)} in {MAX_FILES} files"
+    do = "Add data and results to .gitignore, or use a directory that the hosts share"
+    got = f"more, the largest so far: {named}"
+    return explain("files of the script's directory", got=got, expected=expected, do=do, where=str(directory))
+
+
+ELASTIC_RETRIES = 1000
+"""Replacements of a node in an elastic run: as on one machine, workers come back as long as others train."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostsRunOptions:
+    """Options of a run on hosts."""
+
+    hosts: str
+    script: str
+    arguments: tuple[str, ...]
+    run_dir: str | None
+    mode: str | None
+    elastic: str | None
+    python: str | None
+    name: str | None
+    detach: bool
+
+
+def run_on_hosts(options: HostsRunOptions) -> int:
+    """Start a run on hosts and follow it; return the exit code."""
+    script = check_script(options.script)
+    hosts = host_list.parse_hosts(options.hosts)
+    connect_options = HostsOptions(python=options.python)
+    with HostConnections(hosts.hosts, connect_options) as connections:
+        check_hosts(connections.open)
+        job_request = _job_request(options, script, hosts, connections)
+        job = admission.admit_job(
+            job_request,
+            requester=submission.os_user(),
+            existing=[],
+            permissions=PermissionCache(admission.OPEN_POLICY.find_permission),
+            now=time.time(),
+        )
+        request = HostsRunRequest(
+            job=job,
+            host_list=hosts,
+            directory=script.parent,
+            options=connect_options,
+            run_dir=_run_dir(options.run_dir, options.script).root,
+            notify=write_notice,
+        )
+        known = start_run(request, connections)
+        named = ", ".join(f"{host.node} ({host.workers})" for host in hosts.hosts[:8])
+        more = ", ..." if len(hosts.hosts) > 8 else ""
+        write_notice(f"{known.name}: {hosts.num_workers} workers on {named}{more}; files in {known.run_dir}")
+        if options.detach:
+            verbs = f"ringweave attach {known.name}, ringweave stop {known.name} --on hosts"
+            write_notice(f"it continues without this command: {verbs}")
+            return 0
+        return attach.follow_run(known, connections)
+
+
+def _job_request(options: HostsRunOptions, script: Path, hosts: HostList, connections: HostConnections) -> JobRequest:
+    has_gpus = all(each.hello["gpus"] >= each.host.workers for each in connections.open)
+    retries = ELASTIC_RETRIES if options.elastic else 0
+    names = [run.name for run in list_known_runs()]
+    return JobRequest(
+        name=options.name or default_run_name(options.script, time.time(), names),
+        num_workers=hosts.num_workers,
+        script=script.name,
+        directory=".",
+        arguments=options.arguments,
+        nodes=tuple(NodeRequest(name=host.node, capacity=host.workers, max_retries=retries) for host in hosts.hosts),
+        device="cuda" if has_gpus else "cpu",
+        mode=options.mode or "auto",
+        elastic=_elastic_request(options.elastic, hosts.num_workers),
+        min_per_node=1,
+    )
+
+
+def _elastic_request(text: str | None, num_workers: int) -> ElasticRequest | None:
+    if text is None:
+        return None
+    bounds = settings.parse_bounds(text)
+    if not bounds.min_members <= num_workers <= bounds.max_members:
+        do = "Give bounds that include the number of workers"
+        raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
+    return ElasticRequest(min=bounds.min_members)
+
+
+def _run_dir(given: str | None, script: str) -> RunDir:
+    if given:
+        found = RunDir(root=Path(given).absolute())
+        try:
+            found.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"run directory {found.root}: {error.strerror}. Give another --run-dir.") from error
+        return found
+    return run_dir.create_run_dir(Path("runs"), script, datetime.now())
