@@ -83,11 +83,11 @@ class Checks:
         self._say(f"drawn {train_step} {account.num_samples} {account.fingerprint}")
 
     def done(self, train_step: int) -> None:
-        """Write the checksum of all parameters."""
+        """Write the checksum of all parameters, and the time."""
         digest = xxhash.xxh3_64()
         for each in self._model.parameters():
             digest.update(each.detach().numpy().data)
-        self._say(f"done {train_step} {digest.hexdigest()}")
+        self._say(f"done {train_step} {digest.hexdigest()} {time.time():.3f}")
 
     def _say(self, line: str) -> None:
         self._credentials_file.write(f"{line}\n")

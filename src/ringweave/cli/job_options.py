@@ -13,21 +13,25 @@ from ringweave.errors import RingweaveError
 from ringweave.files import yaml_files
 from ringweave.platforms import registry
 from ringweave.platforms.api import Platform
-from ringweave.platforms.registry import LOCAL, QualifiedPlatform
+from ringweave.platforms.registry import FOUND_PLATFORMS, HOSTS, LOCAL, QualifiedPlatform
 
 
-def answer_options(*, wide: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def answer_options(
+    *, wide: bool = False, is_new_job: bool = False
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Give a command `--on`, `-o` and `--json`; it gets the arguments `place` and `output`.
 
     Args:
         wide: The command has a wide table; others print their table for `-o wide`.
+        is_new_job: The command makes a job, so that its name is not looked for among the runs on hosts.
     """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)
-        def call(*, as_json: bool, output: str, **given: Any) -> int:
+        def call(*, as_json: bool, output: str, place: str | None, **given: Any) -> int:
             output = "table" if output == "wide" and not wide else output
-            return command(output="json" if as_json else output, **given)
+            place = place or (LOCAL if is_new_job else find_place(given.get("name")))
+            return command(output="json" if as_json else output, place=place, **given)
 
         for option in (
             click.option("--json", "as_json", is_flag=True, help="Print one JSON document, as -o json."),
@@ -51,22 +55,29 @@ ON_OPTION = click.option(
     "--on",
     "place",
     metavar="PLATFORM",
-    default=LOCAL,
-    show_default=True,
-    help="Platform of jobs: local, slurm, kubernetes, the name of an installed one, or the address of a remote one.",
+    help="Platform of jobs: local, hosts, slurm, kubernetes, the name of an installed one, or the address of a remote "
+    "one. Default: hosts for the name of a run on hosts, else local.",
 )
+
+
+def find_place(name: str | None) -> str:
+    """Return the platform of a job whose platform is not named: `hosts` for a run on hosts, else `local`."""
+    from ringweave.platforms.hosts import run_entry
+
+    return HOSTS if name is not None and run_entry.is_run_on_hosts(name) else LOCAL
 
 
 def open_user_platform(platform: str) -> Platform:
     """Open a platform for the user of this process; commands in its texts can be typed as they stand."""
     found = registry.open_platform(platform, os.environ)
-    return found if platform == LOCAL else QualifiedPlatform(found, platform)
+    return found if platform in FOUND_PLATFORMS else QualifiedPlatform(found, platform)
 
 
 def _complete_job_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete names of existing jobs for the shell; none if the platform does not answer."""
     try:
-        found = open_user_platform(ctx.params.get("place") or LOCAL).jobs()
+        places = [ctx.params["place"]] if ctx.params.get("place") else FOUND_PLATFORMS
+        found = [job for place in places for job in open_user_platform(place).jobs()]
     except RingweaveError:
         return []
     return [CompletionItem(job.name, help=str(job.state)) for job in found if job.name.startswith(incomplete)]

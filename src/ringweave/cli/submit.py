@@ -170,7 +170,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 
 
 @click.command
-@job_options.answer_options()
+@job_options.answer_options(is_new_job=True)
 @click.option("--name", metavar="NAME", help="Name of the job.")
 @click.option("--gpus", type=int, metavar="N", help="Total number of GPUs.")
 @click.option("--cpu-workers", type=int, metavar="N", help="Total number of workers without a GPU.")

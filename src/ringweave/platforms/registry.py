@@ -26,6 +26,7 @@ from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, Submis
 ENTRY_POINT_GROUP = "ringweave.services"
 BUILT_IN_PLATFORMS = {
     "local": "ringweave.platforms.local.platform:open_service",
+    "hosts": "ringweave.platforms.hosts.platform:open_service",
     "slurm": "ringweave.platforms.slurm.platform:open_service",
     "kubernetes": "ringweave.platforms.kubernetes.platform:open_service",
 }
@@ -76,7 +77,10 @@ def _load_factory(path: str, name: str) -> PlatformFactory:
 
 
 LOCAL = "local"
-"""Platform that commands need not name."""
+"""Platform of this machine."""
+HOSTS = "hosts"
+FOUND_PLATFORMS = (LOCAL, HOSTS)
+"""Platforms that commands on a job need not name."""
 _JOB_VERBS = "|".join((*verbs.VERB_NAMES, "status", "why", "logs", "events"))
 
 
@@ -88,7 +92,7 @@ def with_platform_option(text: str, name: str, platform: str) -> str:
         name: Name of the job.
         platform: Value of `--on`.
     """
-    if platform == LOCAL:
+    if platform in FOUND_PLATFORMS:
         return text
     command = rf"\bringweave (?:{_JOB_VERBS})(?: -\w)* {re.escape(name)}(?![\w-])(?! --on )"
     return re.sub(command, lambda found: f"{found[0]} --on {platform}", text)

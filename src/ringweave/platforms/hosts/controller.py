@@ -16,9 +16,10 @@ from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.hosts.messages import HostAction, HostReport
 from ringweave.platforms.hosts.run_entry import RunEntry
 
-HOST_LOST_S = 5.0
-"""Silence after which the worker group of a host counts as lost. A host service that was killed is back earlier."""
-VOTER_LOST_S = 8.0
+HOST_LOST_S = 10.0
+"""Silence after which the worker group of a host counts as lost. A host service that was killed is back earlier. An
+elastic run does not wait for this: its members exclude lost ones by themselves."""
+VOTER_LOST_S = 12.0
 """Silence after which a host does not count for the quorum any more, until it answers again."""
 ACTION_RETRY_S = 0.5
 
@@ -107,8 +108,9 @@ class RunController:
             case records.ReleaseBarrier(round=round_):
                 self._release_barrier(round_, views)
             case records.CreateGroup() | records.RestartGroup() | records.StopGroup() | records.DeleteGroup():
-                if views[action.node].is_heard:  # else it is done as soon as the host answers again
-                    self._act(action.node, type(action).__name__, asdict(action))
+                host = entry.host_of_node(action.node)
+                if views[host].is_heard:  # else it is done as soon as the host answers again
+                    self._act(host, type(action).__name__, asdict(action))
             case _:
                 raise AssertionError(f"unknown action {action}")
 
@@ -148,7 +150,7 @@ class RunController:
         text = agent_channel.dump_rendezvous(rendezvous)
         for host in sorted(range(len(views)), key=lambda host: host == last):
             if views[host].is_heard:
-                own = select_secrets(config, host, secrets)
+                own = select_secrets(config, self._actions.entry.job.used_nodes[host], secrets)
                 self._act(host, "ReleaseBarrier", rendezvous=text, secrets=own)
 
 
@@ -194,10 +196,10 @@ def find_issuer(entry: RunEntry, offers: Mapping[str, AgentStatus]) -> int | Non
     return next((names.index(name) for name, status in offers.items() if status.server is not None), None)
 
 
-def select_secrets(config: JobConfig, host: int, secrets: Mapping[str, str]) -> dict[str, str]:
+def select_secrets(config: JobConfig, node: int, secrets: Mapping[str, str]) -> dict[str, str]:
     """Return the credentials of the processes of one node: its workers, and its coordinator."""
-    holders = {f"worker-{rank}" for rank in config.ranks_of_node(host)}
-    name = config.node(host).name
+    holders = {f"worker-{rank}" for rank in config.ranks_of_node(node)}
+    name = config.node(node).name
     if name in config.coordinator_nodes:
         holders.add(f"coordinator-{config.coordinator_nodes.index(name)}")
     return {file: text for file, text in secrets.items() if file.split(".")[0] in holders}

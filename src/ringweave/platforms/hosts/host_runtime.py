@@ -7,17 +7,22 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ringweave.errors import LaunchError
+from ringweave import rpc
+from ringweave.errors import JobError, LaunchError, RemoteError, RpcError
 from ringweave.jobs import records
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.hosts.messages import HostAction, HostReport
+from ringweave.platforms.hosts.messages import HOST_ROLE, HostAction, HostReport, RunStatus
 from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, save_durably
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 
+MAX_LOG_ANSWER_BYTES = 4 * 2**20
+"""Upper limit of the log text in one answer."""
+LOCAL_CALL_TIMEOUT_S = 8.0
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
 _GROUP_ACTIONS = {
@@ -133,3 +138,46 @@ def ensure_service(folder: HostFolder, environ: Mapping[str, str]) -> None:
 def is_run_process(process: psutil.Process) -> bool:
     """Return whether a process is a host service or a node agent, and so does not belong to the workers."""
     return not {SERVICE_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
+
+
+def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[list[list[Any]], bytes]:
+    """Return the new text of each log, as `[log, end, number of bytes]` and the bytes one after the other.
+
+    Args:
+        folder: Folder of the run.
+        positions: `NODE/ATTEMPT/ROUND/RANK` -> position in bytes.
+    """
+    pieces: list[list[Any]] = []
+    content = b""
+    for path in sorted((folder.job.root / "runs").glob("*/*/round-*/logs/rank-*.log")):
+        node, attempt, round_ = path.parts[-5:-2]
+        key = f"{node}/{attempt}/{round_.removeprefix('round-')}/{path.stem.removeprefix('rank-')}"
+        start = positions.get(key, 0)
+        with path.open("rb") as log:
+            log.seek(start)
+            text = log.read(MAX_LOG_ANSWER_BYTES - len(content))
+        if text:
+            pieces.append([key, start + len(text), len(text)])
+            content += text
+        if len(content) >= MAX_LOG_ANSWER_BYTES:
+            break
+    return pieces, content
+
+
+def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | None:
+    """Call the service of a run on this host; None if it does not run.
+
+    Raises:
+        LaunchError: The service refuses.
+    """
+    config = folder.load_config()
+    authentication = rpc.TlsAuthentication(rpc.Credentials.load(folder.command_credentials))
+    try:
+        with rpc.RpcClient.connect(config.address, config.port, authentication, role=HOST_ROLE) as client:
+            answer = client.call(message, timeout_s=LOCAL_CALL_TIMEOUT_S).message
+    except RemoteError as error:
+        raise (JobError if error.error == "JobError" else LaunchError)(str(error)) from error
+    except (RpcError, OSError):
+        return None
+    assert isinstance(answer, RunStatus)
+    return answer

@@ -12,8 +12,6 @@ HOST_ROLE = "host"
 """Role of a host service in its certificate."""
 COMMAND_ROLE = "command"
 """Role of a command."""
-MAX_LOG_BYTES = 256 * 1024
-"""Upper limit of the log text in one answer."""
 
 
 class HostReport(RpcMessage):
@@ -143,28 +141,13 @@ class RunVerb(RpcMessage):
     verb: str
 
 
-class LogPiece(RpcMessage):
-    """New text of one worker's log."""
-
-    kind: ClassVar[str] = "hosts.log_piece"
-
-    attempt: int
-    round: int
-    rank: int
-    end: int
-    """Position in the log after this text, in bytes."""
-    text: str
-
-
 class LogPieces(RpcMessage):
-    """New text of the logs of one host."""
+    """New text of the logs of one host; its bytes follow in one buffer."""
 
     kind: ClassVar[str] = "hosts.log_pieces"
 
-    node: str
-    pieces: tuple[LogPiece, ...] = ()
-    is_complete: bool = True
-    """False if there is more already."""
+    pieces: tuple[tuple[str, int, int], ...] = ()
+    """Log (`NODE/ATTEMPT/ROUND/RANK`), position after this text, and number of bytes of each piece."""
 
 
 class ReadLogs(RpcMessage):
@@ -174,5 +157,4 @@ class ReadLogs(RpcMessage):
     reply: ClassVar[type[RpcMessage]] = LogPieces
 
     positions: dict[str, int] = pydantic.Field(default_factory=dict)
-    """`ATTEMPT/ROUND/RANK` -> position in bytes."""
-    wait_s: float = pydantic.Field(default=0.0, ge=0.0, le=10.0)
+    """`NODE/ATTEMPT/ROUND/RANK` -> position in bytes."""

@@ -26,11 +26,11 @@ import platformdirs
 import psutil
 
 from ringweave import rpc
-from ringweave.errors import LaunchError, RemoteError, RingweaveError, RpcError, UnknownJobError, explain
+from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, explain
 from ringweave.launcher import node_context
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import host_runtime
-from ringweave.platforms.hosts.messages import HOST_ROLE, RunStatus, RunStatusRequest, RunVerb
+from ringweave.platforms.hosts.messages import RunStatusRequest, RunVerb
 from ringweave.platforms.hosts.quorum_election import Ballot
 from ringweave.platforms.hosts.run_entry import (
     HostFolder,
@@ -44,7 +44,6 @@ from ringweave.platforms.local import job_folder
 
 START_TIMEOUT_S = 15.0
 LOCAL_CALL_TIMEOUT_S = 8.0
-MAX_LOG_ANSWER_BYTES = 4 * 2**20
 MAX_FETCHED_FILE_BYTES = 64 * 2**20
 Answer = tuple[dict[str, Any], bytes]
 
@@ -119,7 +118,7 @@ class RemoteProgram:
             try:
                 answer, content = self._verbs[request["verb"]](request, payload)
             except (RingweaveError, OSError) as error:
-                answer, content = {"error": str(error)}, b""
+                answer, content = {"error": str(error), "kind": type(error).__name__}, b""
             sys.stdout.buffer.write(json.dumps({**answer, "size": len(content)}).encode() + b"\n" + content)
             sys.stdout.buffer.flush()
 
@@ -203,7 +202,7 @@ class RemoteProgram:
 
     def _status(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         folder = known_run(request["run_id"])
-        status = call_service(folder, RunStatusRequest())
+        status = host_runtime.call_service(folder, RunStatusRequest())
         if status is None:
             return {"entry": folder.entry.read_text(encoding="utf-8"), "leader": None, "silent": []}, b""
         return {"entry": status.entry, "leader": status.leader, "silent": list(status.silent_hosts)}, b""
@@ -212,7 +211,7 @@ class RemoteProgram:
         folder = known_run(request["run_id"])
         host_runtime.ensure_service(folder, clean_environ())
         deadline_s = time.monotonic() + LOCAL_CALL_TIMEOUT_S
-        while (status := call_service(folder, RunVerb(verb=request["verb_name"]))) is None:
+        while (status := host_runtime.call_service(folder, RunVerb(verb=request["verb_name"]))) is None:
             if time.monotonic() >= deadline_s:
                 raise LaunchError(f"host service: no answer, expected one. See {folder.service_log}.")
             time.sleep(0.1)
@@ -224,7 +223,7 @@ class RemoteProgram:
         deadline_s = time.monotonic() + min(float(request.get("wait_s", 0.0)), 5.0)
         while True:
             summary = read_summary(folder)  # before the logs, so that no line of an ended job is missed
-            pieces, content = read_new_logs(folder, positions)
+            pieces, content = host_runtime.read_new_logs(folder, positions)
             is_news = pieces or summary.get("version") != request.get("version")
             if is_news or time.monotonic() >= deadline_s:
                 return {"pieces": pieces, **summary}, content
@@ -270,30 +269,6 @@ class RemoteProgram:
         return {"runs": [[folder.run_id, folder.load_entry().name] for folder in folders]}, b""
 
 
-def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[list[list[Any]], bytes]:
-    """Return the new text of each log, as `[log, end, number of bytes]` and the bytes one after the other.
-
-    Args:
-        folder: Folder of the run.
-        positions: `NODE/ATTEMPT/ROUND/RANK` -> position in bytes.
-    """
-    pieces: list[list[Any]] = []
-    content = b""
-    for path in sorted((folder.job.root / "runs").glob("*/*/round-*/logs/rank-*.log")):
-        node, attempt, round_ = path.parts[-5:-2]
-        key = f"{node}/{attempt}/{round_.removeprefix('round-')}/{path.stem.removeprefix('rank-')}"
-        start = positions.get(key, 0)
-        with path.open("rb") as log:
-            log.seek(start)
-            text = log.read(MAX_LOG_ANSWER_BYTES - len(content))
-        if text:
-            pieces.append([key, start + len(text), len(text)])
-            content += text
-        if len(content) >= MAX_LOG_ANSWER_BYTES:
-            break
-    return pieces, content
-
-
 def read_summary(folder: HostFolder) -> dict[str, Any]:
     """Return the state of a run as this host's entry says; empty once the run has been removed."""
     try:
@@ -319,25 +294,6 @@ def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
     except OSError as error:
         return str(error) or type(error).__name__
     return ""
-
-
-def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | None:
-    """Call the service of a run on this host; None if it does not run.
-
-    Raises:
-        LaunchError: The service refuses.
-    """
-    config = folder.load_config()
-    authentication = rpc.TlsAuthentication(rpc.Credentials.load(folder.command_credentials))
-    try:
-        with rpc.RpcClient.connect(config.address, config.port, authentication, role=HOST_ROLE) as client:
-            answer = client.call(message, timeout_s=LOCAL_CALL_TIMEOUT_S).message
-    except RemoteError as error:
-        raise LaunchError(str(error)) from error
-    except (RpcError, OSError):
-        return None
-    assert isinstance(answer, RunStatus)
-    return answer
 
 
 def clean_environ() -> dict[str, str]:

@@ -70,7 +70,7 @@ class RunEntry:
     """Id of the run, never reused."""
     version: EntryVersion
     hosts: tuple[HostEndpoint, ...]
-    """Hosts in the order of the nodes of the request."""
+    """Hosts in the order of the used nodes of the request."""
     voters: tuple[int, ...]
     """Hosts that count for a quorum."""
     job: Job
@@ -83,6 +83,10 @@ class RunEntry:
     @property
     def name(self) -> str:
         return self.job.request.name
+
+    def host_of_node(self, node: int) -> int:
+        """Return the index of the host of a node, which the request names by its index."""
+        return self.job.used_nodes.index(node)
 
     def with_record(self, record: JobRecord, events: tuple[JobEvent, ...], now: float) -> "RunEntry":
         """Return the entry with another record and its new events; an event that is known already stays as it is."""
@@ -259,7 +263,11 @@ class KnownRun:
     hosts: tuple[HostSpec, ...]
     options: HostsOptions
     run_dir: str
-    """Folder on this machine that gets the output."""
+    """Folder on this machine that gets the output; empty for a job that was submitted."""
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a user means this run: by its name, its id or the folder of its output."""
+        return name in (self.name, self.run_id) or (bool(self.run_dir) and str(Path(name).absolute()) == self.run_dir)
 
 
 def known_runs_folder() -> Path:
@@ -296,6 +304,16 @@ def list_known_runs() -> list[KnownRun]:
     return [_load_known_run(path) for path in paths]
 
 
+def is_run_on_hosts(name: str) -> bool:
+    """Return whether this is a run on hosts that was started here, or has this host."""
+    if (known_runs_folder() / f"{Path(name).name}.json").exists():
+        return True
+    here = find_run_folders(hosts_state_folder())
+    return any(name in (folder.run_id, folder.load_entry().name) for folder in here) or any(
+        known.is_named(name) for known in list_known_runs()
+    )
+
+
 def find_known_run(name: str) -> KnownRun:
     """Return a run by its name, or by the folder of its output.
 
@@ -303,8 +321,7 @@ def find_known_run(name: str) -> KnownRun:
         UnknownJobError: There is none.
     """
     runs = list_known_runs()
-    wanted = str(Path(name).absolute())
-    found = next((run for run in runs if name in (run.name, run.run_id) or wanted == run.run_dir), None)
+    found = next((run for run in runs if run.is_named(name)), None)
     if found is None:
         names = [run.name for run in runs]
         do = suggest_closest(name, names) or "See ringweave jobs --on hosts"

@@ -20,6 +20,7 @@ from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, NotLeaderError, RingweaveError, RpcError, explain
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
+from ringweave.platforms.hosts import host_runtime
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
 from ringweave.platforms.hosts.messages import (
@@ -29,6 +30,8 @@ from ringweave.platforms.hosts.messages import (
     HostAnswer,
     HostReport,
     LeaderContact,
+    LogPieces,
+    ReadLogs,
     RoundSecrets,
     RunStatus,
     RunStatusRequest,
@@ -41,7 +44,7 @@ from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, 
 from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, dump_entry, parse_entry
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import Wakeup
-from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcServer
+from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
 
 TICK_S = 0.1
 """Interval between two looks at this host."""
@@ -399,6 +402,7 @@ class HostService:
             RpcHandler(message=TakeSecrets, handle=self._handle_secrets),
             RpcHandler(message=RunStatusRequest, handle=self._handle_status),
             RpcHandler(message=RunVerb, handle=self._handle_verb),
+            RpcHandler(message=ReadLogs, handle=self._handle_logs),
         )
 
     def _handle_contact(self, call: RpcCall) -> HostAnswer:
@@ -462,6 +466,12 @@ class HostService:
             do = "Repeat the command in a few seconds"
             raise NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
         return self._pass_on(leader, message)
+
+    def _handle_logs(self, call: RpcCall) -> RpcReply:
+        message: ReadLogs = call.message
+        self._used_s = self._clock()
+        pieces, content = host_runtime.read_new_logs(self._folder, message.positions)
+        return RpcReply(LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces)), [content])
 
     def _apply_verb(self, verb: str) -> None:
         with self._lock:

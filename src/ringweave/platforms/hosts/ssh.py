@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
 
@@ -85,7 +85,7 @@ _SSH_FAILURES = (
         do="Start sshd there, or set Port in ~/.ssh/config",
     ),
     _SshFailure(
-        pattern=r"timed out|No route to host|Network is unreachable|Connection closed|Connection reset|Broken pipe",
+        pattern=r"timed out|No route to host|Network is unreachable|Connection (to \S+ )?(closed|reset)|Broken pipe",
         got="no answer",
         do="Check that it is up and reachable: ssh {destination} true",
     ),
@@ -171,7 +171,7 @@ class SshConnection:
             answer = json.loads(self._read_line(deadline_s))
             content = self._read_bytes(min(int(answer.pop("size", 0)), MAX_PAYLOAD_BYTES), deadline_s)
         if "error" in answer:
-            raise HostError(f"host {self.host.node}: {answer['error']}")
+            raise self._remote_error(answer["error"], answer.get("kind", ""))
         return answer, content
 
     def close(self) -> None:
@@ -243,6 +243,12 @@ class SshConnection:
             return self._error(got, do)
         time.sleep(0.05)  # the last lines of ssh
         return ssh_error(self.host, list(self._errors), code)
+
+    def _remote_error(self, text: str, kind: str) -> RingweaveError:
+        """Return the error that the remote program has met."""
+        if kind == "UnknownJobError":
+            return UnknownJobError(text)
+        return JobError(text) if kind == "JobError" else HostError(f"host {self.host.node}: {text}")
 
     def _error(self, got: str, do: str) -> HostError:
         what, expected = f"host {self.host.node}", "an answer by ssh"

@@ -94,7 +94,8 @@ class HostsRunRequest:
     directory: Path
     """Directory of the script on this machine."""
     options: HostsOptions
-    run_dir: Path
+    run_dir: Path | None
+    """Folder on this machine that gets the output; None for a job that is not followed by the command."""
     notify: Callable[[str], object]
     """Gets a text about each step that takes time."""
 
@@ -138,7 +139,7 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
         name=request.job.request.name,
         hosts=request.host_list.hosts,
         options=request.options,
-        run_dir=str(request.run_dir),
+        run_dir=str(request.run_dir or ""),
     )
     save_known_run(known)
     environ = forwarded_environ(os.environ)
@@ -379,6 +380,20 @@ class HostsRunOptions:
     detach: bool
 
 
+def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
+    """Start a submitted job, which nothing follows.
+
+    Raises:
+        HostError: A host refuses.
+    """
+    with HostConnections(hosts.hosts, options) as connections:
+        check_hosts(connections.open)
+        request = HostsRunRequest(
+            job=job, host_list=hosts, directory=directory, options=options, run_dir=None, notify=write_notice
+        )
+        start_run(request, connections)
+
+
 def run_on_hosts(options: HostsRunOptions) -> int:
     """Start a run on hosts and follow it; return the exit code."""
     script = check_script(options.script)
@@ -407,7 +422,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
         more = ", ..." if len(hosts.hosts) > 8 else ""
         write_notice(f"{known.name}: {hosts.num_workers} workers on {named}{more}; files in {known.run_dir}")
         if options.detach:
-            verbs = f"ringweave attach {known.name}, ringweave stop {known.name} --on hosts"
+            verbs = f"ringweave attach {known.name}, ringweave stop {known.name}"
             write_notice(f"it continues without this command: {verbs}")
             return 0
         return attach.follow_run(known, connections)

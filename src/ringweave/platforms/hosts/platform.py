@@ -1,0 +1,312 @@
+"""Hosts platform as the commands see it: `--on hosts`, for runs started here and for runs that have this host."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ringweave import rpc
+from ringweave.errors import JobError, LaunchError, RpcError, UnknownJobError, explain
+from ringweave.files.problems import suggest_closest
+from ringweave.jobs import admission
+from ringweave.jobs.admission import AccessPolicy, PermissionCache
+from ringweave.jobs.advance import is_finished
+from ringweave.jobs.request import JobRequest
+from ringweave.platforms import api, submission
+from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, Submission
+from ringweave.platforms.hosts import host_runtime, run_entry, start
+from ringweave.platforms.hosts.host_list import HostList, HostSpec
+from ringweave.platforms.hosts.messages import HOST_ROLE, LogPieces, ReadLogs, RunStatus, RunStatusRequest, RunVerb
+from ringweave.platforms.hosts.run_entry import HostFolder, HostsOptions, KnownRun, RunEntry, parse_entry
+from ringweave.platforms.hosts.ssh import HostConnections, SshConnection
+
+FOLLOW_INTERVAL_S = 0.3
+VERB_TIMEOUT_S = 10.0
+LogPiecesOfHost = tuple[Sequence[Sequence[Any]], bytes]
+
+
+class RunAccess(Protocol):
+    """Way to a run: over ssh from the machine that started it, or on one of its hosts."""
+
+    def read_entry(self) -> RunEntry:
+        """Return the newest entry.
+
+        Raises:
+            UnknownJobError: The run has been removed.
+            LaunchError: No host answers.
+        """
+        ...
+
+    def apply_verb(self, verb: str) -> None:
+        """Apply a verb to the run.
+
+        Raises:
+            JobError: It is refused.
+            LaunchError: No host answers, or there is no leader.
+        """
+        ...
+
+    def read_logs(self, positions: list[dict[str, int]]) -> list[LogPiecesOfHost]:
+        """Return the new text of the logs of each host that answers."""
+        ...
+
+
+class StartedRunAccess:
+    """Access over ssh, from the machine that started the run."""
+
+    def __init__(self, known: KnownRun) -> None:
+        self._known = known
+        self._connections = HostConnections(known.hosts, known.options, connects=False)
+        self._open: list[SshConnection | None] = [None] * len(known.hosts)
+
+    def read_entry(self) -> RunEntry:
+        answers = self._ask_all("status", stops_at_first=True)
+        return max((parse_entry(answer["entry"]) for answer in answers), key=lambda entry: entry.version)
+
+    def apply_verb(self, verb: str) -> None:
+        entry = self.read_entry()
+        if verb == "delete" and is_finished(entry.job):
+            self._ask_all("remove")
+            run_entry.forget_known_run(self._known)
+            return
+        self._ask_all("ensure")
+        deadline_s = time.monotonic() + VERB_TIMEOUT_S
+        while True:
+            try:
+                self._ask_all("verb", stops_at_first=True, verb_name=verb)
+            except LaunchError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(FOLLOW_INTERVAL_S)
+            else:
+                return
+
+    def read_logs(self, positions: list[dict[str, int]]) -> list[LogPiecesOfHost]:
+        found: list[LogPiecesOfHost] = []
+        for index in range(len(self._open)):
+            pieces: LogPiecesOfHost = ((), b"")
+            with contextlib.suppress(LaunchError):
+                answer, content = self._connection(index).call_for_bytes(
+                    "logs", run_id=self._known.run_id, positions=positions[index]
+                )
+                pieces = (answer["pieces"], content)
+            found.append(pieces)
+        return found
+
+    def _ask_all(self, verb: str, *, stops_at_first: bool = False, verb_name: str = "") -> list[dict[str, Any]]:
+        """Return the answers of the hosts that answer.
+
+        Raises:
+            UnknownJobError: All that answer have removed the run.
+            LaunchError: None answers.
+        """
+        answers: list[dict[str, Any]] = []
+        errors: list[LaunchError | JobError] = []
+        for index in range(len(self._open)):
+            try:
+                answers.append(self._connection(index).call(verb, run_id=self._known.run_id, verb_name=verb_name))
+            except (LaunchError, UnknownJobError) as error:
+                errors.append(error)
+            if answers and stops_at_first:
+                break
+        if answers:
+            return answers
+        if all(isinstance(error, UnknownJobError) for error in errors):
+            run_entry.forget_known_run(self._known)
+        raise errors[0]
+
+    def _connection(self, index: int) -> SshConnection:
+        connection = self._open[index]
+        if connection is None or not connection.is_open:
+            connection = self._open[index] = self._connections.connect(index)
+        return connection
+
+
+class HostRunAccess:
+    """Access on one of the hosts of the run, by its host service."""
+
+    def __init__(self, folder: HostFolder) -> None:
+        self._folder = folder
+        self._clients: dict[int, rpc.RpcClient] = {}
+
+    def read_entry(self) -> RunEntry:
+        try:
+            status = host_runtime.call_service(self._folder, RunStatusRequest())
+            return self._folder.load_entry() if status is None else parse_entry(status.entry)
+        except FileNotFoundError as error:
+            raise UnknownJobError(f"run {self._folder.run_id}: removed, expected one of this host.") from error
+
+    def apply_verb(self, verb: str) -> None:
+        status: RunStatus | None = host_runtime.call_service(self._folder, RunVerb(verb=verb))
+        if status is None:
+            do = "Repeat it where the run was started: only there all hosts are reached"
+            what = f"{verb} of run {self.read_entry().name}"
+            raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
+
+    def read_logs(self, positions: list[dict[str, int]]) -> list[LogPiecesOfHost]:
+        own = self._folder.load_config().index
+        return [
+            host_runtime.read_new_logs(self._folder, positions[host])
+            if host == own
+            else self._read_other(host, positions[host])
+            for host in range(len(positions))
+        ]
+
+    def _read_other(self, host: int, positions: dict[str, int]) -> LogPiecesOfHost:
+        with contextlib.suppress(RpcError, OSError):
+            reply = self._client(host).call(ReadLogs(positions=positions), timeout_s=VERB_TIMEOUT_S)
+            assert isinstance(reply.message, LogPieces)
+            return reply.message.pieces, bytes(reply.buffers[0])
+        self._clients.pop(host, None)
+        return (), b""
+
+    def _client(self, host: int) -> rpc.RpcClient:
+        if host not in self._clients:
+            endpoint = self._folder.load_entry().hosts[host]
+            authentication = rpc.TlsAuthentication(rpc.Credentials.load(self._folder.command_credentials))
+            self._clients[host] = rpc.RpcClient.connect(
+                endpoint.address, endpoint.port, authentication, role=HOST_ROLE, timeout_s=2.0
+            )
+        return self._clients[host]
+
+
+class HostsPlatform(Platform):
+    """Platform of runs on hosts that ssh reaches."""
+
+    def __init__(
+        self,
+        *,
+        requester: str,
+        policy_rules: AccessPolicy = admission.OPEN_POLICY,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._requester, self._clock, self._sleep = requester, clock, sleep
+        self._permissions = PermissionCache(policy_rules.find_permission)
+        self._accesses: dict[str, RunAccess] = {}
+
+    def submit(
+        self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
+        """Start the job on the hosts that its nodes name; ssh has to reach them by these names."""
+        submission.check_platform_keys(request, "hosts")
+        existing = [self._access(name).read_entry().job for name in self._names() if name == request.name]
+        job = admission.admit_job(
+            request,
+            requester=self._requester,
+            existing=existing,
+            permissions=self._permissions,
+            now=self._clock(),
+        )
+        if not dry_run:
+            hosts = tuple(
+                HostSpec(node=job.node_name(node), destination=job.node_name(node), workers=job.counts[node])
+                for node in job.used_nodes
+            )
+            directory = base / request.directory if request.directory else base / Path(request.script).parent
+            start.start_job(job, HostList(hosts=hosts), directory.absolute(), HostsOptions())
+        return Submission(job=api.job_view(job, platform="hosts"))
+
+    def jobs(self) -> Sequence[JobView]:
+        found = []
+        for name in self._names():
+            with contextlib.suppress(LaunchError, UnknownJobError):
+                found.append(self._view(self._access(name).read_entry()))
+        return sorted(found, key=lambda job: job.created_s)
+
+    def job(self, name: str) -> JobView:
+        return self._view(self._access(name).read_entry(), with_events=True)
+
+    def act(self, name: str, verb: str) -> JobView:
+        access = self._access(name)
+        entry = access.read_entry()
+        access.apply_verb(verb)
+        with contextlib.suppress(UnknownJobError):
+            entry = access.read_entry()
+        return self._view(entry, with_events=True)
+
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        entry = self._access(name).read_entry()
+        submission.check_log_query(entry.job, which)
+        return self._read_logs(self._access(name), len(entry.hosts), which)
+
+    def _read_logs(self, access: RunAccess, num_hosts: int, which: LogQuery) -> Iterator[LogLine]:
+        positions: list[dict[str, int]] = [{} for _ in range(num_hosts)]
+        rests: dict[str, bytes] = {}
+        while True:
+            is_over = not which.follow or _is_over(access)
+            has_news = False
+            for host, (pieces, content) in enumerate(access.read_logs(positions)):
+                begin = 0
+                for key, end, size in pieces:
+                    positions[host][key] = end
+                    text, begin, has_news = content[begin : begin + size], begin + size, True
+                    yield from _log_lines(key, text, rests, which)
+            if is_over and not has_news:
+                for key, rest in rests.items():
+                    yield from _log_lines(key, b"\n" if rest else b"", {key: rest}, which)
+                return
+            self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
+
+    def _names(self) -> list[str]:
+        here = [folder.load_entry().name for folder in run_entry.find_run_folders(run_entry.hosts_state_folder())]
+        return list(dict.fromkeys([*(known.name for known in run_entry.list_known_runs()), *here]))
+
+    def _access(self, name: str) -> RunAccess:
+        if name not in self._accesses:
+            self._accesses[name] = find_access(name)
+        return self._accesses[name]
+
+    def _view(self, entry: RunEntry, *, with_events: bool = False) -> JobView:
+        events = [EventView(time_s=each.time_s, kind=each.kind, text=each.text) for each in entry.events]
+        view = api.job_view(entry.job, platform="hosts", events=events if with_events else ())
+        known = next((run for run in run_entry.list_known_runs() if run.run_id == entry.run_id), None)
+        return replace(view, files=known.run_dir) if known is not None and known.run_dir else view
+
+
+def find_access(name: str) -> RunAccess:
+    """Return the way to a run: its name, or the folder of its output where it was started.
+
+    Raises:
+        UnknownJobError: There is no such run.
+    """
+    folders = run_entry.find_run_folders(run_entry.hosts_state_folder())
+    here = next((folder for folder in folders if name in (folder.run_id, folder.load_entry().name)), None)
+    known = next((run for run in run_entry.list_known_runs() if run.is_named(name)), None)
+    if known is not None:
+        return StartedRunAccess(known)
+    if here is not None:
+        return HostRunAccess(here)
+    names = [run.name for run in run_entry.list_known_runs()] + [folder.load_entry().name for folder in folders]
+    do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
+    expected = f"one of {', '.join(names)}" if names else "a run that was started here, or has this host"
+    raise UnknownJobError(explain("run", got=name, expected=expected, do=do, where="hosts"))
+
+
+def open_service(environ: Mapping[str, str]) -> HostsPlatform:
+    """Open the platform for the user of this process.
+
+    Raises:
+        JobError: The policy file is wrong.
+    """
+    return HostsPlatform(requester=submission.os_user(), policy_rules=submission.load_policy())
+
+
+def _is_over(access: RunAccess) -> bool:
+    try:
+        return access.read_entry().job.record.state.is_end
+    except UnknownJobError:
+        return True
+
+
+def _log_lines(key: str, text: bytes, rests: dict[str, bytes], which: LogQuery) -> Iterator[LogLine]:
+    """Yield the whole lines of a log that the query wants; what is left of the last one is kept."""
+    node, attempt, round_, rank = key.split("/")
+    *whole, rests[key] = (rests.get(key, b"") + text).split(b"\n")
+    is_wanted = which.node in (None, node) and which.rank in (None, int(rank)) and which.attempt in (None, int(attempt))
+    for line in whole if is_wanted else ():
+        yield LogLine(
+            node=node, attempt=int(attempt), round=int(round_), rank=int(rank), text=line.decode(errors="replace")
+        )
