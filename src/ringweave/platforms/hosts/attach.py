@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringweave.errors import LaunchError
+from ringweave.errors import JobError, LaunchError
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
 from ringweave.launcher.launcher import WorkerExit
@@ -92,14 +92,14 @@ class RunFollower:
         """
         for thread in self._threads:
             thread.start()
-        num_handled = 0
+        num_handled, is_stop_due = 0, False
         while True:
             if len(interrupts) > num_handled:
-                num_handled = len(interrupts)
+                num_handled, is_stop_due = len(interrupts), True
                 if interrupts[-1] is not signal.SIGINT:
                     raise KeyboardInterrupt
                 self._notify("stopping all workers")
-                self.apply_verb("stop")
+            is_stop_due = is_stop_due and not self._try_stop()
             newest = max((h.summary for h in self._hosts if h.summary), key=_version, default=None)
             if newest is not None:
                 self._show(newest)
@@ -124,6 +124,16 @@ class RunFollower:
             else:
                 return
         raise HostError("\n".join(errors) or f"run {self._known.name}: no host answers, expected one.")
+
+    def _try_stop(self) -> bool:
+        """Stop the run if a host answers; return whether that is done, or not needed any more."""
+        try:
+            self.apply_verb("stop")
+        except JobError:  # it has ended by itself
+            return True
+        except LaunchError:
+            return False
+        return True
 
     def read_entry(self) -> RunEntry:
         """Return the newest entry of the run.

@@ -74,6 +74,8 @@ class VoteRequest(RpcMessage):
     term: int = pydantic.Field(ge=1)
     candidate: int = pydantic.Field(ge=0)
     version: tuple[int, int]
+    is_trial: bool = False
+    """Ask only whether the host would vote so."""
 
 
 class HostAction(RpcMessage):

@@ -79,13 +79,19 @@ class Leadership:
         self.role, self.leader, self._leader_s, self._leader_is_gone = LeadershipRole.FOLLOWER, leader, now_s, False
         return True
 
+    def would_vote(
+        self, term: int, candidate: int, version: EntryVersion, own_version: EntryVersion, now_s: float
+    ) -> bool:
+        """Return whether this host would vote for the candidate in that term; promises nothing."""
+        if term <= self.ballot.term and (term, candidate) != (self.ballot.term, self.ballot.voted_for):
+            return False
+        return version >= own_version and not self._hears_leader(now_s)
+
     def grant_vote(
         self, term: int, candidate: int, version: EntryVersion, own_version: EntryVersion, now_s: float
     ) -> bool:
         """Return whether this host votes for the candidate. The caller saves the ballot before it answers."""
-        if term <= self.ballot.term and (term, candidate) != (self.ballot.term, self.ballot.voted_for):
-            return False
-        if version < own_version or self._hears_leader(now_s):
+        if not self.would_vote(term, candidate, version, own_version, now_s):
             return False
         self.ballot = Ballot(term=term, voted_for=candidate)
         self.role, self.leader, self._leader_s = LeadershipRole.FOLLOWER, None, now_s
@@ -104,8 +110,16 @@ class Leadership:
         patience_s = GONE_TIMEOUT_S if self._leader_is_gone else ELECTION_TIMEOUT_S
         return now_s - self._leader_s >= patience_s + position * ELECTION_STAGGER_S
 
+    def postpone_election(self, now_s: float) -> None:
+        """Wait for the timeout again, since a quorum would not vote for this host now."""
+        self._leader_s, self._leader_is_gone = now_s, False
+
     def stand(self, now_s: float) -> int:
-        """Begin an election; return its term. The caller saves the ballot, then asks the other voters."""
+        """Begin an election; return its term. The caller saves the ballot, then asks the other voters.
+
+        Before it, the caller asks the voters whether they would vote for this host: otherwise a host that was cut off
+        would come back with a greater term than the others' leader, and depose it.
+        """
         self.ballot = Ballot(term=self.ballot.term + 1, voted_for=self.index)
         self.role, self.leader, self._votes = LeadershipRole.CANDIDATE, None, {self.index}
         self._leader_s = now_s

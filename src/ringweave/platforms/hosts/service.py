@@ -344,42 +344,56 @@ class HostService:
         return {self.index, *(host for host, link in self._links.items() if link.entry_version >= version)}
 
     def _campaign(self) -> None:
-        """Stand for election, and ask the other voters at the same time."""
+        """Stand for election if a quorum would vote for this host."""
         with self._lock:
-            term = self._leadership.stand(self._clock())
+            term = self._leadership.ballot.term + 1
+            trial = VoteRequest(term=term, candidate=self.index, version=self.entry.version, is_trial=True)
+        willing = {self.index, *self._ask_votes(trial)}
+        with self._lock:
+            if self._leadership.ballot.term + 1 != term or not self._leadership.should_stand(self._clock()):
+                return
+            if not is_quorum(willing, self._leadership.voters):
+                self._leadership.postpone_election(self._clock())
+                return
+            self._leadership.stand(self._clock())
             self._folder.save_ballot(self._leadership.ballot)
-            message = VoteRequest(term=term, candidate=self.index, version=self.entry.version)
             self._leadership.finish_election(self._clock())
-            voters = [host for host in self._leadership.voters if host != self.index]
-        threads = [threading.Thread(target=self._ask_vote, args=(host, message), daemon=True) for host in voters]
+        votes = self._ask_votes(trial.model_copy(update={"is_trial": False}))
+        with self._lock:
+            for voter in votes:
+                self._leadership.count_vote(term, voter, self._clock())
+        if self._leadership.is_leader:
+            print(f"leads in term {term}", file=sys.stderr, flush=True)
+
+    def _ask_votes(self, message: VoteRequest) -> list[int]:
+        """Ask the other voters at the same time; return those that agree within `VOTE_TIMEOUT_S`."""
+        agreed: list[int] = []
+        threads = [
+            threading.Thread(target=self._ask_vote, args=(host, message, agreed), daemon=True)
+            for host in self._leadership.voters
+            if host != self.index
+        ]
         for thread in threads:
             thread.start()
         deadline_s = self._clock() + VOTE_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, deadline_s - self._clock()))
-        if self._leadership.is_leader:
-            print(f"leads in term {term}", file=sys.stderr, flush=True)
+        return list(agreed)
 
-    def _ask_vote(self, host: int, message: VoteRequest) -> None:
+    def _ask_vote(self, host: int, message: VoteRequest, agreed: list[int]) -> None:
         endpoint = self.entry.hosts[host]
         limits = RpcLimits(handshake_s=VOTE_TIMEOUT_S)
+        where = (endpoint.address, endpoint.port, self.authentication)
         try:
-            with RpcClient.connect(
-                endpoint.address,
-                endpoint.port,
-                self.authentication,
-                role=HOST_ROLE,
-                limits=limits,
-                timeout_s=VOTE_TIMEOUT_S,
-            ) as client:
+            with RpcClient.connect(*where, role=HOST_ROLE, limits=limits, timeout_s=VOTE_TIMEOUT_S) as client:
                 answer = client.call(message, timeout_s=VOTE_TIMEOUT_S).message
         except (RpcError, OSError):
             return
         assert isinstance(answer, VoteAnswer)
-        with self._lock:
-            if answer.is_granted:
-                self._leadership.count_vote(message.term, host, self._clock())
-        self.note_newer_term(answer.term)
+        if answer.is_granted:
+            agreed.append(host)
+        elif not message.is_trial:
+            self.note_newer_term(answer.term)
 
     def _is_over(self) -> bool:
         if self._is_forgotten:
@@ -424,10 +438,9 @@ class HostService:
         message: VoteRequest = call.message
         self._check_host(call, message.candidate)
         with self._lock:
-            is_granted = self._leadership.grant_vote(
-                message.term, message.candidate, message.version, self.entry.version, self._clock()
-            )
-            if is_granted:
+            ask = self._leadership.would_vote if message.is_trial else self._leadership.grant_vote
+            is_granted = ask(message.term, message.candidate, message.version, self.entry.version, self._clock())
+            if is_granted and not message.is_trial:
                 self._folder.save_ballot(self._leadership.ballot)
             return VoteAnswer(term=self._leadership.ballot.term, is_granted=is_granted)
 
