@@ -110,7 +110,8 @@ class SshLab:
             node.run(["sh", "-c", _ROUTE_SCRIPT, "lab-route", outer.address, node.address, network], user="root")
         node.nft(
             "table ip lab_nat { chain input { type filter hook input priority 0; policy drop;",
-            'iifname "lo" accept; ct state established,related accept; meta l4proto icmp accept; } }',
+            'iifname "lo" accept; ct state established,related accept; meta l4proto icmp accept; }',
+            "}",
         )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -436,14 +435,16 @@ class SshNode:
         argv = [python, "-I", "-S", str(_PROGRAMS / "delayed_link.py"), str(_PROXY_PORT), str(round_trip_ms)]
         self._proxy = self.popen(argv, user="root", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert self._proxy.stdout is not None
-        self._proxy.stdout.readline()
+        with self._proxy.stdout as output:
+            output.readline()
         chosen = f"tcp dport {{ {', '.join(map(str, ports))} }}" if ports else "meta l4proto tcp"
         self.nft(
             "table ip lab_delay {",
             "chain prerouting { type nat hook prerouting priority dstnat;",
             f'iifname != "lo" {chosen} redirect to :{_PROXY_PORT}; }}',
-            "chain output { type nat hook output priority dstnat;",
-            f'oifname != "lo" meta mark != {_PROXY_PORT} {chosen} redirect to :{_PROXY_PORT}; }} }}',
+            "chain output { type nat hook output priority -100;",
+            f'oifname != "lo" meta mark != {_PROXY_PORT} {chosen} redirect to :{_PROXY_PORT}; }}',
+            "}",
         )
 
     def nft(self, *lines: str) -> None:
@@ -512,7 +513,7 @@ def _disk_script(disks: NodeDisks) -> str:
     """Return the shell script that mounts the writable file systems, with the folders of Python still visible."""
     kept = _visible_folders()
     sizes = {folder: disks.home_bytes if folder == "/home" else disks.tmp_bytes for folder in WRITABLE_FOLDERS}
-    covers = {**sizes, **{folder: 2**16 for folder in _closed_folders(kept)}}
+    covers = {**sizes, **dict.fromkeys(_closed_folders(kept), 2**16)}
     staged = [folder for folder in kept if any(Path(folder).is_relative_to(cover) for cover in covers)]
     lines = []
     for number, folder in enumerate(staged):
@@ -522,14 +523,22 @@ def _disk_script(disks: NodeDisks) -> str:
         lines.append(f"mount -t tmpfs -o mode={mode},size={size},nosuid,nodev lab-disk {shlex.quote(cover)}")
     for number, folder in enumerate(staged):
         target = shlex.quote(folder)
-        lines += [f"mkdir -p {target}", f"mount --move /run/kept/{number} {target}", f"mount -o remount,bind,ro {target}"]
+        lines += [
+            f"mkdir -p {target}",
+            f"mount --move /run/kept/{number} {target}",
+            f"mount -o remount,bind,ro {target}",
+        ]
     return "\n".join([*lines, "mount -o remount,bind,ro /"]) + "\n"
 
 
 def _visible_folders() -> list[str]:
     """Return the folders that this Python needs, none within another."""
-    every = {os.path.realpath(each) for each in (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path) if Path(each).is_dir()}
-    return sorted(each for each in every if not any(Path(each) != Path(o) and Path(each).is_relative_to(o) for o in every))
+    every = {
+        os.path.realpath(each) for each in (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path) if Path(each).is_dir()
+    }
+    return sorted(
+        each for each in every if not any(Path(each) != Path(o) and Path(each).is_relative_to(o) for o in every)
+    )
 
 
 def _closed_folders(folders: Sequence[str]) -> set[str]:

@@ -1,6 +1,5 @@
 """A lab whose nodes run sshd: what each has of its own, its faults, and what is left of it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ringweave import lab, topology
 from ringweave_bench import ssh_lab
 from ringweave_bench.ssh_lab import SshLab
-
-from ringweave import lab
 from tests import demands
 
 pytestmark = pytest.mark.slow
@@ -44,7 +43,7 @@ def ssh(where: SshLab, source: int, destination: str, script: str) -> tuple[int,
 def test_ssh_by_name_from_every_node(trio: SshLab) -> None:
     assert ssh(trio, 0, "n1", "id -un; hostname; pwd; tty; true") == (0, "trainer\nn1\n/home/trainer\nnot a tty\n")
     assert ssh(trio, 2, trio.nodes[0].address, "hostname; exit 7") == (7, "n0\n")
-    assert trio.nodes[0].run(["ssh", *QUICK, "-tt", "n2", "tty"]).stdout == "/dev/pts/0\r\n"
+    assert trio.nodes[0].run(["ssh", *QUICK, "-tt", "n2", "tty"]).stdout == "/dev/pts/0\n"
     assert [node.listening_ports() for node in trio.nodes] == [[22]] * 3
     assert "Accepted publickey for trainer from" in trio.nodes[1].sshd_log()
 
@@ -154,7 +153,7 @@ def test_a_long_link(trio: SshLab) -> None:
 def test_a_full_disk_and_a_clock_ahead(trio: SshLab) -> None:
     node = trio.nodes[0]
     node.fill_disk()
-    full = node.run(["sh", "-c", "echo more > ~/more"], check=False)
+    full = node.run(["cp", ".bashrc", "more"], check=False)
     assert "No space left on device" in full.stderr
     node.empty_disk()
     node.run(["rm", "-f", "more"])
@@ -189,18 +188,14 @@ def test_nothing_is_left(request: pytest.FixtureRequest, by: str) -> None:
     assert not list(Path("/run/netns").glob(f"rw-{name}:*"))
 
 
-def test_a_lab_of_a_process_that_is_gone_is_removed_by_the_next(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lab_of_a_process_that_is_gone_is_removed_by_the_next(request: pytest.FixtureRequest) -> None:
     demands.need(request.config, demands.LAB, ssh_lab.problems())
     gone = subprocess.Popen(["true"])
     gone.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: gone.pid)
-        with ssh_lab.ssh_lab(num_nodes=1) as old:
-            patch.undo()
-            with ssh_lab.ssh_lab(num_nodes=1):
-                assert old.network.name not in lab.names()
+    name = f"ssh-{gone.pid}-0"
+    lab.up(topology.loads("name: old\nnodes: [{name: a, nic: 1Gbit/s, devices: 1}]"), name)
+    with ssh_lab.ssh_lab(num_nodes=1):
+        assert name not in lab.names()
 
 
 def test_programs_that_are_absent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
