@@ -5,7 +5,7 @@ root file system read-only, so this Python is at the same path in all of them.
 
 ```python
 with ssh_lab(num_nodes=3) as lab:
-    lab.nodes[0].run(["ssh", "n1", "hostname"]).stdout  # "n1\n"
+    lab.nodes[0].run(["ssh", "n1", "hostname"]).stdout.strip()  # n1
 ```
 """
 

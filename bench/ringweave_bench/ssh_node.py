@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -117,9 +118,9 @@ class SshNode:
         self._lab = lab
         self._device = 0 if lab.quotas is not None else None
         self._init: subprocess.Popen[bytes] | None = None
-        self._sshd: subprocess.Popen[bytes] | None = None
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._proxy: subprocess.Popen[bytes] | None = None
+        self._sshd: subprocess.Popen[str] | None = None
+        self._children: list[subprocess.Popen[str]] = []
+        self._proxy: subprocess.Popen[str] | None = None
         self._clock_environ: Mapping[str, str] = {}
         self._first_files: frozenset[str] = frozenset()
 
@@ -172,7 +173,9 @@ class SshNode:
         self._first_files = frozenset(self._all_files())
         self.begin_sshd()
 
-    def popen(self, argv: Sequence[str], *, user: str = USER, environ: Mapping[str, str] | None = None, **options):
+    def popen(
+        self, argv: Sequence[str], *, user: str = USER, environ: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
         """Start a command in the node, as a shell that has just logged in would: in the home, in a new environment.
 
         The process is the command itself: its id (on the machine), exit status and signals are the command's. It dies
@@ -182,7 +185,7 @@ class SshNode:
             argv: The command; found by the user's PATH. If it is not there, the exit code is 127.
             user: The node's user, or root.
             environ: Environment variables beside HOME, USER, LOGNAME, SHELL and PATH.
-            options: As of subprocess.Popen.
+            options: As of subprocess.Popen; pipes are text.
         """
         become, home, path = [], "/root", _ROOT_PATH
         if user != "root":
@@ -195,7 +198,8 @@ class SshNode:
         inner = ["setpriv", *become, "--pdeathsig=KILL", "--", "env", "-i", *variables]
         inner += ["/bin/sh", "-c", script, "lab-shell", home, *argv]
         with _children_in_pid_namespace_of(self.init_pid):
-            process = subprocess.Popen(self._lab.command(self.name, [*enter, *inner], self._device), **options)
+            command = self._lab.command(self.name, [*enter, *inner], self._device)
+            process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **options)
         self._children = [each for each in self._children if each.poll() is None] + [process]
         return process
 
@@ -216,7 +220,7 @@ class SshNode:
             subprocess.TimeoutExpired: It took longer; it is killed, its children are not.
         """
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with self.popen(argv, user=user, environ=environ, text=True, **pipes) as process:
+        with self.popen(argv, user=user, environ=environ, **pipes) as process:
             try:
                 output, errors = process.communicate(stdin_text, timeout=timeout_s)
             except BaseException:
@@ -292,8 +296,7 @@ class SshNode:
         log = (self.root / "run/sshd.log").open("ab")
         with log:
             command = [SSHD, "-D", "-e"]
-            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._sshd = self.popen(command, user="root", **options)
+            self._sshd = self.popen(command, user="root", stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def wait_sshd(self) -> None:
         """Wait until sshd listens.
@@ -363,6 +366,7 @@ class SshNode:
         Raises:
             LabError: This machine has no C compiler.
         """
+        self._first_files |= {clock_shift.CLOCK_FILE}
         self.write(clock_shift.CLOCK_FILE, "")
         self.path(clock_shift.CLOCK_FILE).write_bytes(clock_shift.shift_to_bytes(days * 86400))
         if not self._clock_environ:
@@ -378,18 +382,20 @@ class SshNode:
         for folder in _python_folders():
             lines.append(f"mount -t tmpfs -o ro,size=4k lab-hidden {shlex.quote(folder)}")
         for folder in ("/usr/bin", "/usr/local/bin"):
-            upper = f"/run/hidden{folder}"
+            own = f"/run/hidden{folder}"
+            layers = f"lowerdir={folder},upperdir={own}/upper,workdir={own}/work"
             lines += [
-                f"mkdir -p {upper}/upper {upper}/work",
-                f"mount -t overlay -o lowerdir={folder},upperdir={upper}/upper,workdir={upper}/work lab-hidden {folder}",
+                f"mkdir -p {own}/upper {own}/work",
+                f"mount -t overlay -o {layers} lab-hidden {folder}",
                 f"rm -f {folder}/python*",
             ]
         self.run(["/bin/sh", "-c", "\n".join(lines)], user="root")
 
-    def make_venv(self, folder: str, wheel: Path) -> str:
-        """Make a virtual environment of the user's that has a wheel and, from this machine, the wheel's dependencies.
+    def make_venv(self, folder: str, wheel: Path | None = None) -> str:
+        """Make a virtual environment of the user's, with nothing or with one wheel in it.
 
-        Other distributions that are installed here as editable are absent.
+        The wheel finds its dependencies in this machine's site-packages, but what is installed there as editable is
+        absent.
 
         Args:
             folder: Folder to make; a relative one begins in the home.
@@ -398,19 +404,18 @@ class SshNode:
         Returns:
             Path of its Python.
         """
-        base = os.path.realpath(sys.executable)
-        place = f"{self.home}/{folder}" if not folder.startswith("/") else folder
-        self.run([base, "-m", "venv", "--without-pip", place], timeout_s=120)
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        packages = f"{place}/lib/{version}/site-packages"
-        kept = f"/tmp/{wheel.name}"
-        self.write(kept, "")
-        self.path(kept).write_bytes(wheel.read_bytes())
-        python = f"{place}/bin/python"
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        self.run([*pip, "--disable-pip-version-check", "--no-index", "--no-deps", kept], timeout_s=120)
-        self.path(kept).unlink()
-        self.write(f"{packages}/lab.pth", "".join(f"{each}\n" for each in sys.path if each.endswith("-packages")))
+        place = str(Path(self.home, folder))
+        python, version = f"{place}/bin/python", f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self.run([os.path.realpath(sys.executable), "-m", "venv", "--without-pip", place])
+        if wheel is not None:
+            copy = f"/tmp/{wheel.name}"
+            self.write(copy, "")
+            self.path(copy).write_bytes(wheel.read_bytes())
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+            self.run([*pip, "install", "--quiet", "--no-cache-dir", "--no-index", "--no-deps", copy])
+            self.path(copy).unlink()
+            folders = "".join(f"{each}\n" for each in sys.path if each.endswith("-packages"))
+            self.write(f"{place}/lib/{version}/site-packages/lab.pth", folders)
         return python
 
     def delay_ms(self, round_trip_ms: float, ports: Sequence[int] = ()) -> None:
@@ -434,8 +439,9 @@ class SshNode:
         python = os.path.realpath(sys.executable)
         argv = [python, "-I", "-S", str(_PROGRAMS / "delayed_link.py"), str(_PROXY_PORT), str(round_trip_ms)]
         self._proxy = self.popen(argv, user="root", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert self._proxy.stdout is not None
-        with self._proxy.stdout as output:
+        output = self._proxy.stdout
+        assert output is not None
+        with output:
             output.readline()
         chosen = f"tcp dport {{ {', '.join(map(str, ports))} }}" if ports else "meta l4proto tcp"
         self.nft(
@@ -533,12 +539,9 @@ def _disk_script(disks: NodeDisks) -> str:
 
 def _visible_folders() -> list[str]:
     """Return the folders that this Python needs, none within another."""
-    every = {
-        os.path.realpath(each) for each in (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path) if Path(each).is_dir()
-    }
-    return sorted(
-        each for each in every if not any(Path(each) != Path(o) and Path(each).is_relative_to(o) for o in every)
-    )
+    needed = (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path)
+    every = {Path(each).resolve() for each in needed if Path(each).is_dir()}
+    return sorted(str(each) for each in every if every.isdisjoint(each.parents))
 
 
 def _closed_folders(folders: Sequence[str]) -> set[str]:

@@ -1,21 +1,24 @@
 """A lab whose nodes run sshd: what each has of its own, its faults, and what is left of it."""
 
+import ctypes
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ringweave import lab, topology
-from ringweave_bench import ssh_lab
+from ringweave.errors import LabError
+from ringweave_bench import ssh_lab, ssh_node
 from ringweave_bench.ssh_lab import SshLab
 from tests import demands
 
 pytestmark = pytest.mark.slow
-QUICK = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]
+BATCH = ["-o", "BatchMode=yes"]
 OWNER = """
 import sys, time
 from ringweave_bench.ssh_lab import ssh_lab
@@ -36,25 +39,33 @@ def trio(request: pytest.FixtureRequest) -> Iterator[SshLab]:
 
 def ssh(where: SshLab, source: int, destination: str, script: str) -> tuple[int, str]:
     """Exit status and output of a command by ssh."""
-    done = where.nodes[source].run(["ssh", *QUICK, destination, script], check=False)
+    done = where.nodes[source].run(["ssh", *BATCH, destination, script], check=False)
     return done.returncode, done.stdout + done.stderr
+
+
+def is_silent(where: SshLab, source: int, destination: str) -> bool:
+    """Whether nothing answers ssh within a second."""
+    command = ["ssh", *BATCH, "-o", "ConnectTimeout=1", destination, "true"]
+    return "timed out" in where.nodes[source].run(command, check=False).stderr
 
 
 def test_ssh_by_name_from_every_node(trio: SshLab) -> None:
     assert ssh(trio, 0, "n1", "id -un; hostname; pwd; tty; true") == (0, "trainer\nn1\n/home/trainer\nnot a tty\n")
     assert ssh(trio, 2, trio.nodes[0].address, "hostname; exit 7") == (7, "n0\n")
-    assert trio.nodes[0].run(["ssh", *QUICK, "-tt", "n2", "tty"]).stdout == "/dev/pts/0\n"
+    assert trio.nodes[0].run(["ssh", *BATCH, "-tt", "n2", "tty"]).stdout == "/dev/pts/0\n"
     assert [node.listening_ports() for node in trio.nodes] == [[22]] * 3
     assert "Accepted publickey for trainer from" in trio.nodes[1].sshd_log()
 
 
 def test_each_node_has_its_own_users_files_and_processes(trio: SshLab) -> None:
     first, second, _ = trio.nodes
+    before = set(first.files())
     first.write("a/b.txt", "of n0")
     assert first.read("/home/trainer/a/b.txt") == "of n0"
     first.run(["sh", "-c", "touch /tmp/c /var/tmp/d /dev/shm/e"])
     here = ["/dev/shm/e", "/home/trainer/a", "/home/trainer/a/b.txt", "/tmp/c", "/var/tmp/d"]
-    assert (first.files(), second.files(), trio.nodes[2].files()) == (here, [], [])
+    assert sorted(set(first.files()) - before) == here
+    assert not set(here) & {*second.files(), *trio.nodes[2].files()}
     first.run(["rm", "-r", "a", "/tmp/c", "/var/tmp/d", "/dev/shm/e"])
     assert [node.run(["id", "-u"]).stdout for node in trio.nodes] == ["10000\n", "10001\n", "10002\n"]
     assert "node_init" not in first.run(["sh", "-c", "cat /proc/[2-9]*/cmdline"]).stdout
@@ -76,20 +87,9 @@ def test_a_process_gets_its_signals_and_its_exit_status_is_its_own(trio: SshLab)
         assert process.wait(60) == 9
 
 
-def test_ringweave_runs_in_a_node_unless_python_is_hidden(request: pytest.FixtureRequest) -> None:
-    demands.need(request.config, demands.LAB, ssh_lab.problems())
-    with ssh_lab.ssh_lab(num_nodes=1) as single:
-        node = single.nodes[0]
-        assert node.run([sys.executable, "-m", "ringweave", "--version"]).stdout.startswith("ringweave")
-        node.hide_python()
-        assert node.run([sys.executable, "-V"], check=False).returncode == 127
-        assert node.run(["python3", "-V"], check=False).returncode == 127
-        assert node.run(["/usr/bin/env", "bash", "-c", "echo here"]).stdout == "here\n"
-
-
 def test_sessions_and_processes_are_killed_and_sshd_stays(trio: SshLab) -> None:
     node = trio.nodes[1]
-    clients = [trio.nodes[0].popen(["ssh", *QUICK, "n1", f"sleep {seconds}"]) for seconds in (1001, 1002)]
+    clients = [trio.nodes[0].popen(["ssh", *BATCH, "n1", f"sleep {seconds}"]) for seconds in (1001, 1002)]
     wait_for(lambda: sum(each.command.startswith("sleep 100") for each in node.processes()) == 2)
     node.kill_ssh_sessions()
     assert [client.wait(60) for client in clients] == [255, 255]
@@ -125,11 +125,11 @@ def test_keys(trio: SshLab) -> None:
 
 def test_cuts_and_ports_that_are_blocked_in_one_direction(trio: SshLab) -> None:
     trio.cut("n1")
-    assert "timed out" in ssh(trio, 0, "n1", "true")[1]
+    assert is_silent(trio, 0, "n1")
     trio.mend("n1")
     assert ssh(trio, 0, "n1", "true")[0] == 0
     trio.block_port("n0", "n1", 22)
-    assert "timed out" in ssh(trio, 0, "n1", "true")[1]
+    assert is_silent(trio, 0, "n1")
     assert ssh(trio, 1, "n0", "true")[0] == ssh(trio, 2, "n1", "true")[0] == 0
     trio.unblock_ports("n1")
     assert ssh(trio, 0, "n1", "true")[0] == 0
@@ -164,19 +164,63 @@ def test_a_full_disk_and_a_clock_ahead(trio: SshLab) -> None:
     node.set_clock(days=0)
 
 
-def test_a_node_behind_another_one(request: pytest.FixtureRequest) -> None:
+def test_an_environment_of_the_users_own(trio: SshLab, tmp_path: Path) -> None:
+    node, wheel = trio.nodes[2], tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "import click")
+        archive.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("tiny-1.0.dist-info/RECORD", "")
+    python = node.make_venv("venv", wheel)
+    assert python == "/home/trainer/venv/bin/python"
+    assert node.run([python, "-c", "import tiny; print(tiny.__file__)"]).stdout.startswith("/home/trainer/venv/lib")
+    assert "No module named 'ringweave'" in node.run([python, "-c", "import ringweave"], check=False).stderr
+    node.run(["rm", "-r", "venv"])
+
+
+def test_a_node_behind_another_one_and_one_without_python(request: pytest.FixtureRequest) -> None:
     demands.need(request.config, demands.LAB, ssh_lab.problems())
     with ssh_lab.ssh_lab(num_nodes=3) as trio:
         trio.put_behind("n2", "n1")
         origin = trio.nodes[2].run(["ssh", "n0", "echo $SSH_CLIENT"]).stdout.split()[0]
         assert origin == trio.nodes[1].address
-        assert "timed out" in ssh(trio, 0, "n2", "true")[1]
+        assert is_silent(trio, 0, "n2")
+        node = trio.nodes[0]
+        assert node.run([sys.executable, "-m", "ringweave", "--version"]).stdout.startswith("ringweave")
+        node.hide_python()
+        assert node.run([sys.executable, "-V"], check=False).returncode == 127
+        assert node.run(["python3", "-V"], check=False).returncode == 127
+        assert ssh(trio, 1, "n0", "python3 -V")[0] == 127
+        assert ssh(trio, 1, "n0", "env echo here") == (0, "here\n")
+
+
+def test_starts_that_fail(trio: SshLab, capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(LabError, match=r"^node n0: not started, expected its first process\. See the output above\.$"),
+        ssh_lab.ssh_lab(num_nodes=1, home_bytes=-1),
+    ):
+        pass
+    assert "mount: /home" in capfd.readouterr().err
+    node = trio.nodes[0]
+    node.stop_sshd()
+    config = node.read("/etc/ssh/sshd_config")
+    node.path("/etc/ssh/sshd_config").write_text("Nothing yes\n")
+    with pytest.raises(
+        LabError,
+        match=r"^sshd of node n0: .*Bad configuration option.*, expected it listens on port 22\. See its log\.$",
+    ):
+        node.start_sshd()
+    node.path("/etc/ssh/sshd_config").write_text(config)
+    node.start_sshd()
+    with pytest.raises(
+        LabError, match=r"^process id namespace: Bad file descriptor, expected a kernel that has them\. "
+    ):
+        ssh_node._check(ctypes.CDLL(None, use_errno=True).setns(-1, 0))
 
 
 @pytest.mark.parametrize("by", ["its end", "a kill"])
 def test_nothing_is_left(request: pytest.FixtureRequest, by: str) -> None:
     demands.need(request.config, demands.LAB, ssh_lab.problems())
-    before = Path("/proc/self/mountinfo").read_text()
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         name, *pids = owner.stdout.readline().split()
@@ -184,7 +228,7 @@ def test_nothing_is_left(request: pytest.FixtureRequest, by: str) -> None:
         owner.send_signal(signal.SIGKILL if by == "a kill" else signal.SIGINT)
     wait_for(lambda: name not in lab.names())
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-    assert Path("/proc/self/mountinfo").read_text() == before
+    assert name not in Path("/proc/self/mountinfo").read_text()
     assert not list(Path("/run/netns").glob(f"rw-{name}:*"))
 
 
