@@ -542,9 +542,14 @@ def _disk_script(disks: NodeDisks) -> str:
 
 
 def _visible_folders() -> list[str]:
-    """Return the folders that this Python needs, none within another."""
-    needed = (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path)
-    every = {Path(each).resolve() for each in needed if Path(each).is_dir()}
+    """Return the folders that this Python needs, none within another.
+
+    A folder that is itself for root alone, or would uncover a file system of the node's own, is left out: a script's
+    folder may be /root or /tmp.
+    """
+    needed = {Path(each).resolve() for each in (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path)}
+    covers = {above for cover in map(Path, WRITABLE_FOLDERS) for above in (cover, *cover.parents)}
+    every = {each for each in needed - covers if each.is_dir() and each.stat().st_mode & stat.S_IXOTH}
     return sorted(str(each) for each in every if every.isdisjoint(each.parents))
 
 

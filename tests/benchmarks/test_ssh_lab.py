@@ -45,7 +45,7 @@ def ssh(where: SshLab, source: int, destination: str, script: str) -> tuple[int,
 
 
 def is_silent(where: SshLab, source: int, destination: str) -> bool:
-    """Whether nothing answers ssh within a second."""
+    """True if nothing answers ssh within a second."""
     command = ["ssh", *BATCH, "-o", "ConnectTimeout=1", destination, "true"]
     return "timed out" in where.nodes[source].run(command, check=False).stderr
 
