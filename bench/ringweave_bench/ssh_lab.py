@@ -9,9 +9,9 @@ with ssh_lab(num_nodes=3) as lab:
 ```
 """
 
-import itertools
 import os
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,8 +25,7 @@ from ringweave_bench.ssh_node import NodeDisks, SshNode
 
 PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "nft": "nftables", "setpriv": "util-linux"}
 """Program -> Debian package that contains it, beside those of a lab."""
-_NUMBERS = itertools.count()
-_NAME = re.compile(r"ssh-(\d+)-\d+")
+_NAME = re.compile(r"ssh-(\d+)-\w+")
 _TAKE_DOWN = 'cat > /dev/null; exec "$1" -m ringweave lab down --lab "$2" > /dev/null 2>&1'
 _FORWARD_SCRIPT = """set -e
 echo 1 > /proc/sys/net/ipv4/ip_forward
@@ -141,7 +140,7 @@ def ssh_lab(
     """
     tools.raise_lab_problems(problems())
     _remove_orphans()
-    name = f"ssh-{os.getpid()}-{next(_NUMBERS)}"
+    name = f"ssh-{os.getpid()}-{secrets.token_hex(3)}"
     cluster = topology.loads(cluster_text or _star_text(num_nodes, rate))
     with ExitStack() as stack:
         stack.enter_context(_taken_down_at_death(name))

@@ -209,7 +209,7 @@ class SshNode:
         *,
         user: str = USER,
         check: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
         stdin_text: str = "",
         environ: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -259,8 +259,8 @@ class SshNode:
         return sorted(set(self._all_files()) - self._first_files)
 
     def processes(self) -> list[LabProcess]:
-        """Return the processes of the node, but for its first one and the listening sshd."""
-        own = {self.init_pid, self._sshd.pid if self._sshd else None}
+        """Return the processes of the node, but for those of the lab: the first one, the listening sshd, a proxy."""
+        own = {self.init_pid, *(each.pid for each in (self._sshd, self._proxy) if each)}
         return [
             LabProcess(pid=pid, command=lab_processes.command_line(pid))
             for pid in lab_processes.pids_inside(self._namespaces())
@@ -268,19 +268,23 @@ class SshNode:
         ]
 
     def listening_ports(self) -> list[int]:
-        """Return the TCP ports on which any process of the node listens, sorted."""
+        """Return the TCP ports on which any process of the node listens, sorted; not that of a proxy of the lab."""
         rows = [
             line.split()
             for name in ("tcp", "tcp6")
             if (table := Path(f"/proc/{self.init_pid}/net/{name}")).exists()
             for line in table.read_text(encoding="ascii").splitlines()[1:]
         ]
-        return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _TCP_LISTEN})
+        ports = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _TCP_LISTEN}
+        return sorted(ports - ({_PROXY_PORT} if self._proxy else set()))
 
     def kill_all(self, *, sshd: bool = False) -> None:
-        """Kill every process of the node by SIGKILL, except for its first one and, by default, the listening sshd.
+        """Kill every process of the node by SIGKILL, except for those of the lab, see `processes`.
 
         Sessions of sshd die too: their clients see the connection close.
+
+        Args:
+            sshd: Kill the listening sshd as well.
         """
         if sshd and self._sshd is not None:
             self._sshd.kill()
@@ -311,7 +315,7 @@ class SshNode:
                 raise LabError(
                     explain(
                         f"sshd of node {self.name}",
-                        got=self.sshd_log().strip() or "silence",
+                        got="".join(self.sshd_log().splitlines()[-1:]),
                         expected=f"it listens on port {SSH_PORT}",
                         do="See its log",
                     )
@@ -538,9 +542,14 @@ def _disk_script(disks: NodeDisks) -> str:
 
 
 def _visible_folders() -> list[str]:
-    """Return the folders that this Python needs, none within another."""
-    needed = (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path)
-    every = {Path(each).resolve() for each in needed if Path(each).is_dir()}
+    """Return the folders that this Python needs, none within another.
+
+    A folder that is itself for root alone, or would uncover a file system of the node's own, is left out: a script's
+    folder may be /root or /tmp.
+    """
+    needed = {Path(each).resolve() for each in (sys.prefix, sys.base_prefix, _PROGRAMS, *sys.path)}
+    covers = {above for cover in map(Path, WRITABLE_FOLDERS) for above in (cover, *cover.parents)}
+    every = {each for each in needed - covers if each.is_dir() and each.stat().st_mode & stat.S_IXOTH}
     return sorted(str(each) for each in every if every.isdisjoint(each.parents))
 
 
