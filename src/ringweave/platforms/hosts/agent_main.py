@@ -43,6 +43,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     )
     os.chdir(config.directory or root)
     run_agent(assignment, channel, environ)
+    host_runtime.ensure_service(host, environ)  # somebody has to report the end
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class HostView:
     """Last report; None before the first one of this term."""
     is_heard: bool
     """It has answered within `HOST_LOST_S`."""
+    is_awaited: bool = False
+    """Its first report of this term may still come."""
 
 
 class HostActions(Protocol):
@@ -77,8 +79,8 @@ class RunController:
     def step(self) -> float:
         """Look once and act; return the seconds until the next step, unless something changes before."""
         views, entry, now = self._actions.host_views(), self._actions.entry, self._clock()
-        if any(view.is_heard and view.report is None for view in views):
-            return ACTION_RETRY_S  # the first reports of this term are under way
+        if any(view.is_awaited for view in views):
+            return ACTION_RETRY_S
         observed = observe_hosts(entry, views)
         todo = reconcile(entry.job, observed, now)
         for action in todo:
@@ -158,8 +160,8 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
     """Return the state of the job from the reports of its hosts."""
     groups: list[ObservedGroup] = []
     for host, view in enumerate(views):
-        for group in view.report.groups if view.report is not None else ():
-            groups.append(group if view.is_heard else _lost_group(group, entry.hosts[host].node))
+        known = view.report.groups if view.report is not None else _recorded_groups(entry, host)
+        groups += known if view.is_heard else [_lost_group(group, entry.hosts[host].node) for group in known]
     heard = [view.report for view in views if view.is_heard and view.report is not None]
     return ObservedJobState(
         has_config=any(report.has_config for report in heard),
@@ -167,6 +169,15 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
         released_round=min((report.released_round for report in heard), default=0),
         groups=tuple(groups),
     )
+
+
+def _recorded_groups(entry: RunEntry, host: int) -> tuple[ObservedGroup, ...]:
+    """Return the group that a host without a report had when another host led."""
+    node, record = entry.job.used_nodes[host], entry.job.record
+    known = record.nodes[node]
+    if not known.seen or known.ended is not None:
+        return ()
+    return (ObservedGroup(node=node, attempt=known.attempt, round=record.round, phase=GroupPhase.RUNNING),)
 
 
 def _lost_group(group: ObservedGroup, node: str) -> ObservedGroup:

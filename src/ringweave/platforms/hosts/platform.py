@@ -68,8 +68,8 @@ class StartedRunAccess:
     def apply_verb(self, verb: str) -> None:
         entry = self.read_entry()
         if verb == "delete" and is_finished(entry.job):
-            self._ask_all("remove")
-            run_entry.forget_known_run(self._known)
+            if len(self._ask_all("abort")) == len(self._open):
+                run_entry.forget_known_run(self._known)
             return
         self._ask_all("ensure")
         deadline_s = time.monotonic() + VERB_TIMEOUT_S

@@ -102,7 +102,6 @@ class RemoteProgram:
             "verb": self._apply_verb,
             "logs": self._logs,
             "fetch": self._fetch,
-            "remove": self._remove,
             "abort": self._abort,
             "exists": self._exists,
             "runs": self._runs,
@@ -226,6 +225,8 @@ class RemoteProgram:
             pieces, content = host_runtime.read_new_logs(folder, positions)
             is_news = pieces or summary.get("version") != request.get("version")
             if is_news or time.monotonic() >= deadline_s:
+                if not summary.get("is_end", True):
+                    host_runtime.ensure_service(folder, clean_environ())
                 return {"pieces": pieces, **summary}, content
             time.sleep(0.05)
 
@@ -243,18 +244,11 @@ class RemoteProgram:
                     archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
         return {}, buffer.getvalue()
 
-    def _remove(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        """Remove the files of a run of which no process runs here."""
-        folder = run_folder(request["run_id"])
-        if folder.host_config.exists() and job_folder.is_lock_held(folder.service_lock):
-            return {"removed": False}, b""
-        shutil.rmtree(folder.root, ignore_errors=True)
-        return {"removed": True}, b""
-
     def _abort(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Kill what runs of a run here, and remove its files."""
         folder = run_folder(request["run_id"])
         locks = [folder.service_lock, *(group.alive_lock for group in folder.job.groups())]
+        folder.host_config.unlink(missing_ok=True)  # agents start no service any more
         for pid in {pid for lock in locks for pid in job_folder.lock_holders(lock)}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -175,7 +175,7 @@ class HostService:
         self._controller: RunController | None = None
         self._is_forgotten = False
         self._finished_s: float | None = None
-        self._used_s = clock()
+        self._used_s = self._leads_since_s = clock()
         folder.job.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._wakeup = Wakeup(folder.job.wakeup)
 
@@ -200,12 +200,15 @@ class HostService:
     def host_views(self) -> list[HostView]:
         """Return the hosts, in the order of the entry."""
         heard = self._leadership.hosts_heard(self._clock(), HOST_LOST_S)
-        return [
-            HostView(report=self._report, is_heard=True)
-            if host == self.index
-            else HostView(report=link.report if (link := self._links.get(host)) else None, is_heard=host in heard)
-            for host in range(len(self.entry.hosts))
-        ]
+        is_new = self._clock() - self._leads_since_s < HOST_LOST_S
+        views = []
+        for host in range(len(self.entry.hosts)):
+            link = self._links.get(host)
+            report = self._report if host == self.index else link.report if link is not None else None
+            is_heard = host == self.index or host in heard
+            is_awaited = report is None and (is_heard or is_new)
+            views.append(HostView(report=report, is_heard=is_heard, is_awaited=is_awaited))
+        return views
 
     def commit_entry(self, entry: RunEntry) -> None:
         """Save the entry here and on a quorum.
@@ -306,7 +309,7 @@ class HostService:
     def _keep_links(self) -> None:
         term = self._leadership.ballot.term
         if self._links_term != term:
-            self._links_term, self._links = term, {}
+            self._links_term, self._links, self._leads_since_s = term, {}, self._clock()
             self._controller = RunController(self, term, self.index)
         for host in range(len(self.entry.hosts)):
             if host != self.index and host not in self._links:
