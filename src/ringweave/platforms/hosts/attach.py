@@ -21,12 +21,13 @@ from ringweave.launcher.outcome import RunResult, WorkerFailure
 from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message
 from ringweave.launcher.run_dir import RunDir
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
-from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection
+from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
 
 LOG_WAIT_S = 1.0
 RECONNECT_S = 1.0
 POLL_S = 0.05
-REMOVAL_TIMEOUT_S = 15.0
+REMOVAL_TIMEOUT_S = 10.0
+"""Time after which a finished run is removed over ssh."""
 MAX_FAILURES_AT_END = 1
 """Failed attempts after which an ended run does not wait for the rest of a host's output."""
 _FAILED_RANK = re.compile(r"rank (\d+) (.*)", re.DOTALL)
@@ -172,12 +173,12 @@ class RunFollower:
         except LaunchError as error:
             self._notify(str(error))
         deadline_s = time.monotonic() + REMOVAL_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            left = [each for each in self._open_connections() if not _is_removed(each, self._known.run_id)]
-            if not left:
-                return all(host.is_connected for host in self._hosts)
+        while left := [each for each in self._open_connections() if not _is_removed(each, self._known.run_id)]:
+            if time.monotonic() >= deadline_s:
+                end_run_at_once(left, self._known.run_id)
+                break
             time.sleep(POLL_S)
-        return False
+        return all(host.is_connected for host in self._hosts)
 
     def close(self) -> None:
         """Close all connections; the run goes on."""

@@ -63,7 +63,7 @@ class Leadership:
         self.role = LeadershipRole.LEADER if leader == index else LeadershipRole.FOLLOWER
         self._votes: set[int] = set()
         self._contact_s = dict.fromkeys(self.voters, now_s)
-        self._leader_s = now_s
+        self._leader_s = self._heard_s = now_s
         self._leader_is_gone = False
 
     @property
@@ -76,7 +76,8 @@ class Leadership:
             return False
         if term > self.ballot.term:
             self.ballot = Ballot(term=term)
-        self.role, self.leader, self._leader_s, self._leader_is_gone = LeadershipRole.FOLLOWER, leader, now_s, False
+        self.role, self.leader, self._leader_is_gone = LeadershipRole.FOLLOWER, leader, False
+        self._leader_s = self._heard_s = now_s
         return True
 
     def would_vote(
@@ -158,6 +159,10 @@ class Leadership:
     def hosts_heard(self, now_s: float, within_s: float) -> set[int]:
         """Return the hosts that this leader has heard from within that time."""
         return {host for host, contact_s in self._contact_s.items() if now_s - contact_s < within_s}
+
+    def silence_s(self, now_s: float) -> float:
+        """Return the seconds since this host last followed a leader; 0 on a leader."""
+        return 0.0 if self.is_leader else now_s - self._heard_s
 
     def set_voters(self, voters: Sequence[int]) -> None:
         """Use other voters from now on; the caller has saved them in the entry."""

@@ -6,6 +6,7 @@ It keeps a copy of the run's entry, starts and observes the worker groups of its
 controls the run. It may be killed at any time: the host's node agent starts another one.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, NotLeaderError, RingweaveError, RpcError, explain
+from ringweave.errors import (
+    JobError,
+    LaunchError,
+    NotLeaderError,
+    RingweaveError,
+    RpcError,
+    explain,
+)
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.platforms.hosts import host_runtime
@@ -55,6 +63,8 @@ RECONNECT_S = 0.25
 COMMIT_TIMEOUT_S = 3.0
 ACTION_TIMEOUT_S = 10.0
 VOTE_TIMEOUT_S = 1.0
+ORPHAN_TIMEOUT_S = 900.0
+"""Silence of all leaders after which a host without worker groups ends its service: the run may be over elsewhere."""
 LINGER_S = 15.0
 """Time after the end of the run for which the service stays, for commands that read its outcome."""
 
@@ -243,11 +253,15 @@ class HostService:
         return answer.files
 
     def forget_run(self) -> None:
-        """Let all hosts that answer remove their files and end; then this one."""
+        """Let all hosts that answer remove their files and end; then this one.
+
+        A host that does not answer in time keeps its files, until the command removes them over ssh.
+        """
+        action = HostAction(term=self._links_term, leader=self.index, name="ForgetJob")
         for host, view in enumerate(self.host_views()):
             if view.is_heard and host != self.index:
-                action = HostAction(term=self._links_term, leader=self.index, name="ForgetJob")
-                self._links[host].apply(action)
+                with contextlib.suppress(RpcError):
+                    self._links[host].apply(action)
         self._is_forgotten = True
 
     # What the links use.
@@ -402,12 +416,16 @@ class HostService:
         if self._is_forgotten:
             return True
         now_s = self._clock()
-        has_groups = any(group.phase.is_alive or group.is_terminating for group in self._report.groups)
-        if has_groups or not is_finished(self.entry.job) or self.entry.job.desired.delete:
+        if self._leadership.silence_s(now_s) > ORPHAN_TIMEOUT_S and not self._has_groups():
+            return True
+        if self._has_groups() or not is_finished(self.entry.job) or self.entry.job.desired.delete:
             self._finished_s = None
             return False
         self._finished_s = now_s if self._finished_s is None else self._finished_s
         return now_s - max(self._finished_s, self._used_s) >= LINGER_S
+
+    def _has_groups(self) -> bool:
+        return any(group.phase.is_alive or group.is_terminating for group in self._report.groups)
 
     # Handlers.
 

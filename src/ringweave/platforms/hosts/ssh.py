@@ -309,6 +309,15 @@ def run_parallel(function: Callable[..., T], *arguments: Sequence[Any]) -> list[
         return list(pool.map(function, *arguments))
 
 
+def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
+    """End what runs of a run on these hosts, and remove its files there."""
+    for connection in connections:
+        try:
+            connection.call("abort", run_id=run_id)
+        except LaunchError:
+            continue
+
+
 def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
     """Start an ssh process that runs the command on the host.
 
