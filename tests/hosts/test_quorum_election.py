@@ -189,7 +189,7 @@ Step = tuple[str, int, int]
 
 def steps(count: int) -> st.SearchStrategy[list[Step]]:
     """Random steps of a world."""
-    kinds = st.sampled_from(("tick", "tick", "tick", "wait", "cut", "mend", "commit", "restart"))
+    kinds = st.sampled_from(("round", "round", "tick", "cut", "isolate", "mend", "commit", "commit", "restart"))
     return st.lists(st.tuples(kinds, st.integers(0, count - 1), st.integers(0, count - 1)), max_size=80)
 
 
@@ -203,8 +203,12 @@ def test_random_worlds_have_one_leader_a_term_and_lose_no_entry(world: tuple[int
     for kind, one, other in todo:
         if kind == "tick":
             virtual.tick(one)
-        elif kind == "wait":
-            virtual.now_s += 0.7 + other
+        elif kind == "round":
+            virtual.now_s += 3.0
+            for index in range(count):
+                virtual.tick((one + index) % count)
+        elif kind == "isolate":
+            virtual.cuts |= {frozenset((one, each)) for each in range(count) if each != one}
         elif kind == "commit":
             virtual.commit(one)
         elif kind == "restart":
