@@ -14,10 +14,11 @@ from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
 from ringweave.platforms.agent import node_layout
-from ringweave.platforms.agent.agent_channel import RendezvousResult
-from ringweave.platforms.agent.credentials import FolderCredentialDistribution, RoundOverError
+from ringweave.platforms.agent.agent_channel import RendezvousResult, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_workers import SERVER_IDLE_TIMEOUT_S, NodeWorkers, RoundServer, RoundServerFactory
+from ringweave.platforms.local.file_channel import FileAgentChannel
+from ringweave.platforms.local.job_folder import JobFolder
 
 CONFIG = JobConfig(
     job="job",
@@ -68,38 +69,44 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
     assert group.workers[0].environ["RINGWEAVE_MODE"] == "ps-hra"
 
 
-def test_credentials_are_handed_over_once_and_those_of_the_round_before_stay(tmp_path: Path) -> None:
+def channel(folder: Path) -> FileAgentChannel:
+    """Of an agent of the job in this folder."""
+    job = JobFolder(root=folder)
+    return FileAgentChannel(job, job.group(0, 1), lambda seconds: None)
+
+
+def test_credentials_are_handed_over_once_with_one_more_in_case_they_are_lost(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    handover = FolderCredentialDistribution(secrets)
+    handover = channel(tmp_path)
     desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2):
         desk.prepare_round(round_)
     meeting = desk.prepare_round(3)
     assert meeting.host == "127.0.0.1"
     files = sorted(path for path in secrets.rglob("*") if path.is_file())
-    wanted = [f"round-{round_}/worker-{rank}.json" for round_ in (2, 3) for rank in range(3)]
-    assert [str(path.relative_to(secrets)) for path in files] == wanted, "somebody may still be starting round 2"
+    wanted = [f"round-3/worker-{rank}.{life}.json" for rank in range(3) for life in range(2)]
+    assert [str(path.relative_to(secrets)) for path in files] == wanted
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    credentials = handover.take(3, 1)
+    credentials = handover.take_credentials(3, "worker-1")
     assert (credentials.identity.role, credentials.identity.name) == ("worker", "1")
-    with pytest.raises(FileNotFoundError):
-        handover.take(3, 1)
+    assert handover.take_credentials(3, "worker-1") != credentials
+    with pytest.raises(RoundOverError, match="none left for worker-1"):
+        handover.take_credentials(3, "worker-1")
     desk.prepare_round(3)
-    assert handover.take(3, 1) != credentials
-    assert handover.take(2, 1).identity.name == "1"
+    assert handover.take_credentials(3, "worker-1").authority_pem != credentials.authority_pem
     assert desk.create_server(2, RunDir(root=tmp_path), {}) is None
     assert desk.create_server(3, RunDir(root=tmp_path), {}) is not None
 
 
 def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_path: Path) -> None:
-    handover = FolderCredentialDistribution(tmp_path / "secrets")
+    handover = channel(tmp_path)
     desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2, 3):
         desk.prepare_round(round_)
     with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a current round"):
-        handover.take(1, 0)
-    with pytest.raises(FileNotFoundError):
-        handover.take(4, 0)
+        handover.take_credentials(1, "worker-0")
+    with pytest.raises(RoundOverError, match="credentials of round 4: 'none left for worker-0', expected a current"):
+        handover.take_credentials(4, "worker-0")
 
 
 class FakeServer:

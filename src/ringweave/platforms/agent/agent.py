@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from ringweave import environment, topology
-from ringweave.errors import LaunchError, RingweaveError, explain
+from ringweave.errors import RingweaveError
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher import run_dir
 from ringweave.launcher.node_context import NodeContext
@@ -36,8 +36,8 @@ from ringweave.platforms.agent.agent_channel import (
     DesiredState,
     EndpointOffer,
     RendezvousResult,
+    RoundOverError,
 )
-from ringweave.platforms.agent.credentials import CredentialDistribution, CredentialPool, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.agent.node_workers import (
     NodeOutcome,
@@ -218,10 +218,6 @@ class AgentAssignment:
     """Number of workers that share this machine's CPUs: the node's own, or those of all nodes on the same machine."""
     node_context: NodeContext
     """Context that runs processes on the node."""
-    credential_distribution: CredentialDistribution
-    """Distribution of the workers' credentials between agents, for jobs with a parameter server."""
-    credential_pool: CredentialPool | None = None
-    """Pool of credentials of an elastic job's processes; None if the platform has no elastic jobs."""
     host: str | None = None
     """Name by which other nodes reach this node, even after another agent has replaced this one; None if its address
     stays the same."""
@@ -249,7 +245,7 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
     def why_stop() -> str:
         return agent.stop_reason()
 
-    starter = _RoundStarter(assignment, environ, why_stop)
+    starter = _RoundStarter(assignment, channel, environ, why_stop)
 
     def offer(orders: DesiredState) -> EndpointOffer:
         starter.prepare_round(orders.round)
@@ -267,41 +263,40 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
     return agent.serve_until_done()
 
 
-def _server_factory(assignment: AgentAssignment) -> RoundServerFactory | None:
+def _server_factory(assignment: AgentAssignment, channel: AgentChannel) -> RoundServerFactory | None:
     """Create the server factory, if this node has the parameter server."""
     name = assignment.config.node(assignment.node).name
     if node_layout.server_node(assignment.config) != name:
         return None
-    return RoundServerFactory(assignment.config, name, assignment.node_context, assignment.credential_distribution)
+    return RoundServerFactory(assignment.config, name, assignment.node_context, channel)
 
 
-def _coordinator_factory(assignment: AgentAssignment) -> RoundCoordinatorFactory | None:
-    """Create the coordinator factory, if the job is elastic.
-
-    Raises:
-        LaunchError: The job is elastic, and its platform has no elastic jobs.
-    """
+def _coordinator_factory(assignment: AgentAssignment, channel: AgentChannel) -> RoundCoordinatorFactory | None:
+    """Create the coordinator factory, if the job is elastic."""
     config = assignment.config
     if config.min_workers is None:
         return None
-    if assignment.credential_pool is None:
-        do = "Submit it to a platform with elastic jobs"
-        got, expected = f"elastic, at least {config.min_workers} workers", "a job that is not elastic"
-        raise LaunchError(explain(f"job {config.job}", got=got, expected=expected, do=do))
     name = config.node(assignment.node).name
-    return RoundCoordinatorFactory(config, name, assignment.node_context, assignment.credential_pool, assignment.host)
+    return RoundCoordinatorFactory(config, name, assignment.node_context, channel, assignment.host)
 
 
 class _RoundStarter:
     """Starts the workers of each round; what needs no rendezvous result is prepared before the round starts."""
 
-    def __init__(self, assignment: AgentAssignment, environ: Mapping[str, str], stop_reason: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        assignment: AgentAssignment,
+        channel: AgentChannel,
+        environ: Mapping[str, str],
+        stop_reason: Callable[[], str],
+    ) -> None:
         """`stop_reason` returns the reason to stop waiting; empty while there is none."""
-        self._stop_reason = stop_reason
+        self._channel, self._stop_reason = channel, stop_reason
         self._assignment, self._config = assignment, assignment.config
         self._environ = {**environ, **self._config.environment}
         self._versions = run_dir.software_versions()
-        self._server_factory, self._coordinator_factory = _server_factory(assignment), _coordinator_factory(assignment)
+        self._server_factory = _server_factory(assignment, channel)
+        self._coordinator_factory = _coordinator_factory(assignment, channel)
         self._program = WorkerProgram(target=self._config.script)
 
     def prepare_round(self, round_: int) -> None:
@@ -327,7 +322,7 @@ class _RoundStarter:
         if rendezvous.addresses:
             self._write_cluster_file(run_dir, rendezvous.addresses)
         group = _build_node_group(assignment, rendezvous, run_dir, self._program)
-        credentials = _take_credentials(assignment, rendezvous, group, self._stop_reason)
+        credentials = self._take_credentials(rendezvous, group)
         if self._coordinator_factory:
             group = _with_member_names(group, credentials)
         outputs: dict[OutputStream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
@@ -346,6 +341,17 @@ class _RoundStarter:
         progress_reader = ProgressReader(run_dir.events, names if is_elastic else ())
         return NodeWorkers(group, launcher, recorder, progress_reader, sidecar, is_elastic=is_elastic)
 
+    def _take_credentials(self, rendezvous: RendezvousResult, group: WorkerGroup) -> dict[int, Credentials]:
+        """Take the workers' credentials for server or coordinators: global rank -> credentials.
+
+        Empty if there is neither.
+        """
+        if not rendezvous.coordinators and rendezvous.server is None:
+            return {}
+        ranks = [worker.global_rank for worker in group.workers]
+        take = self._channel.take_credentials
+        return {rank: take(rendezvous.round, f"worker-{rank}", self._stop_reason) for rank in ranks}
+
     def _create_sidecar(
         self, rendezvous: RendezvousResult, run_dir: RunDir, initial_members: list[str]
     ) -> Sidecar | None:
@@ -362,23 +368,6 @@ class _RoundStarter:
     def _write_cluster_file(self, run_dir: RunDir, addresses: Mapping[str, str]) -> None:
         cluster = node_layout.build_cluster(self._config, addresses)
         run_dir.cluster_file.write_text(topology.dumps(cluster), encoding="utf-8")
-
-
-def _take_credentials(
-    assignment: AgentAssignment, rendezvous: RendezvousResult, group: WorkerGroup, stop_reason: Callable[[], str]
-) -> dict[int, Credentials]:
-    """Take the workers' credentials for server or coordinators: global rank -> credentials.
-
-    Empty if there is neither.
-    """
-    ranks = [worker.global_rank for worker in group.workers]
-    if rendezvous.coordinators and assignment.credential_pool is not None:
-        return {
-            rank: assignment.credential_pool.take(rendezvous.round, f"worker-{rank}", stop_reason) for rank in ranks
-        }
-    if rendezvous.server is not None:
-        return {rank: assignment.credential_distribution.take(rendezvous.round, rank, stop_reason) for rank in ranks}
-    return {}
 
 
 def _with_member_names(group: WorkerGroup, credentials: Mapping[int, Credentials]) -> WorkerGroup:

@@ -31,11 +31,12 @@ from ringweave.launcher.supervise import MEMBER_INTERRUPT_TIMEOUT_S, StopPolicy,
 from ringweave.launcher.workers import HostPort, WorkerGroup
 from ringweave.membership.membership_records import REASON_FINISHED
 from ringweave.membership.settings import MemberBounds
-from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult
-from ringweave.platforms.agent.credentials import (
+from ringweave.platforms.agent.agent_channel import (
     NUM_INCARNATIONS,
-    CredentialDistribution,
-    CredentialPool,
+    NUM_SERVER_INCARNATIONS,
+    AgentChannel,
+    DesiredState,
+    RendezvousResult,
     StopReason,
     never_stop,
 )
@@ -327,7 +328,7 @@ class RoundCoordinatorFactory:
         config: JobConfig,
         node: str,
         node_context: NodeContext,
-        credential_pool: CredentialPool,
+        channel: AgentChannel,
         host: str | None = None,
     ) -> None:
         """Create the factory; makes no coordinator yet.
@@ -336,16 +337,11 @@ class RoundCoordinatorFactory:
             config: Config of the job.
             node: Name of any node of the job; only its first two have a coordinator.
             node_context: Context that runs processes on the node.
-            credential_pool: Pool of credentials.
+            channel: Channel that distributes credentials.
             host: Name of this node that stays valid when another agent replaces this one; None: its address stays.
         """
-        self._config, self._node, self._node_context, self._credential_pool, self._host = (
-            config,
-            node,
-            node_context,
-            credential_pool,
-            host,
-        )
+        self._config, self._node, self._node_context = config, node, node_context
+        self._channel, self._host = channel, host
         self._prepared: tuple[int, HostPort] | None = None
 
     def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> HostPort | None:
@@ -362,7 +358,7 @@ class RoundCoordinatorFactory:
         if self._node not in self._config.coordinator_nodes or is_open:
             return None
         if self._node == self._config.coordinator_nodes[0]:
-            self._credential_pool.fill(desired.round, self._issue_credentials(desired.round), stop_reason)
+            self._channel.publish_credentials(desired.round, self._issue_credentials(desired.round), stop_reason)
         address = self._node_context.pick_address(self._node)
         address = replace(address, host=self._host or address.host)
         self._prepared = (desired.round, address)
@@ -401,7 +397,7 @@ class RoundCoordinatorFactory:
             pair,
             self._node_context,
             run_dir,
-            credentials=lambda which: self._credential_pool.take(rendezvous.round, f"{COORDINATOR_ROLE}-{which}"),
+            credentials=lambda which: self._channel.take_credentials(rendezvous.round, f"{COORDINATOR_ROLE}-{which}"),
             standby_by_index={index: index > 0 or self._prepared != (rendezvous.round, rendezvous.coordinators[index])},
             give_up=_write_warning,
         )
@@ -485,16 +481,9 @@ without a goodbye. A member that lost its connection is back within seconds."""
 class RoundServerFactory:
     """Prepares and creates the server of each round, on one node."""
 
-    def __init__(
-        self, config: JobConfig, node: str, node_context: NodeContext, credential_distribution: CredentialDistribution
-    ) -> None:
-        """`credential_distribution` distributes credentials to the other agents of the job."""
-        self._config, self._node, self._node_context, self._credential_distribution = (
-            config,
-            node,
-            node_context,
-            credential_distribution,
-        )
+    def __init__(self, config: JobConfig, node: str, node_context: NodeContext, channel: AgentChannel) -> None:
+        """`channel` distributes credentials to the other agents of the job."""
+        self._config, self._node, self._node_context, self._channel = config, node, node_context, channel
         self._prepared: tuple[int, HostPort, CertificateAuthority] | None = None
 
     def prepare_round(self, round_: int, stop_reason: StopReason = never_stop) -> HostPort:
@@ -508,10 +497,11 @@ class RoundServerFactory:
         address = self._node_context.pick_address(self._node)
         identity = Identity(job=f"{self._config.job}-{round_}-{os.getpid()}", role=SERVER_ROLE, name="0")
         authority = CertificateAuthority(identity.job)
-        ranks = range(self._config.world_size)
-        self._credential_distribution.publish(
-            round_, {rank: authority.issue("worker", str(rank)) for rank in ranks}, stop_reason
-        )
+        issued = {
+            f"worker-{rank}": [authority.issue("worker", str(rank)) for _ in range(NUM_SERVER_INCARNATIONS)]
+            for rank in range(self._config.world_size)
+        }
+        self._channel.publish_credentials(round_, issued, stop_reason)
         self._prepared = (round_, address, authority)
         return address
 
