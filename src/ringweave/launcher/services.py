@@ -16,7 +16,7 @@ from ringweave.errors import LaunchError, RpcError
 from ringweave.launcher import bootstrap
 from ringweave.launcher.membership_history import MembershipHistory, PastMembers
 from ringweave.launcher.node_context import NodeContext
-from ringweave.launcher.restarts import ServiceRestartPolicy
+from ringweave.launcher.restarts import RestartPolicy
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerSpec
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest, is_ring_part
@@ -167,7 +167,7 @@ class CoordinatorProcesses:
         self._pair, self._node_context, self._run_dir, self._credentials = pair, node_context, run_dir, credentials
         self._standby_by_index, self._give_up, self._clock = dict(standby_by_index), give_up, clock
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._restart_policies = {index: ServiceRestartPolicy() for index in self._standby_by_index}
+        self._restart_policies = {index: RestartPolicy() for index in self._standby_by_index}
         self._environ: Mapping[str, str] = {}
 
     @property
@@ -388,7 +388,7 @@ class JobServer:
         self.authority = authority
         self._log = telemetry.EventLog(run_dir.events)
         self._give_up, self._clock = give_up, clock
-        self._restart_policies = [ServiceRestartPolicy() for _ in endpoints]
+        self._restart_policies = [RestartPolicy() for _ in endpoints]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environ: Mapping[str, str] = {}
 
