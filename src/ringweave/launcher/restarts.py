@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from ringweave.errors import LaunchError
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.membership import membership_records
 
@@ -86,6 +87,10 @@ class RestartPolicy:
         return True
 
 
+class NoRestartError(LaunchError):
+    """No further process of a slot can be started in this round: the workers end as if all had failed."""
+
+
 LEFT_EXIT_CODE = 143
 """128 + SIGTERM: exit code of a worker that has left on request."""
 MEMBERSHIP_ERROR = "MembershipError: "
@@ -135,6 +140,7 @@ class WorkerRestartPolicy:
         max_delay_s: float = 30.0,
         reset_failures_after_s: float = 60.0,
         reset_delay_after_s: float = 20.0,
+        ends_without_coordinator: bool = False,
     ) -> None:
         """Begin without any failures.
 
@@ -150,7 +156,10 @@ class WorkerRestartPolicy:
                 row.
             reset_delay_after_s: A worker that trained and lived this long has not died early: the next one waits no
                 longer than the first time.
+            ends_without_coordinator: A worker that finds no coordinator ends the restarts, as if the job were over:
+                a job's nodes with coordinators may be lost, and only another round of all nodes helps then.
         """
+        self._ends_without_coordinator = ends_without_coordinator
         self._delay_s, self._max_delay_s = delay_s, max_delay_s
         self._reset_failures_after_s, self._reset_delay_after_s = reset_failures_after_s, reset_delay_after_s
         self._max_own_failures, self._max_failed_starts = max_own_failures, max_failed_starts
@@ -187,7 +196,7 @@ class WorkerRestartPolicy:
             return "rest"
         assert slot_exit.death is not None
         exception = slot_exit.death.exception or ""
-        if JOB_OVER in exception:
+        if JOB_OVER in exception or (self._ends_without_coordinator and NO_COORDINATOR in exception):
             self._is_over = True  # for all: no new worker is admitted
             self._due_s.clear()
         if slot_exit.has_left or self._is_over:

@@ -17,7 +17,7 @@ from ringweave.platforms.agent.agent_channel import (
     RendezvousResult,
     RoundOverError,
 )
-from ringweave.platforms.agent.node_workers import NodeOutcome, NodeProgress
+from ringweave.platforms.agent.node_round import NodeOutcome, NodeProgress
 
 HERE = HostPort(host="here", port=7)
 

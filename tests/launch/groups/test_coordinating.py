@@ -9,6 +9,7 @@ import pytest
 
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import COORDINATOR_LINGER_S, CoordinatorProcesses
 from ringweave.launcher.workers import HostPort
 from ringweave.membership import main
 from ringweave.platforms.agent.agent_channel import (
@@ -20,7 +21,7 @@ from ringweave.platforms.agent.agent_channel import (
     rendezvous_result,
 )
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_workers import COORDINATOR_LINGER_S, RoundCoordinator, RoundCoordinatorFactory
+from ringweave.platforms.agent.node_round import RoundCoordinatorFactory
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
 
@@ -105,10 +106,10 @@ def told(
 ) -> main.argparse.Namespace:
     """What the process of this desk's coordinator is told."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    coordinator = desk.create_coordinator(found, RunDir(root=folder), {}, initial_members=starting)
+    coordinator = desk.create_coordinator(found, RunDir(root=folder), initial_members=starting)
     assert coordinator is not None
-    coordinator.start()
-    coordinator.stop()
+    with coordinator.running({}):
+        pass
     return main.parse(desk._node_context.told[-1][1:])
 
 
@@ -124,7 +125,7 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     ]
     assert first.other == f"127.0.0.1:{second.port}"
     assert second.other == f"127.0.0.1:{first.port}"
-    assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), {}, initial_members=["4.0"]) is None
+    assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), initial_members=["4.0"]) is None
     later = RoundCoordinatorFactory(CONFIG, "a", desks["a"]._node_context, channel(tmp_path))
     assert later.prepare_round(DesiredState(round=1, rendezvous=found)) is None, (
         "the gate is open: the credentials stay as they are"
@@ -133,18 +134,18 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     assert (again.index, again.standby, again.port, again.successors) == (0, True, first.port, "0.1,1.1")
 
 
-class FakeCoordinators:
-    pids = frozenset({1})
-
-
-def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = [3]
-    monkeypatch.setattr("ringweave.platforms.agent.node_workers.count_established", lambda pid, port: count[0])
-    coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
+def test_it_stays_a_while_for_workers_of_other_nodes(
+    desks: dict[str, RoundCoordinatorFactory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, found = [3], opening(desks)
+    monkeypatch.setattr(CoordinatorProcesses, "num_connections", property(lambda self: count[0]))
+    coordinator = desks["a"].create_coordinator(found, RunDir(root=tmp_path), initial_members=[])
+    assert coordinator is not None
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)
     assert not coordinator.is_needed(100.0 + COORDINATOR_LINGER_S), "who trains on needs none"
-    coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
+    coordinator = desks["b"].create_coordinator(found, RunDir(root=tmp_path), initial_members=[])
+    assert coordinator is not None
     count[0] = 1
     assert not coordinator.is_needed(100.0), "the other coordinator alone"
     assert coordinator.failure_text == ""

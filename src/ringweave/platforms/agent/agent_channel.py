@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import explain
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
+from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.rpc import Credentials
@@ -35,7 +36,7 @@ def never_stop() -> str:
     return ""
 
 
-class RoundOverError(LaunchError):
+class RoundOverError(NoRestartError):
     """The next round was requested, or the agent told to leave, while this round was being prepared; not a failure."""
 
     def __init__(self, round_: int, got: str) -> None:
