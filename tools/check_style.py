@@ -61,9 +61,9 @@ HERE = Exceptions(
         imported by its bare name by programs that run by path: serving
     """),
     constructors=_table("""
-        keeps its arguments, no more: CollectiveEngine, ElasticSupervisor, MembershipClient, RingClient, RpcServer
+        keeps its arguments, no more: CollectiveEngine, MembershipClient, RingClient, RpcServer
         builds parts in the order in which they need each other: CollectiveSimulator, Pipeline, RingweaveProcessGroup
-        sets a process up, or several: CoordinatorProcess, ParameterServerProcess, Ranks, RunCoordinators
+        sets a process up, or several: CoordinatorProcess, ParameterServerProcess, Ranks
     """),
 )
 

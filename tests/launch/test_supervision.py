@@ -1,10 +1,15 @@
 """Supervision in virtual time, with workers that behave as the test says."""
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from ringweave.launcher.launcher import Launcher, WorkerExit, WorkerState
-from ringweave.launcher.supervise import StopTimeouts, supervise_workers
+from ringweave.launcher.outcome import RunRecorder
+from ringweave.launcher.processes import LocalLauncher
+from ringweave.launcher.supervise import NodePlan, NodeWorkers, StopTimeouts
+from ringweave.launcher.workers import WorkerGroup, WorkerSpec
 from tests.clock import Clock
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -29,11 +34,20 @@ class FakeLauncher(Launcher):
     clock: Clock
     sent: list[tuple[str, float]] = field(default_factory=list)
 
-    def start(self, group) -> None:
-        raise NotImplementedError
+    def __enter__(self) -> "FakeLauncher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left anyway."""
+
+    def start(self, group: WorkerGroup) -> None:
+        """They run from the beginning."""
+
+    def pid(self, global_rank: int) -> int:
+        return global_rank
 
     def logs(self, global_rank: int, num_lines: int) -> list[str]:
-        raise NotImplementedError
+        return []
 
     def observe(self) -> list[WorkerState]:
         for worker in self.workers:
@@ -53,6 +67,19 @@ class FakeLauncher(Launcher):
         )
 
 
+class Exits:
+    """Stands where the recorder does: the order of exits."""
+
+    def __init__(self) -> None:
+        self.exits: list[int] = []
+
+    def workers_started(self, pid_of: Callable[[int], int]) -> None:
+        """Not of interest here."""
+
+    def worker_exited(self, state: WorkerState) -> None:
+        self.exits.append(state.global_rank)
+
+
 def watch(*workers: Fake, interrupts: dict[float, signal.Signals] | None = None):
     """Supervise to the end; what was sent when, the seconds it took, and the order of exits."""
     clock, received = Clock(), []
@@ -64,11 +91,12 @@ def watch(*workers: Fake, interrupts: dict[float, signal.Signals] | None = None)
 
     clock.on_sleep = deliver
     launcher = FakeLauncher(list(workers), clock)
-    exits: list[int] = []
-    states = supervise_workers(
-        launcher, received, on_exit=lambda s: exits.append(s.global_rank), clock=clock, sleep=clock.sleep
-    )
-    return launcher.sent, round(clock(), 1), exits, states
+    specs = [WorkerSpec(global_rank=rank, local_rank=rank, node="a", environ={}) for rank in range(len(workers))]
+    plan = NodePlan(group=WorkerGroup(argv=("python",), workers=tuple(specs)), environ={})
+    recorder = Exits()
+    crew = NodeWorkers(plan, cast(LocalLauncher, launcher), cast(RunRecorder, recorder), received, clock)
+    crew.wait(clock.sleep)
+    return launcher.sent, round(clock(), 1), recorder.exits, launcher.observe()
 
 
 def test_all_end_well_and_nothing_is_sent() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ringweave.launcher import supervise
+from ringweave.launcher import scale_requests
 from ringweave.launcher.run_dir import RunDir
 
 
@@ -23,10 +23,10 @@ def command(workers: int, as_json: bool, run_dir: str) -> int:
     those with the highest ranks, finish their train step and leave. Ranks below N that were given up or had left are
     started again.
     """
-    found = supervise.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
+    found = scale_requests.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
     if as_json:
         document = dataclasses.asdict(found)
         click.echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))
     else:
-        click.echo(supervise.describe_answer(found))
+        click.echo(scale_requests.describe_answer(found))
     return 0

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,27 +14,35 @@ from typing import Any, TextIO
 from ringweave import environment
 from ringweave.environment import WorkerEnvironment
 from ringweave.jobs.request import MODES, SERVER_MODES
-from ringweave.launcher import entry, outcome, run_dir, supervise
+from ringweave.launcher import entry, outcome, run_dir
 from ringweave.launcher import workers as launcher_workers
-from ringweave.launcher.launcher import WorkerState
-from ringweave.launcher.membership_history import EvictionWatcher
+from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole, write_message
 from ringweave.launcher.processes import LocalLauncher, ProcessContext
-from ringweave.launcher.restarts import RunRestartPolicy, WorkerRestartPolicy
+from ringweave.launcher.restarts import RunRestartPolicy
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import JobServer, RunCoordinators
-from ringweave.launcher.supervise import ElasticSupervisor, ScaleLimits, ScaleRequests, with_member_name
+from ringweave.launcher.scale_requests import ScaleLimits, ScaleRequests
+from ringweave.launcher.services import (
+    CoordinatorProcesses,
+    CoordinatorQuery,
+    JobServer,
+    ServiceProcesses,
+    run_coordinators,
+)
+from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import (
     BLOCK_ORDER,
     RankOrder,
     WorkerGroup,
     WorkerProgram,
+    WorkerSpec,
     build_worker_group,
     with_later_workers,
 )
 from ringweave.membership.settings import MemberBounds
+from ringweave.rpc import CertificateAuthority
 from ringweave.topology import Cluster
 
 _AUTO_MODE = MODES[0]
@@ -121,45 +129,63 @@ def _run_attempt(
         write_message(stderr, f"ringweave: {text}\n")
 
     server = _create_server(request, give_up)
-    coordinators = _create_coordinators(request, server, give_up)
-    services = [each for each in (server, coordinators) if each is not None]
+    authority = server.authority if server else CertificateAuthority(f"run-{os.getpid()}")
+    coordinators = None
+    if request.elastic is not None:
+        coordinators = run_coordinators(
+            request.elastic, request.cluster, request.node_context, request.run_dir, authority, give_up
+        )
     group = _build_group(request, server, coordinators)
-    num_cpus, cluster = len(os.sched_getaffinity(0)), request.expanded_cluster or request.cluster
-    slots = with_later_workers(group, cluster.nodes, num_cpus=num_cpus)
+    history = _membership_history(request, coordinators, authority)
+    services = [each for each in (server, coordinators) if each is not None]
+    launcher = _create_launcher(request, environ, console, services, authority)
+    elastic = _elastic_rules(request, group, history, stderr)
+    plan = NodePlan(group=group, environ=environ, services=services, elastic=elastic)
     _announce(request, group, attempt, stderr)
     server_record = {"server": {"node": server.node, "address": server.address} if server else None}
     recorder = RunRecorder(request.run_dir, group, _initial_record(request, group, attempt) | server_record)
-    try:
-        with (
-            _running_services(services, environ),
-            LocalLauncher(
-                request.run_dir.worker_log,
-                console,
-                environ,
-                wrap_command=request.node_context.wrap_worker_command,
-                open_credentials=services[-1].open_credentials if services else lambda worker: None,
-                process_context=ProcessContext(
-                    is_unrelated=lambda process: any(process.pid in each.pids for each in services)
-                ),
-            ) as launcher,
-        ):
-            launcher.start(group)
-            recorder.workers_started(launcher.pid)
-            states = _supervise(request, launcher, slots, services, recorder, interrupts, stderr)
-    except BaseException as error:
-        with suppress(OSError):  # the first error is the cause
-            recorder.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
-        raise
-    result = outcome.conclude_run(
-        [_worker_failure(launcher, slots, state) for state in states if _has_failed(state)], interrupts
-    )
+    failures = NodeWorkers(plan, launcher, recorder, interrupts).wait()
+    result = outcome.conclude_run(failures, interrupts)
     wall_s = _close_record(recorder, result, time.monotonic() - started_s, stderr)
     write_message(stderr, run_dir.describe_training(recorder.training))
     if server:
         write_message(stderr, server.summary_text())
     log_of = _relative_path(request.run_dir.root) + "/logs/rank-{rank}.log"
     write_message(stderr, outcome.run_failure_text(result, wall_s=wall_s, log_pattern=log_of))
-    return result, coordinators is not None and bool(coordinators.past_members().members)
+    return result, request.elastic is not None and bool(history.read().members)
+
+
+def _create_launcher(
+    request: RunRequest,
+    environ: Mapping[str, str],
+    console: OutputConsole,
+    services: Sequence[ServiceProcesses],
+    authority: CertificateAuthority,
+) -> LocalLauncher:
+    return LocalLauncher(
+        request.run_dir.worker_log,
+        console,
+        environ,
+        wrap_command=request.node_context.wrap_worker_command,
+        open_credentials=lambda worker: _open_credentials(authority, worker) if services else None,
+        process_context=ProcessContext(is_unrelated=lambda process: any(process.pid in each.pids for each in services)),
+    )
+
+
+def _open_credentials(authority: CertificateAuthority, worker: WorkerSpec) -> int:
+    """Open a descriptor of the worker's credentials, for all services; those of a member name it."""
+    name = worker.environ.get(environment.MEMBER, str(worker.global_rank))
+    return authority.issue("worker", name).to_descriptor()
+
+
+def _membership_history(
+    request: RunRequest, coordinators: CoordinatorProcesses | None, authority: CertificateAuthority
+) -> MembershipHistory:
+    """Create the history. Coordinators in a lab are not queried: this process cannot reach the lab's network."""
+    is_reachable = coordinators is not None and request.node_context.lab_name is None
+    addresses = coordinators.addresses if coordinators and is_reachable else ()
+    query = CoordinatorQuery(addresses, lambda: authority.issue("launcher", "0"))
+    return MembershipHistory(request.run_dir.events, query.members)
 
 
 def _close_record(recorder: RunRecorder, result: outcome.RunResult, wall_s: float, stderr: TextIO) -> float:
@@ -174,40 +200,21 @@ def _close_record(recorder: RunRecorder, result: outcome.RunResult, wall_s: floa
         return wall_s
 
 
-def _supervise(
-    request: RunRequest,
-    launcher: LocalLauncher,
-    group: WorkerGroup,
-    services: Sequence[JobServer | RunCoordinators],
-    recorder: RunRecorder,
-    interrupts: Sequence[signal.Signals],
-    stderr: TextIO,
-) -> Sequence[WorkerState]:
-    def look() -> None:
-        for each in services:
-            each.restart_dead()
-
-    coordinators = services[-1] if services else None
-    if request.elastic is None or not isinstance(coordinators, RunCoordinators):
-        return supervise.supervise_workers(launcher, interrupts, on_exit=recorder.worker_exited, on_poll=look)
-    supervisor = ElasticSupervisor(
-        launcher,
-        group,
-        WorkerRestartPolicy(),
-        failure_of=lambda state: _worker_failure(launcher, group, state) if _has_failed(state) else None,
-        past_members=coordinators.past_members,
-        scale_requests=_scale_requests(request, request.elastic, group, stderr),
+def _elastic_rules(
+    request: RunRequest, group: WorkerGroup, history: MembershipHistory, stderr: TextIO
+) -> ElasticRules | None:
+    """Return the rules of an elastic run; None of any other."""
+    if request.elastic is None:
+        return None
+    nodes = (request.expanded_cluster or request.cluster).nodes
+    slots = with_later_workers(group, nodes, num_cpus=len(os.sched_getaffinity(0)))
+    return ElasticRules(
+        slots=slots,
+        past_members=history.read,
+        scale_requests=_scale_requests(request, request.elastic, slots, stderr),
         evicted_members=EvictionWatcher(request.run_dir.events).evicted_members,
         notify_user=lambda text: write_message(stderr, f"ringweave: {text}.\n"),
-    )
-    return supervisor.run(
-        interrupts,
-        on_exit=recorder.worker_exited,
-        on_start=lambda worker: recorder.worker_started(worker, launcher.pid(worker.global_rank)),
-        on_give_up=lambda state, why: _report_give_up(
-            _worker_failure(launcher, group, state), why, request.run_dir, stderr
-        ),
-        on_poll=look,
+        on_give_up=lambda failure, why: _report_give_up(failure, why, request.run_dir, stderr),
     )
 
 
@@ -232,26 +239,6 @@ def _create_server(request: RunRequest, give_up: Callable[[str], object]) -> Job
     )
 
 
-def _create_coordinators(
-    request: RunRequest, server: JobServer | None, give_up: Callable[[str], object]
-) -> RunCoordinators | None:
-    """Create the coordinators of an elastic run; workers use the same credentials for all services."""
-    if request.elastic is None:
-        return None
-    authority = server.authority if server else None
-    return RunCoordinators.on_cluster(
-        request.elastic, request.cluster, request.node_context, request.run_dir, authority, give_up
-    )
-
-
-@contextmanager
-def _running_services(services: Sequence[JobServer | RunCoordinators], environ: Mapping[str, str]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in services:
-            stack.enter_context(each.running(environ))
-        yield
-
-
 def _report_give_up(failure: WorkerFailure, why: str, run_dir: RunDir, stderr: TextIO) -> None:
     """Report that a worker is not restarted while the others go on."""
     log = f"{_relative_path(run_dir.root)}/logs/rank-{failure.global_rank}.log"
@@ -262,7 +249,9 @@ def _report_give_up(failure: WorkerFailure, why: str, run_dir: RunDir, stderr: T
     )
 
 
-def _build_group(request: RunRequest, server: JobServer | None, coordinators: RunCoordinators | None) -> WorkerGroup:
+def _build_group(
+    request: RunRequest, server: JobServer | None, coordinators: CoordinatorProcesses | None
+) -> WorkerGroup:
     nodes = request.cluster.nodes
     first_index, _ = launcher_workers.assign_ranks([node.num_devices for node in nodes], request.order)[0]
     group = build_worker_group(
@@ -343,17 +332,6 @@ def _collect_interrupts() -> Iterator[list[signal.Signals]]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _has_failed(state: WorkerState) -> bool:
-    return state.exit is not None and not state.exit.is_success
-
-
-def _worker_failure(launcher: LocalLauncher, group: WorkerGroup, state: WorkerState) -> WorkerFailure:
-    assert state.exit is not None
-    lines = launcher.logs(state.global_rank, num_lines=200)
-    node = group.workers[state.global_rank].node
-    return WorkerFailure(global_rank=state.global_rank, node=node, exit=state.exit, last_lines=tuple(lines))
 
 
 def _relative_path(path: Path) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from ringweave.errors import LaunchError
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.membership import membership_records
 
@@ -12,8 +13,16 @@ _SHELL_SIGNAL_BASE = 128
 """A shell exits with this plus the signal's number when a signal has ended its program."""
 
 
-class ServiceRestartPolicy:
-    """Restart policy of one coordinator or parameter server."""
+def backoff_s(num_failures: int, *, first_s: float, max_s: float) -> float:
+    """Return the delay after so many failures in a row: the first one's, doubled with each further one, up to a limit.
+
+    Without failures it is the first delay too.
+    """
+    return min(max_s, first_s * 2.0 ** min(max(0, num_failures - 1), 20))
+
+
+class RestartPolicy:
+    """Restart policy of one process: counts its early deaths in a row; the delay doubles with each."""
 
     def __init__(
         self,
@@ -66,9 +75,9 @@ class ServiceRestartPolicy:
     def record_death(self, lived_s: float, now_s: float, *, was_killed: bool = False) -> None:
         """Record a death or a failed start; called once for each."""
         is_early = lived_s < (self._early_if_killed_s if was_killed else self._early_s)
-        self._num_early_deaths = self._num_early_deaths + 1 if is_early else 1
-        delay_s = 0.0 if self._num_early_deaths == 1 else min(self._max_delay_s, 2.0 ** (self._num_early_deaths - 2))
-        self._due_s = now_s + delay_s
+        self._num_early_deaths = self._num_early_deaths + 1 if is_early else 0
+        num_delayed = self._num_early_deaths - 1
+        self._due_s = now_s + (backoff_s(num_delayed, first_s=1.0, max_s=self._max_delay_s) if num_delayed > 0 else 0.0)
 
     def take_due(self, now_s: float) -> bool:
         """Return whether to start it now; True once for each death."""
@@ -76,6 +85,10 @@ class ServiceRestartPolicy:
             return False
         self._due_s = None
         return True
+
+
+class NoRestartError(LaunchError):
+    """No further process of a slot can be started in this round: the workers end as if all had failed."""
 
 
 LEFT_EXIT_CODE = 143
@@ -127,6 +140,7 @@ class WorkerRestartPolicy:
         max_delay_s: float = 30.0,
         reset_failures_after_s: float = 60.0,
         reset_delay_after_s: float = 20.0,
+        ends_without_coordinator: bool = False,
     ) -> None:
         """Begin without any failures.
 
@@ -142,7 +156,10 @@ class WorkerRestartPolicy:
                 row.
             reset_delay_after_s: A worker that trained and lived this long has not died early: the next one waits no
                 longer than the first time.
+            ends_without_coordinator: A worker that finds no coordinator ends the restarts, as if the job were over:
+                a job's nodes with coordinators may be lost, and only another round of all nodes helps then.
         """
+        self._ends_without_coordinator = ends_without_coordinator
         self._delay_s, self._max_delay_s = delay_s, max_delay_s
         self._reset_failures_after_s, self._reset_delay_after_s = reset_failures_after_s, reset_delay_after_s
         self._max_own_failures, self._max_failed_starts = max_own_failures, max_failed_starts
@@ -179,7 +196,7 @@ class WorkerRestartPolicy:
             return "rest"
         assert slot_exit.death is not None
         exception = slot_exit.death.exception or ""
-        if JOB_OVER in exception:
+        if JOB_OVER in exception or (self._ends_without_coordinator and NO_COORDINATOR in exception):
             self._is_over = True  # for all: no new worker is admitted
             self._due_s.clear()
         if slot_exit.has_left or self._is_over:
@@ -214,8 +231,8 @@ class WorkerRestartPolicy:
             self._stopped_slots.add(slot)
             return "give up"
         self._early_deaths[slot] = self._early_deaths.get(slot, 0) + 1 if is_early else 0
-        delay_s = min(self._max_delay_s, self._delay_s * 2 ** min(self._early_deaths[slot], 10) / 2)
-        self._due_s[slot] = now_s + max(self._delay_s, delay_s)
+        delay_s = backoff_s(self._early_deaths[slot], first_s=self._delay_s, max_s=self._max_delay_s)
+        self._due_s[slot] = now_s + delay_s
         return "again"
 
     def _all_have_failed(self, other_slots: Mapping[int, bool]) -> bool:
@@ -270,8 +287,9 @@ class RunRestartPolicy:
             max_early_ends: After this many attempts in a row that lasted less than `early_s`, the next would too.
             early_s: A longer attempt counts as useful; a script without `prepare` does not say what it has done.
         """
-        self._max_own_failures, self._max_early_ends, self._early_s = max_own_failures, max_early_ends, early_s
-        self._own_failures = self._early_ends = 0
+        self._max_own_failures, self._early_s = max_own_failures, early_s
+        self._ends = RestartPolicy(max_early_deaths=max_early_ends, early_s=early_s)
+        self._own_failures = 0
 
     def stop_reason(self, first: WorkerFailure, lifetime_s: float) -> str:
         """Return the reason against another attempt, in words; empty if there should be one.
@@ -281,9 +299,9 @@ class RunRestartPolicy:
             lifetime_s: Duration of that attempt.
         """
         self._own_failures += first.exit.signal_name is None
-        self._early_ends = self._early_ends + 1 if lifetime_s < self._early_s else 0
+        self._ends.record_death(lifetime_s, now_s=0.0)
         if self._own_failures >= self._max_own_failures:
             return f"{self._own_failures} attempts ended with an exception of the script"
-        if self._early_ends >= self._max_early_ends:
-            return f"{self._early_ends} attempts in a row ended within {self._early_s:g} s each"
+        if self._ends.has_given_up:
+            return f"{self._ends.num_early_deaths} attempts in a row ended within {self._early_s:g} s each"
         return ""

@@ -1,24 +1,23 @@
 """Services of a run beside its workers: parameter server and coordinators, their credentials and processes."""
 
-import contextlib
+import abc
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave import rpc, telemetry
 from ringweave.errors import LaunchError, RpcError
 from ringweave.launcher import bootstrap
-from ringweave.launcher.membership_history import MembershipHistory, PastMembers
 from ringweave.launcher.node_context import NodeContext
-from ringweave.launcher.restarts import ServiceRestartPolicy
+from ringweave.launcher.restarts import RestartPolicy
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.workers import HostPort, WorkerSpec
+from ringweave.launcher.workers import HostPort
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest, is_ring_part
 from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority, Credentials, Identity
@@ -90,9 +89,162 @@ def start_sidecar(
         os.close(credentials_fd)
 
 
+class ServiceProcesses(abc.ABC):
+    """Processes of one service beside the workers, each with an index; one that dies time after time is given up."""
+
+    _name: str
+    _consequence: str
+    """Consequence of giving a process up, for people."""
+    _stop_timeout_s: float
+
+    def __init__(
+        self,
+        endpoints: Mapping[int, SidecarEndpoint],
+        node_context: NodeContext,
+        run_dir: RunDir,
+        give_up: Callable[[str], object],
+        clock: Callable[[], float],
+    ) -> None:
+        """Create the object; starts no process yet.
+
+        Args:
+            endpoints: Index -> endpoint of each process that runs here.
+            node_context: Context that runs processes on a node.
+            run_dir: Gets their logs and events.
+            give_up: Gets a text about each process that is not restarted.
+            clock: Monotonic seconds.
+        """
+        self._own_endpoints, self._node_context, self._run_dir = dict(endpoints), node_context, run_dir
+        self._give_up, self._clock = give_up, clock
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._restart_policies = {index: RestartPolicy() for index in endpoints}
+        self._environ: Mapping[str, str] = {}
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process ids of those that run."""
+        return frozenset(process.pid for process in self._processes.values() if process.poll() is None)
+
+    @property
+    def num_connections(self) -> int:
+        """Number of connections that are open now."""
+        return sum(
+            count_established(process.pid, self._own_endpoints[index].advertised.port)
+            for index, process in self._processes.items()
+            if process.poll() is None
+        )
+
+    @property
+    @abc.abstractmethod
+    def failure_text(self) -> str:
+        """Failure of the service without which no worker can go on, in words; else empty."""
+
+    @abc.abstractmethod
+    def is_needed(self, now_s: float) -> bool:
+        """Return whether workers of other nodes still need it, after this node's workers have ended well."""
+
+    @contextmanager
+    def running(self, environ: Mapping[str, str]) -> Iterator[None]:
+        """Run the processes for the length of a block.
+
+        Raises:
+            LaunchError: One could not be started.
+        """
+        self._environ = environ
+        try:
+            for index in self._own_endpoints:
+                self._start_process(index, is_first=True)
+            yield
+        finally:
+            self._stop_processes()
+
+    def restart_dead(self) -> None:
+        """Restart dead processes, after a delay where they died soon after their start."""
+        now_s = self._clock()
+        for index, process in list(self._processes.items()):
+            restart_policy, exit_code = self._restart_policies[index], process.poll()
+            if exit_code is not None and self._is_replaced(exit_code) and restart_policy.record_exit(now_s, exit_code):
+                self._record_exit(index, exit_code, was_stopped=False)
+                self._report_if_given_up(index, f"the last one with exit code {exit_code}")
+            if restart_policy.take_due(now_s):
+                try:
+                    self._start_process(index, is_first=False)
+                except (LaunchError, OSError) as error:
+                    restart_policy.record_death(0.0, now_s)
+                    self._report_if_given_up(index, f"and a replacement could not be started: {error}")
+
+    @abc.abstractmethod
+    def _is_replaced(self, exit_code: int) -> bool:
+        """Return whether a process that ended with this code gets a successor."""
+
+    @abc.abstractmethod
+    def _log(self, index: int) -> Path: ...
+
+    @abc.abstractmethod
+    def _credentials(self, index: int) -> Credentials:
+        """Return the credentials of the next process."""
+
+    @abc.abstractmethod
+    def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
+        """Return the command line; `credentials` names their descriptor."""
+
+    @abc.abstractmethod
+    def _record_start(self, index: int, pid: int) -> None: ...
+
+    @abc.abstractmethod
+    def _record_exit(self, index: int, exit_code: int, *, was_stopped: bool) -> None: ...
+
+    def _start_process(self, index: int, *, is_first: bool) -> None:
+        secret = self._credentials(index).to_descriptor()
+        process = self._processes[index] = start_sidecar(
+            self._name,
+            self._argv(index, f"fd:{secret}", is_first=is_first),
+            endpoint=self._own_endpoints[index],
+            node_context=self._node_context,
+            environ=self._environ,
+            log=self._log(index),
+            credentials_fd=secret,
+        )
+        self._restart_policies[index].record_start(self._clock())
+        self._record_start(index, process.pid)
+
+    def _stop_processes(self) -> None:
+        ended = {index: process.poll() for index, process in self._processes.items()}
+        for process in self._processes.values():
+            process.terminate()
+        for index, process in self._processes.items():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(self._stop_timeout_s)
+            process.kill()
+            self._record_exit(index, process.wait(), was_stopped=ended[index] is None)
+
+    def _report_if_given_up(self, index: int, how: str) -> None:
+        restart_policy = self._restart_policies[index]
+        if restart_policy.has_given_up:
+            node, log = self._own_endpoints[index].node, self._log(index)
+            self._give_up(
+                f"{self._name} {index} on node {node} is given up: {restart_policy.num_early_deaths} of its processes "
+                f"in a row ended soon after their start, {how}. {self._consequence} See the cause in {log}."
+            )
+
+
+def count_established(pid: int, port: int) -> int:
+    """Count the established connections at a port in the process's own network namespace, as the kernel lists them."""
+    wanted, established = f":{port:04X}", "01"
+    count = 0
+    for family in ("tcp", "tcp6"):
+        with suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/{pid}/net/{family}").read_text(encoding="ascii").splitlines()]
+            count += sum(row[1].endswith(wanted) and row[3] == established for row in rows[1:])
+    return count
+
+
 COORDINATOR_ROLE = "coordinator"
 _COORDINATOR_MAIN = "ringweave.membership.main"
-_COORDINATOR_STOP_TIMEOUT_S = 3.0
+COORDINATOR_LINGER_S = 10.0
+"""Time that a coordinator stays for workers of other nodes after its own have finished; they report their end too."""
+_OTHER_COORDINATOR_CONNECTIONS = 1
+"""Number of connections of the other coordinator."""
 _QUERY_TIMEOUT_S = 2.0
 """Upper limit of each step of a query; the supervision of the workers waits for it."""
 
@@ -135,12 +287,15 @@ class CoordinatorPair:
         return [*arguments, "--standby"] if is_standby else arguments
 
 
-class CoordinatorProcesses:
-    """Coordinator processes that this process starts and restarts; a new one learns its state from the members.
+class CoordinatorProcesses(ServiceProcesses):
+    """Coordinators of a run or of one node of a job; a new process learns its state from the members.
 
-    A coordinator that dies time after time is given up. Training goes on: it needs coordinators only when members come
-    or go.
+    Training goes on without them: it needs coordinators only when members come or go.
     """
+
+    _name = "coordinator"
+    _consequence = "Training continues, without a standby for the other coordinator."
+    _stop_timeout_s = 3.0
 
     def __init__(
         self,
@@ -164,145 +319,11 @@ class CoordinatorProcesses:
             give_up: Gets a text about each coordinator that is not restarted.
             clock: Monotonic seconds.
         """
-        self._pair, self._node_context, self._run_dir, self._credentials = pair, node_context, run_dir, credentials
-        self._standby_by_index, self._give_up, self._clock = dict(standby_by_index), give_up, clock
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._restart_policies = {index: ServiceRestartPolicy() for index in self._standby_by_index}
-        self._environ: Mapping[str, str] = {}
-
-    @property
-    def pids(self) -> frozenset[int]:
-        """Process ids of the coordinators that run."""
-        return frozenset(process.pid for process in self._processes.values() if process.poll() is None)
-
-    @contextmanager
-    def running(self, environ: Mapping[str, str]) -> Iterator[None]:
-        """Run them for the length of a block.
-
-        Raises:
-            LaunchError: One could not be started.
-        """
-        self._environ = environ
-        try:
-            for index, is_standby in self._standby_by_index.items():
-                self._start_process(index, is_standby=is_standby, is_first=True)
-            yield
-        finally:
-            for process in self._processes.values():
-                process.terminate()
-            for process in self._processes.values():
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_COORDINATOR_STOP_TIMEOUT_S)
-                process.kill()
-                process.wait()
-
-    def restart_dead(self) -> None:
-        now_s = self._clock()
-        for index, process in list(self._processes.items()):
-            restart_policy = self._restart_policies[index]
-            exit_code = process.poll()
-            if exit_code is not None and restart_policy.record_exit(now_s, exit_code):
-                self._report_if_given_up(index, f"the last one with exit code {exit_code}")
-            if restart_policy.take_due(now_s):
-                try:
-                    self._start_process(index, is_standby=True, is_first=False)
-                except (LaunchError, OSError) as error:
-                    restart_policy.record_death(0.0, now_s)
-                    self._report_if_given_up(index, f"and a replacement could not be started: {error}")
-
-    def _report_if_given_up(self, index: int, how: str) -> None:
-        restart_policy = self._restart_policies[index]
-        if restart_policy.has_given_up:
-            node, log = self._pair.endpoints[index].node, self._log(index)
-            self._give_up(
-                f"coordinator {index} on node {node} is given up: {restart_policy.num_early_deaths} of its processes "
-                f"in a row ended soon after their start, {how}. Training continues, without a standby for the other "
-                f"coordinator. See the cause in {log}."
-            )
-
-    def _log(self, index: int) -> Path:
-        return self._run_dir.root / "logs" / f"coordinator-{index}.log"
-
-    def _start_process(self, index: int, *, is_standby: bool, is_first: bool) -> None:
-        secret = self._credentials(index).to_descriptor()
-        arguments = self._pair.arguments(index, is_standby=is_standby, is_first=is_first)
-        command = [sys.executable, "-m", _COORDINATOR_MAIN, "--credentials", f"fd:{secret}", *arguments]
-        command += ["--run-dir", str(self._run_dir.root)]
-        self._processes[index] = start_sidecar(
-            "coordinator",
-            command,
-            endpoint=self._pair.endpoints[index],
-            node_context=self._node_context,
-            environ=self._environ,
-            log=self._log(index),
-            credentials_fd=secret,
+        super().__init__(
+            {index: pair.endpoints[index] for index in standby_by_index}, node_context, run_dir, give_up, clock
         )
-        self._restart_policies[index].record_start(self._clock())
-
-
-class RunCoordinators:
-    """The two coordinators of one run, on two nodes where there are two."""
-
-    def __init__(
-        self,
-        endpoints: list[SidecarEndpoint],
-        bounds: MemberBounds,
-        expected: int,
-        node_context: NodeContext,
-        run_dir: RunDir,
-        authority: CertificateAuthority | None = None,
-        give_up: Callable[[str], object] = lambda text: None,
-    ) -> None:
-        """`authority` is the job's certificate authority, if there is one already.
-
-        `give_up` gets a text about each coordinator that is not restarted.
-        """
-        self._authority = authority or CertificateAuthority(
-            Identity(job=f"run-{os.getpid()}", role=COORDINATOR_ROLE, name="0").job
-        )
-        self._pair = CoordinatorPair(endpoints=endpoints, bounds=bounds, expected_members=expected)
-        self._processes = CoordinatorProcesses(
-            self._pair,
-            node_context,
-            run_dir,
-            credentials=lambda index: self._authority.issue(COORDINATOR_ROLE, str(index)),
-            standby_by_index={0: False, 1: True},
-            give_up=give_up,
-        )
-        self._history = MembershipHistory(
-            run_dir.events, self._query_members if node_context.lab_name is None else lambda names: ()
-        )
-        self._authentication: rpc.PeerAuthentication | None = None
-
-    @classmethod
-    def on_cluster(
-        cls,
-        bounds: MemberBounds,
-        cluster: Cluster,
-        node_context: NodeContext,
-        run_dir: RunDir,
-        authority: CertificateAuthority | None = None,
-        give_up: Callable[[str], object] = lambda text: None,
-    ) -> "RunCoordinators":
-        """Create the coordinators of a run on a cluster.
-
-        Raises:
-            LaunchError: There is no free port.
-        """
-        names = [node.name for node in cluster.nodes]
-        coordinator_nodes = [names[0], names[1 % len(names)]]
-        endpoints = [
-            SidecarEndpoint(node=node, advertised=node_context.pick_address(node)) for node in coordinator_nodes
-        ]
-        return cls(
-            endpoints,
-            bounds,
-            sum(node.num_devices for node in cluster.nodes),
-            node_context,
-            run_dir,
-            authority,
-            give_up,
-        )
+        self._pair, self._issue, self._standby_by_index = pair, credentials, standby_by_index
+        self._waiting_since_s: float | None = None
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
@@ -310,38 +331,85 @@ class RunCoordinators:
         return self._pair.addresses
 
     @property
-    def pids(self) -> frozenset[int]:
-        """Process ids of the coordinators that run."""
-        return self._processes.pids
+    def failure_text(self) -> str:
+        """Always empty: its death ends no round, because the other one takes over and this one is restarted."""
+        return ""
 
-    def open_credentials(self, worker: WorkerSpec) -> int:
-        """Open a descriptor of the worker's credentials, which the worker inherits; they name its member."""
-        return self._authority.issue("worker", worker.environ["RINGWEAVE_MEMBER"]).to_descriptor()
+    def is_needed(self, now_s: float) -> bool:
+        """Return whether other nodes' workers are still connected, for a limited time after its own have finished."""
+        self._waiting_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
+        if now_s - self._waiting_since_s >= COORDINATOR_LINGER_S:
+            return False
+        return self.num_connections > _OTHER_COORDINATOR_CONNECTIONS
 
-    def running(self, environ: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Run both for the length of a block.
+    def _is_replaced(self, exit_code: int) -> bool:
+        return True
 
-        Raises:
-            LaunchError: One could not be started.
-        """
-        return self._processes.running(environ)
+    def _log(self, index: int) -> Path:
+        return self._run_dir.root / "logs" / f"coordinator-{index}.log"
 
-    def restart_dead(self) -> None:
-        self._processes.restart_dead()
+    def _credentials(self, index: int) -> Credentials:
+        return self._issue(index)
 
-    def past_members(self, names: Collection[str] = ()) -> PastMembers:
-        """Return the past members by the event log; query the coordinators where it lacks one of these names.
+    def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
+        is_standby = self._standby_by_index[index] or not is_first
+        arguments = self._pair.arguments(index, is_standby=is_standby, is_first=is_first)
+        command = [sys.executable, "-m", _COORDINATOR_MAIN, "--credentials", credentials, *arguments]
+        return [*command, "--run-dir", str(self._run_dir.root)]
 
-        Coordinators in a lab are not queried: this process cannot reach the lab's network.
-        """
-        return self._history.read(names)
+    def _record_start(self, index: int, pid: int) -> None:
+        """Record nothing: coordinators write events of their own."""
 
-    def _query_members(self, names: Collection[str]) -> set[str]:
-        """Return the current members by the coordinators; all these names where rings have memberships of their own."""
+    def _record_exit(self, index: int, exit_code: int, *, was_stopped: bool) -> None:
+        """Record nothing: training goes on without them."""
+
+
+def run_coordinators(
+    bounds: MemberBounds,
+    cluster: Cluster,
+    node_context: NodeContext,
+    run_dir: RunDir,
+    authority: CertificateAuthority,
+    give_up: Callable[[str], object] = lambda text: None,
+) -> CoordinatorProcesses:
+    """Create both coordinators of a run on a cluster, on two nodes where there are two.
+
+    Raises:
+        LaunchError: There is no free port.
+    """
+    names = [node.name for node in cluster.nodes]
+    pair = CoordinatorPair(
+        endpoints=[
+            SidecarEndpoint(node=node, advertised=node_context.pick_address(node))
+            for node in (names[0], names[1 % len(names)])
+        ],
+        bounds=bounds,
+        expected_members=sum(node.num_devices for node in cluster.nodes),
+    )
+    return CoordinatorProcesses(
+        pair,
+        node_context,
+        run_dir,
+        credentials=lambda index: authority.issue(COORDINATOR_ROLE, str(index)),
+        standby_by_index={0: False, 1: True},
+        give_up=give_up,
+    )
+
+
+class CoordinatorQuery:
+    """Asks the coordinators of a job for its members."""
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], credentials: Callable[[], Credentials]) -> None:
+        """`addresses` are (host, port) of each; `credentials` returns those of this process, for the first query."""
+        self._addresses, self._credentials = addresses, credentials
+        self._authentication: rpc.PeerAuthentication | None = None
+
+    def members(self, names: Collection[str]) -> set[str]:
+        """Return the current members; all these names where rings have memberships of their own."""
         members: set[str] = set()
         with suppress(OSError, RuntimeError):  # no free descriptor or thread
-            self._authentication = self._authentication or rpc.TlsAuthentication(self._authority.issue("launcher", "0"))
-            for address in self.addresses:
+            self._authentication = self._authentication or rpc.TlsAuthentication(self._credentials())
+            for address in self._addresses:
                 with suppress(RpcError):  # the other coordinator knows
                     count = _query_member_count(address, self._authentication)
                     members.update(count.members, names if any(map(is_ring_part, count.parts)) else ())
@@ -359,16 +427,22 @@ def _query_member_count(address: tuple[str, int], authentication: rpc.PeerAuthen
 
 
 SERVER_ROLE = "server"
-_SERVER_STOP_TIMEOUT_S = 5.0
+SERVER_IDLE_TIMEOUT_S = 10.0
+"""A server without connections for this long is not needed any more: the script trained without it, or its members left
+without a goodbye. A member that lost its connection is back within seconds."""
 _SUMMARY_PREFIX, _SUMMARY_MARK = "parameter server: ", "pushes applied"
 
 
-class JobServer:
+class JobServer(ServiceProcesses):
     """Parameter server of one run, on the best connected node, with an optional standby on another node.
 
     The key of its job's certificate authority stays in this process. With a standby, the one of the two that dies is
     restarted and follows the other.
     """
+
+    _name = "parameter server"
+    _consequence = "Training continues with the other one, without a standby."
+    _stop_timeout_s = 5.0
 
     def __init__(
         self,
@@ -384,13 +458,10 @@ class JobServer:
 
         `give_up` gets a text about one that dies time after time; it is not restarted.
         """
-        self._endpoints, self._node_context, self._run_dir = tuple(endpoints), node_context, run_dir
-        self.authority = authority
-        self._log = telemetry.EventLog(run_dir.events)
-        self._give_up, self._clock = give_up, clock
-        self._restart_policies = [ServiceRestartPolicy() for _ in endpoints]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._environ: Mapping[str, str] = {}
+        super().__init__(dict(enumerate(endpoints)), node_context, run_dir, give_up, clock)
+        self._endpoints, self.authority = tuple(endpoints), authority
+        self._events = telemetry.EventLog(run_dir.events)
+        self._last_connected_s: float | None = None
 
     @classmethod
     def for_mode(
@@ -432,71 +503,27 @@ class JobServer:
     @property
     def exit_code(self) -> int | None:
         """Exit code of an ended server without a standby, negative if a signal ended it; otherwise None."""
-        return self._processes[0].poll() if len(self._processes) == 1 else None
+        return self._processes[0].poll() if len(self._endpoints) == 1 and self._processes else None
 
     @property
-    def pids(self) -> frozenset[int]:
-        """Process ids of the server and its standby that run."""
-        return frozenset(process.pid for process in self._processes if process.poll() is None)
+    def failure_text(self) -> str:
+        """Failure of a server without a standby, in words; empty while it runs, and after a good end."""
+        code = self.exit_code
+        if not code:
+            return ""
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the parameter server on node {self.node} {ending}"
 
-    @property
-    def num_connections(self) -> int:
-        """Number of connections that are open now, to the server and its standby."""
-        return sum(
-            count_established(process.pid, endpoint.advertised.port)
-            for process, endpoint in zip(self._processes, self._endpoints, strict=False)
-            if process.poll() is None
-        )
+    def is_needed(self, now_s: float) -> bool:
+        """Return whether workers are or were recently connected.
 
-    def open_credentials(self, worker: WorkerSpec) -> int:
-        """Open a descriptor of the worker's credentials, which the worker inherits."""
-        return self.authority.issue("worker", str(worker.global_rank)).to_descriptor()
-
-    @contextmanager
-    def running(self, environ: Mapping[str, str]) -> Iterator[None]:
-        """Run the server for the length of a block.
-
-        Raises:
-            LaunchError: It could not be started.
+        The server ends by itself when all rings have left it.
         """
-        self._environ = environ
-        try:
-            for index in range(len(self._endpoints)):
-                self._processes.append(self._start_process(index))
-            yield
-        finally:
-            for index, process in enumerate(self._processes):
-                found = process.poll()
-                self._record_exit(
-                    index, _terminate_process(process) if found is None else found, was_stopped=found is None
-                )
-
-    def restart_dead(self) -> None:
-        """Restart a dead server or standby, if there is another one that it can follow."""
-        now_s = self._clock()
-        for index, process in enumerate(self._processes if len(self._endpoints) > 1 else ()):
-            restart_policy, exit_code = self._restart_policies[index], process.poll()
-            if exit_code and restart_policy.record_exit(now_s, exit_code):
-                self._record_exit(index, exit_code, was_stopped=False)
-                self._report_if_given_up(index, f"the last one with exit code {exit_code}")
-            if restart_policy.take_due(now_s):
-                try:
-                    self._processes[index] = self._start_process(index)
-                except (LaunchError, OSError) as error:
-                    restart_policy.record_death(0.0, now_s)
-                    self._report_if_given_up(index, f"and a replacement could not be started: {error}")
-
-    def _report_if_given_up(self, index: int, last: str) -> None:
-        if self._restart_policies[index].has_given_up:
-            self._give_up(self._give_up_text(index, last, self._restart_policies[index].num_early_deaths))
-
-    def _give_up_text(self, index: int, last: str, num_deaths: int) -> str:
-        node, log = self._endpoints[index].node, self._run_dir.server_log(index)
-        return (
-            f"parameter server {index} on node {node} is given up: {num_deaths} of its processes in a row ended "
-            f"soon after their start, {last}. Training continues with the other one, without a standby. "
-            f"See the cause in {log}."
-        )
+        if self.exit_code is not None:
+            return False
+        if self._last_connected_s is None or self.num_connections:
+            self._last_connected_s = now_s
+        return now_s - self._last_connected_s < SERVER_IDLE_TIMEOUT_S
 
     def summary_text(self) -> str:
         """Return the server's final summary for the user, or a notice that it served no push."""
@@ -511,8 +538,32 @@ class JobServer:
         path = self._run_dir.server_log(index)
         return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
+    def _is_replaced(self, exit_code: int) -> bool:
+        """Return whether there is another one that a successor can follow, and the server has not finished."""
+        return exit_code != 0 and len(self._endpoints) > 1
+
+    def _log(self, index: int) -> Path:
+        return self._run_dir.server_log(index)
+
+    def _credentials(self, index: int) -> Credentials:
+        return self.authority.issue(SERVER_ROLE, str(index))
+
+    def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
+        endpoint = self._endpoints[index]
+        serve = [sys.executable, "-m", "ringweave", "server", "--host", endpoint.advertised.host]
+        serve += ["--port", str(endpoint.advertised.port), "--credentials", credentials]
+        serve += ["--node", endpoint.node, "--run-dir", str(self._run_dir.root)]
+        if len(self._endpoints) > 1:
+            serve += ["--other", _host_port_text(self._endpoints[1 - index]), "--index", str(index)]
+            serve += ["--claims", str(self._run_dir.leadership_log)]
+        return serve
+
+    def _record_start(self, index: int, pid: int) -> None:
+        endpoint = self._endpoints[index]
+        self._events.write("server_started", node=endpoint.node, pid=pid, address=_host_port_text(endpoint))
+
     def _record_exit(self, index: int, exit_code: int, *, was_stopped: bool) -> None:
-        self._log.write(
+        self._events.write(
             "server_exited",
             node=self._endpoints[index].node,
             exit_code=exit_code if exit_code >= 0 else None,
@@ -520,50 +571,6 @@ class JobServer:
             stopped=was_stopped,
         )
 
-    def _start_process(self, index: int) -> "subprocess.Popen[bytes]":
-        endpoint = self._endpoints[index]
-        secret = self.authority.issue(SERVER_ROLE, str(index)).to_descriptor()
-        serve = [sys.executable, "-m", "ringweave", "server", "--host", endpoint.advertised.host]
-        serve += ["--port", str(endpoint.advertised.port), "--credentials", f"fd:{secret}"]
-        serve += ["--node", endpoint.node, "--run-dir", str(self._run_dir.root)]
-        if len(self._endpoints) > 1:
-            serve += ["--other", _host_port_text(self._endpoints[1 - index]), "--index", str(index)]
-            serve += ["--claims", str(self._run_dir.leadership_log)]
-        log = self._run_dir.server_log(index)
-        process = start_sidecar(
-            "parameter server",
-            serve,
-            endpoint=endpoint,
-            node_context=self._node_context,
-            environ=self._environ,
-            log=log,
-            credentials_fd=secret,
-        )
-        self._restart_policies[index].record_start(self._clock())
-        self._log.write("server_started", node=endpoint.node, pid=process.pid, address=_host_port_text(endpoint))
-        return process
-
 
 def _host_port_text(endpoint: SidecarEndpoint) -> str:
     return f"{endpoint.advertised.host}:{endpoint.advertised.port}"
-
-
-def count_established(pid: int, port: int) -> int:
-    """Count the established connections at a port in the process's own network namespace, as the kernel lists them."""
-    wanted, established = f":{port:04X}", "01"
-    count = 0
-    for family in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in Path(f"/proc/{pid}/net/{family}").read_text(encoding="ascii").splitlines()]
-            count += sum(row[1].endswith(wanted) and row[3] == established for row in rows[1:])
-    return count
-
-
-def _terminate_process(process: "subprocess.Popen[bytes]") -> int:
-    """Terminate a process, by SIGKILL if needed; return its exit code, negative if a signal ended it."""
-    process.terminate()
-    try:
-        return process.wait(_SERVER_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()

@@ -1,235 +1,21 @@
-"""Supervision of workers: stop policy, elastic restarts, and requests for another number of workers.
+"""Supervision of workers, on one node of a job or on all nodes of a run: stop policy, restarts, services."""
 
-A running elastic run is asked for another number of workers through its run directory:
-
-```text
-RUN_DIR/scale.json      {"request_id": "3f0c...", "workers": 4}; removed when the run has read it
-RUN_DIR/events.jsonl    the answer: event `workers_scaled` with the same id
-```
-"""
-
-import json
-import os
-import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 
-from ringweave import environment, telemetry
-from ringweave.errors import LaunchError, UsageError, explain
-from ringweave.files import file_io
-from ringweave.launcher import run_dir as launcher_run_dir
-from ringweave.launcher.launcher import Launcher, WorkerState
+from ringweave import environment
+from ringweave.errors import LaunchError, explain
+from ringweave.launcher.launcher import WorkerState
 from ringweave.launcher.membership_history import PastMembers
-from ringweave.launcher.outcome import WorkerFailure
+from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.processes import LocalLauncher
-from ringweave.launcher.restarts import RestartDecision, SlotExit, WorkerRestartPolicy
-from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.restarts import NoRestartError, RestartDecision, SlotExit, WorkerRestartPolicy
+from ringweave.launcher.scale_requests import ScaleRequests
+from ringweave.launcher.services import ServiceProcesses
 from ringweave.launcher.workers import WorkerGroup, WorkerSpec
-from ringweave.membership.settings import MemberBounds
-
-_ANSWER_POLL_S = 0.05
-_MAX_REQUEST_BYTES = 4096
-"""Upper limit of a request; a longer one is ignored."""
-_ANSWER_TIMEOUT_S = 30.0
-"""A run polls for requests fifty times a second; one that does not answer for this long is stopped."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleAnswer:
-    """Answer of a run to a request for another number of workers."""
-
-    workers: int
-    """Requested number of workers."""
-    before: int
-    """Previously requested number of workers."""
-    starting: Sequence[int] = ()
-    """Ranks whose processes were started."""
-    leaving: Sequence[int] = ()
-    """Ranks that were asked to leave after their train step."""
-    refused: str = ""
-    """Reason of a refusal, in words; empty if the request was granted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleLimits:
-    """Limits of the number of workers of a run."""
-
-    bounds: MemberBounds
-    num_slots: int
-    """Number of worker slots of the run."""
-    reason: str
-    """Reason why the run has no more slots, for people."""
-
-    def refusal(self, workers: int) -> str:
-        """Return the reason why the run cannot have this many workers; empty if it can."""
-        max_workers = min(self.bounds.max_members, self.num_slots)
-        if self.bounds.min_members <= workers <= max_workers:
-            return ""
-        reason = (
-            f"--elastic {self.bounds}"
-            if max_workers == self.bounds.max_members or workers < self.bounds.min_members
-            else self.reason
-        )
-        expected = f"{self.bounds.min_members} to {max_workers} ({reason})"
-        return explain("--workers", got=workers, expected=expected, do="Ask for a number within the limits of the run")
-
-
-class ScaleRequests:
-    """Requests of users for another number of workers, read from the run directory."""
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        limits: ScaleLimits,
-        workers: int,
-        notify_user: Callable[[str], object] = lambda text: None,
-    ) -> None:
-        """Remove a request that was left for an earlier run in this directory.
-
-        Args:
-            run_dir: Run directory.
-            limits: Limits of the run.
-            workers: Initial number of workers.
-            notify_user: Gets each granted answer as text.
-        """
-        self._path, self._limits, self._notify_user = run_dir.scale_request, limits, notify_user
-        self._events = telemetry.EventLog(run_dir.events)
-        self._request_id = ""
-        self.workers = workers
-        """Requested number of workers."""
-        self._path.unlink(missing_ok=True)
-
-    def take_request(self) -> int | None:
-        """Return the requested number of workers, once for each request; None if there is no valid request."""
-        try:
-            with self._path.open("rb") as file:
-                text = file.read(_MAX_REQUEST_BYTES + 1)
-            self._path.unlink()
-        except OSError:
-            return None
-        request = _parse_request(text)
-        if request is None:
-            return None
-        self._request_id, workers = request
-        return workers
-
-    def refuse_request(self, workers: int, refusal: str) -> bool:
-        """Refuse the last request if it is out of limits or comes at the wrong time; return whether it was refused."""
-        refused = self._limits.refusal(workers) or refusal
-        if refused:
-            self._write_answer(ScaleAnswer(workers=self.workers, before=self.workers, refused=refused))
-        return bool(refused)
-
-    def grant_request(self, workers: int, *, starting: Sequence[int], leaving: Sequence[int]) -> None:
-        """Answer the last request: it is done."""
-        before, self.workers = self.workers, workers
-        self._write_answer(ScaleAnswer(workers=workers, before=before, starting=starting, leaving=leaving))
-        self._notify_user(
-            describe_answer(ScaleAnswer(workers=workers, before=before, starting=starting, leaving=leaving))
-        )
-
-    def _write_answer(self, scale: ScaleAnswer) -> None:
-        self._events.write(
-            "workers_scaled",
-            request_id=self._request_id,
-            workers=scale.workers,
-            before=scale.before,
-            starting=list(scale.starting),
-            leaving=list(scale.leaving),
-            refused=scale.refused,
-        )
-
-
-def describe_answer(scale: ScaleAnswer) -> str:
-    """Return an answer as text: `4 workers requested, 2 before; started: ranks 2, 3`."""
-    changes = [("started", scale.starting), ("leaving after the train step", scale.leaving)]
-    parts = [f"{what}: rank {', '.join(map(str, ranks))}" for what, ranks in changes if ranks]
-    return "; ".join([f"{scale.workers} workers requested, {scale.before} before", *parts])
-
-
-def request_workers(
-    run_dir: RunDir,
-    workers: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> ScaleAnswer:
-    """Ask a run for another number of workers, and return its answer.
-
-    Args:
-        run_dir: Directory of an elastic run that is in progress.
-        workers: Requested number of workers.
-        clock: Monotonic seconds.
-        sleep: Waits between two polls.
-
-    Raises:
-        UsageError: There is no such run, or it cannot have so many workers.
-        LaunchError: The run does not answer.
-    """
-    _check_elastic(run_dir)
-    request_id = secrets.token_hex(8)
-    temporary = run_dir.scale_request.with_name(f".{run_dir.scale_request.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"request_id": request_id, "workers": workers}) + "\n", encoding="utf-8")
-    temporary.replace(run_dir.scale_request)
-    until_s = clock() + _ANSWER_TIMEOUT_S
-    while (answer := _find_answer(run_dir, request_id)) is None:
-        _check_alive(run_dir)
-        if clock() > until_s:
-            run_dir.scale_request.unlink(missing_ok=True)
-            do = "Check whether its ringweave run is stopped"
-            got = f"no answer within {_ANSWER_TIMEOUT_S:g} s"
-            raise LaunchError(explain("run", got=got, expected="one", do=do, where=str(run_dir.root)))
-        sleep(_ANSWER_POLL_S)
-    if answer.refused:
-        raise UsageError(answer.refused)
-    return answer
-
-
-def _check_elastic(run_dir: RunDir) -> None:
-    try:
-        record = file_io.load_json(run_dir.run_json, launcher_run_dir.MAX_RUN_JSON_BYTES)
-    except (OSError, ValueError) as error:
-        do = "Give the directory that `ringweave run` printed"
-        text = explain("run directory", got=str(run_dir.root), expected="one with a run.json", do=do)
-        raise UsageError(text) from error
-    _check_alive(run_dir)
-    if isinstance(record, dict) and record.get("format") != launcher_run_dir.RUN_JSON_FORMAT:
-        got, expected = record.get("format", "none"), str(launcher_run_dir.RUN_JSON_FORMAT)
-        do = "Scale it with the ringweave that started it"
-        raise UsageError(explain("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json)))
-    if not isinstance(record, dict) or not record.get("elastic"):
-        expected = "a run with --elastic MIN:MAX"
-        raise UsageError(explain("run", got=str(run_dir.root), expected=expected, do="Start it again with --elastic"))
-
-
-def _check_alive(run_dir: RunDir) -> None:
-    if not launcher_run_dir.is_run_dir_held(run_dir):
-        do = "Start it again with the new number of workers"
-        raise UsageError(explain("run", got=f"{run_dir.root}, which is over", expected="a current run", do=do))
-
-
-def _find_answer(run_dir: RunDir, request_id: str) -> ScaleAnswer | None:
-    for event in telemetry.read_events(run_dir.events):
-        if event["kind"] == "workers_scaled" and event["request_id"] == request_id:
-            fields: dict[str, Any] = {key: event[key] for key in ScaleAnswer.__slots__}
-            return ScaleAnswer(**fields)
-    return None
-
-
-def _parse_request(text: bytes) -> tuple[str, int] | None:
-    try:
-        request = file_io.parse_json(text, _MAX_REQUEST_BYTES)
-    except ValueError:
-        return None
-    if not isinstance(request, dict):
-        return None
-    request_id, workers = request.get("request_id"), request.get("workers")
-    is_valid = isinstance(request_id, str) and isinstance(workers, int) and not isinstance(workers, bool)
-    return (request_id, workers) if is_valid and len(request_id) <= 64 else None
-
 
 SUPERVISION_INTERVAL_S = 0.02
 
@@ -297,48 +83,6 @@ class StopPolicy:
         return signum
 
 
-def supervise_workers(
-    launcher: Launcher,
-    interrupts: Sequence[signal.Signals],
-    *,
-    on_exit: Callable[[WorkerState], None] = lambda state: None,
-    on_poll: Callable[[], None] = lambda: None,
-    timeouts: StopTimeouts | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Sequence[WorkerState]:
-    """Wait until all workers have ended; stop them when one fails or the user wants it.
-
-    Args:
-        launcher: Launcher that has started the workers.
-        interrupts: Grows with every SIGINT and SIGTERM that this process receives.
-        on_exit: Called once for each worker when its end is observed.
-        on_poll: Called at every poll, to keep other processes alive.
-        timeouts: Timeouts before each harder measure.
-        clock: Must be the launcher's.
-        sleep: Waits between two polls.
-
-    Returns:
-        The last state of every worker.
-    """
-    policy = StopPolicy(timeouts or StopTimeouts())
-    reported: set[int] = set()
-    while True:
-        on_poll()
-        states = launcher.observe()
-        now_s = clock()
-        for state in states:
-            if state.exit and state.global_rank not in reported:
-                reported.add(state.global_rank)
-                on_exit(state)
-        if policy.is_over(states, now_s):
-            return states
-        signum = policy.decide(states, list(interrupts), now_s)
-        if signum is not None:
-            launcher.stop(signum)
-        sleep(SUPERVISION_INTERVAL_S)
-
-
 MEMBER_INTERRUPT_TIMEOUT_S = 25.0
 """Between a user's SIGTERM and SIGKILL: members finish their step, and one saves, before they leave. Kubernetes and
 Slurm kill half a minute after SIGTERM."""
@@ -357,132 +101,129 @@ _EVICTED_CHECK_INTERVAL_S = 1.0
 
 def with_member_name(worker: WorkerSpec, incarnation: int) -> WorkerSpec:
     """Return the worker with a member name of this incarnation; each restart of a worker is another member."""
-    return replace(
-        worker, environ={**worker.environ, environment.MEMBER: _member_name(worker.global_rank, incarnation)}
-    )
+    return with_member(worker, f"{worker.global_rank}.{incarnation}")
 
 
-def _member_name(slot: int, incarnation: int) -> str:
-    return f"{slot}.{incarnation}"
+def with_member(worker: WorkerSpec, name: str) -> WorkerSpec:
+    """Return the worker with this member name."""
+    return replace(worker, environ={**worker.environ, environment.MEMBER: name})
 
 
-class ElasticSupervisor:
-    """Supervises workers of an elastic run: restarts failed ones, and stops all when it cannot succeed."""
+def next_member(worker: WorkerSpec, previous: str) -> WorkerSpec:
+    """Return the worker as the member after the previous one of its slot, an empty text if there was none."""
+    return with_member_name(worker, int(previous.partition(".")[2]) + 1 if previous else 0)
 
-    # Longer than a constructor should be: it only keeps its arguments and the state of each slot.
-    def __init__(  # noqa: PLR0913 - what it decides about, and what it asks, each once
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticRules:
+    """Rules of workers that may die, come back, come and go."""
+
+    slots: WorkerGroup
+    """The workers that are started, followed by those that may be requested later."""
+    past_members: Callable[[Collection[str]], PastMembers]
+    """Returns the past members, in particular of these names; before the first member, any failed worker ends all."""
+    restarts: WorkerRestartPolicy = field(default_factory=WorkerRestartPolicy)
+    new_member: Callable[[WorkerSpec, str], WorkerSpec] = next_member
+    """Returns a slot's worker as a new member, from the worker and the member name of its last process; may raise
+    LaunchError."""
+    scale_requests: ScaleRequests | None = None
+    """Requests for another number of workers; None if there can be none."""
+    evicted_members: Callable[[], Collection[str]] = frozenset
+    """Returns the names of the members evicted so far."""
+    notify_user: Callable[[str], object] = lambda text: None
+    """Gets a text about each slot that cannot be started and is retried or given up."""
+    on_give_up: Callable[[WorkerFailure, str], object] = lambda failure, reason: None
+    """Called with the reason for each worker that is not restarted while the others go on."""
+
+
+class ElasticSlots:
+    """Slots of elastic workers: restarts failed ones, and decides which ends count for the outcome."""
+
+    def __init__(
         self,
+        rules: ElasticRules,
         launcher: LocalLauncher,
-        group: WorkerGroup,
-        restarts: WorkerRestartPolicy,
-        *,
+        recorder: RunRecorder,
         failure_of: Callable[[WorkerState], WorkerFailure | None],
-        past_members: Callable[[Collection[str]], PastMembers],
-        scale_requests: ScaleRequests | None = None,
-        evicted_members: Callable[[], Collection[str]] = frozenset,
-        notify_user: Callable[[str], object] = lambda text: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """Begin with workers that have been started.
 
         Args:
+            rules: Rules of the workers.
             launcher: Launcher that has started them.
-            group: The started workers, followed by those that may be requested later.
-            restarts: Restart policy of the slots.
+            recorder: Gets each start.
             failure_of: Returns the failure of a worker.
-            past_members: Returns the past members, in particular of these names; before the first member, any failed
-                worker ends the run.
-            scale_requests: Requests for another number of workers; None if there can be none.
-            evicted_members: Returns the names of the members evicted so far.
-            notify_user: Gets a text about each slot that cannot be started and is retried or given up.
             clock: Must be the launcher's.
         """
-        self._launcher, self._group, self._restarts = launcher, group, restarts
-        self._failure_of, self._past_members, self._clock = failure_of, past_members, clock
-        self._scale_requests, self._wanted_workers = (
-            scale_requests,
-            scale_requests.workers if scale_requests else group.world_size,
-        )
-        self._stop_policy = StopPolicy(StopTimeouts(interrupt_s=MEMBER_INTERRUPT_TIMEOUT_S))
-        self._notify_user, self._evicted_members, self._checked_evicted_s = notify_user, evicted_members, clock()
-        self._evicted_since_s: dict[str, float] = {}
-        self._started_s = dict.fromkeys(range(self._wanted_workers), clock())
-        self._incarnations = dict.fromkeys(range(self._wanted_workers), 0)
+        self._rules, self._launcher, self._recorder, self._failure_of = rules, launcher, recorder, failure_of
+        self._workers = {worker.global_rank: worker for worker in rules.slots.workers}
+        self._num_wanted = rules.scale_requests.workers if rules.scale_requests else len(self._workers)
+        self._checked_evicted_s, self._evicted_since_s = clock(), dict[str, float]()
+        self._started_s = dict.fromkeys(self._wanted_slots, clock())
+        self._members = {slot: self._workers[slot].environ.get(environment.MEMBER, "") for slot in self._wanted_slots}
         self._leave_deadline_s: dict[int, float] = {}
-        self._reported_slots: set[int] = set()
         self._failed_slots: set[int] = set()
         self._excused_slots: set[int] = set()
         self._abandoned_slots: set[int] = set()
         self._unstarted_slots: set[int] = set()
 
-    def run(
-        self,
-        interrupts: Sequence[signal.Signals],
-        *,
-        on_exit: Callable[[WorkerState], None],
-        on_start: Callable[[WorkerSpec], None],
-        on_give_up: Callable[[WorkerState, str], None],
-        on_poll: Callable[[], None],
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> Sequence[WorkerState]:
-        """Supervise until no worker runs and none is to be started.
+    def handle_exit(self, state: WorkerState, states: Sequence[WorkerState], now_s: float) -> None:
+        """Decide what follows from a worker's end that was observed just now."""
+        failure = self._failure_of(state)
+        if self._decide_restart(state.global_rank, failure, states, now_s) == "give up" and failure is not None:
+            self._rules.on_give_up(failure, self._rules.restarts.give_up_reason(state.global_rank))
 
-        Args:
-            interrupts: Grows with every SIGINT and SIGTERM that this process receives. Workers always get SIGTERM, on
-                which members finish their step and save their state.
-            on_exit: Called for each worker whose end is observed.
-            on_start: Called for each start and restart of a worker.
-            on_give_up: Called with the reason for each worker that is not restarted while the others go on.
-            on_poll: Called at every poll, to keep other processes alive.
-            sleep: Waits between two polls.
+    def update(self, states: Sequence[WorkerState], now_s: float, *, is_ending: bool) -> set[int] | None:
+        """Apply a scale request, kill hung processes, and start what is due.
 
         Returns:
-            States of the workers that decide the outcome: those with which the run failed and those that ended well; if
-            none ended well, also those that found the job over or were given up.
+            The slots that were started. Empty if none of those due could be started, None if none was due.
         """
-        while True:
-            on_poll()
-            states, now_s = self._launcher.observe(), self._clock()
-            for state in [each for each in states if each.exit and each.global_rank not in self._reported_slots]:
-                self._reported_slots.add(state.global_rank)
-                on_exit(state)
-                if self._decide_restart(state, states, now_s) == "give up":
-                    on_give_up(state, self._restarts.give_up_reason(state.global_rank))
-            may_start = not interrupts and not self._failed_slots
-            self._apply_scale_request(states, now_s, is_ending=not may_start)
-            self._kill_hung_evicted(states, now_s)
-            due = self._restarts.take_due(now_s) if may_start else ()
-            for worker in self._start_due(due, now_s):
-                on_start(worker)
-            if due:
-                continue  # the observed exits of those slots belong to processes that have a successor now
-            is_pending = bool(self._restarts.pending) and may_start
-            if not is_pending and self._stop_policy.is_over(states, now_s):
-                return self._outcome_states(states)
-            unexcused = [each for each in states if each.global_rank not in self._excused_slots]
-            signum = self._stop_policy.decide(unexcused, [signal.SIGTERM] * len(interrupts), now_s)
-            if signum is not None:
-                self._launcher.stop(signum)
-            sleep(SUPERVISION_INTERVAL_S)
+        may_start = not is_ending and not self._failed_slots
+        self._apply_scale_request(states, now_s, is_ending=not may_start)
+        self._kill_hung_evicted(states, now_s)
+        due = self._rules.restarts.take_due(now_s) if may_start else ()
+        return {slot for slot in due if self._start_slot(slot, now_s)} if due else None
 
-    def _decide_restart(self, state: WorkerState, states: Sequence[WorkerState], now_s: float) -> RestartDecision:
-        slot, failure = state.global_rank, self._failure_of(state)
-        past_members = self._past_members(
-            [self._current_member(each.global_rank) for each in states] if failure else ()
-        )
+    def has_pending(self, *, is_ending: bool) -> bool:
+        """Return whether a slot is to be started again."""
+        return bool(self._rules.restarts.pending) and not is_ending and not self._failed_slots
+
+    def unexcused(self, states: Sequence[WorkerState]) -> list[WorkerState]:
+        """Return the states without those whose end stops nobody."""
+        return [each for each in states if each.global_rank not in self._excused_slots]
+
+    def decisive(self, states: Sequence[WorkerState]) -> list[WorkerState]:
+        """Return the states that decide the outcome.
+
+        Those are the ones with which the run failed and those that ended well. If none ended well, a job that is over
+        has failed, so that those count too that found it over or were given up.
+        """
+        left_out = self._excused_slots
+        if not any(state.exit and state.exit.is_success for state in states):
+            left_out = left_out - self._abandoned_slots
+        return [state for state in states if state.global_rank not in left_out]
+
+    def running_members(self, states: Sequence[WorkerState]) -> tuple[str, ...]:
+        """Return the member names of the processes that run."""
+        return tuple(self._members[slot] for slot in sorted(_running_slots(states)))
+
+    def _decide_restart(
+        self, slot: int, failure: WorkerFailure | None, states: Sequence[WorkerState], now_s: float
+    ) -> RestartDecision:
+        past_members = self._rules.past_members([self._members[each.global_rank] for each in states] if failure else ())
         if not past_members.members:
             if failure is not None:
                 self._failed_slots.add(slot)
             return "rest"
-        if self._leave_deadline_s.pop(slot, None) is not None or slot >= self._wanted_workers:
-            if slot < self._wanted_workers:  # it was requested again meanwhile
-                self._restarts.start_now(slot, now_s)
+        is_wanted = slot in self._wanted_slots
+        if self._leave_deadline_s.pop(slot, None) is not None or not is_wanted:
+            if is_wanted:  # it was requested again meanwhile
+                self._rules.restarts.start_now(slot, now_s)
             self._excused_slots.add(slot)
             return "rest"
-        name, other_states = (
-            self._current_member(slot),
-            [each for each in states if each.global_rank not in (slot, *self._removed_slots)],
-        )
+        name = self._members[slot]
         slot_exit = SlotExit(
             death=failure,
             lifetime_s=now_s - self._started_s[slot],
@@ -490,10 +231,11 @@ class ElasticSupervisor:
             has_trained=name in past_members.trained,
         )
         trains = {
-            each.global_rank: not each.exit and self._current_member(each.global_rank) in past_members.trained
-            for each in other_states
+            each.global_rank: not each.exit and self._members[each.global_rank] in past_members.trained
+            for each in states
+            if each.global_rank != slot and each.global_rank in self._wanted_slots
         }
-        decision = self._restarts.decide(slot, slot_exit, now_s, trains)
+        decision = self._rules.restarts.decide(slot, slot_exit, now_s, trains)
         if decision == "fail":
             self._fail_run(slot)
         elif failure is not None:
@@ -503,40 +245,40 @@ class ElasticSupervisor:
         return decision
 
     @property
-    def _removed_slots(self) -> range:
-        """Slots that are not requested any more."""
-        return range(self._wanted_workers, self._group.world_size)
+    def _wanted_slots(self) -> list[int]:
+        return list(self._workers)[: self._num_wanted]
 
     def _apply_scale_request(self, states: Sequence[WorkerState], now_s: float, *, is_ending: bool) -> None:
         """Apply a request for another number of workers, and kill workers that were asked to leave and did not."""
         for slot in [slot for slot, until_s in self._leave_deadline_s.items() if now_s > until_s]:
             self._launcher.signal_worker(slot, signal.SIGKILL)
             self._leave_deadline_s[slot] = float("inf")
-        workers = self._scale_requests.take_request() if self._scale_requests else None
-        if self._scale_requests is None or workers is None:
+        requests = self._rules.scale_requests
+        workers = requests.take_request() if requests else None
+        if requests is None or workers is None:
             return
-        if self._scale_requests.refuse_request(workers, self._scale_refusal(states, is_ending=is_ending)):
+        if requests.refuse_request(workers, self._scale_refusal(states, is_ending=is_ending)):
             return
-        running = _running_slots(states)
-        leaving = sorted(slot for slot in running - self._leave_deadline_s.keys() if slot >= workers)
-        absent = [slot for slot in range(workers) if slot not in running]
-        self._wanted_workers = workers
+        self._num_wanted = workers
+        running, wanted = _running_slots(states), self._wanted_slots
+        leaving = sorted(running - self._leave_deadline_s.keys() - set(wanted))
+        absent = [slot for slot in wanted if slot not in running]
         for slot in leaving:
             self._launcher.signal_worker(slot, signal.SIGTERM)
             self._leave_deadline_s[slot] = now_s + _LEAVE_TIMEOUT_S
-        for slot in self._removed_slots:
-            self._restarts.reset_slot(slot)
+        for slot in self._workers.keys() - set(wanted):
+            self._rules.restarts.reset_slot(slot)
         self._unstarted_slots.difference_update(absent)
         for slot in absent:
-            self._restarts.start_now(slot, now_s)
-        self._scale_requests.grant_request(workers, starting=absent, leaving=leaving)
+            self._rules.restarts.start_now(slot, now_s)
+        requests.grant_request(workers, starting=absent, leaving=leaving)
 
     def _kill_hung_evicted(self, states: Sequence[WorkerState], now_s: float) -> None:
         """Kill evicted processes that do not end: they would block their slots."""
         if now_s - self._checked_evicted_s < _EVICTED_CHECK_INTERVAL_S:
             return
-        self._checked_evicted_s, evicted = now_s, self._evicted_members()
-        running = {self._current_member(slot): slot for slot in _running_slots(states)}
+        self._checked_evicted_s, evicted = now_s, self._rules.evicted_members()
+        running = {self._members[slot]: slot for slot in _running_slots(states)}
         hung = {name: self._evicted_since_s.get(name, now_s) for name in evicted if name in running}
         for name in [name for name, since_s in hung.items() if now_s - since_s >= _EVICTED_EXIT_TIMEOUT_S]:
             self._launcher.signal_worker(running[name], signal.SIGKILL)
@@ -544,9 +286,9 @@ class ElasticSupervisor:
 
     def _scale_refusal(self, states: Sequence[WorkerState], *, is_ending: bool) -> str:
         """Return the reason why workers can neither come nor go now; empty if they can."""
-        if is_ending or self._restarts.is_over:
+        if is_ending or self._rules.restarts.is_over:
             return explain("run", got="at its end", expected="a run that trains", do="Start it again with more workers")
-        if not self._past_members([self._current_member(slot) for slot in _running_slots(states)]).members:
+        if not self._rules.past_members(self.running_members(states)).members:
             do = "Wait for the event generation_begun in its events.jsonl; scripts without prepare keep their workers"
             return explain("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
         return ""
@@ -557,49 +299,205 @@ class ElasticSupervisor:
         Workers not restarted yet count for the outcome; workers that were given up before do not.
         """
         self._failed_slots.add(slot)
-        self._excused_slots = {each for each in self._excused_slots if each not in self._restarts.pending}
+        self._excused_slots = {each for each in self._excused_slots if each not in self._rules.restarts.pending}
         self._abandoned_slots.clear()
 
-    def _current_member(self, slot: int) -> str:
-        return _member_name(slot, self._incarnations[slot])
-
-    def _outcome_states(self, states: Sequence[WorkerState]) -> Sequence[WorkerState]:
-        """Return the states that decide the outcome.
-
-        Without a good end, a job that is over has failed, whichever slots were excused.
-        """
-        left_out = self._excused_slots
-        if not any(state.exit and state.exit.is_success for state in states):
-            left_out = left_out - self._abandoned_slots
-        return [state for state in states if state.global_rank not in left_out]
-
-    def _start_due(self, due: Iterable[int], now_s: float) -> list[WorkerSpec]:
-        """Start these slots and return the workers that could be started; the others are retried later."""
-        started = []
-        for slot in due:
-            incarnation = self._incarnations.get(slot, -1) + 1
-            worker = with_member_name(self._group.workers[slot], incarnation)
-            try:
-                self._launcher.restart(worker, self._group.argv)
-            except LaunchError as error:
-                self._record_start_failure(worker, error, now_s)
-                continue
-            self._incarnations[slot], self._started_s[slot] = incarnation, now_s
-            for kept in (self._reported_slots, self._excused_slots, self._abandoned_slots, self._unstarted_slots):
-                kept.discard(slot)
-            started.append(worker)
-        return started
+    def _start_slot(self, slot: int, now_s: float) -> bool:
+        """Start a slot and return whether that succeeded; if not, it is retried later."""
+        worker = self._workers[slot]
+        try:
+            worker = self._rules.new_member(worker, self._members.get(slot, ""))
+            self._launcher.restart(worker, self._rules.slots.argv)
+        except NoRestartError:
+            self._fail_run(slot)
+            self._excused_slots.discard(slot)
+            return False
+        except LaunchError as error:
+            self._record_start_failure(worker, error, now_s)
+            return False
+        self._members[slot], self._started_s[slot] = worker.environ[environment.MEMBER], now_s
+        for kept in (self._excused_slots, self._abandoned_slots, self._unstarted_slots):
+            kept.discard(slot)
+        self._recorder.worker_started(worker, self._launcher.pid(slot))
+        return True
 
     def _record_start_failure(self, worker: WorkerSpec, error: LaunchError, now_s: float) -> None:
         slot = worker.global_rank
-        if self._restarts.record_start_failure(slot, now_s) == "give up":
+        if self._rules.restarts.record_start_failure(slot, now_s) == "give up":
             self._abandoned_slots.add(slot)
             why = f"it could not be started, or died before it joined the others, too often. Last error: {error}"
-            self._notify_user(f"rank {slot} on node {worker.node} is given up: {why} The others continue without it")
+            text = f"rank {slot} on node {worker.node} is given up: {why} The others continue without it"
+            self._rules.notify_user(text)
         elif slot not in self._unstarted_slots:
-            self._notify_user(f"{error} It is tried again with growing delay; the others continue meanwhile")
+            self._rules.notify_user(f"{error} It is tried again with growing delay; the others continue meanwhile")
         self._unstarted_slots.add(slot)
 
 
 def _running_slots(states: Sequence[WorkerState]) -> set[int]:
     return {each.global_rank for each in states if not each.exit}
+
+
+NUM_SEARCHED_LINES = 200
+"""Number of last lines of a worker's log in which an exception is searched."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlan:
+    """Plan of the workers on one node of a job, or on all nodes of a run."""
+
+    group: WorkerGroup
+    """The workers to start."""
+    environ: Mapping[str, str]
+    """Environment that services inherit."""
+    services: Sequence[ServiceProcesses] = ()
+    """Services that run before the workers and beside them."""
+    elastic: ElasticRules | None = None
+    """Rules of restarts; None ends all with the first failed worker."""
+    is_node_of_job: bool = False
+    """The workers of other nodes are elsewhere: services stay for them. A failed service ends the workers at once, and
+    so does a kill from outside, which is the first cause; no worker needs time to report which peer it blames."""
+
+
+class NodeWorkers:
+    """Workers of a plan with their services: started, watched, restarted and stopped.
+
+    When `poll` has returned failures, no process of the workers is left.
+    """
+
+    def __init__(
+        self,
+        plan: NodePlan,
+        launcher: LocalLauncher,
+        recorder: RunRecorder,
+        interrupts: list[signal.Signals] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the services, then the workers.
+
+        Args:
+            plan: Plan of the workers.
+            launcher: Launcher that starts them.
+            recorder: Recorder of the round; closed here only after an exception.
+            interrupts: Grows with every SIGINT and SIGTERM that this process receives. Members of an elastic run always
+                get SIGTERM, on which they finish their step and save their state.
+            clock: Monotonic seconds; must be the launcher's.
+
+        Raises:
+            LaunchError: A process could not be started; none is left then.
+        """
+        self._plan, self._launcher, self._recorder, self._clock = plan, launcher, recorder, clock
+        self._interrupts: list[signal.Signals] = [] if interrupts is None else interrupts
+        workers = plan.elastic.slots.workers if plan.elastic else plan.group.workers
+        self._nodes = {worker.global_rank: worker.node for worker in workers}
+        is_elastic = plan.elastic is not None
+        self._stop_policy = StopPolicy(
+            StopTimeouts(interrupt_s=MEMBER_INTERRUPT_TIMEOUT_S) if is_elastic else StopTimeouts()
+        )
+        self._reported_exits: set[int] = set()
+        self._stack = ExitStack()
+        self.service_failure = ""
+        """Failure of a service without which no worker can go on; empty if there is none."""
+        self._start()
+        self._slots = ElasticSlots(plan.elastic, launcher, recorder, self._failure_of, clock) if plan.elastic else None
+
+    def _start(self) -> None:
+        try:
+            for service in self._plan.services:
+                self._stack.enter_context(service.running(self._plan.environ))
+            self._stack.enter_context(self._launcher)
+            self._launcher.start(self._plan.group)
+            self._recorder.workers_started(self._launcher.pid)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _abandon(self, error: BaseException) -> None:
+        """Stop everything after an error, which is the cause recorded."""
+        try:
+            self._stack.close()
+        finally:
+            with suppress(OSError):
+                self._recorder.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
+
+    def request_stop(self, signum: signal.Signals = signal.SIGTERM) -> None:
+        """Request the end of the workers, later by force if needed; further calls have no effect."""
+        if not self._interrupts:
+            self._interrupts.append(signum)
+
+    def running_members(self) -> tuple[str, ...]:
+        """Return the member names of the processes that run; none if the workers are not elastic."""
+        return self._slots.running_members(self._launcher.observe()) if self._slots else ()
+
+    def wait(self, sleep: Callable[[float], None] = time.sleep) -> list[WorkerFailure]:
+        """Wait until the workers have ended, and return the failures that decide the outcome."""
+        try:
+            while (failures := self.poll()) is None:
+                sleep(SUPERVISION_INTERVAL_S)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        return failures
+
+    def poll(self) -> list[WorkerFailure] | None:
+        """Return the failures that decide the outcome, or None while a worker runs; it has to be called regularly."""
+        for service in self._plan.services:
+            service.restart_dead()
+        states, now_s = self._launcher.observe(), self._clock()
+        self._handle_exits(states, now_s)
+        self._check_services()
+        is_ending = bool(self._interrupts)
+        started = self._slots.update(states, now_s, is_ending=is_ending) if self._slots else None
+        if started is not None:
+            self._reported_exits -= started
+            return None  # the observed exits of those slots belong to processes that have a successor now
+        is_pending = self._slots is not None and self._slots.has_pending(is_ending=is_ending)
+        if not is_pending and self._stop_policy.is_over(states, now_s) and not self._are_services_needed(states, now_s):
+            self._stack.close()
+            decisive = self._slots.decisive(states) if self._slots else states
+            return [failure for state in decisive if (failure := self._failure_of(state)) is not None]
+        counting = self._slots.unexcused(states) if self._slots else states
+        if self._plan.is_node_of_job and any(_was_killed_from_outside(state) for state in counting):
+            self.request_stop(signal.SIGTERM if self._slots else signal.SIGKILL)
+        interrupts = [signal.SIGTERM] * len(self._interrupts) if self._slots else list(self._interrupts)
+        signum = self._stop_policy.decide(counting, interrupts, now_s)
+        if signum is not None:
+            self._launcher.stop(signum)
+        return None
+
+    def _handle_exits(self, states: Sequence[WorkerState], now_s: float) -> None:
+        for state in states:
+            if state.exit and state.global_rank not in self._reported_exits:
+                self._reported_exits.add(state.global_rank)
+                self._recorder.worker_exited(state)
+                if self._slots is not None:
+                    self._slots.handle_exit(state, states, now_s)
+
+    def _check_services(self) -> None:
+        """End the workers of a job's node if a service has failed without which none can go on."""
+        if self._plan.is_node_of_job and not self.service_failure:
+            self.service_failure = next((each.failure_text for each in self._plan.services if each.failure_text), "")
+            if self.service_failure:
+                self.request_stop(signal.SIGKILL)
+
+    def _are_services_needed(self, states: Sequence[WorkerState], now_s: float) -> bool:
+        """Return whether this node's workers all succeeded and other nodes' workers still need a service."""
+        all_well = all(state.exit and state.exit.is_success for state in states)
+        if not self._plan.is_node_of_job or self._interrupts or not all_well:
+            return False
+        return any(service.is_needed(now_s) for service in self._plan.services)
+
+    def _failure_of(self, state: WorkerState) -> WorkerFailure | None:
+        if state.exit is None or state.exit.is_success:
+            return None
+        lines = self._launcher.logs(state.global_rank, NUM_SEARCHED_LINES)
+        node = self._nodes[state.global_rank]
+        return WorkerFailure(global_rank=state.global_rank, node=node, exit=state.exit, last_lines=tuple(lines))
+
+
+def _was_killed_from_outside(state: WorkerState) -> bool:
+    """Return whether it was killed from outside, which is always the first cause.
+
+    SIGABRT does not count: C++ may have aborted because it lost a peer.
+    """
+    worker_exit = state.exit
+    return worker_exit is not None and not worker_exit.was_stopped and worker_exit.signal_name not in (None, "SIGABRT")

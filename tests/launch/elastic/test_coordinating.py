@@ -11,18 +11,26 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import LaunchError
+from ringweave.launcher.membership_history import MembershipHistory
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import CoordinatorPair, CoordinatorProcesses, RunCoordinators, SidecarEndpoint
-from ringweave.launcher.workers import HostPort
+from ringweave.launcher.services import (
+    CoordinatorPair,
+    CoordinatorProcesses,
+    CoordinatorQuery,
+    SidecarEndpoint,
+    run_coordinators,
+)
 from ringweave.membership import main
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest
 from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority, Credentials
+from ringweave.topology import Cluster, Device, Nic, Node
 from tests.launch.conftest import wait_until
 
 ENDS_BADLY = "import sys; sys.exit(3)"
 STAYS = "import signal; signal.pause()"
+CPU, NIC = Device(kind="cpu"), Nic(name="lo", rate_bytes_per_s=1e9)
 
 
 class Noted(HostContext):
@@ -45,8 +53,9 @@ class Noted(HostContext):
 def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     site = Noted()
-    posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
-    crew = RunCoordinators(posts, MemberBounds(min_members=1, max_members=2), 2, site, RunDir(root=tmp_path))
+    cluster = Cluster(name="two", nodes=tuple(Node(name=name, devices=(CPU,), nics=(NIC,)) for name in "ab"))
+    bounds = MemberBounds(min_members=1, max_members=2)
+    crew = run_coordinators(bounds, cluster, site, RunDir(root=tmp_path), CertificateAuthority("job"))
 
     def look() -> bool:
         crew.restart_dead()
@@ -57,7 +66,7 @@ def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path
         assert len(crew.pids) == 2, "those that run"
     assert not crew.pids
     assert site.asked == [("a", False, 0), ("b", True, 1), ("a", True, 0)]
-    first, second = (f"{post.advertised.host}:{post.advertised.port}" for post in posts)
+    first, second = (f"{host}:{port}" for host, port in crew.addresses)
     assert site.others == [second, first, second], "each knows where the other one is"
 
 
@@ -131,25 +140,16 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     assert f"and a replacement could not be started: {error}. Training continues" in said[0]
 
 
-class Elsewhere(HostContext):
-    """In a lab, whose network this process is not in."""
-
-    @property
-    def lab_name(self) -> str | None:
-        return "lab"
-
-
 @pytest.mark.parametrize(
-    ("count", "site", "found"),
+    ("count", "found"),
     [
-        ({"members": ["0.0", "1.0"]}, HostContext(), {"0.0", "1.0"}),
-        ({"parts": {"lobby": 1, "ring 1": 1}}, HostContext(), {"0.0", "1.1"}),
-        ({"parts": {"lobby": 1}}, HostContext(), set()),
-        ({"members": ["0.0", "1.0"]}, Elsewhere(), set()),
+        ({"members": ["0.0", "1.0"]}, {"0.0", "1.0"}),
+        ({"parts": {"lobby": 1, "ring 1": 1}}, {"0.0", "1.1"}),
+        ({"parts": {"lobby": 1}}, set()),
     ],
 )
 def test_members_that_no_event_tells_of_are_asked_for(
-    tmp_path: Path, count: Mapping[str, Any], site: HostContext, found: set[str]
+    tmp_path: Path, count: Mapping[str, Any], found: set[str]
 ) -> None:
     """Of the second coordinator, where the first one is down; in rings it is known only that there are some."""
     authority, roles = CertificateAuthority("job"), list[str]()
@@ -174,14 +174,13 @@ def test_members_that_no_event_tells_of_are_asked_for(
         roles=("worker", "launcher", "coordinator"),
     )
     with server.start("127.0.0.1", 0):
-        meetings = [site.pick_address("a"), HostPort(host="127.0.0.1", port=server.port)]
-        posts = [SidecarEndpoint(node=node, advertised=meeting) for node, meeting in zip("ab", meetings, strict=True)]
-        crew = RunCoordinators(
-            posts, MemberBounds(min_members=1, max_members=2), 2, site, RunDir(root=tmp_path), authority
-        )
-        assert crew.past_members().members == set()
-        assert crew.past_members(["0.0", "1.1"]).members == found
-    assert roles == ([] if site.lab_name else ["launcher"])
+        down = HostContext().pick_address("a")
+        addresses = [(down.host, down.port), ("127.0.0.1", server.port)]
+        query = CoordinatorQuery(addresses, lambda: authority.issue("launcher", "0"))
+        history = MembershipHistory(tmp_path / "events.jsonl", query.members)
+        assert history.read().members == set()
+        assert history.read(["0.0", "1.1"]).members == found
+    assert roles == ["launcher"]
 
 
 def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """When a coordinator or a server is started again, and when it is given up."""
 
-from ringweave.launcher.restarts import ServiceRestartPolicy
+from ringweave.launcher.restarts import RestartPolicy
 
 
 def test_one_that_dies_soon_again_and_again_comes_back_later_each_time_and_is_given_up_at_last() -> None:
-    respawns, now_s, delays_s = ServiceRestartPolicy(), 0.0, []
+    respawns, now_s, delays_s = RestartPolicy(), 0.0, []
     while not respawns.has_given_up:
         died_s = now_s
         respawns.record_death(0.1, now_s)
@@ -17,7 +17,7 @@ def test_one_that_dies_soon_again_and_again_comes_back_later_each_time_and_is_gi
 
 
 def test_one_that_has_lived_for_long_begins_anew() -> None:
-    respawns = ServiceRestartPolicy()
+    respawns = RestartPolicy()
     for _ in range(100):
         respawns.record_death(3600.0, 5.0)
         assert respawns.take_due(5.0), "at once"
@@ -26,7 +26,7 @@ def test_one_that_has_lived_for_long_begins_anew() -> None:
 
 
 def test_one_that_was_killed_after_some_seconds_of_use_is_started_again_at_once_however_often() -> None:
-    respawns = ServiceRestartPolicy()
+    respawns = RestartPolicy()
     for number in range(100):
         began_s = 28.0 * number
         respawns.record_start(began_s)
@@ -37,7 +37,7 @@ def test_one_that_was_killed_after_some_seconds_of_use_is_started_again_at_once_
 
 
 def test_one_that_fails_by_itself_after_the_same_time_comes_back_later_each_time() -> None:
-    respawns, delays_s = ServiceRestartPolicy(), []
+    respawns, delays_s = RestartPolicy(), []
     for _ in range(4):
         respawns.record_start(0.0)
         assert respawns.record_exit(28.0, 1)

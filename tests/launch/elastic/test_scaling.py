@@ -12,9 +12,9 @@ import pytest
 from ringweave import telemetry
 from ringweave.errors import LaunchError, UsageError
 from ringweave.launcher import run_dir as launcher_run_dir
-from ringweave.launcher import supervise
+from ringweave.launcher import scale_requests
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.supervise import ScaleAnswer, ScaleLimits, ScaleRequests
+from ringweave.launcher.scale_requests import ScaleAnswer, ScaleLimits, ScaleRequests
 from ringweave.membership.settings import MemberBounds
 
 LIMITS = ScaleLimits(
@@ -52,7 +52,7 @@ def test_a_request_is_taken_once_and_answered(run_dir: RunDir) -> None:
         assert not desk.refuse_request(workers, "")
         desk.grant_request(workers, starting=[2, 3], leaving=[])
 
-    found = supervise.request_workers(run_dir, 4, sleep=answering(desk, grant))
+    found = scale_requests.request_workers(run_dir, 4, sleep=answering(desk, grant))
     assert found == ScaleAnswer(workers=4, before=2, starting=[2, 3], leaving=[])
     assert (taken, desk.workers, desk.take_request()) == ([4], 4, None)
     assert said == ["4 workers requested, 2 before; started: rank 2, 3"]
@@ -72,7 +72,7 @@ def test_a_request_is_taken_once_and_answered(run_dir: RunDir) -> None:
 def test_what_cannot_be_is_refused_by_the_run(run_dir: RunDir, workers: int, text: str) -> None:
     desk = ScaleRequests(run_dir, LIMITS, 2)
     with pytest.raises(UsageError, match=text):
-        supervise.request_workers(
+        scale_requests.request_workers(
             run_dir, workers, sleep=answering(desk, lambda asked: desk.refuse_request(asked, "not now"))
         )
     assert desk.workers == 2
@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_does_not_answer_and_forgets_the_request(run_dir: 
     with pytest.raises(
         LaunchError, match=r"run: 'no answer within 30 s', expected one\. Check whether its ringweave run"
     ):
-        supervise.request_workers(run_dir, 4, clock=lambda: now_s[0], sleep=sleep)
+        scale_requests.request_workers(run_dir, 4, clock=lambda: now_s[0], sleep=sleep)
     assert not run_dir.scale_request.exists()
 
 
@@ -122,14 +122,14 @@ def test_what_was_asked_of_an_earlier_run_is_forgotten(run_dir: RunDir) -> None:
 def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "run")
     with pytest.raises(UsageError, match=r"run directory: .*, expected one with a run\.json\. Give the directory that"):
-        supervise.request_workers(run_dir, 3)
+        scale_requests.request_workers(run_dir, 3)
     run_dir.root.mkdir()
     record: dict[str, Any] = {"format": 2, "elastic": None}
     run_dir.run_json.write_text(json.dumps(record))
     with pytest.raises(UsageError, match=r"which is over', expected a current run\. Start it again"):
-        supervise.request_workers(run_dir, 3)
+        scale_requests.request_workers(run_dir, 3)
     descriptor = os.open(run_dir.root, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(UsageError, match=r"expected a run with --elastic MIN:MAX\. Start it again with"):
-        supervise.request_workers(run_dir, 3)
+        scale_requests.request_workers(run_dir, 3)
     os.close(descriptor)

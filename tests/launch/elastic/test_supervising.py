@@ -2,7 +2,7 @@
 
 import itertools
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 import pytest
@@ -11,10 +11,11 @@ from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.membership_history import PastMembers
-from ringweave.launcher.outcome import WorkerFailure
+from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.processes import LocalLauncher
-from ringweave.launcher.restarts import LEFT_EXIT_CODE, WorkerRestartPolicy
-from ringweave.launcher.supervise import ElasticSupervisor, ScaleRequests
+from ringweave.launcher.restarts import LEFT_EXIT_CODE
+from ringweave.launcher.scale_requests import ScaleRequests
+from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import WorkerGroup, WorkerSpec
 
 # Longer than a file should be: every way in which a worker ends is here, each with the same workers and clock.
@@ -48,7 +49,7 @@ class Workers:
         doomed: Mapping[int, str | int] = {},
         unstartable: Mapping[int, int] = {},
     ) -> None:
-        self.now_s = 0.0
+        self.now_s, self.failures = 0.0, list[WorkerFailure]()
         self.pauses_at_boundary: list[signal.Signals] = []
         self.asked: list[tuple[float, int, signal.Signals]] = []
         self.started: list[tuple[float, str]] = []
@@ -66,6 +67,23 @@ class Workers:
             _, slot, how = self._script.pop(0)
             self._end(slot, how, stopped=False)
         return [WorkerState(global_rank=slot, exit=found) for slot, found in self._exits.items()]
+
+    says: Mapping[int, str] = {}
+
+    def start(self, group: WorkerGroup) -> None:
+        """They run from the beginning."""
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left anyway."""
+
+    def pid(self, slot: int) -> int:
+        return slot
+
+    def logs(self, slot: int, num_lines: int) -> list[str]:
+        return ["Traceback (most recent call last):", self.says.get(slot, "ValueError: no")]
 
     def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
         if self._unstartable.get(worker.global_rank, 0):
@@ -106,6 +124,21 @@ class Stubborn(Workers):
         self.on_stop()
 
 
+class Exits(list[WorkerState]):
+    """Stands where the recorder does: the ends in the order in which they are recorded."""
+
+    worker_exited = list.append
+
+    def workers_started(self, pid_of: Callable[[int], int]) -> None:
+        """Not of interest here."""
+
+    def worker_started(self, worker: WorkerSpec, pid: int) -> None:
+        """Likewise."""
+
+    def close(self, **_: object) -> None:
+        """Likewise."""
+
+
 class Asked:
     """Stands where the desk of a run does: asked for numbers of workers at given times."""
 
@@ -131,7 +164,7 @@ class Asked:
 def supervise(
     workers: Workers,
     num_slots: int,
-    on_exit: Callable[[WorkerState], None] = lambda state: None,
+    exits: Exits | None = None,
     *,
     members: Collection[str] = AnyMember(),
     says: Mapping[int, str] = {},
@@ -139,66 +172,55 @@ def supervise(
     desk: "Asked | None" = None,
     put_out: Callable[[], Collection[str]] = frozenset,
     said: list[str] | None = None,
-    interrupts: Sequence[signal.Signals] = (),
-) -> list[WorkerState]:
-    specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
-    group = WorkerGroup(argv=("python",), workers=specs)
+    interrupts: list[signal.Signals] | None = None,
+) -> list[int]:
+    """Supervise to the end; the slots that ended well, and those whose failures decide the outcome."""
+    specs = [WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots)]
+    slots = WorkerGroup(argv=("python",), workers=tuple(with_member_name(each, 0) for each in specs))
+    begin = desk.workers if desk else num_slots
 
-    def death_of(state: WorkerState) -> WorkerFailure | None:
-        is_bad = state.exit is not None and not state.exit.is_success
-        lines = ("Traceback (most recent call last):", says.get(state.global_rank, "ValueError: no"))
-        if not is_bad or state.exit is None:
-            return None
-        return WorkerFailure(global_rank=state.global_rank, node="a", exit=state.exit, last_lines=lines)
+    def give_up(failure: WorkerFailure, why: str) -> None:
+        ([] if given_up is None else given_up).append((failure.global_rank, why))
 
-    supervisor = ElasticSupervisor(
-        cast(LocalLauncher, workers),
-        group,
-        WorkerRestartPolicy(),
-        failure_of=death_of,
+    workers.says = says
+    rules = ElasticRules(
+        slots=slots,
         past_members=lambda names: PastMembers(
             members=cast(frozenset[str], members), trained=cast(frozenset[str], members)
         ),
         scale_requests=cast(ScaleRequests, desk),
         evicted_members=put_out,
         notify_user=([] if said is None else said).append,
-        clock=lambda: workers.now_s,
+        on_give_up=give_up,
     )
-    found = supervisor.run(
-        interrupts,
-        on_exit=on_exit,
-        on_start=lambda spec: None,
-        on_give_up=lambda state, why: ([] if given_up is None else given_up).append((state.global_rank, why)),
-        on_poll=lambda: None,
-        sleep=workers.sleep,
-    )
-    return list(found)
+    plan = NodePlan(group=WorkerGroup(argv=slots.argv, workers=slots.workers[:begin]), environ={}, elastic=rules)
+    recorder = cast(RunRecorder, Exits() if exits is None else exits)
+    crew = NodeWorkers(plan, cast(LocalLauncher, workers), recorder, interrupts, lambda: workers.now_s)
+    workers.failures = crew.wait(workers.sleep)
+    decisive = crew._slots.decisive(workers.observe()) if crew._slots else []
+    return [state.global_rank for state in decisive]
 
 
 def test_a_slot_that_is_killed_twice_comes_back_twice_and_nobody_is_stopped() -> None:
     """The second time it waits for longer than a failure is let stand."""
     kills: list[tuple[float, int, str | int | None]] = [(10.0, 1, "SIGKILL"), (10.0 + SOON_S, 1, "SIGKILL")]
     workers = Workers(3, [*kills, (60.0, 0, None), (60.0, 1, None), (60.0, 2, None)])
-    exits: list[tuple[int, str | None]] = []
-
-    def note(state: WorkerState) -> None:
-        assert state.exit is not None
-        exits.append((state.global_rank, state.exit.signal_name))
-
-    states = supervise(workers, 3, note)
+    exits = Exits()
+    assert supervise(workers, 3, exits) == [0, 1, 2]
     assert workers.pauses_at_boundary == []
     assert [member for _, member in workers.started] == ["1.1", "1.2"]
     assert workers.started[1][0] >= 10.0 + SOON_S + 1.5
-    assert all(state.exit is not None and state.exit.is_success for state in states)
-    assert exits == [(1, "SIGKILL"), (1, "SIGKILL"), (0, None), (1, None), (2, None)]
+    assert not workers.failures
+    ends = [(each.global_rank, each.exit and each.exit.signal_name) for each in exits]
+    assert ends == [(1, "SIGKILL"), (1, "SIGKILL"), (0, None), (1, None), (2, None)]
 
 
 def test_who_dies_while_another_is_started_again_comes_back_too() -> None:
     workers = Workers(2, [(10.0, 0, "SIGKILL"), (11.01, 1, "SIGKILL"), (60.0, 0, None), (60.0, 1, None)])
-    states = supervise(workers, 2, lambda state: None)
+    states = supervise(workers, 2)
     assert workers.pauses_at_boundary == []
     assert [member for _, member in workers.started] == ["0.1", "1.1"]
-    assert [state.global_rank for state in states] == [0, 1]
+    assert states == [0, 1]
 
 
 def test_who_was_put_out_and_does_not_end_is_killed_and_started_again() -> None:
@@ -237,7 +259,7 @@ def test_a_slot_that_cannot_be_started_is_tried_again_and_the_others_train_on() 
     ]
     assert [round(late - soon) for soon, late in itertools.pairwise(workers.refused)] == [1, 2, 4]
     assert [name for _, name in workers.started] == ["1.1"]
-    assert (workers.pauses_at_boundary, [state.global_rank for state in states]) == ([], [0, 1])
+    assert (workers.pauses_at_boundary, states) == ([], [0, 1])
 
 
 def test_a_slot_that_can_never_be_started_is_given_up_and_the_others_finish() -> None:
@@ -248,14 +270,13 @@ def test_a_slot_that_can_never_be_started_is_given_up_and_the_others_finish() ->
         "rank 1 on node a is given up: it could not be started, or died before it joined the others, "
         "too often. Last error: worker 1 could not be started: no room. [python] The others continue without it"
     ]
-    assert [state.global_rank for state in states] == [0]
+    assert states == [0]
 
 
 def test_a_run_of_which_nobody_can_be_started_again_has_failed() -> None:
     workers = Workers(1, [(10.0, 0, "SIGKILL")], unstartable={0: 1000})
-    (state,) = supervise(workers, 1)
-    assert state.exit is not None
-    assert state.exit.signal_name == "SIGKILL"
+    assert supervise(workers, 1) == [0]
+    assert [each.exit.signal_name for each in workers.failures] == ["SIGKILL"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -285,8 +306,8 @@ def test_a_slot_whose_device_fails_again_and_again_is_given_up_and_the_others_fi
     states = supervise(workers, 3, members={"0.0", "1.0", "1.1", "1.2", "2.0"}, says=says, given_up=given_up)
     assert given_up == [(1, "it failed by itself 3 times in a row")]
     assert (workers.pauses_at_boundary, len(workers.started)) == ([], 2)
-    assert [state.global_rank for state in states] == [0, 2]
-    assert all(state.exit and state.exit.is_success for state in states)
+    assert states == [0, 2]
+    assert not workers.failures
 
 
 def test_a_device_that_fails_once_an_hour_is_worth_having_back() -> None:
@@ -294,7 +315,7 @@ def test_a_device_that_fails_once_an_hour_is_worth_having_back() -> None:
     workers, given_up = Workers(2, [*script, (950.0, 0, None), (950.0, 1, None)]), list[tuple[int, str]]()
     states = supervise(workers, 2, given_up=given_up)
     assert (given_up, len(workers.started)) == ([], 8)
-    assert [state.global_rank for state in states] == [0, 1]
+    assert states == [0, 1]
 
 
 def test_a_mistake_in_the_script_ends_the_run_at_once_with_all_that_failed_of_it() -> None:
@@ -302,16 +323,16 @@ def test_a_mistake_in_the_script_ends_the_run_at_once_with_all_that_failed_of_it
     workers = Workers(3, [(10.0, 0, 1), (10.3, 2, 1), (10.5, 1, 1)])
     states = supervise(workers, 3, members={"0.0", "1.0", "2.0"})
     assert (workers.now_s < 12, workers.started) == (True, [])
-    assert [state.global_rank for state in states] == [0, 1, 2]
-    assert all(state.exit and state.exit.exit_code == 1 for state in states)
+    assert states == [0, 1, 2]
+    assert [each.exit.exit_code for each in workers.failures] == [1, 1, 1]
 
 
 def test_a_mistake_that_comes_later_to_some_ends_what_was_started_again_meanwhile() -> None:
     workers = Workers(2, [(10.0, 0, 1), (14.0, 1, 1)])
-    states = supervise(workers, 2, members={"0.0", "1.0"})
+    supervise(workers, 2, members={"0.0", "1.0"})
     assert [name for _, name in workers.started] == ["0.1"]
     assert workers.pauses_at_boundary == [signal.SIGTERM], "the newcomer has nobody to read the state from"
-    first = [state.exit for state in states if state.exit and not state.exit.was_stopped]
+    first = [each.exit for each in workers.failures if not each.exit.was_stopped]
     assert [each.exit_code for each in first] == [1], "what the user hears of"
 
 
@@ -324,7 +345,7 @@ def test_a_slot_that_dies_whenever_it_is_started_is_given_up_and_the_others_fini
     states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
     assert given_up == [(1, NEVER_JOINED)]
     assert len(workers.started) == 10
-    assert [state.global_rank for state in states] == [0], "the job was done without it"
+    assert states == [0], "the job was done without it"
 
 
 def test_a_run_whose_job_is_over_starts_nobody_again_and_has_failed() -> None:
@@ -333,15 +354,15 @@ def test_a_run_whose_job_is_over_starts_nobody_again_and_has_failed() -> None:
     workers = Workers(2, script, doomed={1: "SIGSEGV"})
     states = supervise(workers, 2, members={"0.0", "1.0"}, says={0: OVER})
     assert workers.now_s < 75
-    assert 0 in [state.global_rank for state in states], "what it said is the cause"
+    assert 0 in states, "what it said is the cause"
 
 
 def test_a_run_of_which_only_slots_are_left_that_were_given_up_has_failed() -> None:
     script: list[tuple[float, int, str | int | None]] = [(10.0, 0, "SIGSEGV"), (10.0, 1, "SIGBUS")]
     workers, given_up = Workers(2, script, doomed={0: "SIGSEGV", 1: "SIGBUS"}), list[tuple[int, str]]()
-    states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
+    assert supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up) == [0, 1]
     assert given_up == [(0, NEVER_JOINED), (1, NEVER_JOINED)]
-    assert [state.exit.signal_name for state in states if state.exit] == ["SIGSEGV", "SIGBUS"]
+    assert [each.exit.signal_name for each in workers.failures] == ["SIGSEGV", "SIGBUS"]
 
 
 def test_further_slots_are_started_when_they_are_asked_for_and_leave_when_they_are_not() -> None:
@@ -357,7 +378,7 @@ def test_further_slots_are_started_when_they_are_asked_for_and_leave_when_they_a
     assert [name for _, name in workers.started] == ["2.0", "3.0"]
     assert [(slot, how) for _, slot, how in workers.asked] == [(2, signal.SIGTERM), (3, signal.SIGTERM)]
     assert desk.granted == [(4, [2, 3], []), (2, [], [2, 3])]
-    assert (workers.pauses_at_boundary, [state.global_rank for state in states]) == ([], [0, 1])
+    assert (workers.pauses_at_boundary, states) == ([], [0, 1])
 
 
 def test_who_is_asked_for_again_while_it_leaves_comes_back() -> None:
@@ -375,7 +396,7 @@ def test_a_slot_that_was_given_up_is_started_again_when_it_is_asked_for() -> Non
     assert [slot for slot, _ in given_up] == [1]
     assert desk.granted == [(2, [1], [])]
     assert [name for _, name in workers.started][-1] == "1.3"
-    assert [state.global_rank for state in states] == [0, 1]
+    assert states == [0, 1]
 
 
 def test_who_does_not_leave_is_killed_in_the_end() -> None:

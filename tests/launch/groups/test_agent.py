@@ -15,9 +15,9 @@ from ringweave.platforms.agent.agent_channel import (
     DesiredState,
     EndpointOffer,
     RendezvousResult,
+    RoundOverError,
 )
-from ringweave.platforms.agent.credentials import RoundOverError
-from ringweave.platforms.agent.node_workers import NodeOutcome, NodeProgress
+from ringweave.platforms.agent.node_round import NodeOutcome, NodeProgress
 
 HERE = HostPort(host="here", port=7)
 
@@ -58,6 +58,11 @@ class FakePost(AgentChannel):
         self.waited_s.append(timeout_s)
         assert self.happenings, f"it goes on for ever, after {self.told}"
         self.happenings.pop(0)()
+
+    def publish_credentials(self, *_: object) -> None:
+        raise AssertionError("no job of these tests has credentials")
+
+    take_credentials = publish_credentials  # type: ignore[assignment]
 
     def order(self, **changes) -> None:
         self.now = replace(self.now, **changes)

@@ -9,12 +9,21 @@ import pytest
 
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import COORDINATOR_LINGER_S, CoordinatorProcesses
 from ringweave.launcher.workers import HostPort
 from ringweave.membership import main
-from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult, rendezvous_result
-from ringweave.platforms.agent.credentials import NUM_INCARNATIONS, FolderCredentialPool, RoundOverError
+from ringweave.platforms.agent.agent_channel import (
+    NUM_INCARNATIONS,
+    AgentStatus,
+    DesiredState,
+    RendezvousResult,
+    RoundOverError,
+    rendezvous_result,
+)
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_workers import COORDINATOR_LINGER_S, RoundCoordinator, RoundCoordinatorFactory
+from ringweave.platforms.agent.node_round import RoundCoordinatorFactory
+from ringweave.platforms.local.file_channel import FileAgentChannel
+from ringweave.platforms.local.job_folder import JobFolder
 
 NODES = tuple(NodeConfig(index=index, name=name, workers=2) for index, name in enumerate("abc"))
 CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", min_workers=3)
@@ -30,6 +39,12 @@ class Noted(HostContext):
     def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         self.told.append([node, *argv[3:]])
         return [sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]
+
+
+def channel(folder: Path) -> FileAgentChannel:
+    """Of an agent of the job in this folder."""
+    job = JobFolder(root=folder)
+    return FileAgentChannel(job, job.group(0, 1), lambda seconds: None)
 
 
 def opening(desks: dict[str, RoundCoordinatorFactory], round_: int = 1) -> RendezvousResult:
@@ -49,9 +64,7 @@ def opening(desks: dict[str, RoundCoordinatorFactory], round_: int = 1) -> Rende
 @pytest.fixture
 def desks(tmp_path: Path) -> dict[str, RoundCoordinatorFactory]:
     site = Noted()
-    return {
-        name: RoundCoordinatorFactory(CONFIG, name, site, FolderCredentialPool(tmp_path / "secrets")) for name in "abc"
-    }
+    return {name: RoundCoordinatorFactory(CONFIG, name, site, channel(tmp_path)) for name in "abc"}
 
 
 def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundCoordinatorFactory]) -> None:
@@ -66,14 +79,17 @@ def test_there_are_credentials_for_every_life_each_of_use_once(
     desks: dict[str, RoundCoordinatorFactory], tmp_path
 ) -> None:
     opening(desks)
-    spares = FolderCredentialPool(tmp_path / "secrets")
-    names = [spares.take(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
+    spares = channel(tmp_path)
+    names = [spares.take_credentials(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
     assert names == [f"3.{life}" for life in range(NUM_INCARNATIONS)]
     with pytest.raises(
         RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a current round"
     ):
-        spares.take(1, "worker-3")
-    assert (spares.take(1, "coordinator-1").identity.role, spares.take(1, "worker-5").identity.name) == (
+        spares.take_credentials(1, "worker-3")
+    assert (
+        spares.take_credentials(1, "coordinator-1").identity.role,
+        spares.take_credentials(1, "worker-5").identity.name,
+    ) == (
         "coordinator",
         "5.0",
     )
@@ -81,8 +97,8 @@ def test_there_are_credentials_for_every_life_each_of_use_once(
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     opening(desks, 2)
     with pytest.raises(RoundOverError):
-        spares.take(1, "worker-0")
-    assert spares.take(2, "worker-3").identity.name == "3.0"
+        spares.take_credentials(1, "worker-0")
+    assert spares.take_credentials(2, "worker-3").identity.name == "3.0"
 
 
 def told(
@@ -90,10 +106,10 @@ def told(
 ) -> main.argparse.Namespace:
     """What the process of this desk's coordinator is told."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    coordinator = desk.create_coordinator(found, RunDir(root=folder), {}, initial_members=starting)
+    coordinator = desk.create_coordinator(found, RunDir(root=folder), initial_members=starting)
     assert coordinator is not None
-    coordinator.start()
-    coordinator.stop()
+    with coordinator.running({}):
+        pass
     return main.parse(desk._node_context.told[-1][1:])
 
 
@@ -109,8 +125,8 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     ]
     assert first.other == f"127.0.0.1:{second.port}"
     assert second.other == f"127.0.0.1:{first.port}"
-    assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), {}, initial_members=["4.0"]) is None
-    later = RoundCoordinatorFactory(CONFIG, "a", desks["a"]._node_context, FolderCredentialPool(tmp_path / "secrets"))
+    assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), initial_members=["4.0"]) is None
+    later = RoundCoordinatorFactory(CONFIG, "a", desks["a"]._node_context, channel(tmp_path))
     assert later.prepare_round(DesiredState(round=1, rendezvous=found)) is None, (
         "the gate is open: the credentials stay as they are"
     )
@@ -118,18 +134,18 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     assert (again.index, again.standby, again.port, again.successors) == (0, True, first.port, "0.1,1.1")
 
 
-class FakeCoordinators:
-    pids = frozenset({1})
-
-
-def test_it_stays_a_while_for_workers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = [3]
-    monkeypatch.setattr("ringweave.platforms.agent.node_workers.count_established", lambda pid, port: count[0])
-    coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
+def test_it_stays_a_while_for_workers_of_other_nodes(
+    desks: dict[str, RoundCoordinatorFactory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, found = [3], opening(desks)
+    monkeypatch.setattr(CoordinatorProcesses, "num_connections", property(lambda self: count[0]))
+    coordinator = desks["a"].create_coordinator(found, RunDir(root=tmp_path), initial_members=[])
+    assert coordinator is not None
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)
     assert not coordinator.is_needed(100.0 + COORDINATOR_LINGER_S), "who trains on needs none"
-    coordinator = RoundCoordinator(FakeCoordinators(), 7, {})  # type: ignore[arg-type]
+    coordinator = desks["b"].create_coordinator(found, RunDir(root=tmp_path), initial_members=[])
+    assert coordinator is not None
     count[0] = 1
     assert not coordinator.is_needed(100.0), "the other coordinator alone"
     assert coordinator.failure_text == ""

@@ -14,22 +14,17 @@ from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole
-from ringweave.launcher.processes import LocalLauncher
+from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import JobServer, SidecarEndpoint
+from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
 from ringweave.membership.member_rules import StopTraining
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_workers import (
-    NodeOutcome,
-    NodeWorkers,
-    ProgressReader,
-    RoundServer,
-    conclude_elastic_node,
-)
+from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node
 from ringweave.rpc import CertificateAuthority
 from ringweave.training.elastic import trainer_interface
 from tests.launch.conftest import wait_until
@@ -60,17 +55,14 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
         CONFIG, 0, opening, run_dir=run_dir, program=program, python=sys.executable, cpus=1
     )
     record = {"attempt": 1, "command": ["s.py"], "world_size": 1, "cluster": {"name": "job"}}
-    launcher = LocalLauncher(run_dir.worker_log, OutputConsole({}, os.environ), os.environ)
     server = JobServer(
         [SidecarEndpoint(node="a", advertised=meeting)], StaysForEver(), run_dir, CertificateAuthority("job")
     )
-    crew = NodeWorkers(
-        group,
-        launcher,
-        RunRecorder(run_dir, group, record),
-        ProgressReader(run_dir.events),
-        RoundServer(server, os.environ),
-    )
+    context = ProcessContext(is_unrelated=lambda process: process.pid in server.pids)
+    launcher = LocalLauncher(run_dir.worker_log, OutputConsole({}, os.environ), os.environ, process_context=context)
+    recorder = RunRecorder(run_dir, group, record)
+    plan = NodePlan(group=group, environ=os.environ, services=[server], is_node_of_job=True)
+    crew = NodeRound(NodeWorkers(plan, launcher, recorder), recorder, ProgressReader(run_dir.events))
     found: list[NodeOutcome | None] = []
 
     def is_over() -> bool:

@@ -14,10 +14,10 @@ from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerProgram
-from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_workers
+from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_round
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.platforms.agent.node_workers import NodeProgress, ProgressReader
+from ringweave.platforms.agent.node_round import NodeProgress, ProgressReader
 
 MEETING = HostPort(host="10.0.0.1", port=29500)
 
@@ -188,7 +188,7 @@ PEER = ("Traceback (most recent call last):", "ringweave.errors.PeerError: rank 
     ],
 )
 def test_what_deaths_come_to(deaths: list[WorkerFailure], phase: GroupPhase, cause: EndCause | None, text: str) -> None:
-    outcome = node_workers.conclude_node(deaths)
+    outcome = node_round.conclude_node(deaths)
     assert (outcome.phase, outcome.cause, outcome.text) == (phase, cause, text)
 
 
@@ -224,7 +224,7 @@ FINISHED = "it has finished"
 def test_who_is_no_member_any_more_is_read_from_what_the_coordinator_notes(
     events: list[dict[str, object]], newest: tuple[int, int], out: tuple[str, ...], tmp_path: Path
 ) -> None:
-    results = ProgressReader(tmp_path / "events.jsonl", ["0.0"])
-    assert results.read() == NodeProgress(members=("0.0",))
+    results = ProgressReader(tmp_path / "events.jsonl")
+    assert results.read() == NodeProgress()
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert results.read() == NodeProgress(members=("0.0",), generation=newest, evicted=out)
+    assert results.read() == NodeProgress(generation=newest, evicted=out)

@@ -2,9 +2,10 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,12 +13,16 @@ from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, SidecarEndpoint
+from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
 from ringweave.platforms.agent import node_layout
-from ringweave.platforms.agent.agent_channel import RendezvousResult
-from ringweave.platforms.agent.credentials import FolderCredentialDistribution, RoundOverError
+from ringweave.platforms.agent.agent_channel import RendezvousResult, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_workers import SERVER_IDLE_TIMEOUT_S, NodeWorkers, RoundServer, RoundServerFactory
+from ringweave.platforms.agent.node_round import NodeRound, RoundServerFactory
+from ringweave.platforms.local.file_channel import FileAgentChannel
+from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.rpc import CertificateAuthority
 
 CONFIG = JobConfig(
     job="job",
@@ -68,51 +73,56 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
     assert group.workers[0].environ["RINGWEAVE_MODE"] == "ps-hra"
 
 
-def test_credentials_are_handed_over_once_and_those_of_the_round_before_stay(tmp_path: Path) -> None:
+def channel(folder: Path) -> FileAgentChannel:
+    """Of an agent of the job in this folder."""
+    job = JobFolder(root=folder)
+    return FileAgentChannel(job, job.group(0, 1), lambda seconds: None)
+
+
+def test_credentials_are_handed_over_once_with_one_more_in_case_they_are_lost(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    handover = FolderCredentialDistribution(secrets)
+    handover = channel(tmp_path)
     desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2):
         desk.prepare_round(round_)
     meeting = desk.prepare_round(3)
     assert meeting.host == "127.0.0.1"
     files = sorted(path for path in secrets.rglob("*") if path.is_file())
-    wanted = [f"round-{round_}/worker-{rank}.json" for round_ in (2, 3) for rank in range(3)]
-    assert [str(path.relative_to(secrets)) for path in files] == wanted, "somebody may still be starting round 2"
+    wanted = [f"round-3/worker-{rank}.{life}.json" for rank in range(3) for life in range(2)]
+    assert [str(path.relative_to(secrets)) for path in files] == wanted
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    credentials = handover.take(3, 1)
+    credentials = handover.take_credentials(3, "worker-1")
     assert (credentials.identity.role, credentials.identity.name) == ("worker", "1")
-    with pytest.raises(FileNotFoundError):
-        handover.take(3, 1)
+    assert handover.take_credentials(3, "worker-1") != credentials
+    with pytest.raises(RoundOverError, match="none left for worker-1"):
+        handover.take_credentials(3, "worker-1")
     desk.prepare_round(3)
-    assert handover.take(3, 1) != credentials
-    assert handover.take(2, 1).identity.name == "1"
-    assert desk.create_server(2, RunDir(root=tmp_path), {}) is None
-    assert desk.create_server(3, RunDir(root=tmp_path), {}) is not None
+    assert handover.take_credentials(3, "worker-1").authority_pem != credentials.authority_pem
+    assert desk.create_server(2, RunDir(root=tmp_path)) is None
+    assert desk.create_server(3, RunDir(root=tmp_path)) is not None
 
 
 def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_path: Path) -> None:
-    handover = FolderCredentialDistribution(tmp_path / "secrets")
+    handover = channel(tmp_path)
     desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2, 3):
         desk.prepare_round(round_)
     with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a current round"):
-        handover.take(1, 0)
-    with pytest.raises(FileNotFoundError):
-        handover.take(4, 0)
+        handover.take_credentials(1, "worker-0")
+    with pytest.raises(RoundOverError, match="credentials of round 4: 'none left for worker-0', expected a current"):
+        handover.take_credentials(4, "worker-0")
 
 
-class FakeServer:
-    node = "a"
+class FakeServer(JobServer):
+    """Its process and its connections are what the test says."""
 
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
-        self.num_connections = 0
+    exit_code: int | None = None
+    num_connections = 0
 
 
-def test_a_server_is_wanted_while_somebody_talks_to_it() -> None:
-    fake = FakeServer()
-    server = RoundServer(fake, {})  # type: ignore[arg-type]
+def test_a_server_is_wanted_while_somebody_talks_to_it(tmp_path: Path) -> None:
+    here = SidecarEndpoint(node="a", advertised=HostPort(host="h", port=7))
+    server = fake = FakeServer([here], HostContext(), RunDir(root=tmp_path), CertificateAuthority("job"))
     assert server.is_needed(100.0)
     fake.num_connections = 1
     assert server.is_needed(200.0)
@@ -137,14 +147,26 @@ class Stage:
         self.failure_text, self.wanted, self.happened = "", True, list[str]()
         self.now_s, self.num_tended = 0.0, 0
         group = WorkerGroup(argv=("python",), workers=())
-        self.crew = NodeWorkers(group, self, self, self, self, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        plan = NodePlan(group=group, environ={}, services=[self], is_node_of_job=True)  # type: ignore[list-item]
+        self.workers = NodeWorkers(plan, self, self, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        self.crew = NodeRound(self.workers, self, self)  # type: ignore[arg-type]
 
     pid = 0
 
-    def start(self, *given: Any) -> None:
-        self.happened.append("workers" if given else "server")
+    @contextmanager
+    def running(self, environ: object) -> Iterator[None]:
+        """The server."""
+        self.happened.append("server")
+        yield
+        self.end_server()
 
-    def keep_alive(self) -> None:
+    def end_server(self) -> None:
+        self.happened.append("server ends")
+
+    def start(self, group: object) -> None:
+        self.happened.append("workers")
+
+    def restart_dead(self) -> None:
         self.num_tended += 1
 
     def is_needed(self, now_s: float) -> bool:
@@ -162,11 +184,8 @@ class Stage:
     def observe(self) -> list[WorkerState]:
         return [WorkerState(global_rank=rank, exit=ended) for rank, ended in self.exits.items()]
 
-    def stop(self, how: signal.Signals | None = None) -> None:
-        """Stop the server, or the workers by a signal: this stands for both."""
-        if how is None:
-            self.happened.append("server ends")
-            return
+    def stop(self, how: signal.Signals) -> None:
+        """Stop the workers by a signal."""
         self.stopped.append(how)
         for rank, ended in self.exits.items():
             self.exits[rank] = ended or WorkerExit(
@@ -175,6 +194,9 @@ class Stage:
 
     def logs(self, rank: int, count: int) -> list[str]:
         return []
+
+    def __enter__(self) -> "Stage":
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.happened.append("workers gone")
@@ -188,7 +210,7 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     stage = Stage()
-    stage.crew._nodes = {0: "a", 1: "a"}
+    stage.workers._nodes = {0: "a", 1: "a"}
     return stage
 
 
@@ -200,7 +222,7 @@ def test_the_server_comes_first_and_stays_for_the_other_nodes(stage: Stage) -> N
     outcome = stage.crew.poll()
     assert outcome is not None
     assert outcome.phase is GroupPhase.SUCCEEDED
-    assert stage.happened[2:] == ["server ends", "workers gone", "done"]
+    assert stage.happened[2:] == ["workers gone", "server ends", "done"]
     assert stage.num_tended == 3
 
 
@@ -210,7 +232,7 @@ def test_nothing_of_the_workers_is_left_though_the_server_cannot_be_ended(
     def end() -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stage, "stop", end)
+    monkeypatch.setattr(stage, "end_server", end)
     stage.finish()
     stage.wanted = False
     with pytest.raises(OSError, match="No space left"):

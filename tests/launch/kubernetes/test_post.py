@@ -14,8 +14,13 @@ import pytest
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.kubernetes import agent_main
 from ringweave.platforms.kubernetes.agent_main import MAX_TERMINATION_MESSAGE_BYTES, GatewayChannel, GatewayClient
+
+CONFIG = JobConfig(
+    job="b", device="cpu", mode="auto", nodes=(NodeConfig(index=0, name="n0", workers=1),), script="s.py"
+)
 
 
 @pytest.mark.parametrize("text", ["short", "x" * MAX_TERMINATION_MESSAGE_BYTES, "é→\n\x00" * 5000, "\\" * 3000])
@@ -25,7 +30,8 @@ def test_last_words_are_whole(text: str, tmp_path: Path, monkeypatch: pytest.Mon
         round=3, phase=GroupPhase.FAILED, pid=7, cause=EndCause.PLATFORM, text=text, ended_s=5.0, last_loss=0.5
     )
     path = tmp_path / "last-words"
-    GatewayChannel(GatewayClient(url="http://127.0.0.1:9", group="a/b/0/1", token=str), path).report_status(told)
+    gateway = GatewayClient(url="http://127.0.0.1:9", group="a/b/0/1", token=str)
+    GatewayChannel(gateway, CONFIG, 0, termination_log=path).report_status(told)
     content = path.read_bytes()
     assert len(content) <= MAX_TERMINATION_MESSAGE_BYTES
     found = agent_channel.parse_status(content)
@@ -109,7 +115,7 @@ def test_orders_that_are_none_are_asked_for_again(tmp_path: Path) -> None:
     )
     waited: list[float] = []
     desk = SimpleNamespace(request=lambda *_: (200, next(said), "tag"))
-    own = GatewayChannel(cast("GatewayClient", desk), None, sleep=waited.append)
+    own = GatewayChannel(cast("GatewayClient", desk), CONFIG, 0, sleep=waited.append)
     own._poll_desired_state()
     assert own.desired_state() == DesiredState(round=4, stop=True)
     assert waited == [agent_main.GATEWAY_RETRY_S] * 4

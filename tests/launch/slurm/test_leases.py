@@ -7,8 +7,9 @@ import pytest
 
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import DesiredState
+from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
-from ringweave.platforms.slurm.agent_main import SharedFolderChannel
+from ringweave.platforms.slurm.agent_main import sleep_until_poll
 from ringweave.platforms.slurm.lease import EXPIRED_EXIT_TIMEOUT_S, AgentLease, LeaseRenewer
 from tests.clock import Clock
 
@@ -75,7 +76,7 @@ def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
     job = JobFolder(root=tmp_path)
     group = job.group(0, 1)
     group.root.mkdir(parents=True)
-    post = SharedFolderChannel(job, group, lease)
+    post = FileAgentChannel(job, group, sleep_until_poll, lease.check)
     assert post.desired_state() == DesiredState(round=0)
     group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=3)))
     assert post.desired_state() == DesiredState(round=3)

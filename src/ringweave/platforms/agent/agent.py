@@ -13,21 +13,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from ringweave import environment, topology
-from ringweave.errors import LaunchError, RingweaveError, explain
+import psutil
+
+from ringweave import topology
+from ringweave.errors import RingweaveError
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher import run_dir
+from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory
 from ringweave.launcher.node_context import NodeContext
-from ringweave.launcher.outcome import RunRecorder
+from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole, OutputStream
 from ringweave.launcher.processes import LocalLauncher, ProcessContext
+from ringweave.launcher.restarts import WorkerRestartPolicy
 from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
+from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import (
@@ -36,16 +42,16 @@ from ringweave.platforms.agent.agent_channel import (
     DesiredState,
     EndpointOffer,
     RendezvousResult,
+    RoundOverError,
 )
-from ringweave.platforms.agent.credentials import CredentialDistribution, CredentialPool, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.platforms.agent.node_workers import (
+from ringweave.platforms.agent.node_round import (
     NodeOutcome,
-    NodeWorkers,
+    NodeRound,
     ProgressReader,
     RoundCoordinatorFactory,
     RoundServerFactory,
-    Sidecar,
+    write_warning,
 )
 from ringweave.rpc import Credentials
 
@@ -66,7 +72,7 @@ class NodeAgent:
         channel: AgentChannel,
         *,
         make_offer: Callable[[DesiredState], EndpointOffer],
-        start_workers: Callable[[RendezvousResult], NodeWorkers],
+        start_workers: Callable[[RendezvousResult], NodeRound],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Create an agent in phase PENDING.
@@ -79,7 +85,7 @@ class NodeAgent:
         """
         self._channel, self._make_offer, self._start_workers, self._clock = channel, make_offer, start_workers, clock
         self._status = AgentStatus(round=0, phase=GroupPhase.PENDING, pid=os.getpid())
-        self._workers: NodeWorkers | None = None
+        self._workers: NodeRound | None = None
         self._reported_s = 0.0
         self._leave_reason = ""
         self._round = 0
@@ -218,10 +224,6 @@ class AgentAssignment:
     """Number of workers that share this machine's CPUs: the node's own, or those of all nodes on the same machine."""
     node_context: NodeContext
     """Context that runs processes on the node."""
-    credential_distribution: CredentialDistribution
-    """Distribution of the workers' credentials between agents, for jobs with a parameter server."""
-    credential_pool: CredentialPool | None = None
-    """Pool of credentials of an elastic job's processes; None if the platform has no elastic jobs."""
     host: str | None = None
     """Name by which other nodes reach this node, even after another agent has replaced this one; None if its address
     stays the same."""
@@ -249,7 +251,7 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
     def why_stop() -> str:
         return agent.stop_reason()
 
-    starter = _RoundStarter(assignment, environ, why_stop)
+    starter = _RoundStarter(assignment, channel, environ, why_stop)
 
     def offer(orders: DesiredState) -> EndpointOffer:
         starter.prepare_round(orders.round)
@@ -267,41 +269,40 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
     return agent.serve_until_done()
 
 
-def _server_factory(assignment: AgentAssignment) -> RoundServerFactory | None:
+def _server_factory(assignment: AgentAssignment, channel: AgentChannel) -> RoundServerFactory | None:
     """Create the server factory, if this node has the parameter server."""
     name = assignment.config.node(assignment.node).name
     if node_layout.server_node(assignment.config) != name:
         return None
-    return RoundServerFactory(assignment.config, name, assignment.node_context, assignment.credential_distribution)
+    return RoundServerFactory(assignment.config, name, assignment.node_context, channel)
 
 
-def _coordinator_factory(assignment: AgentAssignment) -> RoundCoordinatorFactory | None:
-    """Create the coordinator factory, if the job is elastic.
-
-    Raises:
-        LaunchError: The job is elastic, and its platform has no elastic jobs.
-    """
+def _coordinator_factory(assignment: AgentAssignment, channel: AgentChannel) -> RoundCoordinatorFactory | None:
+    """Create the coordinator factory, if the job is elastic."""
     config = assignment.config
     if config.min_workers is None:
         return None
-    if assignment.credential_pool is None:
-        do = "Submit it to a platform with elastic jobs"
-        got, expected = f"elastic, at least {config.min_workers} workers", "a job that is not elastic"
-        raise LaunchError(explain(f"job {config.job}", got=got, expected=expected, do=do))
     name = config.node(assignment.node).name
-    return RoundCoordinatorFactory(config, name, assignment.node_context, assignment.credential_pool, assignment.host)
+    return RoundCoordinatorFactory(config, name, assignment.node_context, channel, assignment.host)
 
 
 class _RoundStarter:
     """Starts the workers of each round; what needs no rendezvous result is prepared before the round starts."""
 
-    def __init__(self, assignment: AgentAssignment, environ: Mapping[str, str], stop_reason: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        assignment: AgentAssignment,
+        channel: AgentChannel,
+        environ: Mapping[str, str],
+        stop_reason: Callable[[], str],
+    ) -> None:
         """`stop_reason` returns the reason to stop waiting; empty while there is none."""
-        self._stop_reason = stop_reason
+        self._channel, self._stop_reason = channel, stop_reason
         self._assignment, self._config = assignment, assignment.config
         self._environ = {**environ, **self._config.environment}
         self._versions = run_dir.software_versions()
-        self._server_factory, self._coordinator_factory = _server_factory(assignment), _coordinator_factory(assignment)
+        self._server_factory = _server_factory(assignment, channel)
+        self._coordinator_factory = _coordinator_factory(assignment, channel)
         self._program = WorkerProgram(target=self._config.script)
 
     def prepare_round(self, round_: int) -> None:
@@ -321,76 +322,118 @@ class _RoundStarter:
             else None,
         }
 
-    def start_workers(self, rendezvous: RendezvousResult) -> NodeWorkers:
+    def start_workers(self, rendezvous: RendezvousResult) -> NodeRound:
         assignment = self._assignment
         run_dir = round_run_dir(assignment.home, rendezvous.round)
         if rendezvous.addresses:
             self._write_cluster_file(run_dir, rendezvous.addresses)
         group = _build_node_group(assignment, rendezvous, run_dir, self._program)
-        credentials = _take_credentials(assignment, rendezvous, group, self._stop_reason)
-        if self._coordinator_factory:
-            group = _with_member_names(group, credentials)
+        credentials = self._take_credentials(rendezvous, group)
+        is_elastic = self._coordinator_factory is not None
+        if is_elastic:
+            named = [with_member(each, credentials[each.global_rank].identity.name) for each in group.workers]
+            group = replace(group, workers=tuple(named))
+        services = self._create_services(rendezvous, run_dir, [each.identity.name for each in credentials.values()])
+        plan = NodePlan(
+            group=group,
+            environ=self._environ,
+            services=services,
+            elastic=self._elastic_rules(rendezvous, run_dir, group, credentials) if is_elastic else None,
+            is_node_of_job=True,
+        )
+        launcher = self._create_launcher(run_dir, credentials, services)
+        recorder = RunRecorder(run_dir, group, self._versions | _round_record(assignment, rendezvous, self._program))
+        workers = NodeWorkers(plan, launcher, recorder)
+        return NodeRound(workers, recorder, ProgressReader(run_dir.events), is_elastic=is_elastic)
+
+    def _create_launcher(
+        self, run_dir: RunDir, credentials: Mapping[int, Credentials], services: Sequence[ServiceProcesses]
+    ) -> LocalLauncher:
+        assignment = self._assignment
         outputs: dict[OutputStream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-        launcher = LocalLauncher(
+
+        def is_unrelated(process: psutil.Process) -> bool:
+            is_service = any(process.pid in each.pids for each in services)
+            return is_service or assignment.process_context.is_unrelated(process)
+
+        return LocalLauncher(
             run_dir.worker_log,
             OutputConsole(outputs if assignment.echoes_output else {}, self._environ),
             self._environ,
             wrap_command=assignment.node_context.wrap_worker_command,
             open_credentials=lambda worker: _open_credentials(credentials, worker),
-            process_context=assignment.process_context,
+            process_context=replace(assignment.process_context, is_unrelated=is_unrelated),
         )
-        recorder = RunRecorder(run_dir, group, self._versions | _round_record(assignment, rendezvous, self._program))
-        names = [each.identity.name for each in credentials.values()]
-        sidecar = self._create_sidecar(rendezvous, run_dir, names)
-        is_elastic = self._coordinator_factory is not None
-        progress_reader = ProgressReader(run_dir.events, names if is_elastic else ())
-        return NodeWorkers(group, launcher, recorder, progress_reader, sidecar, is_elastic=is_elastic)
 
-    def _create_sidecar(
-        self, rendezvous: RendezvousResult, run_dir: RunDir, initial_members: list[str]
-    ) -> Sidecar | None:
-        if self._coordinator_factory:
-            return self._coordinator_factory.create_coordinator(
-                rendezvous, run_dir, self._environ, initial_members=initial_members
-            )
-        return (
-            self._server_factory.create_server(rendezvous.round, run_dir, self._environ)
-            if self._server_factory
-            else None
+    def _elastic_rules(
+        self,
+        rendezvous: RendezvousResult,
+        run_dir: RunDir,
+        group: WorkerGroup,
+        credentials: dict[int, Credentials],
+    ) -> ElasticRules:
+        """Return the rules of an elastic job's workers; new ones take further credentials of their slots.
+
+        The coordinators are queried for members with the credentials of a worker, which are in this process anyway.
+        Those in a lab are not queried: this process cannot reach the lab's network.
+        """
+        is_reachable = self._assignment.node_context.lab_name is None
+        addresses = [(address.host, address.port) for address in rendezvous.coordinators if is_reachable]
+        query = CoordinatorQuery(addresses, lambda: next(iter(credentials.values())))
+
+        def new_member(worker: WorkerSpec, previous: str) -> WorkerSpec:
+            rank = worker.global_rank
+            found = self._channel.take_credentials(rendezvous.round, f"worker-{rank}", self._stop_reason)
+            credentials[rank] = found
+            return with_member(worker, found.identity.name)
+
+        return ElasticRules(
+            slots=group,
+            past_members=MembershipHistory(run_dir.events, query.members).read,
+            restarts=WorkerRestartPolicy(ends_without_coordinator=True),
+            new_member=new_member,
+            evicted_members=EvictionWatcher(run_dir.events).evicted_members,
+            notify_user=write_warning,
+            on_give_up=_report_give_up,
         )
+
+    def _take_credentials(self, rendezvous: RendezvousResult, group: WorkerGroup) -> dict[int, Credentials]:
+        """Take the workers' credentials for server or coordinators: global rank -> credentials.
+
+        Empty if there is neither.
+        """
+        if not rendezvous.coordinators and rendezvous.server is None:
+            return {}
+        ranks = [worker.global_rank for worker in group.workers]
+        take = self._channel.take_credentials
+        return {rank: take(rendezvous.round, f"worker-{rank}", self._stop_reason) for rank in ranks}
+
+    def _create_services(
+        self, rendezvous: RendezvousResult, run_dir: RunDir, initial_members: list[str]
+    ) -> list[ServiceProcesses]:
+        """Create the services of the round that this node runs: the parameter server or a coordinator, or none."""
+        found: ServiceProcesses | None = None
+        if self._coordinator_factory:
+            found = self._coordinator_factory.create_coordinator(rendezvous, run_dir, initial_members=initial_members)
+        elif self._server_factory:
+            found = self._server_factory.create_server(rendezvous.round, run_dir)
+        return [] if found is None else [found]
 
     def _write_cluster_file(self, run_dir: RunDir, addresses: Mapping[str, str]) -> None:
         cluster = node_layout.build_cluster(self._config, addresses)
         run_dir.cluster_file.write_text(topology.dumps(cluster), encoding="utf-8")
 
 
-def _take_credentials(
-    assignment: AgentAssignment, rendezvous: RendezvousResult, group: WorkerGroup, stop_reason: Callable[[], str]
-) -> dict[int, Credentials]:
-    """Take the workers' credentials for server or coordinators: global rank -> credentials.
-
-    Empty if there is neither.
-    """
-    ranks = [worker.global_rank for worker in group.workers]
-    if rendezvous.coordinators and assignment.credential_pool is not None:
-        return {
-            rank: assignment.credential_pool.take(rendezvous.round, f"worker-{rank}", stop_reason) for rank in ranks
-        }
-    if rendezvous.server is not None:
-        return {rank: assignment.credential_distribution.take(rendezvous.round, rank, stop_reason) for rank in ranks}
-    return {}
-
-
-def _with_member_names(group: WorkerGroup, credentials: Mapping[int, Credentials]) -> WorkerGroup:
-    """Return the workers with the member names of their credentials."""
-    members = {rank: {environment.MEMBER: each.identity.name} for rank, each in credentials.items()}
-    workers = [replace(each, environ={**each.environ, **members[each.global_rank]}) for each in group.workers]
-    return replace(group, workers=tuple(workers))
-
-
 def _open_credentials(credentials: Mapping[int, Credentials], worker: WorkerSpec) -> int | None:
     found = credentials.get(worker.global_rank)
     return None if found is None else found.to_descriptor()
+
+
+def _report_give_up(failure: WorkerFailure, reason: str) -> None:
+    write_warning(
+        f"rank {failure.global_rank} is given up: {reason}, the last time it {failure.reason}. "
+        "The others continue without it."
+    )
 
 
 def _build_node_group(

@@ -1,14 +1,48 @@
-"""Channel between a node agent and its platform: desired state in, status out. JSON on every platform."""
+"""Channel between a node agent and its platform: desired state in, status out, credentials between agents.
+
+The agent with the parameter server, or with the first coordinator of an elastic job, issues the credentials of all
+processes of a round; their holders are `worker-RANK` and `coordinator-INDEX`. Each is used once, so a holder has
+several where its process may be started again. The issuer forgets the authority's key
+(docs/explanation/job-lifecycle.md): a key in a file would open everything, and a key in one process's memory is lost
+with its node, which is what an elastic job survives. Desired state and status are JSON on every platform.
+"""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
+from ringweave.errors import explain
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
+from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.rpc import Credentials
+
+NUM_INCARNATIONS = 8
+"""Starts of a process of an elastic job in a round at most; the default of `max_retries` needs fewer. Then a new round
+begins."""
+NUM_SERVER_INCARNATIONS = 2
+"""Credentials of a worker that trains with a parameter server in a round: one to use, one if the first got lost on the
+way to its agent."""
+
+StopReason = Callable[[], str]
+"""Returns the reason to stop waiting, in words; empty while there is none."""
+
+
+def never_stop() -> str:
+    """Return no reason to stop."""
+    return ""
+
+
+class RoundOverError(NoRestartError):
+    """The next round was requested, or the agent told to leave, while this round was being prepared; not a failure."""
+
+    def __init__(self, round_: int, got: str) -> None:
+        do = "Nothing to do; this node joins the next round"
+        expected = "a current round"
+        super().__init__(explain(f"credentials of round {round_}", got=got, expected=expected, do=do))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +138,7 @@ class AgentStatus:
 
 
 class AgentChannel(abc.ABC):
-    """Channel of a node agent to its platform: desired state in, status out."""
+    """Channel of a node agent to its platform and, for credentials, to the other agents of its job."""
 
     @abc.abstractmethod
     def desired_state(self) -> DesiredState:
@@ -120,6 +154,33 @@ class AgentChannel(abc.ABC):
     @abc.abstractmethod
     def wait_for_change(self, timeout_s: float) -> None:
         """Wait until the desired state may have changed, at most for this time."""
+
+    @abc.abstractmethod
+    def publish_credentials(
+        self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
+    ) -> None:
+        """Make the credentials of a round available to all agents of the job; those of other rounds are removed.
+
+        Args:
+            round_: Number of the round.
+            credentials: Holder (`worker-3`) -> credentials of its first process, its second, and so on.
+            stop_reason: Called while waiting.
+
+        Raises:
+            RoundOverError: The round is obsolete, as `stop_reason` says.
+            LaunchError: There is no receiver.
+            OSError: The credentials cannot be written.
+        """
+
+    @abc.abstractmethod
+    def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
+        """Take the next credentials of a holder, each once; only one process at a time may be a holder's agent.
+
+        Raises:
+            RoundOverError: None is left for this round, or it is obsolete, as `stop_reason` says.
+            LaunchError: The credentials cannot be obtained.
+            OSError: The credentials cannot be read.
+        """
 
 
 def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, AgentStatus]) -> RendezvousResult | None:

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,16 +63,7 @@ class CredentialStore:
     def __init__(self, client: KubernetesClient) -> None:
         self._client = client
 
-    async def store_credentials(self, uploader: Uploader, round_: int, texts: Mapping[str, str]) -> None:
-        """Store credentials by global rank in the job's Secret, in place of those of an earlier version.
-
-        Raises:
-            UploadRejectedError: The job is being removed, or a later attempt has uploaded its own.
-            ApiError: A concurrent upload; it may be tried again.
-        """
-        await self._store_secret(uploader, names.server_secret_name(uploader.owner.name), round_, texts)
-
-    async def fill_pool(self, uploader: Uploader, round_: int, node: int, texts: Mapping[str, str]) -> None:
+    async def store_credentials(self, uploader: Uploader, round_: int, node: int, texts: Mapping[str, str]) -> None:
         """Store credentials by `HOLDER.INCARNATION` in a node's Secret, in place of those of an earlier version.
 
         Raises:
@@ -83,16 +74,23 @@ class CredentialStore:
         resource = await job_objects.fetch_training_job(self._client, (uploader.owner.namespace, uploader.owner.name))
         if resource is not None and name not in credential_secrets.secret_names(resource):
             raise UploadRejectedError(
-                f"credentials of node {node}: job {uploader.owner.name} has no such node, or is not elastic"
+                f"credentials of node {node}: job {uploader.owner.name} has no such node, or needs none"
             )
-        await self._store_secret(uploader, name, round_, texts)
+        version = (round_, uploader.attempt)
+        found = await self._find_secret(uploader.owner, name)
+        if found is not None and credential_secrets.upload_version(found) > version:
+            raise UploadRejectedError(f"credentials of round {round_}: credentials of a later attempt are stored")
+        await self._check_job_wanted(uploader.owner)
+        if found is not None:
+            await self._delete_object(api_client.SECRETS, found)
+        body = credential_secrets.credential_secret(uploader.owner, name, version, texts)
+        made = await self._client.create(api_client.SECRETS, uploader.owner.namespace, body)
+        await self._delete_if_unwanted(uploader.owner, api_client.SECRETS, made)
 
-    async def take_from_pool(self, uploader: Uploader, round_: int, holders: Sequence[str]) -> dict[str, str] | None:
-        """Take the next credentials of each of these processes of the node out of the pool.
+    async def take_credentials(self, uploader: Uploader, round_: int, holders: Sequence[str]) -> dict[str, str] | None:
+        """Take the next credentials of each of these processes out of the node's Secret.
 
         None if they are not there, or not yet.
-
-        None where they are not there, or not yet.
 
         Raises:
             RoundPassedError: A later round has replaced them, or one of the processes has none left.
@@ -118,15 +116,6 @@ class CredentialStore:
         await self._client.patch(api_client.SECRETS, metadata["namespace"], metadata["name"], body)
         return {holder: texts[key] for holder, key in keys.items()}
 
-    async def get_credentials(self, owner: JobOwner, round_: int, ranks: Collection[str]) -> dict[str, str] | None:
-        """Return the credentials of these workers for this round; None if they are not there, or not yet.
-
-        Raises:
-            RoundPassedError: A later round has replaced them.
-        """
-        found = await self._find_secret_of_round(owner, names.server_secret_name(owner.name), round_)
-        return None if found is None else credential_secrets.credential_texts(found, ranks)
-
     async def archive_log(self, uploader: Uploader, text: str) -> None:
         """Archive the log of an attempt, unless it is archived already or its Pod is kept.
 
@@ -149,18 +138,6 @@ class CredentialStore:
                 raise
             return
         await self._delete_if_unwanted(uploader.owner, api_client.CONFIG_MAPS, made)
-
-    async def _store_secret(self, uploader: Uploader, name: str, round_: int, texts: Mapping[str, str]) -> None:
-        version = (round_, uploader.attempt)
-        found = await self._find_secret(uploader.owner, name)
-        if found is not None and credential_secrets.upload_version(found) > version:
-            raise UploadRejectedError(f"credentials of round {round_}: credentials of a later attempt are stored")
-        await self._check_job_wanted(uploader.owner)
-        if found is not None:
-            await self._delete_object(api_client.SECRETS, found)
-        body = credential_secrets.credential_secret(uploader.owner, name, version, texts)
-        made = await self._client.create(api_client.SECRETS, uploader.owner.namespace, body)
-        await self._delete_if_unwanted(uploader.owner, api_client.SECRETS, made)
 
     async def _find_secret_of_round(self, owner: JobOwner, name: str, round_: int) -> Object | None:
         """Return the Secret if it is of this round; None if there is none, or not yet."""
@@ -295,10 +272,8 @@ class AgentGateway:
         path = r"/v2/{namespace}/{job}/{node:\d{1,9}}/{attempt:\d{1,9}}"
         app.router.add_get(path + "/desired-state", self._get_desired_state)
         app.router.add_put(path + "/status", self._put_status)
-        app.router.add_put(path + r"/credentials/{round:\d{1,9}}", self._put_credentials)
-        app.router.add_get(path + r"/credentials/{round:\d{1,9}}", self._get_credentials)
-        app.router.add_put(path + r"/credential-pool/{round:\d{1,9}}/{of:\d{1,9}}", self._put_pool)
-        app.router.add_post(path + r"/credential-pool/{round:\d{1,9}}", self._take_from_pool)
+        app.router.add_put(path + r"/credentials/{round:\d{1,9}}/{of:\d{1,9}}", self._put_credentials)
+        app.router.add_post(path + r"/credentials/{round:\d{1,9}}", self._take_credentials)
         app.router.add_put(path + "/log", self._put_log)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -352,44 +327,32 @@ class AgentGateway:
         return web.Response(status=204)
 
     async def _put_credentials(self, request: web.Request) -> web.Response:
-        uploader, round_ = await self._authenticate_upload(request)
-        texts = await _read_credential_texts(request)
-        return (
-            _no_credentials_response()
-            if texts is None
-            else await _upload_response(self._credential_store.store_credentials(uploader, round_, texts))
-        )
+        uploader, round_ = self._uploader(await self._authenticate(request)), int(request.match_info["round"])
+        try:
+            texts = _CREDENTIAL_TEXTS_ADAPTER.validate_json(await request.read())
+        except ValueError:
+            return web.Response(status=400, text="not credentials")
+        node = int(request.match_info["of"])
+        return await _upload_response(self._credential_store.store_credentials(uploader, round_, node, texts))
 
-    async def _put_pool(self, request: web.Request) -> web.Response:
-        uploader, round_ = await self._authenticate_upload(request)
-        node, texts = int(request.match_info["of"]), await _read_credential_texts(request)
-        return (
-            _no_credentials_response()
-            if texts is None
-            else await _upload_response(self._credential_store.fill_pool(uploader, round_, node, texts))
-        )
-
-    async def _get_credentials(self, request: web.Request) -> web.Response:
-        uploader, round_ = await self._authenticate_upload(request)
-        return await _credentials_response(
-            self._credential_store.get_credentials(uploader.owner, round_, request.query.get("ranks", "").split(",")),
-            round_,
-        )
-
-    async def _take_from_pool(self, request: web.Request) -> web.Response:
-        uploader, round_ = await self._authenticate_upload(request)
-        return await _credentials_response(
-            self._credential_store.take_from_pool(uploader, round_, request.query.get("holders", "").split(",")), round_
-        )
+    async def _take_credentials(self, request: web.Request) -> web.Response:
+        """Return the next credentials of these holders, else the error and whether to retry."""
+        uploader, round_ = self._uploader(await self._authenticate(request)), int(request.match_info["round"])
+        holders = request.query.get("holders", "").split(",")
+        try:
+            texts = await self._credential_store.take_credentials(uploader, round_, holders)
+        except RoundPassedError as error:
+            return web.Response(status=410, text=str(error))
+        except LaunchError as error:
+            return _error_response(error)
+        if texts is None:
+            return web.Response(status=404, text=f"no credentials of round {round_} were uploaded yet; retry")
+        return web.json_response(texts)
 
     async def _put_log(self, request: web.Request) -> web.Response:
         uploader = self._uploader(await self._authenticate(request))
         text = (await request.read()).decode("utf-8", "replace")
         return await _upload_response(self._credential_store.archive_log(uploader, text))
-
-    async def _authenticate_upload(self, request: web.Request) -> tuple[Uploader, int]:
-        """Authenticate a request about credentials; return the uploader and the round."""
-        return self._uploader(await self._authenticate(request)), int(request.match_info["round"])
 
     def _uploader(self, key: PodKey) -> Uploader:
         namespace, job, node, attempt = key
@@ -472,31 +435,6 @@ async def _upload_response(upload: Awaitable[None]) -> web.Response:
     except LaunchError as error:
         return _error_response(error)
     return web.Response(status=204)
-
-
-async def _credentials_response(lookup: Awaitable[dict[str, str] | None], round_: int) -> web.Response:
-    """Return the credentials, else the error and whether to retry."""
-    try:
-        texts = await lookup
-    except RoundPassedError as error:
-        return web.Response(status=410, text=str(error))
-    except LaunchError as error:
-        return _error_response(error)
-    if texts is None:
-        return web.Response(status=404, text=f"no credentials of round {round_} were uploaded yet; retry")
-    return web.json_response(texts)
-
-
-async def _read_credential_texts(request: web.Request) -> dict[str, str] | None:
-    """Return the uploaded credentials; None if the body holds none."""
-    try:
-        return _CREDENTIAL_TEXTS_ADAPTER.validate_json(await request.read())
-    except ValueError:
-        return None
-
-
-def _no_credentials_response() -> web.Response:
-    return web.Response(status=400, text="not credentials")
 
 
 def _error_response(error: LaunchError) -> web.Response:

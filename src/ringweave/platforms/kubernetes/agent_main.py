@@ -25,10 +25,10 @@ from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.node_context import HostContext
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
-from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState
-from ringweave.platforms.agent.credentials import (
-    CredentialDistribution,
-    CredentialPool,
+from ringweave.platforms.agent.agent_channel import (
+    AgentChannel,
+    AgentStatus,
+    DesiredState,
     RoundOverError,
     StopReason,
     never_stop,
@@ -134,20 +134,41 @@ def termination_message(status: AgentStatus) -> str:
     return cut(max(0, too_many - 1))
 
 
+GATEWAY_TIMEOUT_S = 120.0
+"""Tolerated outage of the gateway: the lease of a lost operator, and the start of the next one."""
+_OK_STATUSES = (200, 204)
+_GONE_STATUS = 410
+
+
 class GatewayChannel(AgentChannel):
-    """Agent channel to the gateway. Only the final status is sent synchronously."""
+    """Agent channel to the gateway. Only the final status and credentials are sent synchronously."""
 
     def __init__(
-        self, gateway: GatewayClient, termination_log: Path | None, sleep: Callable[[float], None] = time.sleep
+        self,
+        gateway: GatewayClient,
+        config: JobConfig,
+        node: int,
+        *,
+        home: Path | None = None,
+        termination_log: Path | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Send nothing before `start_threads`.
 
         Args:
             gateway: Client of the operator's gateway.
+            config: Config of the job.
+            node: Index of this node in the request.
+            home: Folder of the attempt, with the logs; None: none are marked and uploaded.
             termination_log: File of the container's termination message; None: none.
             sleep: Waits before a retry.
+            clock: Monotonic clock, in seconds.
         """
-        self._gateway, self._termination_log, self._sleep = gateway, termination_log, sleep
+        self._gateway, self._home, self._termination_log, self._sleep = gateway, home, termination_log, sleep
+        self._config, self._workers = config, frozenset(f"worker-{rank}" for rank in config.ranks_of_node(node))
+        self._clock = clock
+        self._fetched: tuple[int, dict[str, str]] = (0, {})
         self._desired_state = DesiredState(round=0)
         self._changed = threading.Event()
         self._unsent_status: AgentStatus | None = None
@@ -163,7 +184,15 @@ class GatewayChannel(AgentChannel):
         return self._desired_state
 
     def report_status(self, status: AgentStatus) -> None:
-        """Send a status to the gateway; write the final one into the termination message too."""
+        """Send a status to the gateway; write the final one into the termination message too.
+
+        Before, mark the start of a round in the log, and upload the log of a Pod that may be removed.
+        """
+        if self._home is not None and status.phase is GroupPhase.STOPPED:
+            self._upload_log("\n".join(pod_logs.read_worker_logs(self._home)))
+        if self._home is not None and status.phase is GroupPhase.RUNNING and status.iterations is None:
+            sys.stdout.write(f"{pod_logs.ROUND_LINE_PREFIX}{status.round}\n")
+            sys.stdout.flush()
         with self._status_changed:
             self._unsent_status = status
             self._status_changed.notify_all()
@@ -178,10 +207,66 @@ class GatewayChannel(AgentChannel):
         self._changed.wait(timeout_s)
         self._changed.clear()
 
-    def upload_log(self, text: str) -> None:
+    def _upload_log(self, text: str) -> None:
         """Upload a log to the gateway for readers after this Pod is gone; retry for a while."""
         deadline_s = time.monotonic() + LOG_UPLOAD_TIMEOUT_S
         while self._request_or_503("PUT", "log", text)[0] == 503 and time.monotonic() < deadline_s:
+            self._sleep(GATEWAY_RETRY_S)
+
+    def publish_credentials(
+        self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
+    ) -> None:
+        """Upload the credentials node by node. Repeating it is safe."""
+        for node in self._config.nodes:
+            holders = {f"worker-{rank}" for rank in self._config.ranks_of_node(node.index)}
+            if node.name in self._config.coordinator_nodes:
+                holders.add(f"coordinator-{self._config.coordinator_nodes.index(node.name)}")
+            texts = {
+                f"{holder}.{incarnation}": each.to_text()
+                for holder in sorted(holders)
+                for incarnation, each in enumerate(credentials[holder])
+            }
+            path = f"credentials/{round_}/{node.index}"
+            self._request_credentials("PUT", path, json.dumps(texts), round_=round_, stop_reason=stop_reason)
+
+    def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
+        """Return the holder's next credentials, taken for all workers of this node at once.
+
+        Raises:
+            RoundOverError: The credentials are not wanted any more, or their round is over.
+            LaunchError: The gateway does not return them.
+        """
+        if self._fetched[0] != round_:
+            self._fetched = (round_, {})
+        if holder not in self._fetched[1]:
+            wanted = ",".join(sorted(self._workers if holder in self._workers else {holder}))
+            path = f"credentials/{round_}?holders={wanted}"
+            text = self._request_credentials("POST", path, round_=round_, stop_reason=stop_reason)
+            self._fetched[1].update(_parse_credential_texts(text))
+        return _pop_credentials(holder, self._fetched[1])
+
+    def _request_credentials(
+        self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: StopReason
+    ) -> str:
+        """Send a request about credentials until there is a final answer, and return its text.
+
+        Raises:
+            RoundOverError: The credentials are not wanted any more, or their round is over.
+            LaunchError: The gateway refuses, or does not answer for too long.
+        """
+        deadline_s = self._clock() + GATEWAY_TIMEOUT_S
+        while True:
+            if reason := stop_reason():
+                raise RoundOverError(round_, reason)
+            status, text, _ = self._request_or_503(method, path, body)
+            if status in _OK_STATUSES:
+                return text
+            if status == _GONE_STATUS:
+                raise RoundOverError(round_, f"{status} {text}")
+            if status in (409, 413) or self._clock() >= deadline_s:
+                do = "Read the operator's log: kubectl -n ringweave-system logs deploy/ringweave-operator"
+                got = f"{status} {text}"
+                raise LaunchError(explain("credentials at the agent gateway", got=got, expected="acceptance", do=do))
             self._sleep(GATEWAY_RETRY_S)
 
     def _poll_desired_state(self) -> None:
@@ -214,158 +299,8 @@ class GatewayChannel(AgentChannel):
     def _request_or_503(self, method: str, path: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
         try:
             return self._gateway.request(method, path, body, tag)
-        except (OSError, http.client.HTTPException):
-            return 503, "", ""
-
-
-GATEWAY_TIMEOUT_S = 120.0
-"""Tolerated outage of the gateway: the lease of a lost operator, and the start of the next one."""
-_OK_STATUSES = (200, 204)
-_GONE_STATUS = 410
-
-
-class RetryingGatewayClient:
-    """Gateway client that retries until it gets a good answer or a timeout."""
-
-    def __init__(self, gateway: GatewayClient, sleep: Callable[[float], None], clock: Callable[[], float]) -> None:
-        """`sleep` waits before a retry; `clock` is monotonic, in seconds."""
-        self._gateway, self._sleep, self._clock = gateway, sleep, clock
-
-    def request(self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: StopReason) -> str:
-        """Send a request and return the text of the answer.
-
-        Args:
-            method: HTTP method.
-            path: Path below the group's own.
-            body: Body of the request.
-            round_: Round of the credentials.
-            stop_reason: Called before each attempt.
-
-        Raises:
-            RoundOverError: The credentials are not wanted any more, or their round is over.
-            LaunchError: The gateway refuses, or does not answer for too long.
-        """
-        deadline_s = self._clock() + GATEWAY_TIMEOUT_S
-        while True:
-            if reason := stop_reason():
-                raise RoundOverError(round_, reason)
-            try:
-                status, text, _ = self._gateway.request(method, path, body)
-            except (OSError, http.client.HTTPException) as error:
-                status, text = 503, str(error) or type(error).__name__
-            if status in _OK_STATUSES:
-                return text
-            if status == _GONE_STATUS:
-                raise RoundOverError(round_, f"{status} {text}")
-            if status in (409, 413) or self._clock() >= deadline_s:
-                do = "Read the operator's log: kubectl -n ringweave-system logs deploy/ringweave-operator"
-                got = f"{status} {text}"
-                raise LaunchError(explain("credentials at the agent gateway", got=got, expected="acceptance", do=do))
-            self._sleep(GATEWAY_RETRY_S)
-
-
-class GatewayCredentialDistribution(CredentialDistribution):
-    """Credential distribution of a job with a parameter server."""
-
-    def __init__(
-        self,
-        gateway: GatewayClient,
-        ranks: Sequence[int],
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Send nothing yet.
-
-        Args:
-            gateway: Client of the operator's gateway.
-            ranks: Global ranks of this node's workers.
-            sleep: Waits before a retry.
-            clock: Monotonic clock, in seconds.
-        """
-        self._gateway, self._ranks = RetryingGatewayClient(gateway, sleep, clock), tuple(ranks)
-        self._fetched: tuple[int, dict[str, str]] = (0, {})
-
-    def publish(
-        self, round_: int, credentials: Mapping[int, Credentials], stop_reason: StopReason = never_stop
-    ) -> None:
-        """Upload the credentials. Repeating it is safe."""
-        body = json.dumps({str(rank): each.to_text() for rank, each in credentials.items()})
-        self._gateway.request("PUT", f"credentials/{round_}", body, round_=round_, stop_reason=stop_reason)
-
-    def take(self, round_: int, global_rank: int, stop_reason: StopReason = never_stop) -> Credentials:
-        """Return the worker's credentials of the round, fetched for all workers of this node at once.
-
-        Raises:
-            RoundOverError: The credentials are not wanted any more, or their round is over.
-            LaunchError: The gateway does not return them.
-        """
-        if self._fetched[0] != round_:
-            ranks = ",".join(map(str, self._ranks))
-            text = self._gateway.request(
-                "GET", f"credentials/{round_}?ranks={ranks}", round_=round_, stop_reason=stop_reason
-            )
-            self._fetched = (round_, _parse_credential_texts(text))
-        return _pop_credentials(str(global_rank), self._fetched[1], where=f"worker {global_rank}")
-
-
-class GatewayCredentialPool(CredentialPool):
-    """Credential pool of an elastic job: a Secret for each node, from which each set of credentials is taken once."""
-
-    def __init__(
-        self,
-        gateway: GatewayClient,
-        config: JobConfig,
-        node: int,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Send nothing yet.
-
-        Args:
-            gateway: Client of the operator's gateway.
-            config: Config of the job.
-            node: Index of this node in the request.
-            sleep: Waits before a retry.
-            clock: Monotonic clock, in seconds.
-        """
-        self._gateway, self._config = RetryingGatewayClient(gateway, sleep, clock), config
-        self._workers = frozenset(f"worker-{rank}" for rank in config.ranks_of_node(node))
-        self._fetched: tuple[int, dict[str, str]] = (0, {})
-
-    def fill(
-        self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
-    ) -> None:
-        """Upload the credentials node by node. Repeating it is safe."""
-        for node in self._config.nodes:
-            holders = {f"worker-{rank}" for rank in self._config.ranks_of_node(node.index)}
-            if node.name in self._config.coordinator_nodes:
-                holders.add(f"coordinator-{self._config.coordinator_nodes.index(node.name)}")
-            texts = {
-                f"{holder}.{incarnation}": each.to_text()
-                for holder in sorted(holders)
-                for incarnation, each in enumerate(credentials[holder])
-            }
-            path = f"credential-pool/{round_}/{node.index}"
-            self._gateway.request("PUT", path, json.dumps(texts), round_=round_, stop_reason=stop_reason)
-
-    def take(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
-        """Return the holder's next credentials, taken for all workers of this node at once.
-
-        Raises:
-            RoundOverError: The credentials are not wanted any more, or their round is over.
-            LaunchError: The gateway does not return them.
-        """
-        if self._fetched[0] != round_:
-            self._fetched = (round_, {})
-        if holder not in self._fetched[1]:
-            wanted = ",".join(sorted(self._workers if holder in self._workers else {holder}))
-            text = self._gateway.request(
-                "POST", f"credential-pool/{round_}?holders={wanted}", round_=round_, stop_reason=stop_reason
-            )
-            self._fetched[1].update(_parse_credential_texts(text))
-        return _pop_credentials(holder, self._fetched[1], where=holder)
+        except (OSError, http.client.HTTPException) as error:
+            return 503, str(error) or type(error).__name__, ""
 
 
 def _parse_credential_texts(text: str) -> dict[str, str]:
@@ -376,10 +311,10 @@ def _parse_credential_texts(text: str) -> dict[str, str]:
         raise _bad_credentials_error(f"{len(text)} characters that are not credentials", "") from None
 
 
-def _pop_credentials(holder: str, texts: dict[str, str], where: str) -> Credentials:
+def _pop_credentials(holder: str, texts: dict[str, str]) -> Credentials:
     if holder not in texts:
-        raise _bad_credentials_error("credentials of other workers", where)
-    return Credentials.from_text(texts.pop(holder), where=where)
+        raise _bad_credentials_error("credentials of other workers", holder)
+    return Credentials.from_text(texts.pop(holder), where=holder)
 
 
 def _bad_credentials_error(got: str, where: str) -> LaunchError:
@@ -392,23 +327,6 @@ _CREDENTIAL_TEXTS_ADAPTER = TypeAdapter(dict[str, str])
 
 TERMINATION_LOG = "/dev/termination-log"
 _EXIT_CODES = {GroupPhase.SUCCEEDED: 0, GroupPhase.STOPPED: 143}
-
-
-class LoggingGatewayChannel(GatewayChannel):
-    """Gateway channel that also marks the start of each round in the log, and uploads the log before the Pod ends."""
-
-    def __init__(self, gateway: GatewayClient, termination_log: Path | None, home: Path) -> None:
-        """`home` is the folder of the attempt."""
-        super().__init__(gateway, termination_log)
-        self._home = home
-
-    def report_status(self, status: AgentStatus) -> None:
-        if status.phase is GroupPhase.STOPPED:  # perhaps this Pod is being removed, with its log
-            self.upload_log("\n".join(pod_logs.read_worker_logs(self._home)))
-        if status.phase is GroupPhase.RUNNING and status.iterations is None:
-            sys.stdout.write(f"{pod_logs.ROUND_LINE_PREFIX}{status.round}\n")
-            sys.stdout.flush()
-        super().report_status(status)
 
 
 def main(environ: Mapping[str, str]) -> int:
@@ -430,13 +348,17 @@ def main(environ: Mapping[str, str]) -> int:
         home=home,
         cpus_shared_by=config.node(int(node)).workers,
         node_context=HostContext(environ.get("POD_IP") or "127.0.0.1"),
-        credential_distribution=GatewayCredentialDistribution(gateway, config.ranks_of_node(int(node))),
-        credential_pool=GatewayCredentialPool(gateway, config, int(node)),
         host=names.pod_dns_name(job, int(node), namespace),
     )
     os.chdir(config.directory or home)
     termination_log = Path(environ.get("RINGWEAVE_TERMINATION_LOG", TERMINATION_LOG))
-    channel = LoggingGatewayChannel(gateway, termination_log if termination_log.exists() else None, home)
+    channel = GatewayChannel(
+        gateway,
+        config,
+        int(node),
+        home=home,
+        termination_log=termination_log if termination_log.exists() else None,
+    )
     channel.start_threads()
     hidden = {"RINGWEAVE_GATEWAY_CA", "RINGWEAVE_SECRET_DIR", "RINGWEAVE_GATEWAY"}
     phase = run_agent(assignment, channel, {name: value for name, value in environ.items() if name not in hidden})

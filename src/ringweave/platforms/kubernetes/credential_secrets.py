@@ -1,21 +1,24 @@
 """Secrets with the credentials of a round's processes, uploaded by one agent for the others.
 
-A job with a parameter server has one Secret with one text for each worker. An elastic job has one Secret for each node
-with several texts for each of its processes, each removed when it is used.
+A job with a parameter server and an elastic job have one Secret for each node, with several texts for each of its
+processes, each removed when it is used.
 """
 
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ringweave.platforms.agent.credentials import NUM_INCARNATIONS
+from ringweave.jobs.request import SERVER_MODES
+from ringweave.platforms.agent.agent_channel import NUM_INCARNATIONS, NUM_SERVER_INCARNATIONS
 from ringweave.platforms.kubernetes import names
 from ringweave.platforms.kubernetes.objects import JobOwner, Object
 
-MAX_SERVER_WORKERS = 512
-"""Limit for a job with a parameter server: about 1,700 bytes for each worker in one Secret, which holds 1 MiB."""
-MAX_ELASTIC_WORKERS_PER_NODE = MAX_SERVER_WORKERS // NUM_INCARNATIONS - 1
-"""Limit for a node of an elastic job: the same Secret holds all incarnations, and perhaps those of a coordinator."""
+_MAX_CREDENTIALS = 512
+"""Credentials of about 1,700 bytes in one Secret, which holds 1 MiB."""
+MAX_SERVER_WORKERS_PER_NODE = _MAX_CREDENTIALS // NUM_SERVER_INCARNATIONS
+"""Limit for a node of a job with a parameter server."""
+MAX_ELASTIC_WORKERS_PER_NODE = _MAX_CREDENTIALS // NUM_INCARNATIONS - 1
+"""Limit for a node of an elastic job: the Secret also holds the credentials of its coordinator, if it has one."""
 
 UploadVersion = tuple[int, int]
 """Round, and attempt of the uploading node; a later upload has the larger version."""
@@ -28,7 +31,7 @@ def credential_secret(owner: JobOwner, name: str, version: UploadVersion, texts:
         owner: The TrainingJob.
         name: Name of the Secret.
         version: Version of the upload.
-        texts: Global rank -> credentials; for an elastic job `HOLDER.INCARNATION` -> credentials.
+        texts: `HOLDER.INCARNATION` -> credentials.
     """
     metadata = owner.metadata(name)
     metadata["annotations"] = {names.ROUND_ANNOTATION: str(version[0]), names.ATTEMPT_LABEL: str(version[1])}
@@ -58,9 +61,8 @@ def next_credential_keys(found: Mapping[str, Any], holders: Sequence[str]) -> di
 def secret_names(resource: Mapping[str, Any]) -> list[str]:
     """Return the names of all Secrets that a TrainingJob may have."""
     spec, name = resource["spec"], resource["metadata"]["name"]
-    nodes = range(len(spec["nodes"])) if "elastic" in spec else ()
+    nodes = range(len(spec["nodes"])) if "elastic" in spec or spec.get("mode") in SERVER_MODES else ()
     return [
         names.config_name(name),
-        names.server_secret_name(name),
         *(names.credential_pool_name(name, node) for node in nodes),
     ]

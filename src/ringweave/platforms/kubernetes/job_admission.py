@@ -42,17 +42,10 @@ class JobAdmission:
             raise AdmissionRefusedError("RequesterUnknown", _NO_REQUESTER)
         try:
             request = job_resource.request_from_resource(resource)
-            if (
-                request.mode in jobs_request.SERVER_MODES
-                and request.num_workers > credential_secrets.MAX_SERVER_WORKERS
-            ):
-                raise AdmissionRefusedError(
-                    "TooManyWorkersForServer", _too_many_for_server(request.mode, request.num_workers)
-                )
-            if (
-                request.elastic is not None
-                and (most := max(request.split.counts or (0,))) > credential_secrets.MAX_ELASTIC_WORKERS_PER_NODE
-            ):
+            most = max(request.split.counts or (0,))
+            if request.mode in jobs_request.SERVER_MODES and most > credential_secrets.MAX_SERVER_WORKERS_PER_NODE:
+                raise AdmissionRefusedError("TooManyWorkersForServer", _too_many_for_server(request.mode, most))
+            if request.elastic is not None and most > credential_secrets.MAX_ELASTIC_WORKERS_PER_NODE:
                 raise AdmissionRefusedError("TooManyWorkersForElastic", _too_many_on_node(most))
             loop = asyncio.get_running_loop()
             async with self._lock:  # one question at a time, and none twice
@@ -84,8 +77,10 @@ class JobAdmission:
 
 
 def _too_many_for_server(mode: str, num_workers: int) -> str:
-    expected = f"at most {credential_secrets.MAX_SERVER_WORKERS} with mode {mode}, whose credentials one Secret holds"
-    return explain("workers", got=num_workers, expected=expected, do="Ask for fewer, or use mode balanced")
+    most = credential_secrets.MAX_SERVER_WORKERS_PER_NODE
+    expected = f"at most {most} with mode {mode}, whose credentials one Secret holds"
+    do = "Share them out over more nodes, or use mode balanced"
+    return explain("workers of a node", got=num_workers, expected=expected, do=do)
 
 
 def _too_many_on_node(num_workers: int) -> str:

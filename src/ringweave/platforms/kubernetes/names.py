@@ -30,13 +30,11 @@ def config_name(job: str) -> str:
     return f"{job}-config"
 
 
-def server_secret_name(job: str) -> str:
-    """Return the name of the Secret with the credentials for the parameter server, if the job has one."""
-    return f"{job}-server"
-
-
 def credential_pool_name(job: str, node: int) -> str:
-    """Return the name of the Secret with the credentials of a node's processes, if the job is elastic."""
+    """Return the name of the Secret with the credentials of a node's processes.
+
+    Jobs with a parameter server and elastic jobs have them.
+    """
     return f"{job}-credentials-{node}"
 
 

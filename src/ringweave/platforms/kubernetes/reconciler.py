@@ -12,6 +12,7 @@ from ringweave.jobs import records
 from ringweave.jobs.admission import DENY_TTL_S
 from ringweave.jobs.advance import should_run
 from ringweave.jobs.reconcile import reconcile
+from ringweave.launcher.restarts import backoff_s
 from ringweave.platforms.kubernetes import api_client, job_objects, job_resource, names
 from ringweave.platforms.kubernetes import objects as kubernetes_objects
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor, ObjectsRefusedError
@@ -231,8 +232,8 @@ class ReconcileQueue:
         if error is not None and is_conflict_error(error):
             self._set_timer(key, entry, self._clock() + _CONFLICT_RETRY_S)
             return
-        delay_s = min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2 ** min(entry.num_failures, 10))
         entry.num_failures += 1
+        delay_s = backoff_s(entry.num_failures, first_s=_MIN_BACKOFF_S, max_s=_MAX_BACKOFF_S)
         if error is not None:
             self._log.warning("job %s/%s: %s Tried again in %.2g s.", *key, error, delay_s)
         self._set_timer(key, entry, self._clock() + delay_s)

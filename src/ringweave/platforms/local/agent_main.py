@@ -1,4 +1,4 @@
-"""Main program of a node agent on this machine, and its file channel.
+"""Main program of a node agent on this machine.
 
     python -m ringweave.platforms.local.agent_main JOB_FOLDER NODE ATTEMPT
 
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import psutil
 
@@ -20,79 +19,35 @@ from ringweave import lab
 from ringweave.errors import LaunchError
 from ringweave.launcher.node_context import HostContext, LabContext
 from ringweave.launcher.processes import ProcessContext
-from ringweave.platforms.agent import agent_channel, job_config
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
-from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState, RendezvousResult
-from ringweave.platforms.agent.credentials import FolderCredentialDistribution, FolderCredentialPool
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.local import job_folder, supervisor
-from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, Wakeup, replace_text
-
-T = TypeVar("T")
+from ringweave.platforms.local.file_channel import FileAgentChannel
+from ringweave.platforms.local.job_folder import JobFolder, Wakeup
 
 SUPERVISOR_CHECK_S = 2.0
 """Time between two checks that the job has a supervisor."""
 
 
-class FileAgentChannel(AgentChannel):
-    """Channel over files: two for the desired state, one for the status."""
+class SupervisedWait:
+    """Waits for notifications, and starts a supervisor if none runs: the job goes on after one was killed."""
 
     def __init__(
-        self,
-        job: JobFolder,
-        group: GroupFolder,
-        ensure_supervisor: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, wakeup: Path, ensure_supervisor: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ensure_supervisor` starts a supervisor if none runs: the job goes on after its supervisor was killed."""
-        self._job, self._group, self._ensure_supervisor, self._clock = job, group, ensure_supervisor, clock
-        self._wakeup = Wakeup(group.wakeup)
-        self._desired_state_file = _CachedFile(group.desired_state, agent_channel.parse_desired_state)
-        self._rendezvous_file = _CachedFile(job.rendezvous, agent_channel.parse_rendezvous)
-        self._checked_supervisor_s = clock()
+        """`wakeup` is the named pipe of the agent; `ensure_supervisor` starts a supervisor if none runs."""
+        self._wakeup, self._ensure_supervisor, self._clock = Wakeup(wakeup), ensure_supervisor, clock
+        self._checked_s = clock()
 
-    def desired_state(self) -> DesiredState:
-        """Return the desired state; it says to leave if the group's folder was removed."""
-        desired = self._desired_state_file.read()
-        if desired is None:
-            return DesiredState(round=0, stop=True, reason=f"its folder {self._group.root} was removed")
-        rendezvous: RendezvousResult | None = self._rendezvous_file.read()
-        return DesiredState(round=desired.round, rendezvous=rendezvous, stop=desired.stop, reason=desired.reason)
-
-    def report_status(self, status: AgentStatus) -> None:
-        """Replace the status, and wake the supervisor."""
-        if self._group.root.exists():
-            replace_text(self._group.status, agent_channel.dump_status(status))
-        job_folder.notify(self._job.wakeup)
-
-    def wait_for_change(self, timeout_s: float) -> None:
-        """Wait for a notification; start a supervisor if none runs."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a notification, at most for this time."""
         self._wakeup.wait(timeout_s)
         now_s = self._clock()
-        if now_s - self._checked_supervisor_s >= SUPERVISOR_CHECK_S:
-            self._checked_supervisor_s = now_s
+        if now_s - self._checked_s >= SUPERVISOR_CHECK_S:
+            self._checked_s = now_s
             with contextlib.suppress(LaunchError):  # tried again; the workers go on without a supervisor
                 self._ensure_supervisor()
-
-
-class _CachedFile(Generic[T]):
-    """Parsed content of a file, parsed again only after the file was replaced."""
-
-    def __init__(self, path: Path, parse: Callable[[bytes], T]) -> None:
-        self._path, self._parse = path, parse
-        self._version: tuple[int, int] | None = None
-        self._value: T | None = None
-
-    def read(self) -> T | None:
-        """Return the content; None if there is no file."""
-        try:
-            found = self._path.stat()
-            if (found.st_ino, found.st_mtime_ns) != self._version:
-                self._value = self._parse(self._path.read_bytes())
-                self._version = (found.st_ino, found.st_mtime_ns)
-        except FileNotFoundError:
-            self._value = self._version = None
-        return self._value
 
 
 def main(root: Path, node: int, attempt: int) -> None:
@@ -101,7 +56,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     group = folder.group(node, attempt)
     environ = dict(os.environ)
     state, job_id = root.parent.parent, root.name
-    channel = FileAgentChannel(folder, group, lambda: supervisor.ensure_supervisor(state, job_id, environ))
+    supervised = SupervisedWait(group.wakeup, lambda: supervisor.ensure_supervisor(state, job_id, environ))
     config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
     assignment = AgentAssignment(
         config=config,
@@ -111,11 +66,10 @@ def main(root: Path, node: int, attempt: int) -> None:
         cpus_shared_by=config.world_size,
         node_context=LabContext(lab.find(config.lab)) if config.lab else HostContext(),
         process_context=ProcessContext(guard_descriptors=(job_folder.INHERITED_LOCK,), is_unrelated=is_job_process),
-        credential_distribution=FolderCredentialDistribution(folder.secrets),
-        credential_pool=FolderCredentialPool(folder.secrets),
         echoes_output=False,
     )
     os.chdir(config.directory or root)
+    channel = FileAgentChannel(folder, group, supervised.wait)
     run_agent(assignment, channel, environ | visible_gpus(config, node, environ))
 
 

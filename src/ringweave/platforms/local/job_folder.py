@@ -6,8 +6,7 @@ STATE/jobs/ID/                                one job; ID is its name and a rand
     bell                                      wakes the supervisor
     supervisor.lock, supervisor.log           held while it runs; its standard error
     config.json, rendezvous.json                    node names, counts, script; the last rendezvous result
-    secrets/round-1/worker-0.json             for a worker that trains with a parameter server; gone when it starts
-    secrets/round-1/worker-0.1.json           for incarnation 1 of a worker of an elastic job; gone when it starts
+    secrets/round-1/worker-0.1.json           credentials of incarnation 1 of a worker; gone when it starts
     groups/NODE.ATTEMPT/                      a worker group that exists (NODE: index in the request)
         alive                                 locked until no process of the group can run any more
         desired.json, status.json, bell        desired state, status, and the pipe that wakes the agent

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ringweave.platforms.agent.credentials import NUM_INCARNATIONS
-from ringweave.platforms.kubernetes.credential_secrets import MAX_ELASTIC_WORKERS_PER_NODE, MAX_SERVER_WORKERS
+from ringweave.platforms.agent.agent_channel import NUM_INCARNATIONS, NUM_SERVER_INCARNATIONS
+from ringweave.platforms.kubernetes.credential_secrets import MAX_ELASTIC_WORKERS_PER_NODE, MAX_SERVER_WORKERS_PER_NODE
 from ringweave.platforms.kubernetes.job_admission import AdmissionRefusedError, JobAdmission
 from ringweave.platforms.kubernetes.objects import PodSettings
 from ringweave.rpc import CertificateAuthority
@@ -15,7 +15,7 @@ from ringweave.rpc import CertificateAuthority
 def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
     client: Any = None
     spec = {
-        "cpuWorkers": MAX_SERVER_WORKERS + 1,
+        "cpuWorkers": MAX_SERVER_WORKERS_PER_NODE + 1,
         "script": "a.py",
         "mode": "ps",
         "minPerNode": 3,
@@ -23,16 +23,17 @@ def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
         "requester": {"username": "ann"},
     }
     resource = {"metadata": {"name": "many", "namespace": "default", "uid": "u"}, "spec": spec}
-    most = MAX_SERVER_WORKERS
-    text = rf"workers: {most + 1}, expected at most {most} with mode ps, whose credentials one Secret"
+    most = MAX_SERVER_WORKERS_PER_NODE
+    text = rf"workers of a node: {most + 1}, expected at most {most} with mode ps, whose credentials one Secret"
     with pytest.raises(AdmissionRefusedError, match=text) as caught:
         asyncio.run(JobAdmission(client, PodSettings(), lambda: 0.0).admit(resource))
     assert caught.value.code == "TooManyWorkersForServer"
 
 
 def test_a_secret_holds_the_credentials_of_as_many_as_may() -> None:
-    longest = CertificateAuthority("j" * 60).issue("worker", "511").to_text()
-    assert MAX_SERVER_WORKERS * (len(longest) + 3) < 2**20 - 2**16
+    longest = CertificateAuthority("j" * 60).issue("worker", "2147483647").to_text()
+    key = len("worker-2147483647.1")
+    assert MAX_SERVER_WORKERS_PER_NODE * NUM_SERVER_INCARNATIONS * (len(longest) + key) < 2**20 - 2**16
 
 
 def test_an_elastic_job_with_too_many_workers_on_a_node_is_refused() -> None:

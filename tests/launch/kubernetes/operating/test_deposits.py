@@ -27,7 +27,8 @@ SPEC: dict[str, Any] = {
     "nodes": [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}],
     "requester": {"username": "admin", "groups": ["system:masters"]},
 }
-FIRST, SECOND = {"0": "zero", "3": "three"}, {"0": "nil", "3": "III"}
+FIRST = {"worker-0.0": "zero", "worker-0.1": "nought", "worker-1.0": "one", "worker-1.1": "ace"}
+SECOND = {"worker-0.0": "nil", "worker-0.1": "nix", "worker-1.0": "I", "worker-1.1": "i"}
 
 
 class Scene:
@@ -41,7 +42,8 @@ class Scene:
         return Uploader(owner=self.owner, node=node, attempt=attempt)
 
     async def lodged(self, round_: int) -> dict[str, str] | None:
-        return await self.deposits.get_credentials(self.owner, round_, ["0", "3", "7"])
+        """Take the next credentials of node 0."""
+        return await self.deposits.take_credentials(self.by(), round_, ["worker-0", "worker-1"])
 
     async def logs(self) -> list[str]:
         selector = f"{self.owner.selector},{pod_logs.LOG_LABEL}"
@@ -92,22 +94,22 @@ async def clear(client: KubernetesClient, owner: JobOwner) -> None:
 def test_credentials_are_those_of_the_round_and_of_who_asks(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
         assert await scene.lodged(1) is None
-        await scene.deposits.store_credentials(scene.by(), 1, FIRST)
-        assert await scene.lodged(1) == FIRST
-        assert await scene.deposits.get_credentials(scene.owner, 1, ["3"]) == {"3": "three"}
-        await scene.deposits.store_credentials(scene.by(), 1, FIRST)  # an answer was lost
-        await scene.deposits.store_credentials(scene.by(attempt=2), 2, SECOND)
+        await scene.deposits.store_credentials(scene.by(), 1, 0, FIRST)
+        assert await scene.lodged(1) == {"worker-0": "zero", "worker-1": "one"}
+        assert await scene.lodged(1) == {"worker-0": "nought", "worker-1": "ace"}, "an answer was lost"
+        await scene.deposits.store_credentials(scene.by(), 1, 0, FIRST)  # an answer was lost
+        await scene.deposits.store_credentials(scene.by(attempt=2), 2, 0, SECOND)
         with pytest.raises(RoundPassedError, match=r"round 1 of job lodges is over: round 2 has begun"):
             await scene.lodged(1)
         assert await scene.lodged(3) is None, "not yet"
-        assert await scene.lodged(2) == SECOND
+        assert await scene.lodged(2) == {"worker-0": "nil", "worker-1": "I"}
         with pytest.raises(
             UploadRejectedError, match="credentials of round 1: credentials of a later attempt are stored"
         ):
-            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+            await scene.deposits.store_credentials(scene.by(), 1, 0, FIRST)
         with pytest.raises(UploadRejectedError):
-            await scene.deposits.store_credentials(scene.by(attempt=1), 2, FIRST)
-        assert await scene.lodged(2) == SECOND
+            await scene.deposits.store_credentials(scene.by(attempt=1), 2, 0, FIRST)
+        assert await scene.lodged(2) == {"worker-0": "nix", "worker-1": "i"}
 
     play(kubeconfig, "lodges", act)
 
@@ -116,32 +118,32 @@ def test_spare_credentials_are_used_once_each_and_are_those_of_the_round(kubecon
     async def act(scene: Scene) -> None:
         lives = {"worker-3.0": "a", "worker-3.1": "b", "worker-4.0": "c", "worker-4.1": "d", "coordinator-1.0": "e"}
         second = scene.by(node=1)
-        assert await scene.deposits.take_from_pool(second, 1, ["worker-3"]) is None, "not yet"
-        await scene.deposits.fill_pool(scene.by(), 1, 1, lives)
-        await scene.deposits.fill_pool(scene.by(), 1, 1, lives)  # an answer was lost
-        assert await scene.deposits.take_from_pool(second, 1, ["worker-3", "worker-4"]) == {
+        assert await scene.deposits.take_credentials(second, 1, ["worker-3"]) is None, "not yet"
+        await scene.deposits.store_credentials(scene.by(), 1, 1, lives)
+        await scene.deposits.store_credentials(scene.by(), 1, 1, lives)  # an answer was lost
+        assert await scene.deposits.take_credentials(second, 1, ["worker-3", "worker-4"]) == {
             "worker-3": "a",
             "worker-4": "c",
         }
-        assert await scene.deposits.take_from_pool(second, 1, ["coordinator-1"]) == {"coordinator-1": "e"}
-        assert await scene.deposits.take_from_pool(second, 1, ["worker-3", "worker-4"]) == {
+        assert await scene.deposits.take_credentials(second, 1, ["coordinator-1"]) == {"coordinator-1": "e"}
+        assert await scene.deposits.take_credentials(second, 1, ["worker-3", "worker-4"]) == {
             "worker-3": "b",
             "worker-4": "d",
         }
         text = r"round 1 of job spares: no credentials are left for coordinator-1, worker-3"
         with pytest.raises(RoundPassedError, match=text):
-            await scene.deposits.take_from_pool(second, 1, ["worker-3", "coordinator-1"])
-        await scene.deposits.fill_pool(scene.by(attempt=2), 2, 1, lives)
+            await scene.deposits.take_credentials(second, 1, ["worker-3", "coordinator-1"])
+        await scene.deposits.store_credentials(scene.by(attempt=2), 2, 1, lives)
         with pytest.raises(RoundPassedError, match=r"round 1 of job spares is over: round 2 has begun"):
-            await scene.deposits.take_from_pool(second, 1, ["worker-3"])
+            await scene.deposits.take_credentials(second, 1, ["worker-3"])
         with pytest.raises(
             UploadRejectedError, match="credentials of round 1: credentials of a later attempt are stored"
         ):
-            await scene.deposits.fill_pool(scene.by(), 1, 1, lives)
+            await scene.deposits.store_credentials(scene.by(), 1, 1, lives)
         with pytest.raises(
-            UploadRejectedError, match="credentials of node 2: job spares has no such node, or is not elastic"
+            UploadRejectedError, match="credentials of node 2: job spares has no such node, or needs none"
         ):
-            await scene.deposits.fill_pool(scene.by(), 2, 2, lives)
+            await scene.deposits.store_credentials(scene.by(), 2, 2, lives)
 
     play(kubeconfig, "spares", act, elastic={"min": 3}, mode="auto")
 
@@ -151,8 +153,8 @@ def test_two_agents_that_take_at_once_get_different_ones(kubeconfig: Path) -> No
 
     async def act(scene: Scene) -> None:
         lives = {f"worker-0.{life}": f"text {life}" for life in range(8)}
-        await scene.deposits.fill_pool(scene.by(), 1, 0, lives)
-        asked = [scene.deposits.take_from_pool(scene.by(), 1, ["worker-0"]) for _ in range(4)]
+        await scene.deposits.store_credentials(scene.by(), 1, 0, lives)
+        asked = [scene.deposits.take_credentials(scene.by(), 1, ["worker-0"]) for _ in range(4)]
         found = await asyncio.gather(*asked, return_exceptions=True)
         texts = [each["worker-0"] for each in found if isinstance(each, dict)]
         assert texts
@@ -166,13 +168,13 @@ def test_two_agents_that_take_at_once_get_different_ones(kubeconfig: Path) -> No
 def test_somebody_elses_secret_stays(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
         body = {
-            "metadata": {"name": names.server_secret_name(scene.owner.name), "namespace": "default"},
+            "metadata": {"name": names.credential_pool_name(scene.owner.name, 0), "namespace": "default"},
             "stringData": {"a": "b"},
         }
         made = await scene.client.create(api_client.SECRETS, "default", body)
-        text = r"Secret theirs-server: 'an object of another owner', expected none, or one of job theirs\. Remove the S"
+        text = r"Secret theirs-credentials-0: 'an object of another owner', expected none, or one of job theirs"
         with pytest.raises(UploadRejectedError, match=text):
-            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+            await scene.deposits.store_credentials(scene.by(), 1, 0, FIRST)
         await scene.client.delete(api_client.SECRETS, "default", made["metadata"]["name"])
 
     play(kubeconfig, "theirs", act)
@@ -201,7 +203,7 @@ def test_for_a_job_that_is_being_removed_nothing_is_made(kubeconfig: Path) -> No
     async def act(scene: Scene) -> None:
         await scene.remove()
         with pytest.raises(UploadRejectedError, match="job goes: it is being removed"):
-            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+            await scene.deposits.store_credentials(scene.by(), 1, 0, FIRST)
         with pytest.raises(UploadRejectedError, match="job goes: it is being removed"):
             await scene.deposits.archive_log(scene.by(), "[0] loss 1")
         assert (await scene.lodged(1), await scene.logs()) == (None, [])
@@ -222,7 +224,7 @@ def test_what_was_made_while_a_job_was_cleared_away_goes_too(kubeconfig: Path) -
 
         scene.client.create = create_late  # type: ignore[method-assign]
         with pytest.raises(UploadRejectedError):
-            await scene.deposits.store_credentials(scene.by(), 1, FIRST)
+            await scene.deposits.store_credentials(scene.by(), 1, 0, FIRST)
         assert await scene.lodged(1) is None
 
     play(kubeconfig, "late", act)

@@ -13,16 +13,17 @@ import pytest
 
 from ringweave.jobs.records import GroupPhase, Job
 from ringweave.launcher.workers import HostPort
-from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult, dump_rendezvous, dump_status
-from ringweave.platforms.agent.credentials import RoundOverError
+from ringweave.platforms.agent.agent_channel import (
+    AgentStatus,
+    RendezvousResult,
+    RoundOverError,
+    dump_rendezvous,
+    dump_status,
+)
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.kubernetes import api_client, credential_secrets, names, objects, pod_status
 from ringweave.platforms.kubernetes.agent_gateway import TOKEN_REREAD_INTERVAL_S, AgentGateway
-from ringweave.platforms.kubernetes.agent_main import (
-    GatewayChannel,
-    GatewayCredentialDistribution,
-    GatewayCredentialPool,
-)
+from ringweave.platforms.kubernetes.agent_main import GatewayChannel
 from ringweave.platforms.kubernetes.agent_main import GatewayClient as Address
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
 from ringweave.platforms.kubernetes.job_objects import ObservedJob
@@ -108,8 +109,13 @@ class Office:
         look = ObservedJob(resource=resource, job=job, objects=seen)
         self._loop.call_soon_threadsafe(self.desk.publish_desired_states, look)
 
+    def channel(self, last_words: Path | None = None) -> GatewayChannel:
+        nodes = (NodeConfig(index=0, name="n0", workers=1),)
+        config = JobConfig(job=self.name, device="cpu", mode="ps-hra", nodes=nodes, script="s")
+        return GatewayChannel(self.address(), config, 0, termination_log=last_words)
+
     def post(self, last_words: Path | None = None) -> GatewayChannel:
-        post = GatewayChannel(self.address(), last_words)
+        post = self.channel(last_words)
         post.start_threads()
         return post
 
@@ -230,29 +236,26 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
     address = office.address()
     wait(lambda: address.request("PUT", "status", "{}")[0] == 400)
     body = credential_secrets.credential_secret(
-        office.owner, names.server_secret_name(office.name), (2, 1), {"3": "three"}
+        office.owner, names.credential_pool_name(office.name, 0), (2, 1), {"worker-0.0": "zero"}
     )
     office.run(office.client.create(api_client.SECRETS, "default", body))
     with pytest.raises(RoundOverError, match=rf"'410 round 1 of job {office.name} is over: round 2 has begun'"):
-        GatewayCredentialDistribution(address, [3]).take(1, 3)
+        office.channel().take_credentials(1, "worker-0")
 
 
 def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(office: Office) -> None:
     office.note()
     address, authority = office.address(), CertificateAuthority("job")
-    wait(lambda: address.request("PUT", "credential-pool/1/0", "{}")[0] == 409)
-    assert address.request("PUT", "credential-pool/1/0", "[]")[0] == 400
+    wait(lambda: address.request("PUT", "credentials/1/0", "{}")[0] == 409)
+    assert address.request("PUT", "credentials/1/0", "[]")[0] == 400
     issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
     body = credential_secrets.credential_secret(
         office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued
     )
     office.run(office.client.create(api_client.SECRETS, "default", body))
-    config = JobConfig(
-        job=office.name, device="cpu", mode="auto", nodes=(NodeConfig(index=0, name="n0", workers=1),), script="s"
-    )
     # Each is another agent's: what one has taken none gets again.
-    taken = [GatewayCredentialPool(address, config, 0).take(1, "worker-0").identity.name for _ in range(2)]
+    taken = [office.channel().take_credentials(1, "worker-0").identity.name for _ in range(2)]
     assert taken == ["0.0", "0.1"]
     text = rf"'410 round 1 of job {office.name}: no credentials are left for worker-0', expected a current round"
     with pytest.raises(RoundOverError, match=text):
-        GatewayCredentialPool(address, config, 0).take(1, "worker-0")
+        office.channel().take_credentials(1, "worker-0")

@@ -19,7 +19,8 @@ from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.local import job_folder, job_runtime, supervisor
-from ringweave.platforms.local.agent_main import SUPERVISOR_CHECK_S, FileAgentChannel, visible_gpus
+from ringweave.platforms.local.agent_main import SUPERVISOR_CHECK_S, SupervisedWait, visible_gpus
+from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, Wakeup
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
@@ -211,9 +212,9 @@ def test_an_agent_goes_on_where_no_supervisor_can_be_started(folder: JobFolder) 
 
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
-    here = FileAgentChannel(folder, group, supervise, clock=lambda: now_s[0])
+    here = SupervisedWait(group.wakeup, supervise, clock=lambda: now_s[0])
     for now_s[0] in (1.0, SUPERVISOR_CHECK_S, SUPERVISOR_CHECK_S + 1.0, 2 * SUPERVISOR_CHECK_S):
-        here.wait_for_change(0.0)
+        here.wait(0.0)
     assert tried_s == [SUPERVISOR_CHECK_S, 2 * SUPERVISOR_CHECK_S]
 
 
@@ -255,7 +256,7 @@ def test_the_gate_opens_where_the_first_node_offered_to_meet(folder: JobFolder) 
         group.status.write_text(agent_channel.dump_status(report))
     here.apply(records.ReleaseBarrier(round=3))
     assert here.observe().released_round == 3
-    post = FileAgentChannel(folder, folder.group(2, 1), ensure_supervisor=lambda: None)
+    post = FileAgentChannel(folder, folder.group(2, 1), lambda seconds: None)
     assert post.desired_state() == DesiredState(
         round=3, rendezvous=RendezvousResult(round=3, master_address=HostPort(host="h", port=7))
     )

@@ -1,21 +1,15 @@
-"""Workers of one node in one round: started, watched and stopped, with their progress from the event log."""
+"""One round of a node: progress and outcome of its workers, and preparation of the services that run on it."""
 
-import contextlib
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from ringweave import telemetry
 from ringweave.jobs.records import EndCause, GroupPhase, cause_of_exit
-from ringweave.launcher.launcher import WorkerState
 from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
-from ringweave.launcher.processes import LocalLauncher
 from ringweave.launcher.restarts import JOB_FINISHED, JOB_OVER, MEMBERSHIP_ERROR, NO_COORDINATOR
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import (
@@ -25,17 +19,17 @@ from ringweave.launcher.services import (
     CoordinatorProcesses,
     JobServer,
     SidecarEndpoint,
-    count_established,
 )
-from ringweave.launcher.supervise import MEMBER_INTERRUPT_TIMEOUT_S, StopPolicy, StopTimeouts
-from ringweave.launcher.workers import HostPort, WorkerGroup
+from ringweave.launcher.supervise import NodeWorkers
+from ringweave.launcher.workers import HostPort
 from ringweave.membership.membership_records import REASON_FINISHED
 from ringweave.membership.settings import MemberBounds
-from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult
-from ringweave.platforms.agent.credentials import (
+from ringweave.platforms.agent.agent_channel import (
     NUM_INCARNATIONS,
-    CredentialDistribution,
-    CredentialPool,
+    NUM_SERVER_INCARNATIONS,
+    AgentChannel,
+    DesiredState,
+    RendezvousResult,
     StopReason,
     never_stop,
 )
@@ -65,10 +59,9 @@ class NodeProgress:
 class ProgressReader:
     """Reads the new lines of an event log, each once."""
 
-    def __init__(self, path: Path, members: Sequence[str] = ()) -> None:
-        """`members` are the member names of this node's workers, if the job is elastic."""
+    def __init__(self, path: Path) -> None:
         self._lines = telemetry.LineReader(path)
-        self._progress = NodeProgress(members=tuple(members))
+        self._progress = NodeProgress()
         self._known_members: set[str] = set()
         self._current_members: set[str] = set()
         self._finished_members: set[str] = set()
@@ -117,10 +110,6 @@ class ProgressReader:
         return tuple(sorted(each for each in gone - self._finished_members if each.partition(".")[0] not in slots))
 
 
-NUM_SEARCHED_LINES = 200
-"""Number of last lines of a worker's log in which an exception is searched."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeOutcome:
     """Outcome of a node's workers in a round."""
@@ -132,148 +121,35 @@ class NodeOutcome:
     text: str = ""
 
 
-class Sidecar(Protocol):
-    """A service that this node runs beside its workers in a round: the job's parameter server, or a coordinator."""
-
-    @property
-    def failure_text(self) -> str:
-        """Failure of the service that ends the round, in words; else empty."""
-        ...
-
-    def start(self) -> None: ...
-
-    def keep_alive(self) -> None:
-        """Keep it alive; called regularly."""
-        ...
-
-    def is_needed(self, now_s: float) -> bool:
-        """Return whether workers of other nodes still need it, after this node's workers have ended well."""
-        ...
-
-    def stop(self) -> None:
-        """Stop it, if it has not ended by itself."""
-        ...
-
-
-class NodeWorkers:
+class NodeRound:
     """Workers of this node in one round; when `poll` has returned an outcome, none of their processes is left."""
 
     def __init__(
-        self,
-        group: WorkerGroup,
-        launcher: LocalLauncher,
-        recorder: RunRecorder,
-        progress_reader: ProgressReader,
-        sidecar: Sidecar | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        is_elastic: bool = False,
+        self, workers: NodeWorkers, recorder: RunRecorder, progress_reader: ProgressReader, *, is_elastic: bool = False
     ) -> None:
-        """Start the workers, and before them the sidecar of this node, if there is one.
+        """`is_elastic` says that the workers are members of an elastic job."""
+        self._workers, self._recorder, self._progress_reader = workers, recorder, progress_reader
+        self._is_elastic = is_elastic
 
-        Args:
-            group: This node's workers.
-            launcher: Launcher that starts them.
-            recorder: Recorder of the round.
-            progress_reader: Reader of their progress.
-            sidecar: Parameter server or coordinator; None if this node has none.
-            clock: Monotonic seconds.
-            is_elastic: The workers are members of an elastic job, which finish their step before they leave.
-
-        Raises:
-            LaunchError: A process could not be started; none is left then.
-        """
-        self._nodes = {worker.global_rank: worker.node for worker in group.workers}
-        self._launcher, self._recorder, self._progress_reader, self._clock = launcher, recorder, progress_reader, clock
-        self._sidecar, self._is_elastic = sidecar, is_elastic
-        self._sidecar_failure = ""
-        self._stop_policy = StopPolicy(
-            StopTimeouts(interrupt_s=MEMBER_INTERRUPT_TIMEOUT_S) if is_elastic else StopTimeouts()
-        )
-        self._interrupts: list[signal.Signals] = []
-        self._reported: set[int] = set()
-        self._start(group)
-
-    def _start(self, group: WorkerGroup) -> None:
-        try:
-            if self._sidecar is not None:
-                self._sidecar.start()
-            self._launcher.start(group)
-        except BaseException as error:
-            try:
-                self._stop_all()
-            finally:
-                self._recorder.close(outcome="failed", exit_code=1, cause=str(error))
-            raise
-        self._recorder.workers_started(self._launcher.pid)
-
-    def request_stop(self, signum: signal.Signals = signal.SIGTERM) -> None:
+    def request_stop(self) -> None:
         """Request the end of the workers, later by force if needed; further calls have no effect."""
-        if not self._interrupts:
-            self._interrupts.append(signum)
+        self._workers.request_stop()
 
     def progress(self) -> NodeProgress:
-        return self._progress_reader.read()
+        return replace(self._progress_reader.read(), members=self._workers.running_members())
 
     def poll(self) -> NodeOutcome | None:
         """Return the outcome of the workers, or None while one of them runs; it has to be called regularly."""
-        states, now_s = self._launcher.observe(), self._clock()
-        for state in states:
-            if state.exit and state.global_rank not in self._reported:
-                self._reported.add(state.global_rank)
-                self._recorder.worker_exited(state)
-        self._watch_sidecar()
-        if self._stop_policy.is_over(states, now_s) and not self._is_sidecar_needed(states, now_s):
-            return self._close_round(states)
-        if any(_was_killed_from_outside(state) for state in states):
-            self.request_stop(signal.SIGTERM if self._is_elastic else signal.SIGKILL)
-        signum = self._stop_policy.decide(states, self._interrupts, now_s)
-        if signum is not None:
-            self._launcher.stop(signum)
-        return None
-
-    def _watch_sidecar(self) -> None:
-        """Keep the sidecar alive; if it fails, the round fails, because no worker can go on."""
-        if self._sidecar is None:
-            return
-        self._sidecar.keep_alive()
-        if not self._sidecar_failure and (failure_text := self._sidecar.failure_text):
-            self._sidecar_failure = failure_text
-            self.request_stop(signal.SIGKILL)
-
-    def _is_sidecar_needed(self, states: Sequence[WorkerState], now_s: float) -> bool:
-        """Return whether this node's workers all succeeded and other nodes' workers still need the sidecar."""
-        all_well = all(state.exit and state.exit.is_success for state in states)
-        if self._sidecar is None or self._interrupts or not all_well:
-            return False
-        return self._sidecar.is_needed(now_s)
-
-    def _stop_all(self) -> None:
-        """Stop the sidecar, then the workers.
-
-        Otherwise the launcher would treat the sidecar as left behind by workers.
-        """
-        try:
-            if self._sidecar is not None:
-                self._sidecar.stop()
-        finally:
-            self._launcher.__exit__(None, None, None)
-
-    def _close_round(self, states: Sequence[WorkerState]) -> NodeOutcome:
-        self._stop_all()
-        failures = [self._worker_failure(state) for state in states if state.exit and not state.exit.is_success]
+        failures = self._workers.poll()
+        if failures is None:
+            return None
         outcome = conclude_elastic_node(failures) if self._is_elastic else conclude_node(failures)
-        if self._sidecar_failure:
-            outcome = NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=self._sidecar_failure)
+        if self._workers.service_failure:
+            text = self._workers.service_failure
+            outcome = NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=text)
         run_outcome = {GroupPhase.SUCCEEDED: "done", GroupPhase.STOPPED: "interrupted"}.get(outcome.phase, "failed")
         self._recorder.close(outcome=run_outcome, exit_code=int(run_outcome != "done"), cause=outcome.text or None)
         return outcome
-
-    def _worker_failure(self, state: WorkerState) -> WorkerFailure:
-        assert state.exit is not None
-        lines = self._launcher.logs(state.global_rank, NUM_SEARCHED_LINES)
-        node = self._nodes[state.global_rank]
-        return WorkerFailure(global_rank=state.global_rank, node=node, exit=state.exit, last_lines=tuple(lines))
 
 
 def conclude_node(failures: Sequence[WorkerFailure]) -> NodeOutcome:
@@ -304,21 +180,6 @@ def conclude_elastic_node(failures: Sequence[WorkerFailure]) -> NodeOutcome:
     return NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, exit_code=first.exit.exit_code, text=text)
 
 
-def _was_killed_from_outside(state: WorkerState) -> bool:
-    """Return whether it was killed from outside, which is always the first cause.
-
-    SIGABRT does not count: C++ may have aborted because it lost a peer.
-    """
-    worker_exit = state.exit
-    return worker_exit is not None and not worker_exit.was_stopped and worker_exit.signal_name not in (None, "SIGABRT")
-
-
-COORDINATOR_LINGER_S = 10.0
-"""Time that a coordinator stays for workers of other nodes after its own have finished; they report their end too."""
-_OTHER_COORDINATOR_CONNECTIONS = 1
-"""Number of connections of the other coordinator."""
-
-
 class RoundCoordinatorFactory:
     """Prepares and creates a node's coordinator of each round."""
 
@@ -327,7 +188,7 @@ class RoundCoordinatorFactory:
         config: JobConfig,
         node: str,
         node_context: NodeContext,
-        credential_pool: CredentialPool,
+        channel: AgentChannel,
         host: str | None = None,
     ) -> None:
         """Create the factory; makes no coordinator yet.
@@ -336,16 +197,11 @@ class RoundCoordinatorFactory:
             config: Config of the job.
             node: Name of any node of the job; only its first two have a coordinator.
             node_context: Context that runs processes on the node.
-            credential_pool: Pool of credentials.
+            channel: Channel that distributes credentials.
             host: Name of this node that stays valid when another agent replaces this one; None: its address stays.
         """
-        self._config, self._node, self._node_context, self._credential_pool, self._host = (
-            config,
-            node,
-            node_context,
-            credential_pool,
-            host,
-        )
+        self._config, self._node, self._node_context = config, node, node_context
+        self._channel, self._host = channel, host
         self._prepared: tuple[int, HostPort] | None = None
 
     def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> HostPort | None:
@@ -362,7 +218,7 @@ class RoundCoordinatorFactory:
         if self._node not in self._config.coordinator_nodes or is_open:
             return None
         if self._node == self._config.coordinator_nodes[0]:
-            self._credential_pool.fill(desired.round, self._issue_credentials(desired.round), stop_reason)
+            self._channel.publish_credentials(desired.round, self._issue_credentials(desired.round), stop_reason)
         address = self._node_context.pick_address(self._node)
         address = replace(address, host=self._host or address.host)
         self._prepared = (desired.round, address)
@@ -372,16 +228,14 @@ class RoundCoordinatorFactory:
         self,
         rendezvous: RendezvousResult,
         run_dir: RunDir,
-        environ: Mapping[str, str],
         *,
         initial_members: Sequence[str],
-    ) -> "RoundCoordinator | None":
+    ) -> CoordinatorProcesses | None:
         """Create this node's coordinator of the started round; return None if it has none. It does not run yet.
 
         Args:
             rendezvous: Rendezvous result of the round.
             run_dir: Run directory of this round on this node.
-            environ: Inherited environment of the process.
             initial_members: Member names of this node's workers.
         """
         if self._node not in self._config.coordinator_nodes or len(rendezvous.coordinators) < len(
@@ -397,15 +251,14 @@ class RoundCoordinatorFactory:
             expected_members=self._config.world_size,
             initial_members=initial_members,
         )
-        processes = CoordinatorProcesses(
+        return CoordinatorProcesses(
             pair,
             self._node_context,
             run_dir,
-            credentials=lambda which: self._credential_pool.take(rendezvous.round, f"{COORDINATOR_ROLE}-{which}"),
+            credentials=lambda which: self._channel.take_credentials(rendezvous.round, f"{COORDINATOR_ROLE}-{which}"),
             standby_by_index={index: index > 0 or self._prepared != (rendezvous.round, rendezvous.coordinators[index])},
-            give_up=_write_warning,
+            give_up=write_warning,
         )
-        return RoundCoordinator(processes, rendezvous.coordinators[index].port, environ)
 
     def _endpoint(self, node: str, address: HostPort) -> SidecarEndpoint:
         """Return a coordinator's endpoint.
@@ -438,63 +291,18 @@ class RoundCoordinatorFactory:
         return issued
 
 
-class RoundCoordinator:
-    """One node's coordinator in one round."""
-
-    failure_text = ""
-    """Always empty: its death ends no round, because the other coordinator takes over and this one is restarted."""
-
-    def __init__(self, processes: CoordinatorProcesses, port: int, environ: Mapping[str, str]) -> None:
-        self._processes, self._port, self._environ = processes, port, environ
-        self._running = contextlib.ExitStack()
-        self._waiting_since_s: float | None = None
-
-    def start(self) -> None:
-        """Start the coordinator.
-
-        Raises:
-            LaunchError: It could not be started.
-        """
-        self._running.enter_context(self._processes.running(self._environ))
-
-    def keep_alive(self) -> None:
-        """Restart the coordinator if it has died."""
-        self._processes.restart_dead()
-
-    def stop(self) -> None:
-        self._running.close()
-
-    def is_needed(self, now_s: float) -> bool:
-        """Return whether other nodes' workers are still connected, for a limited time after its own have finished."""
-        self._waiting_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
-        if now_s - self._waiting_since_s >= COORDINATOR_LINGER_S:
-            return False
-        return sum(count_established(pid, self._port) for pid in self._processes.pids) > _OTHER_COORDINATOR_CONNECTIONS
-
-
-def _write_warning(text: str) -> None:
+def write_warning(text: str) -> None:
+    """Write a warning for people to the agent's own log."""
     sys.stderr.write(f"ringweave: {text}\n")
     sys.stderr.flush()
-
-
-SERVER_IDLE_TIMEOUT_S = 10.0
-"""A server without connections for this long is not needed any more: the script trained without it, or its members left
-without a goodbye. A member that lost its connection is back within seconds."""
 
 
 class RoundServerFactory:
     """Prepares and creates the server of each round, on one node."""
 
-    def __init__(
-        self, config: JobConfig, node: str, node_context: NodeContext, credential_distribution: CredentialDistribution
-    ) -> None:
-        """`credential_distribution` distributes credentials to the other agents of the job."""
-        self._config, self._node, self._node_context, self._credential_distribution = (
-            config,
-            node,
-            node_context,
-            credential_distribution,
-        )
+    def __init__(self, config: JobConfig, node: str, node_context: NodeContext, channel: AgentChannel) -> None:
+        """`channel` distributes credentials to the other agents of the job."""
+        self._config, self._node, self._node_context, self._channel = config, node, node_context, channel
         self._prepared: tuple[int, HostPort, CertificateAuthority] | None = None
 
     def prepare_round(self, round_: int, stop_reason: StopReason = never_stop) -> HostPort:
@@ -508,63 +316,17 @@ class RoundServerFactory:
         address = self._node_context.pick_address(self._node)
         identity = Identity(job=f"{self._config.job}-{round_}-{os.getpid()}", role=SERVER_ROLE, name="0")
         authority = CertificateAuthority(identity.job)
-        ranks = range(self._config.world_size)
-        self._credential_distribution.publish(
-            round_, {rank: authority.issue("worker", str(rank)) for rank in ranks}, stop_reason
-        )
+        issued = {
+            f"worker-{rank}": [authority.issue("worker", str(rank)) for _ in range(NUM_SERVER_INCARNATIONS)]
+            for rank in range(self._config.world_size)
+        }
+        self._channel.publish_credentials(round_, issued, stop_reason)
         self._prepared = (round_, address, authority)
         return address
 
-    def create_server(self, round_: int, run_dir: RunDir, environ: Mapping[str, str]) -> "RoundServer | None":
+    def create_server(self, round_: int, run_dir: RunDir) -> JobServer | None:
         """Create the server that was prepared for this round; it does not run yet."""
         if self._prepared is None or self._prepared[0] != round_:
             return None
         _, address, authority = self._prepared
-        return RoundServer(
-            JobServer([SidecarEndpoint(node=self._node, advertised=address)], self._node_context, run_dir, authority),
-            environ,
-        )
-
-
-class RoundServer:
-    """Parameter server of one round."""
-
-    def __init__(self, server: JobServer, environ: Mapping[str, str]) -> None:
-        self._server, self._environ = server, environ
-        self._running = contextlib.ExitStack()
-        self._last_connected_s: float | None = None
-
-    def start(self) -> None:
-        """Start the server.
-
-        Raises:
-            LaunchError: It could not be started.
-        """
-        self._running.enter_context(self._server.running(self._environ))
-
-    def keep_alive(self) -> None:
-        """Do nothing: a failed server ends the round."""
-
-    def stop(self) -> None:
-        """Stop the server, if it has not ended by itself."""
-        self._running.close()
-
-    @property
-    def failure_text(self) -> str:
-        """Failure of the server, in words; empty while it runs, and after a good end."""
-        code = self._server.exit_code
-        if not code:
-            return ""
-        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the parameter server on node {self._server.node} {ending}"
-
-    def is_needed(self, now_s: float) -> bool:
-        """Return whether workers are or were recently connected.
-
-        The server ends by itself when all rings have left it.
-        """
-        if self._server.exit_code is not None:
-            return False
-        if self._last_connected_s is None or self._server.num_connections:
-            self._last_connected_s = now_s
-        return now_s - self._last_connected_s < SERVER_IDLE_TIMEOUT_S
+        return JobServer([SidecarEndpoint(node=self._node, advertised=address)], self._node_context, run_dir, authority)
