@@ -13,11 +13,11 @@ from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
-from ringweave.platforms.agent.credentials import FolderCredentialDistribution, FolderCredentialPool
 from ringweave.platforms.hosts import host_runtime
 from ringweave.platforms.hosts.run_entry import HostFolder
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.agent_main import FileAgentChannel
+from ringweave.platforms.local.agent_main import SupervisedWait
+from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
 
 
@@ -25,7 +25,8 @@ def main(root: Path, node: int, attempt: int) -> None:
     """Run the node agent to its end."""
     folder, host = JobFolder(root=root), HostFolder(root=root.parent)
     environ, host_config = dict(os.environ), host.load_config()
-    channel = FileAgentChannel(folder, folder.group(node, attempt), lambda: host_runtime.ensure_service(host, environ))
+    group = folder.group(node, attempt)
+    supervised = SupervisedWait(group.wakeup, lambda: host_runtime.ensure_service(host, environ))
     config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
     assignment = AgentAssignment(
         config=config,
@@ -37,12 +38,10 @@ def main(root: Path, node: int, attempt: int) -> None:
         process_context=ProcessContext(
             guard_descriptors=(job_folder.INHERITED_LOCK,), is_unrelated=host_runtime.is_run_process
         ),
-        credential_distribution=FolderCredentialDistribution(folder.secrets),
-        credential_pool=FolderCredentialPool(folder.secrets),
         echoes_output=False,
     )
     os.chdir(config.directory or root)
-    run_agent(assignment, channel, environ)
+    run_agent(assignment, FileAgentChannel(folder, group, supervised.wait), environ)
     host_runtime.ensure_service(host, environ)  # somebody has to report the end
 
 
