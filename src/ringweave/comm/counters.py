@@ -6,16 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING, TypeAlias
 
-from ringweave.planning import ScheduleChoice
-from ringweave.telemetry.events import EventLog
+if TYPE_CHECKING:
+    from ringweave.planning import ScheduleChoice
+    from ringweave.telemetry.events import EventLog
 
 _TIMINGS_FLUSH_S = 30.0
 _MAX_TIMED_KINDS = 512
 _NUM_TIMES_KEPT = 101
 """Number of the latest times of a kind whose median is taken."""
 
-_TimingKey = tuple[int, ScheduleChoice, int]
+_TimingKey: TypeAlias = "tuple[int, ScheduleChoice, int]"
 """Version of the plan, choice, bytes."""
 
 
@@ -26,7 +28,7 @@ class ScheduleTimings:
     """
 
     def __init__(
-        self, log: EventLog | None, rank: int, group: str, clock: Callable[[], float] = time.monotonic
+        self, log: "EventLog | None", rank: int, group: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`log` is None where nothing is to be written."""
         self._log = log
@@ -38,7 +40,7 @@ class ScheduleTimings:
         self._unwritten: dict[_TimingKey, None] = {}  # a set that keeps its order
         self._next_flush_s = clock() + _TIMINGS_FLUSH_S
 
-    def record(self, version: int, choice: ScheduleChoice, num_bytes: int, seconds: float) -> None:
+    def record(self, version: int, choice: "ScheduleChoice", num_bytes: int, seconds: float) -> None:
         """Record the seconds of a collective on this rank under this version of the plan."""
         if self._log is None:
             return
@@ -77,7 +79,7 @@ class CollectiveCounters:
     """
 
     def __init__(
-        self, log: EventLog | None, rank: int, group: str, clock: Callable[[], float] = time.monotonic
+        self, log: "EventLog | None", rank: int, group: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._log = log
         self._rank = rank

@@ -57,13 +57,14 @@ def wait_for_gloo(work: Work, is_aborted: Callable[[], bool], timeout: timedelta
         StuckError: It will not end. Leave its tensors and the backend as they are (`leak_backend`).
         RuntimeError: The backend failed, or the limit has passed.
     """
-    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
     num_polls_left = _NUM_POLLS_AFTER_ABORT
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(RuntimeError):
+    while deadline_s is None or time.monotonic() < deadline_s:
+        try:
             return work.wait(_POLL_INTERVAL)
-        if work.is_completed():  # it has failed, or just finished
-            break
+        except RuntimeError:
+            if work.is_completed():  # it has failed, or just finished
+                break
         num_polls_left -= is_aborted()
         if num_polls_left < 0:
             raise StuckWorkError(f"{_ABORTED}, in the middle of a message")
@@ -332,15 +333,24 @@ class NativeProcessGroup(dist.ProcessGroup):
         return None if work is None else NativeWork(work, lambda failure: self.fail(failure, operation))
 
     def allreduce_by_gloo(
-        self, tensor: Tensor, opts: Any, operation: str, after: Callable[[], object] | None = None
-    ) -> NativeWork:
-        """Allreduce a contiguous CPU tensor by Gloo; `after` runs on the result."""
-        return self.wrap_gloo_work(self._gloo.allreduce([tensor], opts), operation, after)
+        self, tensor: Tensor, opts: Any, operation: Callable[[], str], after: Callable[[], object] | None = None
+    ) -> NativeWork | None:
+        """Allreduce a contiguous CPU tensor by Gloo; `after` runs on the result.
 
-    def wrap_gloo_work(self, work: Work, operation: str, after: Callable[[], object] | None = None) -> NativeWork:
+        A synchronous one is done when this returns, and has no work, as with NCCL.
+        """
+        work = self.wrap_gloo_work(self._gloo.allreduce([tensor], opts), operation, after)
+        if opts.asyncOp:
+            return work
+        work.wait()
+        return None
+
+    def wrap_gloo_work(
+        self, work: Work, operation: Callable[[], str], after: Callable[[], object] | None = None
+    ) -> NativeWork:
         """Wrap a collective of Gloo's: as `wrap_work`, and its wait ends soon after an abort in any case.
 
-        `after` runs on the result.
+        `operation` is called for the text of an error, `after` runs on the result.
         """
 
         def wait(timeout: timedelta | None) -> bool:
@@ -350,7 +360,7 @@ class NativeProcessGroup(dist.ProcessGroup):
                 self._leak_gloo()
                 raise
 
-        wrapped = NativeWork(work, lambda failure: self.fail(failure, operation), after, wait)
+        wrapped = NativeWork(work, lambda failure: self.fail(failure, operation()), after, wait)
         self._pending_works.add(wrapped)
         return wrapped
 
@@ -442,7 +452,7 @@ def _delegating_method(name: str) -> Callable[..., Work | None]:
             error = self.fail(failure, operation)
             raise error from error.__cause__  # which may be an earlier failure
         if uses_gloo and name not in _POINT_TO_POINT and work is not None:
-            return self.wrap_gloo_work(work, operation)
+            return self.wrap_gloo_work(work, lambda: operation)
         return self.wrap_work(work, operation)
 
     collective.__name__ = name

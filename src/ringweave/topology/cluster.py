@@ -402,6 +402,9 @@ DEFAULT_LATENCY_S = 50e-6
 ASSUMED_RATE_BYTES_PER_S = 1.25e9
 """10Gbit/s, used where a NIC's rate is unknown; the code that uses it reports the assumption."""
 
+SHORT_FORM_NIC = "eth0"
+"""Name of the NIC that `nic: 400Mbit/s` of a cluster file stands for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nic:

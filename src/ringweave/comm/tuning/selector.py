@@ -24,7 +24,7 @@ from ringweave import schedules
 from ringweave.comm import plan_choice
 from ringweave.comm.counters import ScheduleTimings
 from ringweave.comm.group_info import GroupInfo
-from ringweave.comm.plan_choice import GroupPlan, PlanBroadcast
+from ringweave.comm.group_plan import GroupPlan, PlanBroadcast
 from ringweave.comm.transport.interface import TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
