@@ -69,7 +69,7 @@ def time_start(num_ranks: int, backend: str, folder: Path) -> dict[str, float]:
         time.sleep(0.01)
     time.sleep(0.2)  # all ranks are between two looks at the folder
     (folder / "go").touch()
-    if any([process.wait() for process in processes]):
+    if sum(process.wait() != 0 for process in processes):
         raise SystemExit(f"a rank of {backend} failed")
     rows = [json.loads((folder / f"times-{rank}.json").read_text()) for rank in range(num_ranks)]
     return {name: max(row[index] for row in rows) for index, name in enumerate(MOMENTS)}

@@ -356,7 +356,7 @@ def command(as_json: bool) -> int:
 
 
 def _run_checks() -> dict[str, CheckResult]:
-    """Run the checks side by side: all but the trial of torch, which starts first, wait for programs most of the time."""
+    """Run the checks side by side: most wait for programs. The trial of torch takes longest and starts first."""
     checks: dict[str, Callable[[], CheckResult]] = {
         "python": check_python,
         "ringweave": check_ringweave,

@@ -30,13 +30,13 @@ from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.environment import NATIVE, WorkerEnvironment
 from ringweave.errors import CommunicationError
-from ringweave.telemetry.events import EventLog
 
 if TYPE_CHECKING:
     from ringweave.comm.bridge import DeviceBridge, StagedMessage
     from ringweave.comm.engine.engine import CollectiveEngine
     from ringweave.comm.probing.network_measurement import NetworkMeasurement
     from ringweave.comm.tuning.selector import ScheduleSelector
+    from ringweave.telemetry.events import EventLog
 
 BACKEND_NAME = "ringweave"
 
@@ -70,8 +70,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners
-        self._message_policies: dict[tuple[object, torch.dtype], _MessagePolicy] = {}
-        self._log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
+        self._message_policies: dict[tuple[int, torch.dtype], _MessagePolicy] = {}
+        self._log = _open_log(environment)
         # No reference cycles: the group must be freed when it is destroyed.
         abort_native, release_native = weakref.WeakMethod(self.abort_native), weakref.WeakMethod(self.release_native)
         self._native = NativeBackends(
@@ -107,7 +107,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = _allreduce_options(opts, timeout)
         tensor = tensors[0]
-        if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if len(tensors) != 1 or not tensor.is_cpu or tensor.layout != torch.strided:
             return self._allreduce_on_device(tensors, opts)
         policy = self._message_policy(opts.reduceOp, tensor.dtype)
         num_bytes = tensor.nbytes
@@ -267,11 +267,11 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def _message_policy(self, op: Any, dtype: torch.dtype) -> "_MessagePolicy":
         """Return the cached policy: every small message needs it. Each premultiplication factor has its own."""
-        key = (op.op, dtype)
+        key = (hash(op), dtype)  # torch hashes an operation by its kind, in less time than it takes to return that
         policy = self._message_policies.get(key)
         if policy is None:
             policy = self._make_message_policy(op, dtype)
-            if key[0] != ReduceOp.PREMUL_SUM:
+            if op.op != ReduceOp.PREMUL_SUM:
                 self._message_policies[key] = policy
         return policy
 
@@ -333,7 +333,15 @@ def _use_measured_network(
     return measure.agree_on_nics(store, info, measured, timeout), measured
 
 
-def _log_group(log: EventLog, info: group_info.GroupInfo, group_name: str) -> None:
+def _open_log(environment: WorkerEnvironment) -> "EventLog | None":
+    if environment.run_dir is None:
+        return None
+    from ringweave.telemetry.events import EventLog
+
+    return EventLog(environment.run_dir / "events.jsonl")
+
+
+def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> None:
     ranks = [member.global_rank for member in info.ranks]
     nodes = [member.location.node for member in info.ranks]
     log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)

@@ -17,9 +17,10 @@ from ringweave import topology
 from ringweave.comm import peer_data
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
-from ringweave.topology import Node, cgroups, placement
+from ringweave.topology import cgroups, placement
 
 if TYPE_CHECKING:
+    from ringweave.topology import Node
     from ringweave.topology.discovery import NetworkInterface
 
 TOKEN_BYTES = 16
@@ -244,7 +245,7 @@ def _check_quota(cores: float) -> float:
     return float(cores)
 
 
-def _addresses_of_nics(node: Node) -> dict[str, float]:
+def _addresses_of_nics(node: "Node") -> dict[str, float]:
     """Return address -> rate of the cluster file's NICs that this machine has, in the file's order."""
     import psutil
 

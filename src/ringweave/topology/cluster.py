@@ -22,9 +22,8 @@ from ringweave import errors, units
 from ringweave.errors import ClusterError
 from ringweave.files import problems
 from ringweave.files.problems import InputProblem, KeyPath, shorten_names, suggest_closest
+from ringweave.topology import CORE
 
-CORE = "core"
-"""The root switch, which is never declared."""
 DEVICE_KINDS = ("cpu", "cuda")
 MAX_NODES = 100_000
 MAX_SWITCHES = 100_000
