@@ -6,9 +6,9 @@ import pytest
 from torch.distributed import HashStore
 
 from ringweave import planning, topology
-from ringweave.comm import plan_choice
+from ringweave.comm import group_plan
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
-from ringweave.comm.plan_choice import GroupPlan, PlanBroadcast
+from ringweave.comm.group_plan import GroupPlan, PlanBroadcast
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan
@@ -73,7 +73,7 @@ def test_who_has_the_least_of_a_processor_sets_what_messages_cost() -> None:
 
     def pieces(*cores: float) -> int:
         ranks = tuple(RankInfo(r, RankLocation(f"n{r}", f"10.0.0.{r}", cores=part), ()) for r, part in enumerate(cores))
-        found = plan_choice.group_placement(GroupInfo(ranks, 0, b""), WorkerEnvironment.from_environ({}))
+        found = group_plan.group_placement(GroupInfo(ranks, 0, b""), WorkerEnvironment.from_environ({}))
         return found.plan({}).choose(4_500_000).num_segments
 
     assert pieces(0.0, 0.0, 0.0) == pieces(8.0, 0.0, 8.0)

@@ -12,10 +12,10 @@ import torch
 from torch.distributed import HashStore
 
 from ringweave import planning, topology
-from ringweave.comm import failure_registry, group_info, peer_data, plan_choice
+from ringweave.comm import failure_registry, group_info, group_plan, peer_data
 from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegistry
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
-from ringweave.comm.plan_choice import PlanBroadcast
+from ringweave.comm.group_plan import PlanBroadcast
 from ringweave.comm.probing import measure
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.tuning import control_tree
@@ -49,12 +49,12 @@ def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: py
     """Spaces at the end change nothing, but for how long it is."""
     most = peer_data.MAX_PEER_BYTES if what == "NICs" else 5000
     monkeypatch.setattr(group_info, "_MAX_RANK_INFO_BYTES", most)
-    monkeypatch.setattr(plan_choice, "MAX_SHARED_PLAN_BYTES", most)
+    monkeypatch.setattr(group_plan, "MAX_SHARED_PLAN_BYTES", most)
     monkeypatch.setattr(peer_data, "MAX_TEXT_BYTES", most)
     monkeypatch.setattr(control_tree, "MAX_DECISION_BYTES", most)
     readers: dict[str, Callable[[bytes], object]] = {
         "entry": lambda text: group_info.parse_rank_info(text, 3),
-        "plan": lambda text: stored(plan_choice._PLAN_KEY, text).receive(),
+        "plan": lambda text: stored(group_plan._PLAN_KEY, text).receive(),
         "NICs": lambda text: measure.agree_on_nics(
             stored(measure._NICS_KEY, text).store, two_nics(1), None, timedelta(seconds=5)
         ),
@@ -140,10 +140,10 @@ def test_a_text_of_a_machine_that_is_none_is_a_disagreement() -> None:
 def test_mutated_plans_are_read_or_refused() -> None:
     rng, num_refused = random.Random(9), 0
     good = json.dumps({"plan": str(PLAN), "tuned": {"3": "ring"}}).encode()
-    assert stored(plan_choice._PLAN_KEY, good).receive() == (PLAN, {3: "ring"})
+    assert stored(group_plan._PLAN_KEY, good).receive() == (PLAN, {3: "ring"})
     for _ in range(2_000):
         try:
-            plan, _ = stored(plan_choice._PLAN_KEY, mutated(rng, good)).receive()
+            plan, _ = stored(group_plan._PLAN_KEY, mutated(rng, good)).receive()
             assert isinstance(plan, Plan)
         except DisagreementError:
             num_refused += 1
@@ -208,7 +208,7 @@ def test_a_rank_whose_report_is_rubbish_is_one_that_did_not_report() -> None:
 def test_a_plan_that_is_none_is_a_disagreement(value: bytes) -> None:
     store = HashStore()
     ranks = tuple(RankInfo(rank, RankLocation("n", "127.0.0.1"), ()) for rank in range(2))
-    store.set(plan_choice._PLAN_KEY, value)
+    store.set(group_plan._PLAN_KEY, value)
     post = PlanBroadcast(store=store, group=GroupInfo(ranks, 1, b""), timeout=timedelta(seconds=5))
     expected = r"plan of the group: .*, expected the plan that rank 0 \(node n\) made\. Run the same ringweave on all"
     with pytest.raises(DisagreementError, match=expected):

@@ -1,6 +1,7 @@
 """`ringweave doctor`: tries what ringweave needs on this machine, and says how to fix what does not work."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -9,14 +10,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from ringweave import lab
 from ringweave.cli import torch_trial
 
 CheckState = Literal["ok", "missing", "broken"]
@@ -251,6 +252,8 @@ def _same_for_torch(observation: CheckResult) -> dict[str, CheckResult]:
 
 def check_lab() -> CheckResult:
     """Check everything that a lab needs except quotas: namespaces, cables, bridges, links with limited rates."""
+    from ringweave import lab  # late, so that the trial of torch starts at once
+
     problems = lab.lab_problems()
     if not problems:
         return CheckResult(state="ok", seen="made namespaces, a bridge and a link limited by tbf")
@@ -353,16 +356,20 @@ def command(as_json: bool) -> int:
 
 
 def _run_checks() -> dict[str, CheckResult]:
-    return {
-        "python": check_python(),
-        "ringweave": check_ringweave(),
-        "autoload": check_autoload(os.environ),
-        **check_torch(),
-        "examples": check_example_packages(),
-        "lab": check_lab(),
-        "cpu-quota": check_cpu_quota(),
-        "mpi": check_program_version(["mpirun", "--version"]),
-        "slurm": check_program_version(["sbatch", "--version"]),
-        "kubectl": check_program_version(["kubectl", "version", "--client"]),
-        "hwloc": check_program_version(["lstopo", "--version"]),
+    """Run the checks side by side: most wait for programs. The trial of torch takes longest and starts first."""
+    checks: dict[str, Callable[[], CheckResult]] = {
+        "python": check_python,
+        "ringweave": check_ringweave,
+        "autoload": functools.partial(check_autoload, os.environ),
+        "examples": check_example_packages,
+        "lab": check_lab,
+        "cpu-quota": check_cpu_quota,
+        "mpi": functools.partial(check_program_version, ["mpirun", "--version"]),
+        "slurm": functools.partial(check_program_version, ["sbatch", "--version"]),
+        "kubectl": functools.partial(check_program_version, ["kubectl", "version", "--client"]),
+        "hwloc": functools.partial(check_program_version, ["lstopo", "--version"]),
     }
+    with ThreadPoolExecutor(1 + len(checks), "ringweave-doctor") as pool:
+        torch_checks = pool.submit(check_torch)
+        results = {name: pool.submit(check) for name, check in checks.items()}
+        return torch_checks.result() | {name: result.result() for name, result in results.items()}

@@ -4,6 +4,7 @@ It prints one JSON document: check -> [state, what was seen]. It imports torch b
 forbids the command line to import torch.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +18,8 @@ TIMEOUT_S = 20
 SCHEDULE = "ring"
 """Forced schedule: inside one machine, small messages would use the native backend."""
 NUM_ELEMENTS = 2**16
+_ENGINE_MODULES = ("ringweave.comm.backend", "ringweave.comm.tuning.selector", "ringweave.comm.engine.engine")
+"""Modules of the backend and of its first scheduled collective."""
 
 
 def main() -> None:
@@ -57,6 +60,9 @@ def _try_backends(torch: Any, dist: Any) -> dict[str, list[str]]:
     if "ringweave" not in dist.Backend.backend_list:
         absent["backend"] = ["broken", "not registered on import torch"]
     trials = {"gloo": _try_gloo, "backend": _try_ringweave}
+    with contextlib.suppress(Exception):  # an error comes again in the trial of the backend
+        for name in _ENGINE_MODULES:  # before the fork, so that they are imported once
+            importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         try:

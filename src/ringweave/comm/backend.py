@@ -2,37 +2,41 @@
 
 CUDA tensors take part through the bridge. Every other collective goes to the native backend inside the group: Gloo for
 CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for CUDA tensors.
+
+Planning, schedules and their engine are imported where they are first used: a group forms, and sends small messages, in
+a small part of the time that these imports take.
 """
 
 import atexit
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
 from ringweave.comm import group_info, plan_choice
-from ringweave.comm.bridge import DeviceBridge
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
-from ringweave.comm.engine.engine import NUM_CHANNELS, CollectiveEngine
-from ringweave.comm.failure_registry import FailureRegistry
+from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
 from ringweave.comm.native_backend import NativeBackends, NativeProcessGroup
-from ringweave.comm.probing import lookup, measure
-from ringweave.comm.transport.connect import ChannelListener, open_listeners
+from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.comm.transport.sockets import SPIN_S, SocketTransport
-from ringweave.comm.tuning.selector import CollectiveRequest, GroupEventLog, make_selector
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import NATIVE, WorkerEnvironment
 from ringweave.errors import CommunicationError
-from ringweave.schedules import NATIVE
-from ringweave.telemetry.events import EventLog
+
+if TYPE_CHECKING:
+    from ringweave.comm.bridge import DeviceBridge, StagedMessage
+    from ringweave.comm.engine.engine import CollectiveEngine
+    from ringweave.comm.probing.network_measurement import NetworkMeasurement
+    from ringweave.comm.tuning.selector import ScheduleSelector
+    from ringweave.telemetry.events import EventLog
 
 BACKEND_NAME = "ringweave"
 
@@ -60,53 +64,33 @@ class RingweaveProcessGroup(NativeProcessGroup):
         environment: WorkerEnvironment,
     ) -> None:
         """The other members connect to this rank's channels at `listeners`; `group_name` names the group in events."""
-        measured = lookup.measurement_for_group(store, info, timeout, environment)
-        info = measure.agree_on_nics(store, info, measured, timeout)
-        self._bridge = DeviceBridge() if plan_choice.uses_bridge(info, environment) else None
+        self._native_limit_bytes = plan_choice.native_limit_bytes(info, environment)
+        info, self._measured = _use_measured_network(store, info, timeout, environment)
         super().__init__(store, info, timeout, allows_nccl=plan_choice.allows_nccl(info, environment))
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners
-        self._message_policies: dict[tuple[object, torch.dtype], _MessagePolicy] = {}
-        log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
+        self._message_policies: dict[tuple[int, torch.dtype], _MessagePolicy] = {}
+        self._log = _open_log(environment)
         # No reference cycles: the group must be freed when it is destroyed.
         abort_native, release_native = weakref.WeakMethod(self.abort_native), weakref.WeakMethod(self.release_native)
-        native = NativeBackends(
+        self._native = NativeBackends(
             store,
             info,
             timeout,
             lambda: _call_if_alive(abort_native),
             release_group_backend=lambda: _call_if_alive(release_native),
         )
-        placement = plan_choice.group_placement(info, environment, measured)
-        selector = make_selector(
-            store, info, environment, placement, timeout, GroupEventLog(log, info.own_info.global_rank, group_name)
-        )
-        nodes = [member.location.node for member in info.ranks]
-        is_alone = info.num_nodes == 1
-        spin_s = SPIN_S if is_alone and not plan_choice.is_oversubscribed(nodes) else 0.0
-        self._engine = CollectiveEngine(
-            info,
-            selector,
-            connect=lambda lane: SocketTransport(
-                listeners[lane], lane, info, timeout, spin_s=spin_s, allows_cross_memory=is_alone
-            ),
-            native=native,
-            failures=FailureRegistry(store, info),
-            counters=CollectiveCounters(log, info.own_info.global_rank, group_name),
-            log=log,
-        )
-        if log is not None and info.group_rank == 0:
-            _log_group(log, info, group_name)
-            if measured is not None:
-                log.write(
-                    "network_measured",
-                    rank=info.own_info.global_rank,
-                    group=group_name,
-                    **measured.summary(time.time()),
-                )
-        atexit.register(_close_at_exit, weakref.ref(self._engine))
+        self._counters = CollectiveCounters(self._log, info.own_info.global_rank, group_name)
+        self._end = GroupEnd(info, FailureRegistry(store, info), self._native, self._counters, self._log)
+        self._made_engine: CollectiveEngine | None = None
+        self._engine_lock = threading.Lock()
+        self._bridge = self._make_bridge() if plan_choice.uses_bridge(info, environment) else None
+        self._log_start(group_name)
+        atexit.register(_close_at_exit, weakref.ref(self._end))
         os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
+        if plan_choice.is_plan_shared(info, environment):
+            _ = self._engine  # which makes the plan that the other ranks will wait for
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name that `dist.get_backend` and DDP's log show."""
@@ -123,29 +107,39 @@ class RingweaveProcessGroup(NativeProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = _allreduce_options(opts, timeout)
         tensor = tensors[0]
-        if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if len(tensors) != 1 or not tensor.is_cpu or tensor.layout != torch.strided:
             return self._allreduce_on_device(tensors, opts)
-        reduction, native_can, native_limit_bytes = self._message_policy(opts.reduceOp, tensor.dtype)
-        if tensor.nbytes < native_limit_bytes:
-            self._engine.counters.count(NATIVE, tensor.nbytes, 0)
-            operation = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {NATIVE})"
-            return self._allreduce_natively(tensor, opts, operation)
-        request = CollectiveRequest(num_bytes=tensor.nbytes, forced=self._forced, native_can=native_can)
-        return self._engine.allreduce(tensor, opts.reduceOp, reduction, request, self._timeout_s(opts))
+        policy = self._message_policy(opts.reduceOp, tensor.dtype)
+        num_bytes = tensor.nbytes
+        if num_bytes < policy.native_limit_bytes:
+            self._counters.count(NATIVE, num_bytes, 0)
+            return self._allreduce_natively(tensor, opts, policy.reduction)
+        return self._allreduce_by_schedule(tensor, opts, policy, self._forced)
 
     def _allreduce_on_device(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work | None:
         """Allreduce by the bridge, whatever the size, or else natively: NCCL, sparse tensors, several in one call."""
         tensor = tensors[0]
         is_strided = tensor.layout == torch.strided
         if self._bridge is None or len(tensors) != 1 or tensor.device.type == "cpu" or not is_strided:
-            self._engine.counters.count(NATIVE, tensor.nbytes if is_strided else 0, 0)
+            self._counters.count(NATIVE, tensor.nbytes if is_strided else 0, 0)
             native: Any = self._get_backend(tensor.device)
             return self.wrap_work(native.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
-        reduction, native_can, native_limit_bytes = self._message_policy(opts.reduceOp, tensor.dtype)
-        forced = NATIVE if tensor.nbytes < native_limit_bytes else self._forced
-        request = CollectiveRequest(num_bytes=tensor.nbytes, forced=forced, native_can=native_can)
-        staged = self._bridge.open(tensor)
-        return self._engine.allreduce(tensor, opts.reduceOp, reduction, request, self._timeout_s(opts), staged)
+        policy = self._message_policy(opts.reduceOp, tensor.dtype)
+        forced = NATIVE if tensor.nbytes < policy.native_limit_bytes else self._forced
+        return self._allreduce_by_schedule(tensor, opts, policy, forced, self._bridge.open(tensor))
+
+    def _allreduce_by_schedule(
+        self,
+        tensor: Tensor,
+        opts: AllreduceOptions,
+        policy: "_MessagePolicy",
+        forced: str | None,
+        staged: "StagedMessage | None" = None,
+    ) -> Work:
+        from ringweave.comm.tuning.selector import CollectiveRequest
+
+        request = CollectiveRequest(num_bytes=tensor.nbytes, forced=forced, native_can=policy.native_can)
+        return self._engine.allreduce(tensor, opts.reduceOp, policy.reduction, request, self._timeout_s(opts), staged)
 
     def _timeout_s(self, opts: AllreduceOptions) -> float:
         own: timedelta = opts.timeout if opts.timeout > timedelta() else self._gloo.options._timeout
@@ -170,8 +164,14 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """
         self._engine.wait_for_plan()
 
-    def _allreduce_natively(self, tensor: Tensor, opts: AllreduceOptions, operation: str) -> Work:
+    def _allreduce_natively(
+        self, tensor: Tensor, opts: AllreduceOptions, reduction: reductions.ReduceOperation
+    ) -> Work | None:
         """Allreduce by Gloo, from a contiguous copy if needed: ranks whose layouts differ must choose alike."""
+
+        def operation() -> str:
+            return f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {NATIVE})"
+
         if tensor.is_contiguous():
             return self.allreduce_by_gloo(tensor, opts, operation)
         message = tensor.detach().contiguous()
@@ -179,11 +179,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names the culprit."""
-        return self._engine.fail(failure, operation)
+        return self._end.fail(failure, operation)
 
     def shutdown(self) -> None:
         """Finish pending collectives within the group's timeout; `destroy_process_group` calls this."""
-        self._engine.close(self._timeout.total_seconds())
+        if self._made_engine is not None:
+            self._made_engine.close(self._timeout.total_seconds())
+        self._end.close()
         if self._bridge is not None:
             self._bridge.close()
         for door in self._listeners:
@@ -191,35 +193,92 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def abort(self) -> None:
         """Fail everything in flight."""
-        self._engine.abort()
+        self._end.abort()
 
     def close_inherited(self) -> None:
         """Close this process's ends of all connections: for a forked child, which would keep its parent's alive."""
-        self._engine.close_inherited()
+        if self._made_engine is not None:
+            self._made_engine.close_inherited()
         for door in self._listeners:
             door.close()
 
     def count_native(self, num_bytes: int) -> None:
-        self._engine.counters.count(NATIVE, num_bytes, 0)
+        self._counters.count(NATIVE, num_bytes, 0)
 
     def collectives_by_schedule(self) -> dict[str, dict[str, int]]:
         """Return {schedule: {collectives, bytes, messages}} of this rank so far."""
-        return self._engine.counters.snapshot()
+        return self._counters.snapshot()
+
+    @property
+    def _engine(self) -> "CollectiveEngine":
+        """Engine of scheduled collectives, made at its first use."""
+        if self._made_engine is None:
+            with self._engine_lock:
+                if self._made_engine is None:
+                    self._made_engine = self._make_engine()
+        return self._made_engine
+
+    def _make_engine(self) -> "CollectiveEngine":
+        from ringweave.comm.engine.engine import CollectiveEngine
+        from ringweave.comm.transport.sockets import SPIN_S, SocketTransport
+
+        info, listeners, timeout = self.members, self._listeners, self._timeout
+        is_alone = info.num_nodes == 1
+        is_crowded = plan_choice.is_oversubscribed([member.location.node for member in info.ranks])
+        engine = CollectiveEngine(
+            info,
+            self._make_selector(),
+            connect=lambda lane: SocketTransport(
+                listeners[lane],
+                lane,
+                info,
+                timeout,
+                spin_s=SPIN_S if is_alone and not is_crowded else 0.0,
+                allows_cross_memory=is_alone,
+            ),
+            native=self._native,
+            end=self._end,
+            counters=self._counters,
+            log=self._log,
+        )
+        atexit.register(_close_engine_at_exit, weakref.ref(engine))
+        return engine
+
+    def _make_selector(self) -> "ScheduleSelector":
+        from ringweave.comm import group_plan
+        from ringweave.comm.tuning.selector import GroupEventLog, make_selector
+
+        placement = group_plan.group_placement(self.members, self._environment, self._measured)
+        event_log = GroupEventLog(self._log, self.members.own_info.global_rank, self._counters.group)
+        return make_selector(self._store, self.members, self._environment, placement, self._timeout, event_log)
+
+    def _make_bridge(self) -> "DeviceBridge":
+        from ringweave.comm.bridge import DeviceBridge
+
+        return DeviceBridge()
+
+    def _log_start(self, group_name: str) -> None:
+        if self._log is None or self.members.group_rank != 0:
+            return
+        _log_group(self._log, self.members, group_name)
+        if self._measured is not None:
+            rank = self.members.own_info.global_rank
+            self._log.write("network_measured", rank=rank, group=group_name, **self._measured.summary(time.time()))
 
     def _message_policy(self, op: Any, dtype: torch.dtype) -> "_MessagePolicy":
         """Return the cached policy: every small message needs it. Each premultiplication factor has its own."""
-        if op.op == ReduceOp.PREMUL_SUM:
-            return self._make_message_policy(op, dtype)
-        key = (op.op, dtype)
-        if key not in self._message_policies:
-            self._message_policies[key] = self._make_message_policy(op, dtype)
-        return self._message_policies[key]
+        key = (hash(op), dtype)  # torch hashes an operation by its kind, in less time than it takes to return that
+        policy = self._message_policies.get(key)
+        if policy is None:
+            policy = self._make_message_policy(op, dtype)
+            if op.op != ReduceOp.PREMUL_SUM:
+                self._message_policies[key] = policy
+        return policy
 
     def _make_message_policy(self, op: Any, dtype: torch.dtype) -> "_MessagePolicy":
         reduction = reductions.reduction_for(op, dtype)
         native_can = reductions.native_supports(reduction, dtype)
-        limit_bytes = plan_choice.native_limit_bytes(self.members, self._environment, native_can=native_can)
-        return _MessagePolicy(reduction, native_can, limit_bytes)
+        return _MessagePolicy(reduction, native_can, self._native_limit_bytes if native_can else 0)
 
 
 class _MessagePolicy(NamedTuple):
@@ -262,7 +321,27 @@ def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
         alive()
 
 
-def _log_group(log: EventLog, info: group_info.GroupInfo, group_name: str) -> None:
+def _use_measured_network(
+    store: Store, info: group_info.GroupInfo, timeout: timedelta, environment: WorkerEnvironment
+) -> "tuple[group_info.GroupInfo, NetworkMeasurement | None]":
+    """Return the group reachable by the NICs that probing found good, and the measurement on its first rank."""
+    if info.num_nodes == 1:
+        return info, None
+    from ringweave.comm.probing import lookup, measure
+
+    measured = lookup.measurement_for_group(store, info, timeout, environment)
+    return measure.agree_on_nics(store, info, measured, timeout), measured
+
+
+def _open_log(environment: WorkerEnvironment) -> "EventLog | None":
+    if environment.run_dir is None:
+        return None
+    from ringweave.telemetry.events import EventLog
+
+    return EventLog(environment.run_dir / "events.jsonl")
+
+
+def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> None:
     ranks = [member.global_rank for member in info.ranks]
     nodes = [member.location.node for member in info.ranks]
     log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)
@@ -279,10 +358,16 @@ def _allreduce_options(opts: Any, timeout: timedelta | None) -> AllreduceOptions
     return made
 
 
-def _close_at_exit(engine: "weakref.ref[CollectiveEngine]") -> None:
+def _close_engine_at_exit(engine: "weakref.ref[CollectiveEngine]") -> None:
     alive = engine()
     if alive is not None:
         alive.close(_EXIT_TIMEOUT_S)
+
+
+def _close_at_exit(end: "weakref.ref[GroupEnd]") -> None:
+    alive = end()
+    if alive is not None:
+        alive.close()
         time.sleep(_RELEASE_S)
 
 

@@ -1,4 +1,4 @@
-"""Failure registry: finds the rank at fault when a collective breaks.
+"""Failure registry: finds the rank at fault when a collective breaks, and ends the group.
 
 A rank only sees that a neighbour closed its connection or is silent; the neighbour may itself be a victim. Every
 failing rank therefore publishes a report in the store. After a grace time, the ranks without a report are the culprits.
@@ -6,18 +6,25 @@ Assumption: the store outlives the failure. Where it does not, the machine that 
 """
 
 import json
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import Store
 
+from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.native_backend import NativeBackends
 from ringweave.comm.peer_data import call_with_timeout
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import CommunicationError, DisagreementError, PeerError
 from ringweave.files import file_io
+
+if TYPE_CHECKING:
+    from ringweave.telemetry.events import EventLog
 
 REPORT_GRACE_S = 1.0
 """Time for survivors of the same failure to report: they notice within milliseconds of each other."""
@@ -161,3 +168,120 @@ class FailureRegistry:
     @staticmethod
     def _key(group_rank: int) -> str:
         return f"failure/{group_rank}"
+
+
+class GroupEnd:
+    """End of one group: its first failure is reported and explained once, and every later collective repeats it.
+
+    The engine of scheduled collectives, which a group may not have yet, takes part through `attach`.
+    """
+
+    def __init__(
+        self,
+        group: GroupInfo,
+        failures: FailureRegistry,
+        native: NativeBackends,
+        counters: CollectiveCounters,
+        log: "EventLog | None" = None,
+    ) -> None:
+        self.error: CommunicationError | None = None
+        """Reason of the end; None while the group lives, and while the reason is searched for."""
+        self._group = group
+        self._failures = failures
+        self._native = native
+        self._counters = counters
+        self._log = log
+        self._ending_lock = threading.Lock()
+        self._attach_lock = threading.Lock()
+        self._is_aborted = False
+        self._aborts: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def attach(self, abort: Callable[[], None]) -> None:
+        """Call this method when the group ends, or now if it has; any number of times, from any thread."""
+        with self._attach_lock:
+            self._aborts.append(weakref.WeakMethod(abort))
+            is_late = self._is_aborted
+        if is_late:
+            abort()
+
+    def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
+        """End the group: report the failure, abort every connection so that no rank waits, and name the culprit.
+
+        Args:
+            failure: The message that did not get through.
+            operation: The collective in words.
+        """
+        report = CollectiveFailureReport(operation=operation, suspect=failure.peer, is_hung=failure.hung)
+        return self._end_group(report, lambda: self._failures.diagnose(failure, operation), failure)
+
+    def fail_alone(self, cause: Exception, operation: str) -> CommunicationError:
+        """End the group after a failure of this rank itself, such as out of memory: the others must not wait for it."""
+        own, text = self._group.rank_text(self._group.group_rank), f"{type(cause).__name__}: {cause}"
+        error = CommunicationError(f"{operation}: {own} failed: {text}. Fix what failed there.")
+        return self._end_group(
+            CollectiveFailureReport(operation=operation, suspect=None, failure=text), lambda: error, cause
+        )
+
+    def disagree(self, error: DisagreementError, operation: str) -> CommunicationError:
+        """End the group because its ranks run different collectives."""
+        report = CollectiveFailureReport(operation=operation, suspect=None, disagreement=str(error))
+        return self._end_group(report, lambda: error, error.__cause__)
+
+    def abort(self) -> None:
+        """Abort the connections at once; collectives in flight and later ones fail."""
+        self.error = self.error or CommunicationError("process group: aborted. Make a new one.")
+        self._failures.stop_waiting()
+        self._abort_connections()
+
+    def destroy(self) -> None:
+        """Note that the group was destroyed, so that no rank searches for a culprit."""
+        self.error = self.error or CommunicationError("process group: it was destroyed. Make a new one.")
+        self._failures.stop_waiting()
+
+    def close(self) -> None:
+        """Release the native backend and write the counts, after the engine's end."""
+        self._native.close()
+        self.destroy()
+        self._counters.flush()
+
+    def repeated_error(self, operation: str) -> CommunicationError:
+        """Return the error of a collective that comes after the end."""
+        assert self.error is not None
+        error = type(self.error)(f"{operation}: this process group has failed before: {self.error}")
+        error.__cause__ = self.error
+        return error
+
+    def _end_group(
+        self, report: CollectiveFailureReport, diagnose: Callable[[], CommunicationError], cause: BaseException | None
+    ) -> CommunicationError:
+        """End the group for the first failure of this rank, and report only that one.
+
+        Ending the group makes everything else in flight fail, with the wrong peers and reasons. Those failures wait
+        here for the actual reason and repeat it.
+        """
+        with self._ending_lock:
+            if self.error is not None:
+                return self.repeated_error(report.operation)
+            self._failures.publish(report)
+            self._abort_connections()
+            error = diagnose()
+            error.__cause__ = cause
+            return self._record_end(error)
+
+    def _abort_connections(self) -> None:
+        with self._attach_lock:
+            self._is_aborted = True
+            aborts = [method() for method in self._aborts]
+        for abort in aborts:
+            if abort is not None:
+                abort()
+        self._native.abort()
+
+    def _record_end(self, error: CommunicationError) -> CommunicationError:
+        self.error = self.error or error
+        self._counters.flush()
+        if self._log is not None:
+            own = self._group.own_info
+            where = {"rank": own.global_rank, "node": own.location.node}
+            self._log.write("communication_failed", **where, group=self._counters.group, text=str(error))
+        return error

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch.distributed import Store
 
@@ -18,8 +17,11 @@ from ringweave import topology
 from ringweave.comm import peer_data
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
-from ringweave.topology import Node, cgroups, discovery, placement
-from ringweave.topology.discovery import NetworkInterface
+from ringweave.topology import cgroups, placement
+
+if TYPE_CHECKING:
+    from ringweave.topology import Node
+    from ringweave.topology.discovery import NetworkInterface
 
 TOKEN_BYTES = 16
 _MAX_RANK_INFO_BYTES = 1 << 16
@@ -157,6 +159,8 @@ def _locate_process(environment: WorkerEnvironment, environ: Mapping[str, str]) 
     if environment.cluster_path is None:
         name = placement.node_name_of_host(environment.node or host_name)
         return replace(_offer_nics(name, _own_address(environ), environ, environment.probes), host=placement.host_id())
+    import psutil  # late, as discovery is: a group on this machine alone needs neither
+
     cluster = topology.load(environment.cluster_path)
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family in _IP_FAMILIES]
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
@@ -241,8 +245,10 @@ def _check_quota(cores: float) -> float:
     return float(cores)
 
 
-def _addresses_of_nics(node: Node) -> dict[str, float]:
+def _addresses_of_nics(node: "Node") -> dict[str, float]:
     """Return address -> rate of the cluster file's NICs that this machine has, in the file's order."""
+    import psutil
+
     interfaces = psutil.net_if_addrs()
     reached: dict[str, float] = {}
     for nic in node.nics:
@@ -258,6 +264,8 @@ def _offer_nics(node: str, address: str, environ: Mapping[str, str], probes: boo
     """
     if not probes or _is_loopback(address):
         return RankLocation(node, address)
+    from ringweave.topology import discovery
+
     machine = discovery.observe_links()
     first_nic = next((nic for nic in machine.interfaces if address in nic.addresses), None)
     if first_nic is None:
@@ -275,19 +283,23 @@ def _offer_nics(node: str, address: str, environ: Mapping[str, str], probes: boo
     return RankLocation(node, address, tuple(more), (1.0,) * len(offers), tuple(offers), tuple(offers.values()))
 
 
-def _network_at(nic: NetworkInterface, address: str) -> str:
+def _network_at(nic: "NetworkInterface", address: str) -> str:
     """Return the IP network that an address of a NIC is in; empty if unknown."""
     found = (ipaddress.ip_interface(each) for each in nic.networks)
     return next((str(each.network) for each in found if str(each.ip) == address), "")
 
 
-def _address_in(nic: NetworkInterface, network: str) -> str:
+def _address_in(nic: "NetworkInterface", network: str) -> str:
     return next(address for address in nic.addresses if _network_at(nic, address) == network)
 
 
 def _restrict_to_shared_networks(found: Sequence[RankInfo]) -> list[RankInfo]:
-    """Keep the first address of each rank, and those in networks in which every node has its own address."""
-    if not all(member.location.networks for member in found):
+    """Keep the first address of each rank, and those in networks in which every node has its own address.
+
+    Ranks of one node keep the first alone: no network connects them.
+    """
+    is_alone = len({member.location.node for member in found}) == 1
+    if is_alone or not all(member.location.networks for member in found):
         return [member.at_addresses([0], [1.0]) if member.location.networks else member for member in found]
     shared = []
     for network in found[0].location.networks[1:]:
@@ -308,9 +320,8 @@ def _own_address(environ: Mapping[str, str]) -> str:
     named as loopback, the source address of the default route is taken instead.
     """
     interface = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    named = [found.address for found in psutil.net_if_addrs().get(interface, []) if found.family in _IP_FAMILIES]
-    if named:
-        return named[0]
+    if interface and (named := _first_address(interface)):
+        return named
     master = environ.get("MASTER_ADDR") or socket.gethostname()
     address = _source_address(master)
     if address is not None and not _is_loopback(address):
@@ -319,6 +330,13 @@ def _own_address(environ: Mapping[str, str]) -> str:
         return address or "127.0.0.1"
     outward = _source_address(_UNUSED_ADDRESS)
     return outward or address or "127.0.0.1"
+
+
+def _first_address(interface: str) -> str | None:
+    import psutil
+
+    found = psutil.net_if_addrs().get(interface, [])
+    return next((each.address for each in found if each.family in _IP_FAMILIES), None)
 
 
 def _source_address(destination: str) -> str | None:

@@ -57,13 +57,14 @@ def wait_for_gloo(work: Work, is_aborted: Callable[[], bool], timeout: timedelta
         StuckError: It will not end. Leave its tensors and the backend as they are (`leak_backend`).
         RuntimeError: The backend failed, or the limit has passed.
     """
-    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
     num_polls_left = _NUM_POLLS_AFTER_ABORT
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(RuntimeError):
+    while deadline_s is None or time.monotonic() < deadline_s:
+        try:
             return work.wait(_POLL_INTERVAL)
-        if work.is_completed():  # it has failed, or just finished
-            break
+        except RuntimeError:
+            if work.is_completed():  # it has failed, or just finished
+                break
         num_polls_left -= is_aborted()
         if num_polls_left < 0:
             raise StuckWorkError(f"{_ABORTED}, in the middle of a message")
@@ -79,6 +80,26 @@ def transfer_failure(cause: RuntimeError) -> TransferFailedError:
     """Convert the native backend's error, which does not name a peer."""
     text = str(cause).strip().partition("\n")[0] or type(cause).__name__
     return TransferFailedError(None, text, hung="imed out" in text or "imeout" in text)
+
+
+def named_error(
+    cause: RuntimeError, diagnose: Callable[[TransferFailedError], CommunicationError]
+) -> CommunicationError:
+    """Return the error that names the culprit of the native backend's error; its cause may be an earlier failure."""
+    failure = transfer_failure(cause)
+    failure.__cause__ = cause
+    return diagnose(failure)
+
+
+def ends_after_abort(work: Work) -> bool:
+    """Return True if Gloo's work ends, with or without an error, shortly after an abort."""
+    try:
+        wait_for_gloo(work, lambda: True)
+    except StuckWorkError:
+        return False
+    except RuntimeError:
+        pass
+    return True
 
 
 def abort_gloo(gloo: Any, group: GroupInfo) -> None:
@@ -237,7 +258,7 @@ class NativeWork(Work):
     ) -> None:
         """`diagnose` finds the culprit, `after` runs on the result, `wait` replaces the work's own wait."""
         super().__init__()
-        self._work = work
+        self.work = work
         self._wait = wait or (lambda timeout: work.wait() if timeout is None else work.wait(timeout))
         self._diagnose = diagnose
         self._future = work.get_future().then(lambda done: (after(), done.value())[1]) if after else None
@@ -251,47 +272,35 @@ class NativeWork(Work):
         try:
             done = self._wait(timeout)
         except RuntimeError as cause:
-            failure = transfer_failure(cause)
-            failure.__cause__ = cause
-            error = self._diagnose(failure)
-            raise error from error.__cause__  # which may be an earlier failure
+            error = named_error(cause, self._diagnose)
+            raise error from error.__cause__
         if self._future is not None:
             self._future.wait()
         return done
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def ends_after_abort(self) -> bool:
-        """Return True if the work ends, with or without an error, shortly after an abort."""
-        try:
-            wait_for_gloo(self._work, lambda: True)
-        except StuckWorkError:
-            return False
-        except RuntimeError:
-            pass
-        return True
+        return self.work.is_completed()
 
     def is_success(self) -> bool:
-        return self._work.is_success()
+        return self.work.is_success()
 
     def exception(self) -> BaseException | None:
-        return self._work.exception()
+        return self.work.exception()
 
     def result(self) -> list[Tensor]:
         """Wait, then return the tensors."""
         self.wait()
-        return self._work.result()
+        return self.work.result()
 
     def synchronize(self) -> None:
         """Wait: CPU tensors have no streams."""
         self.wait()
 
     def _source_rank(self) -> int:
-        return self._work._source_rank()
+        return self.work._source_rank()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future or self._work.get_future()
+        return self._future or self.work.get_future()
 
 
 class NativeProcessGroup(dist.ProcessGroup):
@@ -315,6 +324,8 @@ class NativeProcessGroup(dist.ProcessGroup):
         self._is_native_aborted = self._is_leaked = False
         self._pending_works = weakref.WeakSet[NativeWork]()
         """Collectives on CPU tensors that may be waited for."""
+        self._awaited_works = set[Work]()
+        """Synchronous ones, each in the thread that called it."""
 
     def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names the culprit."""
@@ -332,27 +343,49 @@ class NativeProcessGroup(dist.ProcessGroup):
         return None if work is None else NativeWork(work, lambda failure: self.fail(failure, operation))
 
     def allreduce_by_gloo(
-        self, tensor: Tensor, opts: Any, operation: str, after: Callable[[], object] | None = None
-    ) -> NativeWork:
-        """Allreduce a contiguous CPU tensor by Gloo; `after` runs on the result."""
-        return self.wrap_gloo_work(self._gloo.allreduce([tensor], opts), operation, after)
+        self, tensor: Tensor, opts: Any, operation: Callable[[], str], after: Callable[[], object] | None = None
+    ) -> NativeWork | None:
+        """Allreduce a contiguous CPU tensor by Gloo; `after` runs on the result.
 
-    def wrap_gloo_work(self, work: Work, operation: str, after: Callable[[], object] | None = None) -> NativeWork:
+        A synchronous one is done when this returns, and has no work, as with NCCL.
+        """
+        work = self._gloo.allreduce([tensor], opts)
+        if opts.asyncOp:
+            return self.wrap_gloo_work(work, operation, after)
+        self._awaited_works.add(work)
+        try:
+            self._wait_for_gloo(work)
+        except RuntimeError as cause:
+            error = named_error(cause, lambda failure: self.fail(failure, operation()))
+            raise error from error.__cause__
+        finally:
+            self._awaited_works.discard(work)
+        if after is not None:
+            after()
+        return None
+
+    def wrap_gloo_work(
+        self, work: Work, operation: Callable[[], str], after: Callable[[], object] | None = None
+    ) -> NativeWork:
         """Wrap a collective of Gloo's: as `wrap_work`, and its wait ends soon after an abort in any case.
 
-        `after` runs on the result.
+        `operation` is called for the text of an error, `after` runs on the result.
         """
-
-        def wait(timeout: timedelta | None) -> bool:
-            try:
-                return wait_for_gloo(work, lambda: self._is_native_aborted, timeout)
-            except StuckWorkError:
-                self._leak_gloo()
-                raise
-
-        wrapped = NativeWork(work, lambda failure: self.fail(failure, operation), after, wait)
+        wrapped = NativeWork(
+            work,
+            lambda failure: self.fail(failure, operation()),
+            after,
+            lambda timeout: self._wait_for_gloo(work, timeout),
+        )
         self._pending_works.add(wrapped)
         return wrapped
+
+    def _wait_for_gloo(self, work: Work, timeout: timedelta | None = None) -> bool:
+        try:
+            return wait_for_gloo(work, lambda: self._is_native_aborted, timeout)
+        except StuckWorkError:
+            self._leak_gloo()
+            raise
 
     def abort_native(self) -> None:
         """Close the native backend's connections: collectives in flight fail, here and at the peers."""
@@ -361,10 +394,11 @@ class NativeProcessGroup(dist.ProcessGroup):
 
     def release_native(self) -> None:
         """Leak Gloo if a work survives the abort, so that destroying the group does not block."""
-        for wrapped in list(self._pending_works) if self._is_native_aborted else ():
-            if not wrapped.ends_after_abort():
-                self._leak_gloo()
-                return
+        if not self._is_native_aborted:
+            return
+        works = [*(each.work for each in list(self._pending_works)), *list(self._awaited_works)]
+        if not all(map(ends_after_abort, works)):
+            self._leak_gloo()
 
     def _leak_gloo(self) -> None:
         if not self._is_leaked:
@@ -437,12 +471,10 @@ def _delegating_method(name: str) -> Callable[..., Work | None]:
         try:
             work = getattr(self.native_group, name)(*args, **kwargs)
         except dist.DistError as cause:
-            failure = transfer_failure(cause)
-            failure.__cause__ = cause
-            error = self.fail(failure, operation)
-            raise error from error.__cause__  # which may be an earlier failure
+            error = named_error(cause, lambda failure: self.fail(failure, operation))
+            raise error from error.__cause__
         if uses_gloo and name not in _POINT_TO_POINT and work is not None:
-            return self.wrap_gloo_work(work, operation)
+            return self.wrap_gloo_work(work, lambda: operation)
         return self.wrap_work(work, operation)
 
     collective.__name__ = name

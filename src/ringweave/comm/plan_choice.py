@@ -1,28 +1,14 @@
-"""Plan choice: the group's plan, and which messages go to the native backend instead."""
+"""Plan choice: settings and placement of a group decide how its messages travel, identically on all ranks."""
 
-import json
 import math
 import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.distributed import Store
 
-from ringweave import schedules, topology
-from ringweave.comm import peer_data
 from ringweave.comm.group_info import GroupInfo, RankLocation
-from ringweave.comm.probing.network_measurement import NetworkMeasurement
-from ringweave.cost import Assumptions
-from ringweave.environment import AUTO, BRIDGE, WorkerEnvironment
-from ringweave.errors import PeerError
-from ringweave.planning import Plan, ScheduleChoice, plans
-from ringweave.planning.autotune.tuner import GroupPlacement
+from ringweave.environment import AUTO, BRIDGE, NATIVE, WorkerEnvironment
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Smaller messages go to the native backend: latency dominates there, and Python adds more of it."""
@@ -30,196 +16,6 @@ MIN_SCHEDULED_BYTES = 64 * 2**10
 MIN_SINGLE_NODE_BYTES = 3 * 10**6
 """The same limit for a single-node group that is not tuned: the native backend is faster up to here
 (docs/notebook/2026-11.md)."""
-
-_MAX_CHOICES = 4096
-
-_PLAN_KEY = "plan"
-MAX_SHARED_PLAN_BYTES = 3 * plans.MAX_PLAN_BYTES
-"""Limit on the first rank's message: the plan's text in JSON, where quotation marks take two bytes each, and the
-winners."""
-_MAX_POLL_S = 0.2
-_FIRST_POLL_S = 0.005
-"""First poll interval, doubled up to the maximum: without probing a plan takes some milliseconds."""
-"""Poll intervals while waiting for the plan. A rank does not wait in the store: all other threads of the process would
-wait for their turn there, and the wait could not be interrupted."""
-
-
-class GroupPlan:
-    """Plan of one group, made when it is first needed; the same on all ranks.
-
-    Among several nodes the first rank makes it and sends its text to the others, so that all compute with the same
-    numbers; within one node it does so where the group is to be tuned. The winners of earlier runs are sent along.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], Plan],
-        load: Callable[[Plan], Mapping[int, str] | None],
-        broadcast: "PlanBroadcast | None",
-    ) -> None:
-        """Without `broadcast`, nothing is sent: every rank makes the plan itself, and the group is not tuned.
-
-        Args:
-            make: Makes the plan.
-            load: Winner of each size class with this plan in earlier runs; None if the group is not to be tuned.
-            broadcast: Carries the plan from the first rank to the others.
-        """
-        self._make = make
-        self._broadcast = broadcast
-        self._lock = threading.Lock()
-        self._plan: Plan | None = None
-        self._tuned: Mapping[int, str] | None = None
-        self._choices: dict[tuple[int, str | None], ScheduleChoice] = {}
-        self._is_aborted = False
-        if broadcast is not None and broadcast.group.group_rank == 0:
-            self._plan = make()
-            self._tuned = load(self._plan)
-            broadcast.send(self._plan, self._tuned)
-
-    def wait_for_plan(self, timeout_s: float | None = None) -> Plan:
-        """Return the plan; wait at most `timeout_s` for the first rank, or the group's timeout if None.
-
-        Raises:
-            PeerError: It did not come in time, or before the group was aborted.
-        """
-        with self._lock:
-            if self._plan is not None:
-                return self._plan
-            if self._broadcast is None:
-                plan, self._tuned = self._make(), None
-            else:
-                plan, self._tuned = self._broadcast.receive(timeout_s, lambda: self._is_aborted)
-            self._plan = plan
-            return plan
-
-    def abort(self) -> None:
-        """Wake any thread that waits for the plan: the group has ended."""
-        self._is_aborted = True
-
-    @property
-    def is_tunable(self) -> bool:
-        """Return True if measurements may change the choices; known once the plan is."""
-        return self._tuned is not None
-
-    @property
-    def tuned(self) -> Mapping[int, str]:
-        """Winner of each size class in earlier runs."""
-        return self._tuned or {}
-
-    def replace(self, plan: Plan) -> None:
-        """Replace the plan; all ranks do so at the same collective."""
-        with self._lock:
-            self._plan = plan
-            self._choices.clear()
-
-    def choose(self, num_bytes: int, forced: str | None) -> ScheduleChoice:
-        """Return the plan's choice for messages of that size, cached by size.
-
-        Raises:
-            PeerError: The first rank did not send the plan in time.
-        """
-        if forced == schedules.NATIVE:
-            return NATIVE_CHOICE
-        key = (num_bytes, forced)
-        if key not in self._choices:
-            if len(self._choices) >= _MAX_CHOICES:
-                self._choices.clear()
-            self._choices[key] = self.wait_for_plan().choose(num_bytes, forced)
-        return self._choices[key]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanBroadcast:
-    """Broadcast of the plan from the first rank to the others, over the store."""
-
-    store: Store
-    group: GroupInfo
-    timeout: timedelta
-    """Limit on waiting for the plan, where no other limit is given."""
-    clock: Callable[[], float] = time.monotonic
-    """Monotonic seconds."""
-    sleep: Callable[[float], None] = time.sleep
-    """Called between two polls."""
-
-    def send(self, plan: Plan, tuned: Mapping[int, str] | None) -> None:
-        """Publish the plan; called on the first rank."""
-        known = None if tuned is None else {str(number): name for number, name in tuned.items()}
-        self.store.set(_PLAN_KEY, json.dumps({"plan": str(plan), "tuned": known}))
-
-    def receive(
-        self, timeout_s: float | None = None, is_aborted: Callable[[], bool] = lambda: False
-    ) -> tuple[Plan, Mapping[int, str] | None]:
-        """Return the plan and winners that the first rank sent.
-
-        Args:
-            timeout_s: Limit; the first rank may still be measuring the network. None is the group's timeout.
-            is_aborted: Whether the group was aborted.
-
-        Raises:
-            PeerError: Nothing came in time, or before the abort.
-            DisagreementError: The received text is no plan.
-        """
-        effective_timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
-        deadline, poll_s = self.clock() + effective_timeout_s, _FIRST_POLL_S
-        try:
-            while not self.store.check([_PLAN_KEY]):
-                if is_aborted():
-                    raise self._missing_plan_error("before the group was cut")
-                if self.clock() >= deadline:
-                    raise self._missing_plan_error(f"within {effective_timeout_s:g} s")
-                self.sleep(poll_s)
-                poll_s = min(2 * poll_s, _MAX_POLL_S)
-            value = self.store.get(_PLAN_KEY)
-        except PeerError:
-            raise
-        except RuntimeError as cause:
-            raise self._missing_plan_error("before the store was gone") from cause
-        expected = f"the plan that {self.group.rank_text(0)} made"
-        return peer_data.decode_peer_data(
-            value, "plan of the group", _parse_shared_plan, expected=expected, max_bytes=MAX_SHARED_PLAN_BYTES
-        )
-
-    def _missing_plan_error(self, until: str) -> PeerError:
-        return PeerError(
-            f"process group: {self.group.rank_text(0)} sent no plan {until}, expected one when the group is formed. "
-            "Look into the log of that rank."
-        )
-
-
-def _parse_shared_plan(document: Any) -> tuple[Plan, Mapping[int, str] | None]:
-    tuned = document["tuned"]
-    known = None if tuned is None else {int(number): str(name) for number, name in tuned.items()}
-    return Plan.parse(document["plan"]), known
-
-
-def group_placement(
-    group: GroupInfo, environment: WorkerEnvironment, measured: NetworkMeasurement | None = None
-) -> GroupPlacement:
-    """Return the group's placement on the cluster of the environment, or else on the probed one.
-
-    Without either, every node gets the assumptions of `topology.one_machine`. Work of all ranks is taken to last as
-    long as on the rank with the smallest CPU quota, for which the others wait.
-
-    Raises:
-        ClusterError: The cluster file is wrong.
-    """
-    nodes, rates = [member.location.node for member in group.ranks], {}
-    if environment.cluster_path is not None:
-        cluster = topology.load(environment.cluster_path)
-    elif measured is not None:
-        cluster, rates = measured.cluster(), measured.link_rates
-    else:
-        names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
-        cluster = topology.one_machine([1] * len(names))  # names its nodes so, at an assumed rate
-        nodes = [names[node] for node in nodes]
-    least = min((member.location.cores or math.inf for member in group.ranks), default=math.inf)
-    return GroupPlacement(
-        cluster=cluster,
-        nodes=tuple(nodes),
-        rates=rates,
-        assumptions=Assumptions(cores=least) if least < math.inf else None,
-        leader_per_nic=environment.leader_per_nic,
-    )
 
 
 def is_plan_shared(group: GroupInfo, environment: WorkerEnvironment) -> bool:
@@ -243,26 +39,21 @@ def is_oversubscribed(nodes: Sequence[str]) -> bool:
     return max(Counter(nodes).values()) > len(os.sched_getaffinity(0))
 
 
-def native_limit_bytes(group: GroupInfo, environment: WorkerEnvironment, *, native_can: bool) -> float:
-    """Return the size below which messages go to the native backend; infinite if the user wants all to.
+def native_limit_bytes(group: GroupInfo, environment: WorkerEnvironment) -> float:
+    """Return the size below which messages go to the native backend if it computes them; infinite if all are to.
 
     It is the same on all ranks, because it depends on nothing that differs between them.
-
-    Args:
-        group: The ranks.
-        environment: The user's settings.
-        native_can: Whether the native backend computes these messages; otherwise they take a
-            schedule, however small.
 
     Raises:
         UsageError: No schedule has the forced name.
     """
-    name = schedules.check_schedule_name(environment.schedule) if environment.schedule else None
-    if not native_can:
-        return 0
-    if group.group_size == 1 or name == schedules.NATIVE:
+    if environment.schedule is not None:
+        from ringweave import schedules  # late: most groups force none
+
+        schedules.check_schedule_name(environment.schedule)
+    if group.group_size == 1 or environment.schedule == NATIVE:
         return math.inf
-    is_known_slower = name is None and group.num_nodes == 1 and environment.tuning is not True
+    is_known_slower = environment.schedule is None and group.num_nodes == 1 and environment.tuning is not True
     return MIN_SINGLE_NODE_BYTES if is_known_slower else MIN_SCHEDULED_BYTES
 
 
@@ -274,7 +65,7 @@ def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     """
     if environment.device_path != AUTO:
         return environment.device_path == BRIDGE
-    is_forced = environment.schedule is not None and environment.schedule != schedules.NATIVE
+    is_forced = environment.schedule is not None and environment.schedule != NATIVE
     return is_forced or group.num_nodes > 1 or shares_gpu([member.location for member in group.ranks])
 
 
@@ -295,7 +86,3 @@ def shares_gpu(locations: Sequence[RankLocation]) -> bool:
         if len(seen) > len({gpu for gpus in seen for gpu in gpus}):
             return True
     return False
-
-
-NATIVE_CHOICE = ScheduleChoice(schedule=schedules.NATIVE, num_segments=1, lag=0, window=1, predicted_s=float("inf"))
-"""Choice of the native backend."""

@@ -1,8 +1,12 @@
-"""Catalogue of schedules by the names that users type."""
+"""Catalogue of schedules by the names that users type.
+
+The name `native` is no schedule: the native backend (Gloo, NCCL) runs the collective.
+"""
 
 import difflib
 from collections.abc import Callable
 
+from ringweave.environment import NATIVE
 from ringweave.errors import UsageError, explain
 from ringweave.schedules.generators.direct import direct
 from ringweave.schedules.generators.halving_doubling import halving_doubling
@@ -12,9 +16,6 @@ from ringweave.schedules.generators.multi_level import Domain, multi_level
 from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring
 from ringweave.schedules.schedule import Schedule
-
-NATIVE = "native"
-"""Not a schedule: the native backend (Gloo, NCCL) runs the collective."""
 
 
 def _one_rank_per_node(num_ranks: int) -> list[list[int]]:

@@ -22,9 +22,8 @@ from ringweave import errors, units
 from ringweave.errors import ClusterError
 from ringweave.files import problems
 from ringweave.files.problems import InputProblem, KeyPath, shorten_names, suggest_closest
+from ringweave.topology import CORE
 
-CORE = "core"
-"""The root switch, which is never declared."""
 DEVICE_KINDS = ("cpu", "cuda")
 MAX_NODES = 100_000
 MAX_SWITCHES = 100_000
@@ -401,6 +400,9 @@ DEFAULT_LATENCY_S = 50e-6
 """Latency of a message between two hosts on ordinary Ethernet, through the kernel."""
 ASSUMED_RATE_BYTES_PER_S = 1.25e9
 """10Gbit/s, used where a NIC's rate is unknown; the code that uses it reports the assumption."""
+
+SHORT_FORM_NIC = "eth0"
+"""Name of the NIC that `nic: 400Mbit/s` of a cluster file stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from ringweave.files import yaml_files
 from ringweave.files.problems import InputError, InputProblem, KeyPath, raise_problems
 from ringweave.files.yaml_files import FileKind
 from ringweave.topology import cluster
-from ringweave.topology.cluster import DEFAULT_LATENCY_S, Cluster, Device, Nic, Node, Switch
+from ringweave.topology.cluster import DEFAULT_LATENCY_S, SHORT_FORM_NIC, Cluster, Device, Nic, Node, Switch
 
 
 def _expand_device_count(devices: Any) -> Any:
@@ -106,9 +106,6 @@ def read_cluster_entries(value: Any) -> ClusterEntry:
     """
     return yaml_files.validate_entries(ClusterEntry, value, "cluster file")
 
-
-SHORT_FORM_NIC = "eth0"
-"""Name of the NIC that `nic: 400Mbit/s` stands for."""
 
 _Built = TypeVar("_Built")
 

@@ -10,12 +10,16 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringweave import errors
 from ringweave.environment import NODE
 from ringweave.errors import PlacementError
 from ringweave.files.problems import shorten_names, suggest_closest
-from ringweave.topology.cluster import CORE, Cluster, Device, Nic, Node
+from ringweave.topology import CORE
+
+if TYPE_CHECKING:
+    from ringweave.topology.cluster import Cluster, Device, Nic, Node
 
 _BOOT_ID, _NETWORK_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _INVALID_IN_LABELS = re.compile(r"[^A-Za-z0-9-]+")
@@ -94,17 +98,17 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:_DIGEST_DIGITS]
 
 
-def preferred_nics(nics: Sequence[Nic]) -> list[Nic]:
+def preferred_nics(nics: "Sequence[Nic]") -> "list[Nic]":
     """Return the NICs in order of preference: RDMA first, then the higher rate, then the given order."""
     return sorted(nics, key=lambda nic: (not nic.rdma, -nic.rate_bytes_per_s))
 
 
-def nearest_devices(node: Node, nic: Nic) -> list[int]:
+def nearest_devices(node: "Node", nic: "Nic") -> list[int]:
     """Return the device indices of the node, the one that should lead on the NIC first; ties by index."""
     return sorted(range(node.num_devices), key=lambda index: (device_distance(node, nic, index), index))
 
 
-def device_distance(node: Node, nic: Nic, device_index: int) -> int:
+def device_distance(node: "Node", nic: "Nic", device_index: int) -> int:
     """Return the distance from a device to a NIC, to compare devices or NICs of one node.
 
     It is the device's place in `Nic.nearest`, if the node has one; devices that are not listed come last. Otherwise it
@@ -115,7 +119,7 @@ def device_distance(node: Node, nic: Nic, device_index: int) -> int:
     return 0 if nic.numa is not None and node.devices[device_index].numa == nic.numa else 1
 
 
-def leader_reason(node: Node, nic: Nic, device_index: int) -> str:
+def leader_reason(node: "Node", nic: "Nic", device_index: int) -> str:
     """Return why this device leads on the NIC, in words that follow its name: "on NUMA node 1, as ib0 is"."""
     if node.num_devices == 1:
         return "the only device of its node"
@@ -128,7 +132,7 @@ def leader_reason(node: Node, nic: Nic, device_index: int) -> str:
     return f"the first device: no device is known to be nearer to {nic.name}"
 
 
-def place_rank(cluster: Cluster, *, node_name: str | None, host_name: str, addresses: Collection[str]) -> Node:
+def place_rank(cluster: "Cluster", *, node_name: str | None, host_name: str, addresses: Collection[str]) -> "Node":
     """Return a worker's node: by the given node name, else by its host name, else by one of its addresses.
 
     Args:
@@ -154,7 +158,7 @@ def place_rank(cluster: Cluster, *, node_name: str | None, host_name: str, addre
     return matching[0]
 
 
-def device_of_local_rank(node: Node, local_rank: int) -> Device:
+def device_of_local_rank(node: "Node", local_rank: int) -> "Device":
     """Return the compute device of a worker.
 
     Raises:
@@ -172,7 +176,7 @@ def device_of_local_rank(node: Node, local_rank: int) -> Device:
     return node.devices[local_rank]
 
 
-def _node_by_name(cluster: Cluster, node_name: str) -> Node:
+def _node_by_name(cluster: "Cluster", node_name: str) -> "Node":
     names = [node.name for node in cluster.nodes]
     for node in cluster.nodes:
         if node.name in (node_name, node_name_of_host(node_name)):
@@ -187,7 +191,7 @@ def _node_by_name(cluster: Cluster, node_name: str) -> Node:
     )
 
 
-def _no_match_text(cluster: Cluster, matching: list[Node], host_name: str, addresses: Collection[str]) -> str:
+def _no_match_text(cluster: "Cluster", matching: "list[Node]", host_name: str, addresses: Collection[str]) -> str:
     names = [node.name for node in cluster.nodes]
     known = [node.address for node in cluster.nodes if node.address]
     there = f"{shorten_names(names, len(names))}; addresses {shorten_names(known, len(known)) or 'not given'}"

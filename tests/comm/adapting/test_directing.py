@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from ringweave.comm.counters import ScheduleTimings
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
+from ringweave.comm.tuning.selector import (
+    CollectiveRequest,
+    PendingCollective,
+    ScheduleDecision,
+    ScheduleSelector,
+    ScheduleTimings,
+)
 from ringweave.planning import ScheduleChoice
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport
 from ringweave.telemetry.events import EventLog, read_events

@@ -15,7 +15,7 @@ from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import engine
 from ringweave.comm.engine.engine import NUM_CHANNELS, CollectiveEngine
 from ringweave.comm.engine.reductions import reduction_for
-from ringweave.comm.failure_registry import CollectiveFailureReport
+from ringweave.comm.failure_registry import CollectiveFailureReport, GroupEnd
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision
@@ -131,7 +131,8 @@ class Group:
         connect: Any = lambda lane: self.transports[lane]  # noqa: E731
         hosts: Any = Hosts()
         counters = CollectiveCounters(None, 0, "g")
-        self.engine = CollectiveEngine(MEMBERS, self.director, connect, hosts, self.board, counters, log)
+        self.end = GroupEnd(MEMBERS, self.board, hosts, counters, log)
+        self.engine = CollectiveEngine(MEMBERS, self.director, connect, hosts, self.end, counters, log)
 
     def allreduce(self) -> Any:
         op, tensor = ReduceOp.SUM, torch.ones(100)
@@ -177,7 +178,7 @@ def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group],
     consequence, later = TransferFailedError(1, "connection closed by peer", hung=False), []
 
     def fail_again() -> None:
-        thread = threading.Thread(target=lambda: later.append(group.engine.fail(consequence, "allreduce #2")))
+        thread = threading.Thread(target=lambda: later.append(group.end.fail(consequence, "allreduce #2")))
         thread.start()
         thread.join(0.2)
         threads.append(thread)
@@ -185,7 +186,7 @@ def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group],
     threads: list[threading.Thread] = []
     group.board.while_explaining = fail_again
     cause = TransferFailedError(3, "nothing for 9 s", hung=True)
-    first = group.engine.fail(cause, "allreduce #1")
+    first = group.end.fail(cause, "allreduce #1")
     threads[0].join(100)
     assert group.board.reports == [CollectiveFailureReport(operation="allreduce #1", suspect=3, is_hung=True)]
     (second,) = later
@@ -238,7 +239,7 @@ def test_an_aborted_group_is_closed_though_a_lane_is_in_what_nobody_can_cut(monk
     group = Group(stand_still)
     work = group.allreduce()
     assert has_begun.wait(100)
-    group.engine.abort()
+    group.end.abort()
     closing = threading.Thread(target=lambda: group.engine.close(1800.0))
     closing.start()
     closing.join(20)

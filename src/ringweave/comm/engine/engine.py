@@ -25,9 +25,10 @@ from ringweave.comm.engine.executor import (
     write_back,
 )
 from ringweave.comm.engine.reductions import ReduceOperation
-from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegistry
+from ringweave.comm.failure_registry import GroupEnd
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
+from ringweave.comm.transport.connect import NUM_CHANNELS
 from ringweave.comm.transport.interface import MismatchError, TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
@@ -213,12 +214,6 @@ class ScheduledMessage:
             self.staged.discard()
 
 
-# Longer than a file should be: the start of a collective and the end of a group belong together.
-
-
-NUM_CHANNELS = 2
-"""Collectives of one group that may be in flight at once."""
-
 _ABORT_TIMEOUT_S = 5.0
 """Limit on waiting for aborted channels in `close`: they end at once, except in operations that cannot be aborted."""
 
@@ -236,16 +231,16 @@ class CollectiveEngine:
         selector: ScheduleSelector,
         connect: Callable[[int], Transport],
         native: NativeBackends,
-        failures: FailureRegistry,
+        end: GroupEnd,
         counters: CollectiveCounters,
         log: EventLog | None = None,
     ) -> None:
         """`selector` decides schedules; `connect` makes a channel's transport; `native` is the native backend."""
-        self.counters = counters
+        self._counters = counters
         self._group = group
         self._selector = selector
         self._native = native
-        self._failures = failures
+        self._end = end
         self._log = log
         self._callbacks = CallbackRunner(f"ringweave-{counters.group}-done")
         self._channels = [
@@ -258,8 +253,7 @@ class CollectiveEngine:
         """Channel that does not have the newest collective."""
         self._programs: ProgramCache[CompiledProgram] = ProgramCache()
         self._order_lock = threading.Lock()
-        self._ending_lock = threading.Lock()
-        self._error: CommunicationError | None = None
+        end.attach(self._abort_connections)
 
     def allreduce(
         self,
@@ -329,10 +323,10 @@ class CollectiveEngine:
 
     def _submit(self, job: CollectiveJob, channel: int) -> PendingWork:
         """Submit a job to a channel, or fail it if the group has ended; in the order of the calls."""
-        if self._error is None:
+        if self._end.error is None:
             self._channels[channel].submit(job)
         else:
-            job.work.set_finished(self._repeated_error(job.operation))
+            job.work.set_finished(self._end.repeated_error(job.operation))
             job.work.resolve_future()
         return job.work
 
@@ -376,7 +370,7 @@ class CollectiveEngine:
             self._run_program(compiled, message, scheduled, channel, pending.number, timeout_s)
         seconds = time.monotonic() - started_s
         scheduled.finish(message)
-        self.counters.count(decision.choice.schedule, message.nbytes, compiled.program.num_sends if compiled else 0)
+        self._counters.count(decision.choice.schedule, message.nbytes, compiled.program.num_sends if compiled else 0)
         self._selector.record_finished(pending, seconds)
 
     def _run_program(
@@ -409,30 +403,18 @@ class CollectiveEngine:
         if staged is None:
             reduction.finish(message, size)
 
-    def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
-        """End this group: report the failure, abort every connection so that no rank waits, and name the culprit.
-
-        Args:
-            failure: The message that did not get through.
-            operation: The collective in words.
-        """
-        report = CollectiveFailureReport(operation=operation, suspect=failure.peer, is_hung=failure.hung)
-        return self._end_group(report, lambda: self._failures.diagnose(failure, operation), failure)
-
     def close(self, timeout_s: float) -> None:
         """Finish submitted collectives within the limit, then abort the rest; safe to call twice.
 
         A group that was aborted or has failed has nothing to finish, and is not waited for.
         """
-        if self._error is not None:
+        if self._end.error is not None:
             timeout_s = min(timeout_s, _ABORT_TIMEOUT_S)
-        destroyed = CommunicationError("process group: it was destroyed. Make a new one.")
         for channel in self._channels:
             channel.stop_accepting()
         deadline = time.monotonic() + timeout_s
         if not all(channel.wait_finished(max(0.0, deadline - time.monotonic())) for channel in self._channels):
-            self._error = self._error or destroyed  # so that no rank searches for a culprit
-            self._failures.stop_waiting()
+            self._end.destroy()
             self._selector.abort()
             for channel in self._channels:  # before any wait: it may depend on the result of another one
                 if not channel.wait_finished(0.0):
@@ -440,11 +422,8 @@ class CollectiveEngine:
             self._native.abort()
         for channel in self._channels:
             channel.close(timeout_s)
-        self._native.close()
         self._callbacks.close(timeout_s)
         self._channels = []
-        self._error = self._error or destroyed
-        self.counters.flush()
         self._selector.flush_timings()
 
     def close_inherited(self) -> None:
@@ -452,16 +431,10 @@ class CollectiveEngine:
         for channel in self._channels:
             channel.close_inherited()
 
-    def abort(self) -> None:
-        """Abort the connections at once; collectives in flight and later ones fail."""
-        self._error = self._error or CommunicationError("process group: aborted. Make a new one.")
-        self._failures.stop_waiting()
-        self._abort_connections()
-
     def _run_job(self, job: CollectiveJob, channel: CollectiveChannel) -> BaseException | None:
         """Run a job unless the group has ended; return None if it succeeded."""
         try:
-            return self._repeated_error(job.operation) if self._error else self._run_and_handle(job, channel)
+            return self._end.repeated_error(job.operation) if self._end.error else self._run_and_handle(job, channel)
         finally:
             job.on_finished()
 
@@ -469,68 +442,22 @@ class CollectiveEngine:
         try:
             job.run(channel)
         except TransferFailedError as failure:
-            return self.fail(failure, job.operation)
+            return self._end.fail(failure, job.operation)
         except MismatchError as mismatch:
             peer = self._group.rank_text(mismatch.peer)
-            return self._end_by_disagreement(
-                DisagreementError(f"{job.operation}: {peer} runs something else: {mismatch}"), job
-            )
+            error = DisagreementError(f"{job.operation}: {peer} runs something else: {mismatch}")
+            return self._end.disagree(error, job.operation)
         except DisagreementError as disagreement:
-            return self._end_by_disagreement(disagreement, job)
+            return self._end.disagree(disagreement, job.operation)
         except Exception as failure:
-            return self._end_by_own_failure(failure, job)
+            return self._end.fail_alone(failure, job.operation)
         return None
-
-    def _end_by_own_failure(self, cause: Exception, job: CollectiveJob) -> CommunicationError:
-        """End the group after a failure of this rank itself, such as out of memory: the others must not wait for it."""
-        own, text = self._group.rank_text(self._group.group_rank), f"{type(cause).__name__}: {cause}"
-        error = CommunicationError(f"{job.operation}: {own} failed: {text}. Fix what failed there.")
-        return self._end_group(
-            CollectiveFailureReport(operation=job.operation, suspect=None, failure=text), lambda: error, cause
-        )
-
-    def _end_by_disagreement(self, error: DisagreementError, job: CollectiveJob) -> CommunicationError:
-        report = CollectiveFailureReport(operation=job.operation, suspect=None, disagreement=str(error))
-        return self._end_group(report, lambda: error, error.__cause__)
-
-    def _end_group(
-        self, report: CollectiveFailureReport, diagnose: Callable[[], CommunicationError], cause: BaseException | None
-    ) -> CommunicationError:
-        """End the group for the first failure of this rank, and report only that one.
-
-        Ending the group makes everything else in flight fail, with the wrong peers and reasons. Those failures wait
-        here for the actual reason and repeat it.
-        """
-        with self._ending_lock:
-            if self._error is not None:
-                return self._repeated_error(report.operation)
-            self._failures.publish(report)
-            self._abort_connections()
-            error = diagnose()
-            error.__cause__ = cause
-            return self._record_end(error)
 
     def _abort_connections(self) -> None:
         for channel in self._channels:
             channel.abort()
         self._selector.abort()
-        self._native.abort()
-
-    def _record_end(self, error: CommunicationError) -> CommunicationError:
-        self._error = self._error or error
-        self.counters.flush()
         self._selector.flush_timings()
-        if self._log is not None:
-            own = self._group.own_info
-            where = {"rank": own.global_rank, "node": own.location.node}
-            self._log.write("communication_failed", **where, group=self.counters.group, text=str(error))
-        return error
-
-    def _repeated_error(self, operation: str) -> CommunicationError:
-        assert self._error is not None
-        error = type(self._error)(f"{operation}: this process group has failed before: {self._error}")
-        error.__cause__ = self._error
-        return error
 
     def _fulfil_program(self, program: Future[CompiledProgram], *arguments: Any) -> None:
         """Compile the program that other collectives may already wait for; they fail with this one."""
@@ -590,4 +517,4 @@ class CollectiveEngine:
         if self._log is not None and self._group.group_rank == 0:
             rank = self._group.own_info.global_rank
             fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
-            self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)
+            self._log.write("schedule_agreed", rank=rank, group=self._counters.group, **fields)

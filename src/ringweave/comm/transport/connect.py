@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
 
+NUM_CHANNELS = 2
+"""Collectives of one group that may be in flight at once."""
 _HELLO_TIMEOUT_S = 10.0
 """Limit on receiving a hello: a process on a busy machine may pause in between."""
 _MAX_PENDING = 256

@@ -1,11 +1,12 @@
 """Transport interface: the messages between two ranks that executors use."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from ringweave.schedules.program import NO_SLOT, StagingLayout
+if TYPE_CHECKING:
+    from ringweave.schedules.program import StagingLayout
 
 
 class TransferFailedError(Exception):
@@ -67,14 +68,15 @@ class Transport(Protocol):
         """
         ...
 
-    def begin_collective(self, layout: StagingLayout, element_bytes: int) -> None:
+    def begin_collective(self, layout: "StagingLayout", element_bytes: int) -> None:
         """Prepare for a collective that shares this layout with the ranks of the node."""
         ...
 
-    def send(self, piece: Any, peer: int, tag: int, stage: int = NO_SLOT) -> Any:
+    def send(self, piece: Any, peer: int, tag: int, stage: int = ...) -> Any:
         """Start sending, and return a handle; the piece must not change until it is sent.
 
-        `stage` is the content's number in the layout, for a peer that may read it from shared memory.
+        `stage` is the content's number in the layout, for a peer that may read it from shared memory; without
+        one it has none.
         """
         ...
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ringweave import units
-from ringweave.topology.cluster import CORE, Cluster, Device, Nic, Node, Switch, link_name
-from ringweave.topology.cluster_file import SHORT_FORM_NIC
+from ringweave.topology.cluster import CORE, SHORT_FORM_NIC, Cluster, Device, Nic, Node, Switch, link_name
 from ringweave.topology.inference import observations
 from ringweave.topology.inference.fit import TreeFit
 from ringweave.topology.inference.observations import Cut
