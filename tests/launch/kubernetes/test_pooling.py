@@ -60,5 +60,5 @@ def test_nothing_is_left_open(cluster: FakeCluster, kubeconfig: Path) -> None:
 
 
 def test_it_would_show(cluster: FakeCluster, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_client, "_abort_connection", lambda _: None)
+    monkeypatch.setattr(api_client, "_CLOSE_TIMEOUT_S", 0.0)
     assert left_open(cluster, kubeconfig, comes_back=False)

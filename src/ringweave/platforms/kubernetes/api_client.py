@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import logging
+import socket
 import ssl
 import subprocess
 import tempfile
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,7 @@ MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 """Merges conditions by type; supported for built-in resources only."""
 _TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S, _CLOSE_POLL_S = 2.0, 0.005
 _MAX_SMALL_BODY_BYTES = 2**16
 _PAGE_SIZE = 500
 """Maximum number of objects in one answer to a list request."""
@@ -110,6 +113,7 @@ class KubernetesClient:
         self._server = connection.server.rstrip("/")
         self._headers = connection.headers()
         self._open_session: aiohttp.ClientSession | None = None
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     @property
     def namespace(self) -> str:
@@ -126,9 +130,9 @@ class KubernetesClient:
         return self._open_session
 
     async def __aenter__(self) -> "KubernetesClient":
-        is_tls = self._server.startswith("https:")
+        context = self._connection.ssl_context() if self._server.startswith("https:") else False
         self._open_session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=64, ssl=self._connection.ssl_context() if is_tls else False),
+            connector=aiohttp.TCPConnector(limit=64, ssl=context, socket_factory=self._open_socket),
             proxy=self._connection.proxy_url,
             headers={"User-Agent": f"ringweave/{ringweave.__version__}"},  # the API server's field manager, too
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
@@ -140,7 +144,21 @@ class KubernetesClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close all sockets.
+
+        A connection closed in the middle of an answer, such as a watch, first shuts down TLS with the server. The
+        session does not wait for that, and an event loop that ends meanwhile would leave the socket open.
+        """
         await self._session.close()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _CLOSE_TIMEOUT_S
+        while any(each.fileno() >= 0 for each in self._sockets) and loop.time() < deadline_s:
+            await asyncio.sleep(_CLOSE_POLL_S)
+
+    def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
+        opened = socket.socket(*address[:3])
+        self._sockets.add(opened)
+        return opened
 
     async def get(self, kind: ResourceKind, namespace: str | None, name: str) -> Object:
         """Return one object.
@@ -311,24 +329,15 @@ class KubernetesClient:
                     raise api_errors.error_from_answer(
                         f"GET {path}", response.status, _parse_answer(await response.read())
                     )
-                try:
-                    rest = b""
-                    async for chunk in response.content.iter_any():
-                        *whole, rest = (rest + chunk).split(b"\n")
-                        for line in whole:
-                            yield line.decode("utf-8", "replace")
-                    if rest:
-                        yield rest.decode("utf-8", "replace")
-                finally:
-                    _abort_connection(response)
+                rest = b""
+                async for chunk in response.content.iter_any():
+                    *whole, rest = (rest + chunk).split(b"\n")
+                    for line in whole:
+                        yield line.decode("utf-8", "replace")
+                if rest:
+                    yield rest.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             raise api_errors.unreachable_error(self._server, error) from error
-
-
-def _abort_connection(response: aiohttp.ClientResponse) -> None:
-    """Close the connection of an unfinished answer now: shutting down TLS with the server could outlast the loop."""
-    if response.connection is not None and response.connection.transport is not None:
-        response.connection.transport.abort()
 
 
 def _request_content(data: bytes) -> bytes | io.BytesIO:
