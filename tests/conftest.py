@@ -13,7 +13,7 @@ from tests import demands, effort
 effort.load()
 ranks.PRELOADED_MODULES += [
     "tests.fakes.elastic_job",
-    "tests.fakes.kubernetes.crashing_operator",  # if kopf is installed
+    "tests.fakes.kubernetes.crashing_operator",  # if aiohttp is installed
 ]
 # Before numpy and torch are imported: several processes of tests share few cores, and threads of each would only wait
 # for those of the others.

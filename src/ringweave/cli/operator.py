@@ -76,11 +76,10 @@ def command(**given: Any) -> int:
         from ringweave.platforms.kubernetes import operator
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[kubernetes]'"
-        raise LaunchError(explain("operator", got=f"no {error.name}", expected="kopf", do=do)) from error
+        raise LaunchError(explain("operator", got=f"no {error.name}", expected="aiohttp", do=do)) from error
     logging.basicConfig(level=logging.INFO if given["verbose"] else logging.WARNING, format="%(asctime)s %(message)s")
-    operator.quiet_kopf()
     identity = str(given["identity"] or f"{socket.gethostname()}-{secrets.token_hex(4)}")
     settings = operator.operator_settings(given, identity=identity)
     connect = operator.connector(os.environ, given["context"])
-    asyncio.run(operator.run_operator(connect, settings, on_shutdown=operator.kill_process_later))
+    asyncio.run(operator.run_operator(connect, settings))
     return 0

@@ -7,12 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-import kopf
-
 from ringweave.errors import LaunchError
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_client import ConnectionInfo, KubernetesClient, Object
 from ringweave.platforms.kubernetes.job_admission import JobAdmission
 from ringweave.platforms.kubernetes.job_objects import JobKey
 from ringweave.platforms.kubernetes.objects import PodSettings
@@ -24,7 +22,7 @@ _IDLE_POLL_S = 0.02
 class CountingClient(KubernetesClient):
     """Client that counts the answered writes and calls a function after each."""
 
-    def __init__(self, connect: Callable[[], kopf.ConnectionInfo], after: Callable[[int], None]) -> None:
+    def __init__(self, connect: Callable[[], ConnectionInfo], after: Callable[[int], None]) -> None:
         """`after` gets the number of writes so far."""
         super().__init__(connect)
         self._after, self.num_writes = after, 0

@@ -366,7 +366,11 @@ class ApiHandler:
         if is_table_requested(http.headers.get("Accept", "")):
             return _json_response(to_table(request.resource, [item.body for item in found], version))
         head = {"kind": f"{request.resource.kind}List", "apiVersion": request.resource.api_version}
-        start = json.dumps({**head, "metadata": {"resourceVersion": version}})[:-1].encode()
+        metadata, first, most = {"resourceVersion": version}, int(http.query.get("continue") or 0), len(found)
+        if (limit := int(http.query.get("limit") or most)) < most - first:  # "continue" of the fake: how many were sent
+            most, metadata["continue"] = first + limit, str(first + limit)
+        found = found[first:most]
+        start = json.dumps({**head, "metadata": metadata})[:-1].encode()
         texts = (item.text if request.resource.is_custom else item.bare for item in found)
         text = start + b',"items":[' + b",".join(texts) + b"]}"
         return web.Response(body=text, content_type="application/json")

@@ -1,4 +1,4 @@
-"""A pool that is closed leaves no socket open, also where it was in the midst of an answer."""
+"""A client that is closed leaves no socket open, also where it was in the midst of an answer."""
 
 import asyncio
 import gc

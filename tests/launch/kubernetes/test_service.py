@@ -23,7 +23,7 @@ REQUEST = {"name": "text", "num_workers": 3, "nodes": (NodeRequest(name="n0", ca
 
 
 def service(server: str = "http://127.0.0.1:9") -> KubernetesPlatform:
-    return KubernetesPlatform(lambda: api_client.kopf.ConnectionInfo(server=server))
+    return KubernetesPlatform(lambda: api_client.ConnectionInfo(server=server))
 
 
 def test_a_folder_beside_the_job_file_does_not_travel(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_one_job_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
     with FakeCluster() as cluster:
         kubeconfig = cluster.kubeconfig(tmp_path / "config")
 
-        def connect() -> api_client.kopf.ConnectionInfo:
+        def connect() -> api_client.ConnectionInfo:
             return api_client.connection_info({"KUBECONFIG": str(kubeconfig)})
 
         async def store() -> None:
@@ -97,7 +97,7 @@ def test_name_permission_and_split_are_asked_in_this_order(tmp_path: Path) -> No
     with FakeCluster() as cluster:
         paths = {user: cluster.kubeconfig(tmp_path / user, user=user, groups=groups) for user, groups in USERS.items()}
 
-        def connect(user: str) -> api_client.kopf.ConnectionInfo:
+        def connect(user: str) -> api_client.ConnectionInfo:
             return api_client.connection_info({"KUBECONFIG": str(paths[user])})
 
         def submit(user: str) -> str:

@@ -210,24 +210,21 @@ class ActionExecutor:
         config_maps = await self._client.list(api_client.CONFIG_MAPS, namespace, labelSelector=owner.selector)
         for found in config_maps:
             if owner.owns(found):
-                await self._delete_object(api_client.CONFIG_MAPS, found)
+                await self._client.delete_exactly(api_client.CONFIG_MAPS, found)
         await self._delete_secrets_and_service(resource)
         if "deletionTimestamp" not in metadata:
-            await self._delete_object(api_client.TRAINING_JOBS, resource)
+            await self._client.delete_exactly(api_client.TRAINING_JOBS, resource)
         await self._remove_finalizer(namespace, name, metadata["uid"])
 
     async def _remove_finalizer(self, namespace: str, name: str, uid: str) -> None:
         """Remove our finalizer from the current resource; finalizers that others added meanwhile stay."""
-        try:
-            metadata = (await self._client.get(api_client.TRAINING_JOBS, namespace, name))["metadata"]
-            if metadata["uid"] != uid:
-                return
-            left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
-            body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": left}}
-            await self._client.patch(api_client.TRAINING_JOBS, namespace, name, body)
-        except ApiError as error:
-            if not error.is_not_found:
-                raise
+        found = await self._client.find(api_client.TRAINING_JOBS, namespace, name)
+        if found is None or found["metadata"]["uid"] != uid:
+            return
+        metadata = found["metadata"]
+        left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
+        body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": left}}
+        await self._patch_if_exists(api_client.TRAINING_JOBS, found, body)
 
     async def _create_config(self, observed: ObservedJob) -> None:
         """Create Secret, Service and ConfigMap. The ConfigMap is last, so that its existence implies the others."""
@@ -271,13 +268,16 @@ class ActionExecutor:
         else:
             if not observed.job.record.deleting:  # archived logs are deleted with the job
                 await self._archive_log(observed, pod)
-            await self._delete_object(api_client.PODS, pod)
+            await self._client.delete_exactly(api_client.PODS, pod)
 
     async def _annotate_pod(self, pod: Pod, annotations: dict[str, str], more: Object) -> None:
-        metadata = pod["metadata"]
-        body = {"metadata": {"uid": metadata["uid"], "annotations": annotations}, **more}
+        body = {"metadata": {"uid": pod["metadata"]["uid"], "annotations": annotations}, **more}
+        await self._patch_if_exists(api_client.PODS, pod, body)
+
+    async def _patch_if_exists(self, kind: ResourceKind, found: Pod, body: Object) -> None:
+        metadata = found["metadata"]
         try:
-            await self._client.patch(api_client.PODS, metadata["namespace"], metadata["name"], body)
+            await self._client.patch(kind, metadata["namespace"], metadata["name"], body)
         except ApiError as error:
             if not error.is_not_found:
                 raise
@@ -321,15 +321,11 @@ class ActionExecutor:
             text = explain(f"log of Pod {uid}", got=got, expected="its lines", do=do)
             raise UnreadLogError(text) from error
 
-    async def _delete_object(self, kind: ResourceKind, found: Pod) -> None:
-        metadata = found["metadata"]
-        await self._client.delete(kind, metadata["namespace"], metadata["name"], preconditions={"uid": metadata["uid"]})
-
     async def _delete_config(self, observed: ObservedJob) -> None:
         """Delete Service, Secrets and ConfigMap. The ConfigMap is last: while it exists, others may."""
         await self._delete_secrets_and_service(observed.resource)
         if observed.objects.config is not None:
-            await self._delete_object(api_client.CONFIG_MAPS, observed.objects.config)
+            await self._client.delete_exactly(api_client.CONFIG_MAPS, observed.objects.config)
 
     async def _delete_secrets_and_service(self, resource: Object) -> None:
         """Delete the Service and the Secrets that exist and belong to the job."""
@@ -337,14 +333,9 @@ class ActionExecutor:
         secrets = [(api_client.SECRETS, name) for name in credential_secrets.secret_names(resource)]
         of_job = [(api_client.SERVICES, names.service_name(owner.name)), *secrets]
         for kind, name in of_job:
-            try:
-                found = await self._client.get(kind, owner.namespace, name)
-            except ApiError as error:
-                if not error.is_not_found:
-                    raise
-                continue
-            if owner.owns(found):
-                await self._delete_object(kind, found)
+            found = await self._client.find(kind, owner.namespace, name)
+            if found is not None and owner.owns(found):
+                await self._client.delete_exactly(kind, found)
 
     async def _post_event(self, observed: ObservedJob, event: records.JobEvent) -> None:
         """Post an event for `kubectl describe`; the status has it too, so a failure loses nothing."""

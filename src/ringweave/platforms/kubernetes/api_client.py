@@ -1,26 +1,32 @@
-"""Kubernetes API client: connection settings, resource kinds, JSON requests, and access reviews."""
+"""Kubernetes API client: connection settings, resource kinds, JSON requests, watches, and access reviews."""
 
 import asyncio
+import base64
+import contextlib
 import io
 import json
+import logging
 import socket
+import ssl
 import subprocess
+import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import aiohttp
-import kopf
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+import ringweave
 from ringweave.errors import LaunchError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.jobs.admission import Permission
 from ringweave.platforms.kubernetes import api_errors, names
+from ringweave.platforms.kubernetes.objects import Object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,63 +79,29 @@ SELF_REVIEWS = ResourceKind(
 )
 
 
-_CLOSE_TIMEOUT_S = 2.0
-_CLOSE_POLL_S = 0.005
-
-
-class ConnectionPool:
-    """HTTP session that closes all of its sockets; for use inside one event loop."""
-
-    def __init__(self, connection: kopf.ConnectionInfo, *, limit: int, **options: Any) -> None:
-        """Connect with the first request.
-
-        Args:
-            connection: Address, proxy and trusted certificates.
-            limit: Maximum number of connections at a time; 0: no limit.
-            options: Options of `aiohttp.ClientSession`.
-        """
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        is_tls = connection.server.startswith("https:")
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=limit, ssl=connection.as_ssl_context() if is_tls else False, socket_factory=self._open_socket
-            ),
-            proxy=connection.proxy_url,
-            **options,
-        )
-        """Session of aiohttp."""
-
-    async def close(self) -> None:
-        """Close the session and all sockets.
-
-        A connection closed in the middle of an answer, such as a watch, first shuts down TLS with the server. The
-        session does not wait for that, and an event loop that ends meanwhile would leave the socket open.
-        """
-        await self.session.close()
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + _CLOSE_TIMEOUT_S
-        while any(each.fileno() >= 0 for each in self._sockets) and loop.time() < deadline_s:
-            await asyncio.sleep(_CLOSE_POLL_S)
-
-    def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
-        family, kind, protocol, *_ = address
-        opened = socket.socket(family=family, type=kind, proto=protocol)
-        self._sockets.add(opened)
-        return opened
-
-
-Object = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 """Merges conditions by type; supported for built-in resources only."""
 _TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S, _CLOSE_POLL_S = 2.0, 0.005
 _MAX_SMALL_BODY_BYTES = 2**16
+_PAGE_SIZE = 500
+"""Maximum number of objects in one answer to a list request."""
+_WATCH_TIMEOUT_S = 270
+WATCH_SILENCE_S = 90.0
+"""Time after which a silent watch is dead; the API server sends a bookmark about every minute."""
+_MIN_WATCH_BACKOFF_S, _MAX_WATCH_BACKOFF_S = 0.1, 5.0
+_CHANGES = ("ADDED", "MODIFIED", "DELETED")
+
+
+VersionedList = tuple[list[Object], str]
+"""Objects, and the resourceVersion of the list."""
 
 
 class KubernetesClient:
     """Client of one API server with a connection pool; a context manager for use inside one event loop."""
 
-    def __init__(self, connect: Callable[[], kopf.ConnectionInfo]) -> None:
+    def __init__(self, connect: Callable[[], "ConnectionInfo"]) -> None:
         """Connect with the first request.
 
         Args:
@@ -139,8 +111,9 @@ class KubernetesClient:
         self._connect = connect
         self._connection = connection = connect()
         self._server = connection.server.rstrip("/")
-        self._headers = connection.as_http_headers()
-        self._pool: ConnectionPool | None = None
+        self._headers = connection.headers()
+        self._open_session: aiohttp.ClientSession | None = None
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     @property
     def namespace(self) -> str:
@@ -151,10 +124,17 @@ class KubernetesClient:
     def server(self) -> str:
         return self._server
 
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._open_session is not None
+        return self._open_session
+
     async def __aenter__(self) -> "KubernetesClient":
-        self._pool = ConnectionPool(
-            self._connection,
-            limit=64,
+        context = self._connection.ssl_context() if self._server.startswith("https:") else False
+        self._open_session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=64, ssl=context, socket_factory=self._open_socket),
+            proxy=self._connection.proxy_url,
+            headers={"User-Agent": f"ringweave/{ringweave.__version__}"},  # the API server's field manager, too
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
             read_bufsize=2**18,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -164,8 +144,21 @@ class KubernetesClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._pool is not None
-        await self._pool.close()
+        """Close all sockets.
+
+        A connection closed in the middle of an answer, such as a watch, first shuts down TLS with the server. The
+        session does not wait for that, and an event loop that ends meanwhile would leave the socket open.
+        """
+        await self._session.close()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _CLOSE_TIMEOUT_S
+        while any(each.fileno() >= 0 for each in self._sockets) and loop.time() < deadline_s:
+            await asyncio.sleep(_CLOSE_POLL_S)
+
+    def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
+        opened = socket.socket(*address[:3])
+        self._sockets.add(opened)
+        return opened
 
     async def get(self, kind: ResourceKind, namespace: str | None, name: str) -> Object:
         """Return one object.
@@ -175,9 +168,62 @@ class KubernetesClient:
         """
         return await self.request("GET", kind.path(namespace, name))
 
+    async def find(self, kind: ResourceKind, namespace: str | None, name: str) -> Object | None:
+        """Return one object; None if it does not exist.
+
+        Raises:
+            ApiError: It may not be read.
+        """
+        try:
+            return await self.get(kind, namespace, name)
+        except api_errors.ApiError as error:
+            if error.is_not_found:
+                return None
+            raise
+
     async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> list[Object]:
         """Return all objects that the parameters select."""
-        return (await self.request("GET", kind.path(namespace), params=params))["items"] or []
+        return (await self._list_pages(kind.path(namespace), params))[0]
+
+    async def _list_pages(self, path: str, params: Mapping[str, str]) -> "VersionedList":
+        """Return all objects, and the resourceVersion of the list."""
+        found: list[Object] = []
+        page = {**params, "limit": str(_PAGE_SIZE)}
+        while True:
+            answer = await self.request("GET", path, params=page)
+            found += answer["items"] or ()
+            if not answer["metadata"].get("continue"):
+                return found, answer["metadata"]["resourceVersion"]
+            page["continue"] = answer["metadata"]["continue"]
+
+    async def watch(self, kind: ResourceKind, namespace: str | None, **params: str) -> AsyncIterator[Object]:
+        """Yield all objects that the parameters select, then each one that is added, changed or deleted; for ever.
+
+        A lost connection is opened again where it ended. All objects are yielded again if the API server does not know
+        that version any more, or if nothing came from it; a deletion meanwhile is not seen.
+        """
+        path, version, backoff_s = kind.path(namespace), "", _MIN_WATCH_BACKOFF_S
+        query = {**params, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_TIMEOUT_S)}
+        while True:
+            try:
+                if not version:
+                    found, version = await self._list_pages(path, params)
+                    for each in found:
+                        yield each
+                query["resourceVersion"], version = version, ""
+                async with contextlib.aclosing(self.stream_lines(path, query, silence_s=WATCH_SILENCE_S)) as lines:
+                    async for line in lines:
+                        event = _parse_answer(line.encode())
+                        if event.get("type") not in (*_CHANGES, "BOOKMARK"):  # an error: this version has expired
+                            version = ""
+                            break
+                        version, backoff_s = event["object"]["metadata"]["resourceVersion"], _MIN_WATCH_BACKOFF_S
+                        if event["type"] in _CHANGES:
+                            yield event["object"]
+            except LaunchError as error:
+                backoff_s = min(2 * backoff_s, _MAX_WATCH_BACKOFF_S)
+                logging.getLogger(__name__).warning("watch of %s: %s", kind.plural, error)
+            await asyncio.sleep(backoff_s)
 
     async def create(self, kind: ResourceKind, namespace: str | None, body: Object, **params: str) -> Object:
         """Create an object.
@@ -217,6 +263,11 @@ class KubernetesClient:
             if not error.is_not_found and not (error.is_stale and "preconditions" in options):
                 raise
 
+    async def delete_exactly(self, kind: ResourceKind, found: Mapping[str, Any]) -> None:
+        """Delete this object, and no later one of the same name."""
+        metadata = found["metadata"]
+        await self.delete(kind, metadata["namespace"], metadata["name"], preconditions={"uid": metadata["uid"]})
+
     async def request(
         self,
         method: str,
@@ -236,7 +287,7 @@ class KubernetesClient:
         headers = {"Accept": "application/json", **({"Content-Type": content_type} if data else {})}
         status, answer = await self._send_request(method, path, params, data, headers)
         if status == 401:
-            self._headers = self._connect().as_http_headers()
+            self._headers = self._connect().headers()
             status, answer = await self._send_request(method, path, params, data, headers)
         if status >= 400:
             raise api_errors.error_from_answer(f"{method} {path}", status, answer)
@@ -245,28 +296,33 @@ class KubernetesClient:
     async def _send_request(
         self, method: str, path: str, params: Mapping[str, str] | None, data: str | None, headers: Mapping[str, str]
     ) -> tuple[int, Object]:
-        assert self._pool is not None
         whole = {**self._headers, **headers}
         content = None if data is None else _request_content(data.encode())
         try:
-            async with self._pool.session.request(
+            async with self._session.request(
                 method, self._server + path, params=params, data=content, headers=whole
             ) as response:
                 return response.status, _parse_answer(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise api_errors.unreachable_error(self._server, error) from error
 
-    async def stream_lines(self, path: str, params: Mapping[str, str]) -> AsyncIterator[str]:
+    async def stream_lines(
+        self, path: str, params: Mapping[str, str], *, silence_s: float | None = None
+    ) -> AsyncGenerator[str]:
         """Yield the answer line by line: of a watch, or of a followed log.
+
+        Args:
+            path: Path of the request.
+            params: Parameters of the request.
+            silence_s: Time without a byte after which the connection counts as broken; None: never.
 
         Raises:
             ApiError: The request was refused.
             LaunchError: The server did not answer, or the connection broke.
         """
-        assert self._pool is not None
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=silence_s)
         try:
-            async with self._pool.session.get(
+            async with self._session.get(
                 self._server + path, params=params, timeout=timeout, headers=self._headers
             ) as response:
                 if response.status >= 400:
@@ -297,13 +353,49 @@ def _parse_answer(content: bytes) -> Object:
     return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionInfo:
+    """Address of an API server, and credentials for it."""
+
+    server: str
+    default_namespace: str | None = None
+    proxy_url: str | None = None
+    authority: str | None = None
+    """Trusted certificates as PEM; None: those of the system."""
+    is_insecure: bool = False
+    """Trust any certificate."""
+    certificate: str | None = None
+    """Private key and client certificate as PEM."""
+    username: str | None = None
+    password: str | None = None
+    token: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers with the credentials."""
+        if self.username and self.password:
+            basic = base64.b64encode(f"{self.username}:{self.password}".encode()).decode()
+            return {"Authorization": f"Basic {basic}"}
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def ssl_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cadata=self.authority)
+        if self.is_insecure:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if self.certificate is not None:
+            with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # ssl reads files only
+                file.write(self.certificate)
+                file.flush()
+                context.load_cert_chain(file.name)
+        return context
+
+
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PLUGIN_TIMEOUT_S = 60
 
 
 def connection_info(
     environ: Mapping[str, str], *, context: str | None = None, home: Path | None = None
-) -> kopf.ConnectionInfo:
+) -> ConnectionInfo:
     """Return address and credentials of the API server.
 
     Args:
@@ -327,18 +419,18 @@ def connection_info(
     raise LaunchError(explain("Kubernetes", got="no kubeconfig", expected="one, or a service account", do=do))
 
 
-def _from_service_account(environ: Mapping[str, str]) -> kopf.ConnectionInfo:
+def _from_service_account(environ: Mapping[str, str]) -> ConnectionInfo:
     host, port = environ["KUBERNETES_SERVICE_HOST"], environ.get("KUBERNETES_SERVICE_PORT", "443")
     namespace = SERVICE_ACCOUNT_DIR / "namespace"
-    return kopf.ConnectionInfo(
+    return ConnectionInfo(
         server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}",
-        ca_path=str(SERVICE_ACCOUNT_DIR / "ca.crt"),
+        authority=(SERVICE_ACCOUNT_DIR / "ca.crt").read_text(),
         token=(SERVICE_ACCOUNT_DIR / "token").read_text().strip(),
         default_namespace=namespace.read_text().strip() if namespace.exists() else None,
     )
 
 
-def _from_kubeconfigs(paths: list[Path], context: str | None, environ: Mapping[str, str]) -> kopf.ConnectionInfo:
+def _from_kubeconfigs(paths: list[Path], context: str | None, environ: Mapping[str, str]) -> ConnectionInfo:
     """Merge the kubeconfigs as kubectl does: the first value of each name wins."""
     contexts: dict[str, Any] = {}
     clusters: dict[str, tuple[Path, Any]] = {}
@@ -361,33 +453,41 @@ def _from_kubeconfigs(paths: list[Path], context: str | None, environ: Mapping[s
 
 def _make_connection_info(
     cluster: tuple[Path, Any], user: tuple[Path, Any], namespace: str | None, environ: Mapping[str, str]
-) -> kopf.ConnectionInfo:
+) -> ConnectionInfo:
     (base, cluster_fields), (home, user_fields) = cluster, user
     plugin_fields = _from_plugin(user_fields["exec"], home, environ) if "exec" in user_fields else {}
     token = plugin_fields.get("token") or user_fields.get("token")
     if not token and user_fields.get("tokenFile"):
-        token = (home / user_fields["tokenFile"]).read_text().strip()
-    return kopf.ConnectionInfo(
+        token = _read_file(home / user_fields["tokenFile"]).strip()
+    key = plugin_fields.get("clientKeyData") or _read_pem(home, user_fields, "client-key")
+    certificate = plugin_fields.get("clientCertificateData") or _read_pem(home, user_fields, "client-certificate")
+    return ConnectionInfo(
         server=cluster_fields["server"],
-        ca_path=_path_unless_data(base, cluster_fields, "certificate-authority"),
-        ca_data=cluster_fields.get("certificate-authority-data"),
-        insecure=cluster_fields.get("insecure-skip-tls-verify"),
-        certificate_path=_path_unless_data(home, user_fields, "client-certificate"),
-        certificate_data=plugin_fields.get("clientCertificateData") or user_fields.get("client-certificate-data"),
-        private_key_path=_path_unless_data(home, user_fields, "client-key"),
-        private_key_data=plugin_fields.get("clientKeyData") or user_fields.get("client-key-data"),
+        default_namespace=namespace,
+        proxy_url=cluster_fields.get("proxy-url"),
+        authority=_read_pem(base, cluster_fields, "certificate-authority"),
+        is_insecure=bool(cluster_fields.get("insecure-skip-tls-verify")),
+        certificate=f"{key}\n{certificate}" if key and certificate else None,
         username=user_fields.get("username"),
         password=user_fields.get("password"),
         token=token,
-        default_namespace=namespace,
-        proxy_url=cluster_fields.get("proxy-url"),
     )
 
 
-def _path_unless_data(base: Path, section: Mapping[str, Any], key: str) -> str | None:
-    """Return the path of a file, or None if the section holds the data, which takes precedence as in kubectl."""
-    path = section.get(key)
-    return str(base / path) if path and f"{key}-data" not in section else None
+def _read_pem(base: Path, section: Mapping[str, Any], key: str) -> str | None:
+    """Return the data in the section, else the content of the file that it names; as kubectl does."""
+    if data := section.get(f"{key}-data"):
+        return base64.b64decode(data).decode()
+    return _read_file(base / section[key]) if section.get(key) else None
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        do = "Correct the kubeconfig, or let your user read the file"
+        got = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UsageError(explain("file of the kubeconfig", got=got, expected="text", do=do, where=str(path))) from error
 
 
 def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Errors of the Kubernetes API server, by kind; importable without aiohttp and kopf."""
+"""Errors of the Kubernetes API server, by kind; importable without aiohttp."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -8,7 +8,6 @@ from typing import Any
 from ringweave.jobs.records import Job
 from ringweave.platforms.kubernetes import api_client, names, pod_status
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
 from ringweave.platforms.kubernetes.objects import JobOwner
 from ringweave.platforms.kubernetes.pod_status import JobObjects
 
@@ -37,7 +36,7 @@ class ObservedJob:
 
 async def fetch_training_job(client: KubernetesClient, key: JobKey) -> Object | None:
     """Return the TrainingJob; None if there is none."""
-    return await _get_or_none(client, api_client.TRAINING_JOBS, key[0], key[1])
+    return await client.find(api_client.TRAINING_JOBS, *key)
 
 
 async def fetch_job_objects(client: KubernetesClient, owner: JobOwner, *, runs: bool = True) -> JobObjects:
@@ -56,19 +55,8 @@ async def fetch_job_objects(client: KubernetesClient, owner: JobOwner, *, runs: 
     wanted = (config, *beside) if runs else (config,)
     pods, found = await asyncio.gather(
         client.list(api_client.PODS, owner.namespace, labelSelector=owner.selector),
-        asyncio.gather(*(_get_or_none(client, kind, owner.namespace, name) for kind, name in wanted)),
+        asyncio.gather(*(client.find(kind, owner.namespace, name) for kind, name in wanted)),
     )
     ours = [each if each is not None and owner.owns(each) else None for each in found]
     of_job = pod_status.pods_by_attempt(pod for pod in pods if owner.owns(pod))
     return JobObjects(config=ours[0], is_incomplete=None in ours[1:], pods=of_job)
-
-
-async def _get_or_none(
-    client: KubernetesClient, kind: api_client.ResourceKind, namespace: str, name: str
-) -> Object | None:
-    try:
-        return await client.get(kind, namespace, name)
-    except ApiError as error:
-        if error.is_not_found:
-            return None
-        raise

@@ -1,18 +1,9 @@
-"""The operator process: watches through kopf, leader election, reconcile queue, health and metrics, bounded shutdown.
-
-kopf cancels its tasks once. A watch that was just cut loses a cancellation that arrives within two iterations of the
-event loop, and kopf then waits for it for ever. So remaining tasks are cancelled repeatedly, and a thread ends the
-process if even that does not help.
-"""
+"""The operator process: leader election, watches, reconcile queue, agent gateway, health and metrics."""
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
-import os
 import signal
-import sys
-import threading
 import time
 from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -21,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import kopf
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -32,12 +22,12 @@ from ringweave.platforms.kubernetes import api_client, certificates, names
 from ringweave.platforms.kubernetes import platform as kubernetes_platform
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
 from ringweave.platforms.kubernetes.agent_gateway import AgentGateway
-from ringweave.platforms.kubernetes.api_client import ConnectionPool, KubernetesClient, Object
+from ringweave.platforms.kubernetes.api_client import ConnectionInfo, KubernetesClient, ResourceKind
 from ringweave.platforms.kubernetes.api_errors import ApiError
 from ringweave.platforms.kubernetes.certificates import ServerCertificate
 from ringweave.platforms.kubernetes.job_admission import JobAdmission
 from ringweave.platforms.kubernetes.job_objects import JobKey
-from ringweave.platforms.kubernetes.objects import PodSettings, Quantity, Toleration
+from ringweave.platforms.kubernetes.objects import Object, PodSettings, Quantity, Toleration
 from ringweave.platforms.kubernetes.reconciler import ReconcileQueue, TrainingJobReconciler
 
 LEASE_NAME = "ringweave-operator"
@@ -152,8 +142,8 @@ class LeaderElection:
         self._held_until_s = float("-inf")
         try:
             async with asyncio.timeout(LEASE_RELEASE_TIMEOUT_S):
-                lease = await self._client.get(api_client.LEASES, self._settings.namespace, LEASE_NAME)
-                if lease["spec"].get("holderIdentity") == self._settings.identity:
+                lease = await self._client.find(api_client.LEASES, self._settings.namespace, LEASE_NAME)
+                if lease is not None and lease["spec"].get("holderIdentity") == self._settings.identity:
                     lease["spec"]["holderIdentity"] = ""
                     await self._client.replace(api_client.LEASES, self._settings.namespace, lease)
         except (LaunchError, TimeoutError) as error:
@@ -169,11 +159,8 @@ class LeaderElection:
 
     async def _write_if_available(self) -> bool:
         namespace = self._settings.namespace
-        try:
-            lease = await self._client.get(api_client.LEASES, namespace, LEASE_NAME)
-        except ApiError as error:
-            if not error.is_not_found:
-                raise
+        lease = await self._client.find(api_client.LEASES, namespace, LEASE_NAME)
+        if lease is None:
             return await self._write_lease({"metadata": {"name": LEASE_NAME, "namespace": namespace}}, transitions=0)
         spec = lease.get("spec", {})
         holder = spec.get("holderIdentity") or ""
@@ -215,105 +202,54 @@ def _lost_lease_error() -> LostLeaseError:
     return LostLeaseError("lease of the operator: lost, expected to hold it. Another operator leads now, or will.")
 
 
-GRACE_S = 1.0
-"""Time for cancelled parts to end by themselves."""
-CANCEL_LIMIT_S = 3.0
-"""Time for which remaining tasks are cancelled repeatedly; then they are abandoned."""
-RECANCEL_INTERVAL_S = 0.25
-"""Interval between cancellations of one task."""
-NESTED_GRACE_S = GRACE_S + CANCEL_LIMIT_S + 1.0
-"""Grace period for a part that itself ends parts in this way."""
-PROCESS_EXIT_LIMIT_S = 10.0
-"""A process that still runs so long after its parts began to end is killed."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-OperatorTask = Coroutine[Any, Any, None]
+OperatorTask = Coroutine[Any, Any, Any]
 
 
-async def run_until_one_ends(
-    *parts: OperatorTask, grace_s: float = GRACE_S, on_shutdown: Callable[[], None] = lambda: None
-) -> None:
-    """Run the parts until one returns or fails; then end the others, and every task that they have started.
-
-    Args:
-        parts: Coroutines; each runs as a task of its own.
-        grace_s: Time for them to end by themselves.
-        on_shutdown: Called before anything is cancelled.
+async def run_until_one_ends(*parts: OperatorTask) -> None:
+    """Run the parts, each as a task of its own, until one returns or fails; then cancel the others.
 
     Raises:
-        Exception: The exception of the part that failed first.
+        Exception: The exception of the part that ended first.
     """
-    before = asyncio.all_tasks()
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        on_shutdown()
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=grace_s)
-        await cancel_other_tasks(before)
+        await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
         if task in done:
             task.result()
 
 
-async def cancel_other_tasks(kept: set[asyncio.Task[Any]], limit_s: float = CANCEL_LIMIT_S) -> set[asyncio.Task[Any]]:
-    """Cancel all other tasks until they have ended; return the ones that have not after the limit."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + limit_s
-    while left := asyncio.all_tasks() - kept - {asyncio.current_task()}:
-        if loop.time() >= deadline_s:
-            names = ", ".join(sorted(task.get_name() for task in left))
-            logging.getLogger(__name__).warning("abandoned after %.2g s: %s", limit_s, names)
-            return left
-        for task in left:
-            task.cancel()
-        await asyncio.wait(left, timeout=RECANCEL_INTERVAL_S)
-    return set()
-
-
 @contextlib.contextmanager
-def handle_stop_signals(stop: asyncio.Event) -> Iterator[Callable[[], None]]:
-    """Set the event at SIGTERM and SIGINT. Yields a function that installs the handlers again after a replacement."""
-    loop = asyncio.get_running_loop()
-    is_main = threading.current_thread() is threading.main_thread()
-
-    def hear() -> None:
-        for number in _STOP_SIGNALS if is_main else ():
+def stop_signals() -> Iterator[asyncio.Event]:
+    """Yield an event that SIGTERM and SIGINT set while the context lasts."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in _STOP_SIGNALS:
+        with contextlib.suppress(RuntimeError, ValueError):  # not the main thread
             loop.add_signal_handler(number, stop.set)
-
-    hear()
     try:
-        yield hear
+        yield stop
     finally:
-        for number in _STOP_SIGNALS if is_main else ():
+        for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)
-
-
-def kill_process_later(after_s: float = PROCESS_EXIT_LIMIT_S) -> None:
-    """Kill this process after a time if it still runs, and dump its stacks."""
-
-    def end() -> None:
-        sys.stderr.write(f"operator: still running {after_s:g} s after it was told to stop; killed\n")
-        faulthandler.dump_traceback()
-        sys.stderr.flush()
-        os._exit(1)
-
-    timer = threading.Timer(after_s, end)
-    timer.daemon = True
-    timer.start()
 
 
 @contextlib.asynccontextmanager
 async def serve_health_and_metrics(
-    url: str | None, client: KubernetesClient, namespaces: Sequence[str]
+    url: str | None, client: KubernetesClient, namespaces: Sequence[str], ready: asyncio.Event
 ) -> AsyncIterator[None]:
     """Serve health and metrics while the context lasts, also while the operator waits for the lease.
 
     Args:
-        url: URL of the health endpoint; the metrics are at `/metrics` of the same host. None: neither.
+        url: URL of the health endpoint; at the same host, `/metrics` has the metrics, and `/readyz` is 200 if this
+            operator leads, so that its gateway answers, else 503. None: nothing is served.
         client: Client for the metrics, which each request reads anew.
         namespaces: Namespaces of the jobs; empty: all.
+        ready: Set while this operator leads.
     """
     if url is None:
         yield
@@ -321,6 +257,9 @@ async def serve_health_and_metrics(
 
     async def live(_: web.Request) -> web.Response:
         return web.Response(text="ok")
+
+    async def is_ready(_: web.Request) -> web.Response:
+        return web.Response(text="ok") if ready.is_set() else web.Response(status=503, text="waits for the lease")
 
     async def tell(_: web.Request) -> web.Response:
         try:
@@ -332,6 +271,7 @@ async def serve_health_and_metrics(
     location = urlsplit(url)
     app = web.Application()
     app.router.add_get(location.path or "/", live)
+    app.router.add_get("/readyz", is_ready)
     app.router.add_get("/metrics", tell)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
@@ -353,13 +293,10 @@ async def _list_job_views(client: KubernetesClient, namespaces: Sequence[str]) -
 
 
 _Read = TypeVar("_Read")
-Connect = Callable[[], kopf.ConnectionInfo]
+Connect = Callable[[], ConnectionInfo]
 RENEW_FRACTION = 4 / 15
 """Renewal interval, as a fraction of the lease's duration."""
 _GATEWAY_SECRET = "ringweave-operator-gateway"
-_WATCHED_RESOURCES = ("pods", "configmaps")
-"""Resources watched besides jobs. Only ours have the label; the API server filters out the others."""
-_LIST_CHUNK_SIZE = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -386,64 +323,60 @@ async def run_operator(
     client_class: Callable[[Connect], KubernetesClient] = KubernetesClient,
     clock: Callable[[], float] = time.time,
     ready: asyncio.Event | None = None,
-    on_shutdown: Callable[[], None] = lambda: None,
 ) -> None:
-    """Manage all jobs until SIGTERM or SIGINT.
+    """Manage all jobs until SIGTERM or SIGINT, whenever the lease is ours.
 
     Args:
         connect: Returns address and credentials; called again when credentials expire.
         settings: Settings of the operator.
         client_class: Creates the client; tests replace it.
         clock: Seconds since 1970.
-        ready: Set when this operator leads.
-        on_shutdown: Called when the shutdown begins.
+        ready: Set while this operator leads.
 
     Raises:
-        LostLeaseError: Another operator leads.
+        ApiError: The API server does not accept our credentials, or we may not have the lease.
     """
-    stop = asyncio.Event()
+    ready = ready or asyncio.Event()
     async with (
         client_class(connect) as client,
-        serve_health_and_metrics(settings.liveness_url, client, settings.namespaces),
+        serve_health_and_metrics(settings.liveness_url, client, settings.namespaces, ready),
     ):
         election = LeaderElection(client, settings.lease, clock)
-        with handle_stop_signals(stop) as install_handlers:
-            parts = _OperatorParts(
-                client=client,
-                election=election,
-                settings=settings,
-                clock=clock,
-                connect=connect,
-                install_handlers=install_handlers,
-                on_shutdown=on_shutdown,
-            )
-            lead = _run_as_leader(parts, ready or asyncio.Event())
-            await run_until_one_ends(_wait_for_stop(stop), lead, grace_s=NESTED_GRACE_S, on_shutdown=on_shutdown)
+        with stop_signals() as stop:
+            await run_until_one_ends(stop.wait(), _lead_until_stopped(client, election, settings, clock, ready))
         await election.release()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OperatorParts:
-    """Components of an operator."""
+async def _lead_until_stopped(
+    client: KubernetesClient,
+    election: LeaderElection,
+    settings: OperatorSettings,
+    clock: Callable[[], float],
+    ready: asyncio.Event,
+) -> None:
+    """Manage jobs while the lease is ours, and wait for it again when it is lost."""
+    while True:
+        await election.wait_acquired()
+        try:
+            await _lead(client, election, settings, clock, ready)
+        except LostLeaseError as error:
+            logging.getLogger(__name__).warning("%s", error)
+        finally:
+            ready.clear()
 
-    client: KubernetesClient
-    election: LeaderElection
-    settings: OperatorSettings
-    clock: Callable[[], float]
-    connect: Connect
-    install_handlers: Callable[[], None]
-    """Installs the signal handlers again, which kopf replaces."""
-    on_shutdown: Callable[[], None]
 
+async def _lead(
+    client: KubernetesClient,
+    election: LeaderElection,
+    settings: OperatorSettings,
+    clock: Callable[[], float],
+    ready: asyncio.Event,
+) -> None:
+    """Manage jobs until the lease is lost; nothing of it runs on after that.
 
-async def _wait_for_stop(stop: asyncio.Event) -> None:
-    await stop.wait()
-
-
-async def _run_as_leader(parts: _OperatorParts, ready: asyncio.Event) -> None:
-    """Wait for the lease, and manage jobs while it is ours."""
-    client, settings, clock = parts.client, parts.settings, parts.clock
-    await parts.election.wait_acquired()
+    Raises:
+        LostLeaseError: The lease is not ours any more, or may not be.
+    """
     certificate = await _gateway_certificate(client, settings) if _uses_tls(settings) else None
     pods = settings.pods if certificate is None else replace(settings.pods, gateway_certificate=certificate.certificate)
     gateway = AgentGateway(client, clock)
@@ -451,72 +384,28 @@ async def _run_as_leader(parts: _OperatorParts, ready: asyncio.Event) -> None:
     reconciler = TrainingJobReconciler(
         client, executor, admission, clock, listener=gateway.publish_desired_states, on_gone=gateway.forget_job
     )
-    queue = ReconcileQueue(parts.election.guard(reconciler.reconcile), clock, settings.num_workers)
+    queue = ReconcileQueue(election.guard(reconciler.reconcile), clock, settings.num_workers)
+    watches = [
+        _enqueue_changes(client, kind, namespace, queue)
+        for namespace in settings.namespaces or (None,)
+        for kind in (api_client.TRAINING_JOBS, api_client.PODS, api_client.CONFIG_MAPS)
+    ]
     async with contextlib.AsyncExitStack() as stack:
         if settings.gateway_port is not None:
             runner = await gateway.start_serving(settings.gateway_host, settings.gateway_port, certificate)
             stack.push_async_callback(runner.cleanup)
         ready.set()
-        await run_until_one_ends(
-            parts.election.renew_until_lost(),
-            queue.run_workers(),
-            _watch_objects(parts, queue),
-            on_shutdown=parts.on_shutdown,
-        )
+        await run_until_one_ends(election.renew_until_lost(), queue.run_workers(), *watches)
 
 
-async def _watch_objects(parts: _OperatorParts, queue: ReconcileQueue) -> None:
-    """Enqueue a job for every change."""
-    settings, registry = parts.settings, kopf.OperatorRegistry()
-    pools: list[ConnectionPool] = []
-
-    @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.AiohttpSession:
-        connection = await asyncio.to_thread(parts.connect)
-        pools.append(ConnectionPool(connection, limit=0, headers=connection.as_http_headers()))
-        return kopf.AiohttpSession(
-            server=connection.server,
-            default_namespace=connection.default_namespace,
-            expiration=connection.expiration,
-            aiohttp_session=pools[-1].session,
-        )
-
-    @kopf.on.event(names.API_GROUP, names.CRD_VERSION, names.CRD_PLURAL, registry=registry)
-    async def job_changed(*, namespace: str | None, name: str | None, **_: Any) -> None:
-        queue.enqueue((str(namespace), str(name)))
-
-    async def object_changed(*, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        queue.enqueue((str(namespace), labels[names.JOB_LABEL]))
-
-    for plural in _WATCHED_RESOURCES:
-        kopf.on.event("v1", plural, labels={names.JOB_LABEL: kopf.PRESENT}, registry=registry)(object_changed)
-    before = asyncio.all_tasks()
-    tasks = await kopf.spawn_tasks(
-        registry=registry,
-        settings=_kopf_settings(),
-        standalone=True,
-        clusterwide=not settings.namespaces,
-        namespaces=settings.namespaces,
-    )
-    parts.install_handlers()
-    try:
-        await kopf.run_tasks(tasks, ignored=before)
-    finally:
-        await asyncio.gather(*(pool.close() for pool in pools))
-
-
-def _kopf_settings() -> kopf.OperatorSettings:
-    """Return the settings of kopf, which only watches; it posts no events and writes into no object."""
-    settings = kopf.OperatorSettings()
-    settings.posting.enabled = False
-    settings.watching.server_timeout = 270
-    settings.watching.reconnect_backoff = 0.1
-    settings.watching.chunk_size = _LIST_CHUNK_SIZE
-    for plural in _WATCHED_RESOURCES:
-        settings.watching.label_selectors["v1", plural] = names.JOB_LABEL
-    settings.queueing.exit_timeout = 0.5  # its handlers only enqueue
-    settings.process.ultimate_exiting_timeout = None  # run_until_one_ends limits the shutdown
-    return settings
+async def _enqueue_changes(
+    client: KubernetesClient, kind: ResourceKind, namespace: str | None, queue: ReconcileQueue
+) -> None:
+    """Enqueue a job for every change of it, or of one of its Pods or ConfigMaps, which alone have the label."""
+    is_job = kind is api_client.TRAINING_JOBS
+    async for found in client.watch(kind, namespace, **({} if is_job else {"labelSelector": names.JOB_LABEL})):
+        metadata = found["metadata"]
+        queue.enqueue((metadata["namespace"], metadata["name"] if is_job else metadata["labels"][names.JOB_LABEL]))
 
 
 def _uses_tls(settings: OperatorSettings) -> bool:
@@ -541,11 +430,6 @@ async def _gateway_certificate(client: KubernetesClient, settings: OperatorSetti
     found = (await client.get(api_client.SECRETS, namespace, _GATEWAY_SECRET))["data"]
     texts = {key: b64decode(found[key]).decode() for key in ("tls.crt", "tls.key")}
     return ServerCertificate(certificate=texts["tls.crt"], key=texts["tls.key"])
-
-
-def quiet_kopf() -> None:
-    """Limit the logs of kopf to warnings and errors."""
-    logging.getLogger("kopf").setLevel(logging.WARNING)
 
 
 def operator_settings(options: Mapping[str, Any], *, identity: str) -> OperatorSettings:

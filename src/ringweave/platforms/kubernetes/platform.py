@@ -174,12 +174,9 @@ class JobLogReader:
                 return
 
     async def _is_job_finished(self, client: KubernetesClient) -> bool:
-        try:
-            resource = await client.get(api_client.TRAINING_JOBS, self._owner.namespace, self._owner.name)
-        except ApiError as error:
-            if error.is_not_found:
-                return True
-            raise
+        resource = await client.find(api_client.TRAINING_JOBS, self._owner.namespace, self._owner.name)
+        if resource is None:
+            return True
         self._job = job_resource.job_from_resource(resource) or self._job
         return is_finished(self._job)
 
@@ -354,33 +351,29 @@ class KubernetesPlatform(Platform):
 
     async def _wait_for_admission(self, client: KubernetesClient, resource: Object) -> Object:
         """Return the job after the operator's decision, or after a timeout."""
-        metadata = resource["metadata"]
-        deadline_s = self._clock() + self._admission_timeout_s
+        name, deadline_s = resource["metadata"]["name"], self._clock() + self._admission_timeout_s
         while self._clock() < deadline_s:
             status = resource.get("status", {})
             if "record" in status:
                 return resource
             if status.get("state") == REFUSED_STATE:
-                preconditions = {"uid": metadata["uid"]}
-                await client.delete(
-                    api_client.TRAINING_JOBS, metadata["namespace"], metadata["name"], preconditions=preconditions
-                )
+                await client.delete_exactly(api_client.TRAINING_JOBS, resource)
                 raise JobError(status["message"])
             await asyncio.sleep(_ADMISSION_POLL_S)
-            resource = await self._get_resource(client, metadata["name"])
+            resource = await self._get_resource(client, name)
         return resource
 
     async def _apply_verb(self, client: KubernetesClient, name: str, verb: str) -> JobView:
         resource = await self._get_resource(client, name)
         job = displayed_training_job(resource, self._clock())
         desired = verbs.apply_verb(verb, job, self._clock())
-        namespace, metadata = self._namespace_or_default(client), resource["metadata"]
         try:
             if desired.delete:
-                await client.delete(api_client.TRAINING_JOBS, namespace, name, preconditions={"uid": metadata["uid"]})
+                await client.delete_exactly(api_client.TRAINING_JOBS, resource)
             else:
                 spec = job_resource.spec_changes(job.desired, desired)
-                body = {"metadata": {"uid": metadata["uid"]}, "spec": spec}
+                body = {"metadata": {"uid": resource["metadata"]["uid"]}, "spec": spec}
+                namespace = resource["metadata"]["namespace"]
                 resource = await client.patch(api_client.TRAINING_JOBS, namespace, name, body)
         except ApiError as error:
             raise _to_user_error(error, f"{verb} of job {name}") from error
@@ -389,16 +382,14 @@ class KubernetesPlatform(Platform):
     async def _get_resource(self, client: KubernetesClient, name: str) -> Object:
         namespace = self._namespace_or_default(client)
         try:
-            return await client.get(api_client.TRAINING_JOBS, namespace, name)
+            found = await client.find(api_client.TRAINING_JOBS, namespace, name)
         except ApiError as error:
-            if not error.is_not_found:
-                raise _to_user_error(error, f"job {name}") from error
-            existing = await client.list(api_client.TRAINING_JOBS, namespace)
-            names = [each["metadata"]["name"] for each in existing]
-            where = f"kubernetes, namespace {namespace}"
-            raise admission.unknown_job_error(
-                name, names, look="See ringweave jobs --on kubernetes", where=where
-            ) from error
+            raise _to_user_error(error, f"job {name}") from error
+        if found is not None:
+            return found
+        names = [each["metadata"]["name"] for each in await client.list(api_client.TRAINING_JOBS, namespace)]
+        where = f"kubernetes, namespace {namespace}"
+        raise admission.unknown_job_error(name, names, look="See ringweave jobs --on kubernetes", where=where)
 
     def _namespace_or_default(self, client: KubernetesClient) -> str:
         return self._namespace or client.namespace

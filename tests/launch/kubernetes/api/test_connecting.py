@@ -31,19 +31,21 @@ def config(tmp_path: Path) -> Path:
     script = tmp_path / "plugin.py"
     script.write_text(f"print({json.dumps(answer)!r})")
     path.write_text(CONFIG.replace("COMMAND", sys.executable).replace("ARGUMENT", str(script)))
-    (tmp_path / "token").write_text("from-a-file\n")
+    for name, text in (("token", "from-a-file\n"), ("ca.crt", "an authority"), ("me.crt", "me"), ("me.key", "key")):
+        (tmp_path / name).write_text(text)
     return path
 
 
-def test_the_current_context_counts(config: Path, tmp_path: Path) -> None:
+def test_the_current_context_counts(config: Path) -> None:
     found = connection_info({"KUBECONFIG": str(config)})
     assert (found.server, found.token, found.default_namespace) == ("https://api.example:6443", "secret", "team")
-    assert found.ca_path == str(tmp_path / "ca.crt")
+    assert found.authority == "an authority"
+    assert found.headers() == {"Authorization": "Bearer secret"}
 
 
-def test_another_context_can_be_named(config: Path, tmp_path: Path) -> None:
+def test_another_context_can_be_named(config: Path) -> None:
     found = connection_info({"KUBECONFIG": str(config)}, context="three")
-    assert (found.certificate_path, found.private_key_path) == (str(tmp_path / "me.crt"), str(tmp_path / "me.key"))
+    assert found.certificate == "key\nme"
     assert found.token == "from-a-file"
 
 
@@ -59,7 +61,8 @@ def test_files_are_taken_together_and_the_first_wins(config: Path, tmp_path: Pat
 
 def test_the_usual_place_is_in_the_home_folder(config: Path, tmp_path: Path) -> None:
     (tmp_path / ".kube").mkdir()
-    config.rename(tmp_path / ".kube" / "config")
+    for path in (config, tmp_path / "ca.crt"):
+        path.rename(tmp_path / ".kube" / path.name)
     assert connection_info({}, home=tmp_path).token == "secret"
 
 

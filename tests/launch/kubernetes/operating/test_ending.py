@@ -1,11 +1,9 @@
-"""An operator that is told to stop is gone soon: also where a part of it does not hear its cancellation."""
+"""Parts of the operator end together, and a signal ends all."""
 
 import asyncio
-import logging
 import os
 import signal
-import subprocess
-import sys
+import threading
 
 import pytest
 
@@ -22,44 +20,24 @@ def run(work) -> None:
     asyncio.run(inside())
 
 
-async def at_once() -> None:
-    return
-
-
 async def forever() -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("num_lost", [1, 3])
-def test_a_part_that_loses_cancellations_is_ended(num_lost: int) -> None:
-    # As a watch of kopf's does that ended just before.
-    lost = 0
+def test_when_one_part_ends_the_others_are_over_too() -> None:
+    ended: list[str] = []
 
-    async def loses() -> None:
-        nonlocal lost
-        while lost < num_lost:
-            try:
-                await forever()
-            except asyncio.CancelledError:
-                lost += 1
-        await forever()
+    async def tidies_up() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("tidy")
 
-    run(lambda: operator.run_until_one_ends(at_once(), loses(), grace_s=0.01))
-    assert lost == num_lost
-
-
-def test_what_a_part_left_behind_is_ended_and_what_was_there_before_is_not() -> None:
     async def work() -> None:
-        before = asyncio.create_task(forever())
-        left: list[asyncio.Task[None]] = []
-
-        async def leaves() -> None:
-            left.append(asyncio.create_task(forever()))
-
-        await operator.run_until_one_ends(leaves(), forever())
-        assert left[0].cancelled()
-        assert not before.done()
-        before.cancel()
+        await operator.run_until_one_ends(asyncio.sleep(0), tidies_up())
+        assert ended == ["tidy"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(work)
 
@@ -72,58 +50,27 @@ def test_the_error_of_a_part_is_the_error_of_all() -> None:
         run(lambda: operator.run_until_one_ends(forever(), fails()))
 
 
-def test_what_does_not_end_is_given_up_and_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+
     async def work() -> None:
-        over = asyncio.Event()
-
-        async def stays() -> None:
-            while not over.is_set():
-                try:
-                    await over.wait()
-                except asyncio.CancelledError:
-                    continue
-
-        task = asyncio.create_task(stays(), name="stubborn")
-        await asyncio.sleep(0)
-        left = await operator.cancel_other_tasks({asyncio.current_task()}, limit_s=0.3)
-        assert left == {task}
-        over.set()
-        await task
-
-    with caplog.at_level(logging.WARNING):
-        run(work)
-    assert "abandoned after 0.3 s: stubborn" in caplog.text
-
-
-def test_its_end_begins_once_a_signal_is_heard() -> None:
-    async def work() -> None:
-        stop, told = asyncio.Event(), []
-
-        async def stopped() -> None:
-            await stop.wait()
-
-        with operator.handle_stop_signals(stop) as hear:
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGTERM, lambda: None)  # as kopf does
-            hear()
-            os.kill(os.getpid(), signal.SIGTERM)
-            await operator.run_until_one_ends(stopped(), forever(), on_shutdown=lambda: told.append(1))
-        assert told == [1]
+        with operator.stop_signals() as stop:
+            os.kill(os.getpid(), number)
+            await operator.run_until_one_ends(stop.wait(), forever())
 
     run(work)
+    assert signal.getsignal(number) is before
 
 
-@pytest.mark.slow
-def test_a_process_that_does_not_end_is_ended_by_force_and_says_where_it_was() -> None:
-    program = (
-        "import threading\n"
-        "from ringweave.platforms.kubernetes import operator\n"
-        "operator.kill_process_later(0.1)\n"
-        "def stands_still():\n"
-        "    threading.Event().wait()\n"
-        "stands_still()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON_S, check=False)
-    assert done.returncode == 1
-    assert "operator: still running 0.1 s after it was told to stop; killed" in done.stderr
-    assert "stands_still" in done.stderr
+def test_beside_the_main_thread_nothing_hears_signals() -> None:
+    heard: list[bool] = []
+
+    async def work() -> None:
+        with operator.stop_signals() as stop:
+            heard.append(stop.is_set())
+
+    thread = threading.Thread(target=run, args=(work,))
+    thread.start()
+    thread.join(SOON_S)
+    assert heard == [False]

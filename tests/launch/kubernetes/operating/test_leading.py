@@ -89,10 +89,9 @@ class Failing:
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)
 
-    async def get(self, *_: Any) -> Any:
+    async def find(self, *_: Any) -> None:
         if self._errors:
             raise self._errors.pop(0)
-        raise ApiError("none", status=404, reason="NotFound", message="")
 
     async def create(self, *_: Any) -> None:
         return
@@ -131,12 +130,10 @@ class Silent:
     def __init__(self, num_answers: int) -> None:
         self._left, self._lease = num_answers, None
 
-    async def get(self, *_: Any) -> Any:
+    async def find(self, *_: Any) -> Any:
         if self._left == 0:
             await asyncio.Event().wait()
         self._left -= 1
-        if self._lease is None:
-            raise ApiError("none", status=404, reason="NotFound", message="")
         return self._lease
 
     async def create(self, _kind: Any, _namespace: Any, lease: Any) -> None:

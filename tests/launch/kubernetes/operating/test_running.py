@@ -42,9 +42,13 @@ def a_lease(identity: str) -> LeaseSettings:
     return LeaseSettings(namespace="default", identity=identity, duration_s=600.0, renew_s=60.0)
 
 
-def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubeconfig: Path) -> None:
+def free_url() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/healthz"
+        return f"http://127.0.0.1:{free.getsockname()[1]}/healthz"
+
+
+def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubeconfig: Path) -> None:
+    url = free_url()
 
     async def test(ready: asyncio.Event) -> None:
         async with aiohttp.ClientSession() as session:
@@ -55,6 +59,8 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
                         break
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(0.02)
+            async with session.get(url.replace("healthz", "readyz")) as answer:
+                assert (answer.status, await answer.text()) == (503, "waits for the lease")
             async with session.get(url.replace("healthz", "metrics")) as answer:
                 shown = await answer.text()
                 assert (answer.status, answer.content_type) == (200, "text/plain")
@@ -80,6 +86,42 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
     asyncio.run(take())
     play(kubeconfig, OperatorSettings(lease=a_lease("second"), gateway_port=None, liveness_url=url), test)
     asyncio.run(give_back())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [True, False])
+def test_one_whose_api_server_is_away_leads_again_afterwards(
+    cluster: FakeCluster, kubeconfig: Path, answers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = free_url()
+
+    async def is_ready(session: aiohttp.ClientSession) -> int:
+        async with session.get(url.replace("healthz", "readyz")) as answer:
+            return answer.status
+
+    async def away(_: web.Request) -> None:
+        if answers:
+            raise web.HTTPServiceUnavailable(text="not now")
+        await asyncio.Event().wait()
+
+    async def test(ready: asyncio.Event) -> None:
+        async with aiohttp.ClientSession() as session:
+            await ready.wait()
+            assert await is_ready(session) == 200
+            cluster.handler.before_request = away
+            while ready.is_set():
+                await asyncio.sleep(0.02)
+            assert await is_ready(session) == 503
+            cluster.handler.before_request = None
+            await ready.wait()
+            assert await is_ready(session) == 200
+
+    lease = LeaseSettings(namespace="default", identity="patient", duration_s=6.0, renew_s=2.0)
+    try:
+        play(kubeconfig, OperatorSettings(lease=lease, gateway_port=None, liveness_url=url), test)
+    finally:
+        cluster.handler.before_request = None
+    assert "lease of the operator: lost, expected to hold it. Another operator leads now, or will." in caplog.text
 
 
 @pytest.mark.slow
