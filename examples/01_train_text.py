@@ -10,8 +10,10 @@ It leaves in --out: losses.jsonl, checkpoints/ (continue with --resume), tensorb
 
 import argparse
 import dataclasses
+import inspect
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from support import bigram, evaluation, files, gpt, pictures, processes, report,
 from support.checkpoints import Checkpoints
 
 SIZES = [(field.name, field.default) for field in dataclasses.fields(gpt.GPTConfig)]
+HAS_SYNC_OPTION = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # older torch has not
+CONSTANT_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if HAS_SYNC_OPTION else "broadcast_buffers": False}
 
 
 def parse_options() -> argparse.Namespace:
@@ -61,7 +65,7 @@ def train(options: argparse.Namespace) -> None:
 
     torch.manual_seed(options.seed)
     model = gpt.GPT(gpt.GPTConfig(**{name: getattr(options, name) for name, _ in SIZES})).to(device)
-    parallel = DistributedDataParallel(model, forward_sync_buffers=False)  # the only one is a constant
+    parallel = DistributedDataParallel(model, **CONSTANT_BUFFERS)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     # DDP regroups its gradients after the first backward pass. With one pass thrown away, all that count add up in

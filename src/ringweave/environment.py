@@ -40,9 +40,9 @@ class WorkerEnvironment:
     node: str | None = None
     """Name of this worker's node; None: it is found from host name or address."""
     run_dir: Path | None = None
-    """Folder of events and run.json; only `ringweave run` sets it, so its presence identifies the launcher."""
+    """Folder of events and run.json. `ringweave run` and jobs set it; under torchrun the user or rank 0 does."""
     replace_backend: bool = False
-    """An explicit "gloo" or "nccl" in the script becomes ringweave too."""
+    """Groups of no name, and of an explicit "gloo" or "nccl", are of ringweave; under any launcher."""
     schedule: str | None = None
     """Name of the schedule that every large enough collective must use; None: the planner chooses."""
     mode: str | None = None

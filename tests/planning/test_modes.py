@@ -6,7 +6,7 @@ from ringweave.planning import modes
 
 def test_the_script_decides_before_the_launcher_and_auto_last() -> None:
     assert modes.decide_mode("sync", "balanced", 4) == ("sync", "the script asks for it")
-    assert modes.decide_mode("auto", "sync", 4) == ("sync", "ringweave run --mode asks for it")
+    assert modes.decide_mode("auto", "sync", 4) == ("sync", "--mode or RINGWEAVE_MODE asks for it")
     assert modes.decide_mode("auto", None, 4)[0] == "balanced"
     assert modes.decide_mode("auto", "auto", 1) == ("sync", "there is only one worker")
 

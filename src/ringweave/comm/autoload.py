@@ -1,9 +1,11 @@
 """Entry point of `torch.backends`: `import torch` registers the backend, so scripts need no line about ringweave."""
 
+import atexit
 import functools
 import inspect
 import logging
 import os
+import sys
 from typing import Any
 
 from ringweave.environment import WorkerEnvironment
@@ -14,8 +16,9 @@ _DEVICES = ("cpu", "cuda")
 def register() -> None:
     """Make the backend "ringweave" known to torch.distributed.
 
-    It imports nothing heavy and never raises: a failure here would break `import torch` for all users. Under `ringweave
-    run` the backend also becomes the default of groups that name none.
+    It imports nothing heavy and never raises: a failure here would break `import torch` for all users. With a run
+    directory, as under `ringweave run`, or with RINGWEAVE_REPLACE_BACKEND=1 the backend also becomes the default of
+    groups that name none.
     """
     try:
         _register(WorkerEnvironment.from_environ(os.environ))
@@ -31,10 +34,20 @@ def _register(environment: WorkerEnvironment) -> None:
     if not dist.is_available():
         return
     dist.Backend.register_backend("ringweave", _create_group, extended_api=True, devices=list(_DEVICES))
-    if environment.run_dir is not None:
-        dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
-    if environment.replace_backend and environment.run_dir is not None:
+    if environment.run_dir is None and not environment.replace_backend:
+        return
+    dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
+    atexit.register(_end_record)
+    if environment.replace_backend:
         _replace_named_backends()
+
+
+def _end_record() -> None:
+    """Complete run.json if this process is torchrun: it has loaded its launcher, which no worker does."""
+    if "torch.distributed.launcher.api" in sys.modules:
+        from ringweave.comm import torchrun
+
+        torchrun.end_record()
 
 
 def _create_group(options: object, backend_options: object) -> object:
@@ -44,7 +57,7 @@ def _create_group(options: object, backend_options: object) -> object:
 
 
 def _replace_named_backends() -> None:
-    """Replace gloo or nccl, where named, by ringweave: `ringweave run --replace-backend`."""
+    """Replace gloo or nccl, where named, by ringweave: RINGWEAVE_REPLACE_BACKEND=1."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
-from ringweave.comm import group_info, plan_choice
+from ringweave.comm import group_info, plan_choice, torchrun
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
@@ -308,6 +308,7 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
         info = group_info.exchange_group_info(
             store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
         )
+        environment = torchrun.join_run(store, info, environment)
         return RingweaveProcessGroup(store, info, listeners, str(options.group_id), options.timeout, environment)
     except BaseException:
         for door in listeners:

@@ -241,7 +241,7 @@ _DELEGATED_METHODS = (
     "scatter",
     "send",
 )
-"""Methods of torch's ProcessGroup that start a collective or a message, in torch 2.12 and 2.13, except allreduce."""
+"""Methods of torch's ProcessGroup that start a collective or a message, in torch 2.11 to 2.14, except allreduce."""
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 """Works that cannot be polled: a wait that times out closes their connection."""
 

@@ -67,12 +67,20 @@ class RunRecorder:
     def close(self, *, outcome: str, exit_code: int, cause: str | None) -> float:
         """Record the end of the attempt; return its seconds."""
         wall_s = round(time.monotonic() - self._started_s, 3)
-        self._events.write("run_ended", outcome=outcome, exit_code=exit_code, wall_s=wall_s, cause=cause)
-        ended = {"ended": _local_time(), "wall_s": wall_s, "exit_code": exit_code, "outcome": outcome, "cause": cause}
-        summary = launcher_run_dir.summarize_events(telemetry.read_last_attempt(self._run_dir.events))
-        launcher_run_dir.update_run_json(self._run_dir.run_json, ended | summary)
+        summary = end_attempt(self._run_dir, wall_s=wall_s, outcome=outcome, exit_code=exit_code, cause=cause)
         self.training = summary["training"]
         return wall_s
+
+
+def end_attempt(run_dir: RunDir, *, wall_s: float, outcome: str, exit_code: int, cause: str | None) -> dict[str, Any]:
+    """Write the end of an attempt to the event log and run.json; return the summary of its events."""
+    telemetry.EventLog(run_dir.events).write(
+        "run_ended", outcome=outcome, exit_code=exit_code, wall_s=wall_s, cause=cause
+    )
+    ended = {"ended": _local_time(), "wall_s": wall_s, "exit_code": exit_code, "outcome": outcome, "cause": cause}
+    summary = launcher_run_dir.summarize_events(telemetry.read_last_attempt(run_dir.events))
+    launcher_run_dir.update_run_json(run_dir.run_json, ended | summary)
+    return summary
 
 
 def _local_time() -> str:

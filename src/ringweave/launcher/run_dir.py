@@ -297,8 +297,10 @@ def is_run_dir_held(run_dir: RunDir) -> bool:
     return False
 
 
-def begin_attempt(run_dir: RunDir, cluster_text: str) -> int:
+def begin_attempt(run_dir: RunDir, cluster_text: str | None) -> int:
     """Prepare the directory for a run: move an earlier attempt's files away, write the cluster file.
+
+    `cluster_text` None: the machines of the run are not described.
 
     Returns:
         The number of the new attempt, 1 for the first.
@@ -314,7 +316,8 @@ def begin_attempt(run_dir: RunDir, cluster_text: str) -> int:
         number += 1
     elif run_dir.cluster_file.exists() and run_dir.cluster_file.read_text(encoding="utf-8") != cluster_text:
         raise UsageError(_run_dir_refusal(run_dir, "one without a cluster.yaml of another origin", "Give another"))
-    run_dir.cluster_file.write_text(cluster_text, encoding="utf-8")
+    if cluster_text is not None:
+        run_dir.cluster_file.write_text(cluster_text, encoding="utf-8")
     (run_dir.root / "logs").mkdir(exist_ok=True)
     return number
 

@@ -195,7 +195,9 @@ def _check_elastic(run_dir: RunDir) -> None:
         raise UsageError(explain("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json)))
     if not isinstance(record, dict) or not record.get("elastic"):
         expected = "a run with --elastic MIN:MAX"
-        raise UsageError(explain("run", got=str(run_dir.root), expected=expected, do="Start it again with --elastic"))
+        raise UsageError(
+            explain("run", got=str(run_dir.root), expected=expected, do="Start it again by ringweave run --elastic")
+        )
 
 
 def _check_alive(run_dir: RunDir) -> None:

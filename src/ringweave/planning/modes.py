@@ -39,7 +39,7 @@ def decide_mode(requested: str, launcher_mode: str | None, world_size: int) -> t
     """
     for name, source in (
         (requested, "the script asks for it"),
-        (launcher_mode or AUTO, "ringweave run --mode asks for it"),
+        (launcher_mode or AUTO, "--mode or RINGWEAVE_MODE asks for it"),
     ):
         if check_mode(name) != AUTO:
             return name, source

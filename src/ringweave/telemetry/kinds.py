@@ -196,18 +196,18 @@ _GROUP_FIELD = "name of the process group, the same on all its ranks"
 EVENT_KINDS: Mapping[str, EventKind] = {
     "run_started": EventKind(
         meaning="An attempt of a run begins; all events up to the next `run_started` belong to this attempt.",
-        written_by="launcher",
+        written_by="launcher; under torchrun by the first rank",
         fields={
             "format": f"version of the events of this attempt: {EVENTS_FORMAT}; readers refuse others",
             "attempt": "1 for the first run in this directory, then 2, 3, ...",
             "command": "the program and its arguments, as a list",
-            "cluster": "name of the cluster",
+            "cluster": "name of the cluster; null under torchrun without a cluster file",
             "world_size": "number of workers",
         },
     ),
     "worker_started": EventKind(
         meaning="The process of a worker was started.",
-        written_by="launcher",
+        written_by="launcher; under torchrun by the worker, once it is in the process group",
         fields={
             "rank": RANK_FIELD,
             "node": _NODE_FIELD,
@@ -217,7 +217,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     ),
     "worker_exited": EventKind(
         meaning="The process of a worker ended.",
-        written_by="launcher",
+        written_by="launcher; under torchrun by its own process, for workers that failed",
         fields={
             "rank": RANK_FIELD,
             "node": _NODE_FIELD,
@@ -240,7 +240,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     ),
     "run_ended": EventKind(
         meaning="All workers have ended and nothing of them is left.",
-        written_by="launcher",
+        written_by="launcher; under torchrun by its own process",
         fields={
             "outcome": "`done`, `failed` or `interrupted`",
             "exit_code": "exit code of `ringweave run`",

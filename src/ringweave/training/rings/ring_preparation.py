@@ -198,7 +198,7 @@ def server_connectors(
                 "parameter server",
                 got="none in this run",
                 expected="one that the launcher has started",
-                do="Use ringweave run --mode ps-hra",
+                do="Use ringweave run --mode ps-hra or ringweave submit; torchrun starts no server",
             )
         )
     authentication = authentication or rpc.TlsAuthentication(
