@@ -21,7 +21,7 @@ from ringweave.platforms.agent.agent_channel import (
     rendezvous_result,
 )
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_round import RoundCoordinatorFactory
+from ringweave.platforms.agent.node_round import RoundServices
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
 
@@ -47,14 +47,14 @@ def channel(folder: Path) -> FileAgentChannel:
     return FileAgentChannel(job, job.group(0, 1), lambda seconds: None)
 
 
-def opening(desks: dict[str, RoundCoordinatorFactory], round_: int = 1) -> RendezvousResult:
+def opening(desks: dict[str, RoundServices], round_: int = 1) -> RendezvousResult:
     """The gate as it is opened when all have offered."""
     offers = {
         name: AgentStatus(
             round=round_, phase="Ready", pid=1, master_address=HostPort(host="h", port=1), coordinator=meeting
         )
         for name, desk in desks.items()
-        for meeting in [desk.prepare_round(DesiredState(round=round_))]
+        for meeting in [desk.prepare_round(DesiredState(round=round_)).get("coordinator")]
     }
     found = rendezvous_result(CONFIG, round_, offers)
     assert found is not None
@@ -62,22 +62,20 @@ def opening(desks: dict[str, RoundCoordinatorFactory], round_: int = 1) -> Rende
 
 
 @pytest.fixture
-def desks(tmp_path: Path) -> dict[str, RoundCoordinatorFactory]:
+def desks(tmp_path: Path) -> dict[str, RoundServices]:
     site = Noted()
-    return {name: RoundCoordinatorFactory(CONFIG, name, site, channel(tmp_path)) for name in "abc"}
+    return {name: RoundServices(CONFIG, name, site, channel(tmp_path)) for name in "abc"}
 
 
-def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundCoordinatorFactory]) -> None:
+def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundServices]) -> None:
     assert CONFIG.coordinator_nodes == ("a", "b")
     assert replace(CONFIG, min_workers=None).coordinator_nodes == ()
     found = opening(desks)
     assert [meeting.host for meeting in found.coordinators] == ["127.0.0.1"] * 2
-    assert desks["c"].prepare_round(DesiredState(round=1)) is None
+    assert desks["c"].prepare_round(DesiredState(round=1)) == {}
 
 
-def test_there_are_credentials_for_every_life_each_of_use_once(
-    desks: dict[str, RoundCoordinatorFactory], tmp_path
-) -> None:
+def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, RoundServices], tmp_path) -> None:
     opening(desks)
     spares = channel(tmp_path)
     names = [spares.take_credentials(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
@@ -101,20 +99,17 @@ def test_there_are_credentials_for_every_life_each_of_use_once(
     assert spares.take_credentials(2, "worker-3").identity.name == "3.0"
 
 
-def told(
-    desk: RoundCoordinatorFactory, found: RendezvousResult, folder: Path, starting: list[str]
-) -> main.argparse.Namespace:
+def told(desk: RoundServices, found: RendezvousResult, folder: Path, starting: list[str]) -> main.argparse.Namespace:
     """What the process of this desk's coordinator is told."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    coordinator = desk.create_coordinator(found, RunDir(root=folder), initial_members=starting)
-    assert coordinator is not None
+    (coordinator,) = desk.create_services(found, RunDir(root=folder), initial_members=starting)
     with coordinator.running({}):
         pass
     return main.parse(desk._node_context.told[-1][1:])
 
 
 def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_workers(
-    desks: dict[str, RoundCoordinatorFactory], tmp_path: Path
+    desks: dict[str, RoundServices], tmp_path: Path
 ) -> None:
     found = opening(desks)
     first = told(desks["a"], found, tmp_path, ["0.0", "1.0"])
@@ -125,9 +120,9 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     ]
     assert first.other == f"127.0.0.1:{second.port}"
     assert second.other == f"127.0.0.1:{first.port}"
-    assert desks["c"].create_coordinator(found, RunDir(root=tmp_path), initial_members=["4.0"]) is None
-    later = RoundCoordinatorFactory(CONFIG, "a", desks["a"]._node_context, channel(tmp_path))
-    assert later.prepare_round(DesiredState(round=1, rendezvous=found)) is None, (
+    assert desks["c"].create_services(found, RunDir(root=tmp_path), initial_members=["4.0"]) == []
+    later = RoundServices(CONFIG, "a", desks["a"]._node_context, channel(tmp_path))
+    assert later.prepare_round(DesiredState(round=1, rendezvous=found)) == {}, (
         "the gate is open: the credentials stay as they are"
     )
     again = told(later, found, tmp_path, ["0.1", "1.1"])
@@ -135,17 +130,15 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
 
 
 def test_it_stays_a_while_for_workers_of_other_nodes(
-    desks: dict[str, RoundCoordinatorFactory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desks: dict[str, RoundServices], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, found = [3], opening(desks)
     monkeypatch.setattr(CoordinatorProcesses, "num_connections", property(lambda self: count[0]))
-    coordinator = desks["a"].create_coordinator(found, RunDir(root=tmp_path), initial_members=[])
-    assert coordinator is not None
+    (coordinator,) = desks["a"].create_services(found, RunDir(root=tmp_path), initial_members=[])
     assert coordinator.is_needed(100.0)
     assert coordinator.is_needed(100.0 + COORDINATOR_LINGER_S - 0.1)
     assert not coordinator.is_needed(100.0 + COORDINATOR_LINGER_S), "who trains on needs none"
-    coordinator = desks["b"].create_coordinator(found, RunDir(root=tmp_path), initial_members=[])
-    assert coordinator is not None
+    (coordinator,) = desks["b"].create_services(found, RunDir(root=tmp_path), initial_members=[])
     count[0] = 1
     assert not coordinator.is_needed(100.0), "the other coordinator alone"
     assert coordinator.failure_text == ""

@@ -17,9 +17,9 @@ from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, Sideca
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
 from ringweave.platforms.agent import node_layout
-from ringweave.platforms.agent.agent_channel import RendezvousResult, RoundOverError
+from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.agent.node_round import NodeRound, RoundServerFactory
+from ringweave.platforms.agent.node_round import NodeRound, RoundServices
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.rpc import CertificateAuthority
@@ -82,10 +82,10 @@ def channel(folder: Path) -> FileAgentChannel:
 def test_credentials_are_handed_over_once_with_one_more_in_case_they_are_lost(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
     handover = channel(tmp_path)
-    desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
+    desk = RoundServices(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2):
-        desk.prepare_round(round_)
-    meeting = desk.prepare_round(3)
+        desk.prepare_round(DesiredState(round=round_))
+    meeting = desk.prepare_round(DesiredState(round=3))["server"]
     assert meeting.host == "127.0.0.1"
     files = sorted(path for path in secrets.rglob("*") if path.is_file())
     wanted = [f"round-3/worker-{rank}.{life}.json" for rank in range(3) for life in range(2)]
@@ -96,17 +96,18 @@ def test_credentials_are_handed_over_once_with_one_more_in_case_they_are_lost(tm
     assert handover.take_credentials(3, "worker-1") != credentials
     with pytest.raises(RoundOverError, match="none left for worker-1"):
         handover.take_credentials(3, "worker-1")
-    desk.prepare_round(3)
+    desk.prepare_round(DesiredState(round=3))
     assert handover.take_credentials(3, "worker-1").authority_pem != credentials.authority_pem
-    assert desk.create_server(2, RunDir(root=tmp_path)) is None
-    assert desk.create_server(3, RunDir(root=tmp_path)) is not None
+    begun = [RendezvousResult(round=round_, master_address=meeting, server=meeting) for round_ in (2, 3)]
+    counts = [len(desk.create_services(each, RunDir(root=tmp_path), initial_members=[])) for each in begun]
+    assert counts == [0, 1]
 
 
 def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_path: Path) -> None:
     handover = channel(tmp_path)
-    desk = RoundServerFactory(CONFIG, "a", HostContext(), handover)
+    desk = RoundServices(CONFIG, "a", HostContext(), handover)
     for round_ in (1, 2, 3):
-        desk.prepare_round(round_)
+        desk.prepare_round(DesiredState(round=round_))
     with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a current round"):
         handover.take_credentials(1, "worker-0")
     with pytest.raises(RoundOverError, match="credentials of round 4: 'none left for worker-0', expected a current"):

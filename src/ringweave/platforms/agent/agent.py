@@ -34,7 +34,7 @@ from ringweave.launcher.restarts import WorkerRestartPolicy
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member
-from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, WorkerSpec
+from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import (
     AgentChannel,
@@ -49,8 +49,7 @@ from ringweave.platforms.agent.node_round import (
     NodeOutcome,
     NodeRound,
     ProgressReader,
-    RoundCoordinatorFactory,
-    RoundServerFactory,
+    RoundServices,
     write_warning,
 )
 from ringweave.rpc import Credentials
@@ -246,20 +245,13 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
         channel: Channel to the platform.
         environ: Environment that workers inherit; the job's own variables override it.
     """
-    node = assignment.config.node(assignment.node)
 
     def why_stop() -> str:
         return agent.stop_reason()
 
     starter = _RoundStarter(assignment, channel, environ, why_stop)
 
-    def offer(orders: DesiredState) -> EndpointOffer:
-        starter.prepare_round(orders.round)
-        return EndpointOffer(
-            master_address=assignment.node_context.pick_address(node.name), **starter.prepare_sidecars(orders)
-        )
-
-    agent = NodeAgent(channel, make_offer=offer, start_workers=starter.start_workers)
+    agent = NodeAgent(channel, make_offer=starter.prepare_round, start_workers=starter.start_workers)
 
     def leave(number: int, _: FrameType | None) -> None:
         agent.request_leave(f"it got {signal.Signals(number).name}")
@@ -267,23 +259,6 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, leave)
     return agent.serve_until_done()
-
-
-def _server_factory(assignment: AgentAssignment, channel: AgentChannel) -> RoundServerFactory | None:
-    """Create the server factory, if this node has the parameter server."""
-    name = assignment.config.node(assignment.node).name
-    if node_layout.server_node(assignment.config) != name:
-        return None
-    return RoundServerFactory(assignment.config, name, assignment.node_context, channel)
-
-
-def _coordinator_factory(assignment: AgentAssignment, channel: AgentChannel) -> RoundCoordinatorFactory | None:
-    """Create the coordinator factory, if the job is elastic."""
-    config = assignment.config
-    if config.min_workers is None:
-        return None
-    name = config.node(assignment.node).name
-    return RoundCoordinatorFactory(config, name, assignment.node_context, channel, assignment.host)
 
 
 class _RoundStarter:
@@ -301,26 +276,18 @@ class _RoundStarter:
         self._assignment, self._config = assignment, assignment.config
         self._environ = {**environ, **self._config.environment}
         self._versions = run_dir.software_versions()
-        self._server_factory = _server_factory(assignment, channel)
-        self._coordinator_factory = _coordinator_factory(assignment, channel)
+        self._node = assignment.config.node(assignment.node).name
+        self._services = RoundServices(assignment.config, self._node, assignment.node_context, channel, assignment.host)
         self._program = WorkerProgram(target=self._config.script)
 
-    def prepare_round(self, round_: int) -> None:
-        run_dir = round_run_dir(self._assignment.home, round_)
+    def prepare_round(self, desired: DesiredState) -> EndpointOffer:
+        """Prepare the round's files and services on this node; return the addresses that it offers."""
+        run_dir = round_run_dir(self._assignment.home, desired.round)
         (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
         self._program = node_layout.worker_program(self._config, self._assignment.home)
         self._write_cluster_file(run_dir, {})
-
-    def prepare_sidecars(self, desired: DesiredState) -> dict[str, HostPort | None]:
-        """Prepare the services of the round that this node runs; return the addresses of server and coordinator."""
-        return {
-            "server": self._server_factory.prepare_round(desired.round, self._stop_reason)
-            if self._server_factory
-            else None,
-            "coordinator": self._coordinator_factory.prepare_round(desired, self._stop_reason)
-            if self._coordinator_factory
-            else None,
-        }
+        master_address = self._assignment.node_context.pick_address(self._node)
+        return EndpointOffer(master_address=master_address, **self._services.prepare_round(desired, self._stop_reason))
 
     def start_workers(self, rendezvous: RendezvousResult) -> NodeRound:
         assignment = self._assignment
@@ -329,11 +296,12 @@ class _RoundStarter:
             self._write_cluster_file(run_dir, rendezvous.addresses)
         group = _build_node_group(assignment, rendezvous, run_dir, self._program)
         credentials = self._take_credentials(rendezvous, group)
-        is_elastic = self._coordinator_factory is not None
+        is_elastic = self._config.min_workers is not None
         if is_elastic:
             named = [with_member(each, credentials[each.global_rank].identity.name) for each in group.workers]
             group = replace(group, workers=tuple(named))
-        services = self._create_services(rendezvous, run_dir, [each.identity.name for each in credentials.values()])
+        names = [each.identity.name for each in credentials.values()]
+        services = self._services.create_services(rendezvous, run_dir, initial_members=names)
         plan = NodePlan(
             group=group,
             environ=self._environ,
@@ -407,17 +375,6 @@ class _RoundStarter:
         ranks = [worker.global_rank for worker in group.workers]
         take = self._channel.take_credentials
         return {rank: take(rendezvous.round, f"worker-{rank}", self._stop_reason) for rank in ranks}
-
-    def _create_services(
-        self, rendezvous: RendezvousResult, run_dir: RunDir, initial_members: list[str]
-    ) -> list[ServiceProcesses]:
-        """Create the services of the round that this node runs: the parameter server or a coordinator, or none."""
-        found: ServiceProcesses | None = None
-        if self._coordinator_factory:
-            found = self._coordinator_factory.create_coordinator(rendezvous, run_dir, initial_members=initial_members)
-        elif self._server_factory:
-            found = self._server_factory.create_server(rendezvous.round, run_dir)
-        return [] if found is None else [found]
 
     def _write_cluster_file(self, run_dir: RunDir, addresses: Mapping[str, str]) -> None:
         cluster = node_layout.build_cluster(self._config, addresses)

@@ -18,12 +18,14 @@ from ringweave.launcher.services import (
     CoordinatorPair,
     CoordinatorProcesses,
     JobServer,
+    ServiceProcesses,
     SidecarEndpoint,
 )
 from ringweave.launcher.supervise import NodeWorkers
 from ringweave.launcher.workers import HostPort
 from ringweave.membership.membership_records import REASON_FINISHED
 from ringweave.membership.settings import MemberBounds
+from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import (
     NUM_INCARNATIONS,
     NUM_SERVER_INCARNATIONS,
@@ -180,8 +182,8 @@ def conclude_elastic_node(failures: Sequence[WorkerFailure]) -> NodeOutcome:
     return NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, exit_code=first.exit.exit_code, text=text)
 
 
-class RoundCoordinatorFactory:
-    """Prepares and creates a node's coordinator of each round."""
+class RoundServices:
+    """Prepares and creates the services that run on this node in each round: parameter server or coordinator."""
 
     def __init__(
         self,
@@ -191,23 +193,26 @@ class RoundCoordinatorFactory:
         channel: AgentChannel,
         host: str | None = None,
     ) -> None:
-        """Create the factory; makes no coordinator yet.
+        """Create the object; makes no service yet.
 
         Args:
             config: Config of the job.
-            node: Name of any node of the job; only its first two have a coordinator.
+            node: Name of any node of the job; the best connected one has its server, the first two have coordinators.
             node_context: Context that runs processes on the node.
             channel: Channel that distributes credentials.
             host: Name of this node that stays valid when another agent replaces this one; None: its address stays.
         """
         self._config, self._node, self._node_context = config, node, node_context
         self._channel, self._host = channel, host
-        self._prepared: tuple[int, HostPort] | None = None
+        self._has_server = node_layout.server_node(config) == node
+        self._prepared: tuple[int, HostPort, CertificateAuthority] | None = None
 
-    def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> HostPort | None:
-        """Return the address of this node's coordinator; None if it has none or the round has started already.
+    def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> dict[str, HostPort]:
+        """Return the address of the round's `server` or `coordinator` here; empty if this node has neither.
 
-        On the first node it also issues the credentials of all processes of the round.
+        The node of the server, and the first node of an elastic job, also issue the credentials of all processes of the
+        round. After the start of a round no coordinator is prepared: an agent that replaces another one takes over its
+        address.
 
         Raises:
             RoundOverError: The round is obsolete, as `stop_reason` says.
@@ -215,49 +220,63 @@ class RoundCoordinatorFactory:
             OSError: The credentials cannot be written.
         """
         is_open = desired.rendezvous is not None and desired.rendezvous.round == desired.round
-        if self._node not in self._config.coordinator_nodes or is_open:
-            return None
-        if self._node == self._config.coordinator_nodes[0]:
-            self._channel.publish_credentials(desired.round, self._issue_credentials(desired.round), stop_reason)
+        coordinators = () if is_open else self._config.coordinator_nodes
+        if not self._has_server and self._node not in coordinators:
+            return {}
+        role = SERVER_ROLE if self._has_server else COORDINATOR_ROLE
+        identity = Identity(job=f"{self._config.job}-{desired.round}-{os.getpid()}", role=role, name="0")
+        authority = CertificateAuthority(identity.job)
+        if self._has_server or self._node == coordinators[0]:
+            self._channel.publish_credentials(desired.round, self._issue_credentials(authority), stop_reason)
         address = self._node_context.pick_address(self._node)
-        address = replace(address, host=self._host or address.host)
-        self._prepared = (desired.round, address)
-        return address
+        if not self._has_server:
+            address = replace(address, host=self._host or address.host)
+        self._prepared = (desired.round, address, authority)
+        return {role: address}
 
-    def create_coordinator(
-        self,
-        rendezvous: RendezvousResult,
-        run_dir: RunDir,
-        *,
-        initial_members: Sequence[str],
-    ) -> CoordinatorProcesses | None:
-        """Create this node's coordinator of the started round; return None if it has none. It does not run yet.
+    def create_services(
+        self, rendezvous: RendezvousResult, run_dir: RunDir, *, initial_members: Sequence[str]
+    ) -> list[ServiceProcesses]:
+        """Create the services of the started round on this node; they do not run yet.
 
         Args:
             rendezvous: Rendezvous result of the round.
             run_dir: Run directory of this round on this node.
-            initial_members: Member names of this node's workers.
+            initial_members: Member names of this node's workers, if the job is elastic.
         """
-        if self._node not in self._config.coordinator_nodes or len(rendezvous.coordinators) < len(
-            self._config.coordinator_nodes
-        ):
-            return None
-        index = self._config.coordinator_nodes.index(self._node)
+        prepared = self._prepared if self._prepared is not None and self._prepared[0] == rendezvous.round else None
+        if self._has_server:
+            if prepared is None:
+                return []
+            _, address, authority = prepared
+            endpoint = SidecarEndpoint(node=self._node, advertised=address)
+            return [JobServer([endpoint], self._node_context, run_dir, authority)]
+        coordinators = self._config.coordinator_nodes
+        if self._node not in coordinators or len(rendezvous.coordinators) < len(coordinators):
+            return []
+        index = coordinators.index(self._node)
+        has_offered = prepared is not None and prepared[1] == rendezvous.coordinators[index]
+        return [
+            CoordinatorProcesses(
+                self._coordinator_pair(rendezvous, initial_members),
+                self._node_context,
+                run_dir,
+                credentials=lambda which: self._channel.take_credentials(
+                    rendezvous.round, f"{COORDINATOR_ROLE}-{which}"
+                ),
+                standby_by_index={index: index > 0 or not has_offered},
+                give_up=write_warning,
+            )
+        ]
+
+    def _coordinator_pair(self, rendezvous: RendezvousResult, initial_members: Sequence[str]) -> CoordinatorPair:
         assert self._config.min_workers is not None, "it has coordinators"
         node_addresses = zip(self._config.coordinator_nodes, rendezvous.coordinators, strict=True)
-        pair = CoordinatorPair(
+        return CoordinatorPair(
             endpoints=[self._endpoint(node, address) for node, address in node_addresses],
             bounds=MemberBounds(min_members=self._config.min_workers, max_members=self._config.world_size),
             expected_members=self._config.world_size,
             initial_members=initial_members,
-        )
-        return CoordinatorProcesses(
-            pair,
-            self._node_context,
-            run_dir,
-            credentials=lambda which: self._channel.take_credentials(rendezvous.round, f"{COORDINATOR_ROLE}-{which}"),
-            standby_by_index={index: index > 0 or self._prepared != (rendezvous.round, rendezvous.coordinators[index])},
-            give_up=write_warning,
         )
 
     def _endpoint(self, node: str, address: HostPort) -> SidecarEndpoint:
@@ -271,22 +290,23 @@ class RoundCoordinatorFactory:
             node=node, advertised=address, listen_host=self._node_context.pick_address(node).host if is_named else None
         )
 
-    def _issue_credentials(self, round_: int) -> dict[str, list[Credentials]]:
+    def _issue_credentials(self, authority: CertificateAuthority) -> dict[str, list[Credentials]]:
         """Issue the credentials of a round: holder -> credentials.
 
-        A worker's name it as a member, `RANK.INCARNATION`.
+        Those of an elastic job's worker name it as a member, `RANK.INCARNATION`.
         """
-        identity = Identity(job=f"{self._config.job}-{round_}-{os.getpid()}", role=COORDINATOR_ROLE, name="0")
-        authority = CertificateAuthority(identity.job)
+        is_elastic = self._config.min_workers is not None
+        incarnations = range(NUM_INCARNATIONS if is_elastic else NUM_SERVER_INCARNATIONS)
         issued = {
             f"worker-{rank}": [
-                authority.issue("worker", f"{rank}.{incarnation}") for incarnation in range(NUM_INCARNATIONS)
+                authority.issue("worker", f"{rank}.{incarnation}" if is_elastic else str(rank))
+                for incarnation in incarnations
             ]
             for rank in range(self._config.world_size)
         }
         for index in range(len(self._config.coordinator_nodes)):
             issued[f"{COORDINATOR_ROLE}-{index}"] = [
-                authority.issue(COORDINATOR_ROLE, str(index)) for _ in range(NUM_INCARNATIONS)
+                authority.issue(COORDINATOR_ROLE, str(index)) for _ in incarnations
             ]
         return issued
 
@@ -295,38 +315,3 @@ def write_warning(text: str) -> None:
     """Write a warning for people to the agent's own log."""
     sys.stderr.write(f"ringweave: {text}\n")
     sys.stderr.flush()
-
-
-class RoundServerFactory:
-    """Prepares and creates the server of each round, on one node."""
-
-    def __init__(self, config: JobConfig, node: str, node_context: NodeContext, channel: AgentChannel) -> None:
-        """`channel` distributes credentials to the other agents of the job."""
-        self._config, self._node, self._node_context, self._channel = config, node, node_context, channel
-        self._prepared: tuple[int, HostPort, CertificateAuthority] | None = None
-
-    def prepare_round(self, round_: int, stop_reason: StopReason = never_stop) -> HostPort:
-        """Return the address of the round's server, after distributing the credentials of all workers.
-
-        Raises:
-            RoundOverError: The round is obsolete, as `stop_reason` says.
-            LaunchError: There is no free port, or no receiver of the credentials.
-            OSError: The credentials cannot be written.
-        """
-        address = self._node_context.pick_address(self._node)
-        identity = Identity(job=f"{self._config.job}-{round_}-{os.getpid()}", role=SERVER_ROLE, name="0")
-        authority = CertificateAuthority(identity.job)
-        issued = {
-            f"worker-{rank}": [authority.issue("worker", str(rank)) for _ in range(NUM_SERVER_INCARNATIONS)]
-            for rank in range(self._config.world_size)
-        }
-        self._channel.publish_credentials(round_, issued, stop_reason)
-        self._prepared = (round_, address, authority)
-        return address
-
-    def create_server(self, round_: int, run_dir: RunDir) -> JobServer | None:
-        """Create the server that was prepared for this round; it does not run yet."""
-        if self._prepared is None or self._prepared[0] != round_:
-            return None
-        _, address, authority = self._prepared
-        return JobServer([SidecarEndpoint(node=self._node, advertised=address)], self._node_context, run_dir, authority)

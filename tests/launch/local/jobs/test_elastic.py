@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 
 import psutil
@@ -74,3 +75,22 @@ def check_steps(here: Here, node: int) -> None:
     ]
     assert len(sums) == 4
     assert len(set(sums)) == 1
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 3])
+def test_a_killed_worker_comes_back_in_its_node_and_no_retry_is_paid(here: Here, rank: int) -> None:
+    """The node of rank 3 has the standby, which reports no members: its agent asks the coordinators for them."""
+    here.submit(until_back.SCRIPT, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2)
+    node = f"n{rank // 2}"
+    wait_until(lambda: all(len(said(here, f"n{each // 2}", 1, each)) > 5 for each in range(4)), "training")
+    (folder,) = (here.state / "jobs").glob("job-*")
+    events = folder / "runs" / node / "1" / "round-1" / "events.jsonl"
+    starts = [event for event in map(json.loads, events.read_text().splitlines()) if event["kind"] == "worker_started"]
+    (pid,) = [event["pid"] for event in starts if event["rank"] == rank]
+    os.kill(pid, signal.SIGKILL)
+    job = here.wait(lambda job: job.state.is_end)
+    assert job.state == "Succeeded", (job, said(here, node, 1, rank)[-3:])
+    assert (job.round, [each.retries for each in job.nodes]) == (1, [0, 0])
+    assert [[end.text for end in each.attempts] for each in job.nodes] == [[""], [""]]
+    members = [each["member"] for each in said(here, node, 1, rank) if "member" in each]
+    assert set(members) == {f"{rank}.0", f"{rank}.1"}
