@@ -127,8 +127,16 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
         HostError: A host refuses; what was started has been ended then.
     """
     run_id = f"{request.job.request.name}-{secrets.token_hex(4)}"
+    try:
+        return _start_run(request, connections, run_id)
+    except BaseException:
+        end_run_at_once(connections.open, run_id)
+        raise
+
+
+def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: str) -> KnownRun:
     directories = prepare_files(request, connections.open, run_id)
-    endpoints = [_endpoint(connection) for connection in connections.open]
+    endpoints = run_parallel(_endpoint, connections.open)
     entry = RunEntry(
         run_id=run_id,
         version=(1, 1),
@@ -147,7 +155,6 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
         options=request.options,
         run_dir=str(request.run_dir or ""),
     )
-    save_known_run(known)
     environ = forwarded_environ(os.environ)
 
     def start(index: int, connection: SshConnection) -> None:
@@ -170,11 +177,11 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
             timeout_s=START_CALL_TIMEOUT_S,
         )
 
+    check_reachable(connections.open, endpoints)
+    save_known_run(known)
     try:
-        check_reachable(connections.open, endpoints)
         run_parallel(start, list(range(len(endpoints))), connections.open)
-    except LaunchError:
-        end_run_at_once(connections.open, run_id)
+    except BaseException:
         forget_known_run(known)
         raise
     return known

@@ -1,0 +1,101 @@
+"""Runs on hosts over Debian's sshd: nodes with homes, host keys and disks of their own."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ringweave_bench import ssh_lab
+from ringweave_bench.ssh_lab import SshLab
+from tests import demands
+
+pytestmark = pytest.mark.timeout(240)
+
+SCRIPT = """
+import os, socket
+print("rank", os.environ["RANK"], "on", socket.gethostname(), "in", os.path.basename(os.getcwd()))
+open("written-here", "w").write("x")
+"""
+RUN = [sys.executable, "-m", "ringweave", "run", "--hosts", "n0:2,n1,n2", "train.py"]
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest) -> Iterator[SshLab]:
+    """Three nodes, with a script on the first one."""
+    demands.need(request.config, demands.LAB, ssh_lab.problems())
+    with ssh_lab.ssh_lab(num_nodes=3) as made:
+        made.nodes[0].write("project/train.py", SCRIPT)
+        yield made
+
+
+def run(lab: SshLab) -> tuple[int, str, str]:
+    """Exit code, output and errors of the run."""
+    words = ["sh", "-c", 'cd project && exec "$@"', "sh", *RUN]
+    done = lab.nodes[0].run(words, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def left(lab: SshLab) -> list[str]:
+    """Processes, ports and files of runs on the nodes; the cache of files is kept on purpose."""
+    found = [f"{node.name}: {process.command}" for node in lab.nodes for process in node.processes()]
+    found += [f"{node.name}: {port}" for node in lab.nodes for port in node.listening_ports() if port != 22]
+    return found + [path for node in lab.nodes for path in node.files() if "/hosts/" in path and "/runs/" not in path]
+
+
+def test_workers_run_in_a_copy_on_their_own_hosts(lab: SshLab) -> None:
+    code, out, errors = run(lab)
+    assert code == 0, errors
+    hosts = ["n0", "n0", "n1", "n2"]
+    assert sorted(out.splitlines()) == [f"[{rank}] rank {rank} on {hosts[rank]} in files" for rank in range(4)]
+    assert "files: 1 of /home/trainer/project" in errors
+    assert not lab.nodes[0].path("/home/trainer/project/written-here").exists()
+    assert left(lab) == []
+
+
+def test_a_changed_host_key_is_refused(lab: SshLab) -> None:
+    lab.nodes[1].change_host_key()
+    code, _, errors = run(lab)
+    assert code == 1
+    assert "host n1: 'another host key than the known one', expected an answer by ssh." in errors
+    assert "forget its old key (ssh-keygen -R n1), then ssh n1 once" in errors
+    assert left(lab) == []
+
+
+def test_a_host_without_python_is_refused(lab: SshLab) -> None:
+    lab.nodes[2].hide_python()
+    code, _, errors = run(lab)
+    assert code == 1
+    assert "host n2: 'no Python with ringweave', expected an answer by ssh. Install ringweave there" in errors
+    assert left(lab) == []
+
+
+def test_a_clock_that_is_off_is_refused(lab: SshLab) -> None:
+    lab.nodes[1].set_clock(1.0)
+    code, _, errors = run(lab)
+    assert code == 1
+    assert "clock of host n1: '+86400 s from this machine's', expected the same time. Set it" in errors.replace(
+        '"', "'"
+    )
+    assert left(lab) == []
+
+
+def test_a_full_disk_is_named(lab: SshLab) -> None:
+    lab.nodes[1].fill_disk("/home")
+    code, _, errors = run(lab)
+    assert code == 1
+    assert "host n1:" in errors
+    assert "No space left on device" in errors
+    assert left(lab) == []
+
+
+def test_a_port_that_is_blocked_in_one_direction_is_named(lab: SshLab) -> None:
+    lab.nodes[2].nft(
+        "add table inet test",
+        "add chain inet test in { type filter hook input priority 0; }",
+        f"add rule inet test in ip saddr {lab.nodes[1].address} tcp dport != 22 tcp flags & (syn | ack) == syn drop",
+    )
+    code, _, errors = run(lab)
+    assert code == 1
+    assert "connection from host n1 to n2: 'timed out', expected a listener at" in errors
+    assert "Open TCP between them in the firewall, or give n2 another address." in errors
+    assert left(lab) == []
