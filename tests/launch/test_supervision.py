@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from ringweave.launcher.launcher import Launcher, WorkerExit, WorkerState
+from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.outcome import RunRecorder
 from ringweave.launcher.processes import LocalLauncher
 from ringweave.launcher.supervise import NodePlan, NodeWorkers, StopTimeouts
@@ -29,7 +29,7 @@ class Fake:
 
 
 @dataclass
-class FakeLauncher(Launcher):
+class FakeLauncher:
     workers: list[Fake]
     clock: Clock
     sent: list[tuple[str, float]] = field(default_factory=list)

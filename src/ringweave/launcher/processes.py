@@ -21,7 +21,7 @@ import psutil
 from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launcher import bootstrap, guard
-from ringweave.launcher.launcher import Launcher, WorkerExit, WorkerState
+from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
 from ringweave.launcher.workers import USER_CONTROLLED_VARIABLES, WorkerGroup, WorkerSpec
 
@@ -214,7 +214,7 @@ class ProcessContext:
     gone."""
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher:
     """Launcher of workers on this machine, each in its own session; leaving its context leaves no process behind.
 
     Workers die with this process, whatever kills it. They are reaped only at the end: while an ended worker is a
@@ -273,7 +273,11 @@ class LocalLauncher(Launcher):
             raise LaunchError(f"processes {pids} do not end, even after SIGKILL. Look at them with ps. [launch/local]")
 
     def start(self, group: WorkerGroup) -> None:
-        """Start all workers, possibly only those of one node, and begin to read their output."""
+        """Start all workers, possibly only those of one node, and begin to read their output.
+
+        Raises:
+            LaunchError: A worker could not be started; those already started have to be stopped.
+        """
         adopt_orphans()
         self._start_guard()
         for worker in group.workers:
@@ -299,6 +303,7 @@ class LocalLauncher(Launcher):
         return self._processes[global_rank].pid
 
     def observe(self) -> Sequence[WorkerState]:
+        """Return the current state of every worker, by global rank, without waiting."""
         for global_rank, process in self._processes.items():
             if global_rank not in self._exits:
                 self._observe_worker(global_rank, process)
@@ -306,7 +311,7 @@ class LocalLauncher(Launcher):
         return [WorkerState(global_rank=rank, exit=self._exits.get(rank)) for rank in ranks]
 
     def stop(self, signum: signal.Signals) -> None:
-        """Send a signal to every worker's process group, including those of ended workers.
+        """Send a signal to every worker's process group, including those of ended workers, without waiting.
 
         For a running member of an elastic job only the member itself gets it, unless it is SIGKILL: the member has to
         finish its train step before it leaves, and needs its data-loading processes for that.
