@@ -1,9 +1,8 @@
-"""The entry point that `import torch` calls: never in the way, and the default only under `ringweave run`."""
+"""The entry point that `import torch` calls: never in the way, and the default only where that is asked for."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -53,6 +52,10 @@ def test_under_ringweave_run_it_is_the_default() -> None:
     assert "'cuda': 'ringweave'" in done.stdout
 
 
+def test_with_replaced_backends_it_is_the_default_under_any_launcher() -> None:
+    assert "'cpu': 'ringweave'" in run_python(SHOW, RINGWEAVE_REPLACE_BACKEND="1").stdout
+
+
 def test_autoload_can_be_switched_off() -> None:
     assert run_python(SHOW, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.startswith("False ")
 
@@ -71,8 +74,8 @@ def test_warnings_as_errors_do_not_break_torch() -> None:
 
 
 @pytest.mark.parametrize(("replace", "expected"), [("1", "RingweaveProcessGroup"), ("", "ProcessGroup")])
-def test_a_named_backend_is_replaced_only_when_asked_for(tmp_path: Path, replace: str, expected: str) -> None:
-    done = run_python(REPLACED, RINGWEAVE_REPLACE_BACKEND=replace, RINGWEAVE_RUN_DIR=str(tmp_path))
+def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected: str) -> None:
+    done = run_python(REPLACED, RINGWEAVE_REPLACE_BACKEND=replace)
     assert done.stdout.split() == [expected, expected], done.stderr
 
 

@@ -32,6 +32,8 @@ _CALL_FRACTION = 0.2
 _GRACE_S = 1.0
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Timeout of collectives: the membership ends them when a member dies, not a timeout."""
+_set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+"""torch's function for the timeout of a group; its public name is of torch 2.14."""
 _AnswerT = TypeVar("_AnswerT")
 
 
@@ -153,7 +155,7 @@ class GenerationGroups:
             ) from cause
         self._form_timeout_s = self._first_form_timeout_s
         for each in groups:
-            distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, each)
+            _set_timeout(COLLECTIVE_TIMEOUT, each)
         with self._lock:
             self._group, self._reduce_group = groups[0], groups[1] if has_reduce_group else None
             was_aborted = self._num_aborts != num_aborts

@@ -196,7 +196,7 @@ def _check_elastic(run_dir: RunDir) -> None:
     if not isinstance(record, dict) or not record.get("elastic"):
         expected = "a run with --elastic MIN:MAX"
         raise UsageError(
-            explain("run", got=str(run_dir.root), expected=expected, do="Start it again by ringweave run --elastic")
+            explain("run", got=str(run_dir.root), expected=expected, do="Start it again with ringweave run --elastic")
         )
 
 
