@@ -226,6 +226,9 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
     help="Hosts that ssh reaches, each with its number of workers; or a cluster file with addresses.",
 )
 @click.option("--python", metavar="PATH", help="Interpreter on the hosts. Default: the same path, or ringweave's own.")
+@click.option(
+    "--install", is_flag=True, help="Install this ringweave on the hosts first, in an environment of its own."
+)
 @click.option("--name", metavar="NAME", help="Name of a run on hosts. Default: SCRIPT-DATE-TIME.")
 @click.option("--detach", is_flag=True, help="Return when a run on hosts has started; see ringweave attach.")
 @run_program_options
@@ -290,7 +293,7 @@ def _run_on_hosts(
 
 
 def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
-    for key in ("python", "name", "detach"):
+    for key in ("python", "install", "name", "detach"):
         if given[key]:
             do = "Add --hosts, or leave it out"
             raise UsageError(explain(f"--{key}", got="no --hosts", expected="a run on hosts", do=do))

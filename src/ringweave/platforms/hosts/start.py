@@ -23,7 +23,7 @@ from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir, software_versions
 from ringweave.membership import settings
 from ringweave.platforms import submission
-from ringweave.platforms.hosts import attach, host_list
+from ringweave.platforms.hosts import attach, host_list, install
 from ringweave.platforms.hosts.attach import write_notice
 from ringweave.platforms.hosts.host_list import HostList
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
@@ -65,7 +65,7 @@ def check_hosts(connections: Sequence[SshConnection]) -> None:
             do = f"Install ringweave {__version__} there, or add --install"
             problems.append(_difference("ringweave", node, hello["ringweave"], __version__, do))
         if hello["torch"] is None:
-            do = "Install torch for the interpreter there, or name another with --python"
+            do = "Install torch for the interpreter there, name another with --python, or add --install"
             problems.append(explain(f"torch on host {node}", got="none", expected=str(own["torch"]), do=do))
         elif hello["torch"] != connections[0].hello["torch"]:
             first = connections[0]
@@ -378,6 +378,8 @@ class HostsRunOptions:
     python: str | None
     name: str | None
     detach: bool
+    install: bool = False
+    """Install this ringweave on the hosts first."""
 
 
 def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
@@ -398,7 +400,11 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     """Start a run on hosts and follow it; return the exit code."""
     script = check_script(options.script)
     hosts = host_list.parse_hosts(options.hosts)
-    connect_options = HostsOptions(python=options.python)
+    connect_options = (
+        install.install_on_hosts(hosts.hosts, options.python, write_notice)
+        if options.install
+        else HostsOptions(python=options.python)
+    )
     with HostConnections(hosts.hosts, connect_options) as connections:
         check_hosts(connections.open)
         job_request = _job_request(options, script, hosts, connections)
