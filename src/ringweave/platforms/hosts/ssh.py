@@ -50,6 +50,10 @@ class HostError(LaunchError):
     """A host cannot be used; the text names the host and a mend."""
 
 
+class NoRingweaveError(HostError):
+    """A host lets us in, but has no Python with ringweave."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SshFailure:
     pattern: str
@@ -240,7 +244,7 @@ class SshConnection:
         if code == NO_PYTHON_EXIT:
             got = f"no ringweave at {self._python}" if self._python else "no Python with ringweave"
             do = "Install ringweave there, name its interpreter with --python PATH, or add --install"
-            return self._error(got, do)
+            return NoRingweaveError(str(self._error(got, do)))
         time.sleep(0.05)  # the last lines of ssh
         return ssh_error(self.host, list(self._errors), code)
 

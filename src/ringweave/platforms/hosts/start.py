@@ -56,6 +56,13 @@ def check_hosts(connections: Sequence[SshConnection]) -> None:
     Raises:
         HostError: ringweave or torch differ, or a clock is off.
     """
+    problems = find_differences(connections)
+    if problems:
+        raise HostError("\n".join(problems))
+
+
+def find_differences(connections: Sequence[SshConnection]) -> list[str]:
+    """Return one line for each thing in which hosts differ that a run needs equal."""
     own = software_versions()
     problems: list[str] = []
     times = [connection.hello["time"] - time.time() for connection in connections]
@@ -76,8 +83,7 @@ def check_hosts(connections: Sequence[SshConnection]) -> None:
             do = "Set it, or start its time service: timedatectl set-ntp true"
             got = f"{offset_s:+.0f} s from this machine's"
             problems.append(explain(f"clock of host {node}", got=got, expected="the same time", do=do))
-    if problems:
-        raise HostError("\n".join(problems))
+    return problems
 
 
 def _difference(what: str, node: str, got: object, expected: str, do: str) -> str:
@@ -122,7 +128,7 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
     """
     run_id = f"{request.job.request.name}-{secrets.token_hex(4)}"
     directories = prepare_files(request, connections.open, run_id)
-    endpoints = [_endpoint(connection) for connection in connections.open]
+    endpoints = [open_endpoint(connection) for connection in connections.open]
     entry = RunEntry(
         run_id=run_id,
         version=(1, 1),
@@ -183,7 +189,8 @@ def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
             continue
 
 
-def _endpoint(connection: SshConnection) -> HostEndpoint:
+def open_endpoint(connection: SshConnection) -> HostEndpoint:
+    """Let the host listen on a free port until its service starts; return where others reach it."""
     return HostEndpoint(
         node=connection.host.node,
         destination=connection.host.destination,
@@ -205,24 +212,28 @@ def check_reachable(connections: Sequence[SshConnection], endpoints: Sequence[Ho
     Raises:
         HostError: Some cannot; one line for each pair, at most eight.
     """
-
-    def check(connection: SshConnection) -> list[str]:
-        problems = []
-        for endpoint in endpoints:
-            if endpoint.node != connection.host.node:
-                where = {"address": endpoint.address, "port": endpoint.port}
-                reason = connection.call("can_connect", timeout_s=4.0, **where)["reason"]
-                if reason:
-                    do = f"Open TCP between them in the firewall, or give {endpoint.node} another address"
-                    what = f"connection from host {connection.host.node} to {endpoint.node}"
-                    expected = f"a listener at {endpoint.address} port {endpoint.port}"
-                    problems.append(explain(what, got=reason, expected=expected, do=do))
-        return problems
-
-    problems = [text for texts in run_parallel(check, connections) for text in texts]
+    problems = find_unreachable(connections, endpoints)
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise HostError("\n".join([*problems[:8], *more]))
+
+
+def find_unreachable(connections: Sequence[SshConnection], endpoints: Sequence[HostEndpoint]) -> list[str]:
+    """Return one line for each host that does not reach the port of another one."""
+
+    def check(connection: SshConnection) -> list[str]:
+        others = [each for each in endpoints if each.node != connection.host.node]
+        where = [[each.address, each.port] for each in others]
+        reasons = connection.call("unreachable", endpoints=where, timeout_s=10.0)["reasons"]
+        return [_unreachable_text(connection.host.node, *pair) for pair in zip(others, reasons, strict=True) if pair[1]]
+
+    return [text for texts in run_parallel(check, connections) for text in texts]
+
+
+def _unreachable_text(node: str, endpoint: HostEndpoint, reason: str) -> str:
+    do = f"Open TCP between them in the firewall, or give {endpoint.node} another address"
+    expected = f"a listener at {endpoint.address} port {endpoint.port}"
+    return explain(f"connection from host {node} to {endpoint.node}", got=reason, expected=expected, do=do)
 
 
 def prepare_files(request: HostsRunRequest, connections: Sequence[SshConnection], run_id: str) -> list[str]:
