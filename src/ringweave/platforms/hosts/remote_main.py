@@ -26,7 +26,7 @@ from typing import Any
 import platformdirs
 import psutil
 
-from ringweave import rpc
+from ringweave import ports, rpc
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, explain
 from ringweave.launcher import node_context
 from ringweave.launcher.run_dir import software_versions
@@ -42,6 +42,7 @@ from ringweave.platforms.hosts.run_entry import (
 )
 from ringweave.platforms.hosts.ssh import HELLO, MAX_PAYLOAD_BYTES
 from ringweave.platforms.local import job_folder
+from ringweave.ports import parse_ports
 from ringweave.topology import cgroups
 from ringweave.topology.discovery import sysfs
 
@@ -72,6 +73,7 @@ def describe_host() -> dict[str, Any]:
         "max_open_files": open_files,
         "free_disk": free,
         "machine": platform.machine(),
+        "kernel_ports": str(ports.kernel_ports()),
     }
 
 
@@ -175,7 +177,8 @@ class RemoteProgram:
 
     def _open_port(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Listen on a free port until the service starts, so that other hosts can try to reach it."""
-        port = node_context.free_port(random.SystemRandom())
+        within = parse_ports(request["ports"], where="--ports") if request.get("ports") else None
+        port = node_context.free_port(random.SystemRandom(), within)
         self._listener = socket.create_server(("", port), backlog=64)
         return {"port": port}, b""
 

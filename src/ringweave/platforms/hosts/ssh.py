@@ -139,7 +139,11 @@ class SshConnection:
         self._buffer = b""
         self._process = open_ssh(host, command)
         threading.Thread(target=self._read_errors, name=f"ssh {host.node}", daemon=True).start()
-        self.hello = self._read_hello()
+        try:
+            self.hello = self._read_hello()
+        except HostError:
+            self.close()
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -232,8 +236,9 @@ class SshConnection:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors.append(line.decode(errors="replace").rstrip())
+        with self._process.stderr as lines:
+            for line in lines:
+                self._errors.append(line.decode(errors="replace").rstrip())
 
     def _connection_error(self) -> HostError:
         """Return the error of a connection that has ended, by what ssh printed and its exit code."""

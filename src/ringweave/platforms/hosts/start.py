@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pathspec
 
-from ringweave import __version__, units
+from ringweave import __version__, ports, units
+from ringweave.environment import PORTS
 from ringweave.errors import LaunchError, UsageError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
@@ -41,6 +42,7 @@ from ringweave.platforms.hosts.run_entry import (
 )
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, run_parallel
 from ringweave.platforms.submission import JobOrigin
+from ringweave.ports import PortRange, parse_ports
 from ringweave.rpc import CertificateAuthority
 
 MAX_CLOCK_DIFFERENCE_S = 600.0
@@ -104,6 +106,8 @@ class HostsRunRequest:
     """Folder on this machine that gets the output; None for a job that is not followed by the command."""
     notify: Callable[[str], object]
     """Gets a text about each step that takes time."""
+    ports: PortRange | None = None
+    """Ports of all listeners of the run, but for torch's own; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +132,7 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
     """
     run_id = f"{request.job.request.name}-{secrets.token_hex(4)}"
     directories = prepare_files(request, connections.open, run_id)
-    endpoints = [open_endpoint(connection) for connection in connections.open]
+    endpoints = run_parallel(lambda each: open_endpoint(each, request.ports), connections.open)
     entry = RunEntry(
         run_id=run_id,
         version=(1, 1),
@@ -148,7 +152,7 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
         run_dir=str(request.run_dir or ""),
     )
     save_known_run(known)
-    environ = forwarded_environ(os.environ)
+    environ = forwarded_environ(os.environ) | ({PORTS: str(request.ports)} if request.ports else {})
 
     def start(index: int, connection: SshConnection) -> None:
         config = HostConfig(
@@ -189,13 +193,13 @@ def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
             continue
 
 
-def open_endpoint(connection: SshConnection) -> HostEndpoint:
+def open_endpoint(connection: SshConnection, within: PortRange | None = None) -> HostEndpoint:
     """Let the host listen on a free port until its service starts; return where others reach it."""
     return HostEndpoint(
         node=connection.host.node,
         destination=connection.host.destination,
         address=connection.host.address or _reachable_address(connection),
-        port=connection.call("open_port")["port"],
+        port=connection.call("open_port", ports=str(within or ""))["port"],
     )
 
 
@@ -391,6 +395,8 @@ class HostsRunOptions:
     detach: bool
     install: bool = False
     """Install this ringweave on the hosts first."""
+    ports: PortRange | None = None
+    """Ports of all listeners of the run, but for torch's own; None: any."""
 
 
 def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
@@ -411,6 +417,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     """Start a run on hosts and follow it; return the exit code."""
     script = check_script(options.script)
     hosts = host_list.parse_hosts(options.hosts)
+    _check_ports(options, hosts)
     connect_options = (
         install.install_on_hosts(hosts.hosts, options.python, write_notice)
         if options.install
@@ -418,6 +425,10 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     )
     with HostConnections(hosts.hosts, connect_options) as connections:
         check_hosts(connections.open)
+        if options.ports is not None:
+            kernel = [parse_ports(each.hello["kernel_ports"], where=each.host.node) for each in connections.open]
+            if notice := ports.outside_text(options.ports, kernel):
+                write_notice(notice)
         job_request = _job_request(options, script, hosts, connections)
         job = admission.admit_job(
             job_request,
@@ -433,6 +444,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             options=connect_options,
             run_dir=_run_dir(options.run_dir, options.script).root,
             notify=write_notice,
+            ports=options.ports,
         )
         known = start_run(request, connections)
         named = ", ".join(f"{host.node} ({host.workers})" for host in hosts.hosts[:8])
@@ -443,6 +455,14 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             write_notice(f"it continues without this command: {verbs}")
             return 0
         return attach.follow_run(known, connections)
+
+
+def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
+    if options.ports is not None:
+        host = max(hosts.hosts, key=lambda host: host.workers)
+        num_services = 4 if options.elastic else 2  # the host service, the store of the process group, coordinators
+        needed = ports.needed_ports(host.workers, is_elastic=options.elastic is not None, num_services=num_services)
+        ports.check_size(options.ports, needed, f"host {host.node}")
 
 
 def _job_request(options: HostsRunOptions, script: Path, hosts: HostList, connections: HostConnections) -> JobRequest:
