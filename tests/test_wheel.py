@@ -40,7 +40,7 @@ PACKAGES = {
     "topology",
     "training",
 }
-MODULES = {"__init__.py", "__main__.py", "environment.py", "errors.py", "units.py", "py.typed"}
+MODULES = {"__init__.py", "__main__.py", "environment.py", "errors.py", "ports.py", "units.py", "py.typed"}
 TEST_HELPERS = {"__init__.py", "clusters.py", "ranks.py"}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave.errors import UsageError, explain
+from ringweave.ports import PortRange, parse_ports
 
 CLUSTER = "RINGWEAVE_CLUSTER"
 NODE = "RINGWEAVE_NODE"
@@ -24,6 +25,7 @@ DATA = "RINGWEAVE_DATA"
 EVENTS = "RINGWEAVE_EVENTS"
 MEMBER = "RINGWEAVE_MEMBER"
 COORDINATORS = "RINGWEAVE_COORDINATORS"
+PORTS = "RINGWEAVE_PORTS"
 
 _NEVER = "never"
 
@@ -70,13 +72,15 @@ class WorkerEnvironment:
     """Name of this process among the members of an elastic job, `SLOT.INCARNATION`."""
     coordinators: tuple[tuple[str, int], ...] = ()
     """(host, port) of an elastic job's coordinators, the active one first; empty if the job is not elastic."""
+    ports: PortRange | None = None
+    """Ports of this worker's listeners, but for torch's own; None: any free ones."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
         """Read the variables; an empty one counts as absent.
 
         Raises:
-            UsageError: RINGWEAVE_DEVICE_PATH names no way.
+            UsageError: RINGWEAVE_DEVICE_PATH names no way, or RINGWEAVE_PORTS no range.
         """
         cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
@@ -96,6 +100,7 @@ class WorkerEnvironment:
             events=Path(events) if events else None,
             member=environ.get(MEMBER) or None,
             coordinators=_parse_addresses(environ.get(COORDINATORS, "")),
+            ports=ports_of_environ(environ),
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -117,6 +122,7 @@ class WorkerEnvironment:
             EVENTS: str(self.events or ""),
             MEMBER: self.member or "",
             COORDINATORS: ",".join(f"{host}:{port}" for host, port in self.coordinators),
+            PORTS: str(self.ports or ""),
         }
         return {name: value for name, value in pairs.items() if value}
 
@@ -124,6 +130,16 @@ class WorkerEnvironment:
     def events_path(self) -> Path | None:
         """Event log that this worker writes to: its run's, or the given one; None if there is none."""
         return self.run_dir / "events.jsonl" if self.run_dir else self.events
+
+
+def ports_of_environ(environ: Mapping[str, str]) -> PortRange | None:
+    """Return the range of RINGWEAVE_PORTS; None if it is not set.
+
+    Raises:
+        UsageError: It is no range.
+    """
+    text = environ.get(PORTS)
+    return parse_ports(text, where=PORTS) if text else None
 
 
 def _check_device_path(value: str) -> str:

@@ -19,6 +19,7 @@ from typing import Literal
 import click
 
 from ringweave.cli import torch_trial
+from ringweave.errors import UsageError, explain
 
 CheckState = Literal["ok", "missing", "broken"]
 TABLE_WIDTH = 120
@@ -343,13 +344,26 @@ def check_program_version(command: Sequence[str]) -> CheckResult:
 
 
 @click.command
+@click.option("--hosts", metavar="A:N,B:M,..", help="Check these hosts for ringweave run --hosts, not this machine.")
+@click.option("--python", metavar="PATH", help="Interpreter on the hosts, as for ringweave run.")
+@click.option("--install", is_flag=True, help="Install this ringweave on the hosts first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(as_json: bool) -> int:
+def command(as_json: bool, hosts: str | None, python: str | None, install: bool) -> int:
     """Check the requirements of ringweave on this machine, and print a fix for each one that fails.
 
     Every check uses the real feature and cleans up. Exit code 0 if all requirements of training on this machine work,
-    else 1.
+    else 1. With --hosts, exit code 1 if something stops a run on these hosts.
     """
+    if hosts is not None:
+        from ringweave.platforms.hosts import host_checks  # brings the platform of jobs
+
+        report = host_checks.check_hosts(hosts, python, installs=install)
+        click.echo(json.dumps(report.document()) if as_json else host_checks.report_text(report), nl=as_json)
+        return 0 if report.is_fit else 1
+    if python is not None or install:
+        do = "Add --hosts, or leave it out"
+        name = "--install" if install else "--python"
+        raise UsageError(explain(name, got="no --hosts", expected="hosts to check", do=do))
     findings = diagnose(_run_checks())
     click.echo(json.dumps(findings_document(findings)) if as_json else findings_table(findings), nl=as_json)
     return 0 if is_fit_for_training(findings) else 1

@@ -11,14 +11,17 @@ from typing import Any
 
 import click
 
-from ringweave import topology
+from ringweave import ports, topology
+from ringweave.environment import PORTS
 from ringweave.errors import UsageError, explain
 from ringweave.launcher import local_run, run_dir, workers
 from ringweave.launcher.node_context import HostContext, NodeContext
+from ringweave.launcher.output import write_message
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import RankOrder, WorkerProgram, spread_slots
 from ringweave.membership import settings
 from ringweave.membership.settings import MemberBounds
+from ringweave.ports import PortRange
 from ringweave.topology import Cluster, cluster
 
 PROGRAM_CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -69,10 +72,12 @@ class RunOptions:
         *,
         tells_cluster: bool = True,
         places: Cluster | None = None,
+        within: PortRange | None = None,
     ) -> int:
         """Run the program on a cluster; return the exit code.
 
-        Workers get the cluster file if `tells_cluster`. `places` is the cluster with slots for later workers.
+        Workers get the cluster file if `tells_cluster`. `places` is the cluster with slots for later workers. `within`
+        limits the ports of their listeners.
         """
         request = local_run.RunRequest(
             program=self.program,
@@ -92,7 +97,8 @@ class RunOptions:
             elastic=_elastic_bounds(self.elastic, cluster),
             has_standby=_check_standby(self.has_standby, self.mode, is_elastic=self.elastic is not None),
         )
-        return local_run.run_here(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
+        environ = os.environ if within is None else {**os.environ, PORTS: str(within)}
+        return local_run.run_here(request, environ=environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 
 
 def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -226,10 +232,22 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
     help="Hosts that ssh reaches, each with its number of workers; or a cluster file with addresses.",
 )
 @click.option("--python", metavar="PATH", help="Interpreter on the hosts. Default: the same path, or ringweave's own.")
+@click.option(
+    "--install", is_flag=True, help="Install this ringweave on the hosts first, in an environment of its own."
+)
 @click.option("--name", metavar="NAME", help="Name of a run on hosts. Default: SCRIPT-DATE-TIME.")
+@click.option(
+    "--ports",
+    "ports_text",
+    metavar="FIRST-LAST",
+    envvar=PORTS,
+    help="Ports of all listeners, for firewalls; Gloo's and NCCL's own stay in net.ipv4.ip_local_port_range.",
+)
 @click.option("--detach", is_flag=True, help="Return when a run on hosts has started; see ringweave attach.")
 @run_program_options
-def command(counts: str | None, cluster_path: str | None, options: RunOptions, **hosts_options: Any) -> int:
+def command(
+    counts: str | None, cluster_path: str | None, ports_text: str | None, options: RunOptions, **hosts_options: Any
+) -> int:
     """Run SCRIPT on several workers, with the environment that torchrun would give them.
 
     Options come before SCRIPT; everything after it belongs to the script. After -- it may be any command: hostname, or
@@ -237,11 +255,24 @@ def command(counts: str | None, cluster_path: str | None, options: RunOptions, *
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
     A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """
+    within = ports.parse_ports(ports_text, where="--ports") if ports_text else None
     if hosts_options["hosts"] is not None:
-        return _run_on_hosts(counts, cluster_path, options, hosts_options)
+        return _run_on_hosts(counts, cluster_path, options, {**hosts_options, "ports": within})
     _refuse_hosts_options(hosts_options)
     cluster, text, places = _read_cluster(counts, cluster_path, options)
-    return options.run(cluster, text, cluster_path, HostContext(), places=places)
+    if within is not None:
+        _check_ports(within, options, places or cluster)
+    return options.run(cluster, text, cluster_path, HostContext(within=within), places=places, within=within)
+
+
+def _check_ports(within: PortRange, options: RunOptions, places: Cluster) -> None:
+    """Refuse a range that is too small, and say which listeners stay outside of it."""
+    num_workers = sum(node.num_devices for node in places.nodes)
+    num_services = 1 + (2 if options.elastic else 0) + (2 if options.has_standby else 0)
+    needed = ports.needed_ports(num_workers, is_elastic=options.elastic is not None, num_services=num_services)
+    ports.check_size(within, needed, "this machine")
+    if notice := ports.outside_text(within, [ports.kernel_ports()]):
+        write_message(sys.stderr, f"ringweave: {notice}.\n")
 
 
 def _read_cluster(
@@ -290,7 +321,7 @@ def _run_on_hosts(
 
 
 def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
-    for key in ("python", "name", "detach"):
+    for key in ("python", "install", "name", "detach"):
         if given[key]:
             do = "Add --hosts, or leave it out"
             raise UsageError(explain(f"--{key}", got="no --hosts", expected="a run on hosts", do=do))

@@ -300,7 +300,7 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     location = group_info.locate_process(environment, os.environ)
-    listeners = open_listeners(location.addresses, NUM_CHANNELS)
+    listeners = open_listeners(location.addresses, NUM_CHANNELS, environment.ports)
     try:
         # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
         incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)

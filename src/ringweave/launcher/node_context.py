@@ -6,15 +6,15 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 
+from ringweave import ports
 from ringweave.environment import FINDINGS
 from ringweave.errors import LaunchError, explain
 from ringweave.lab import Lab
 from ringweave.launcher.workers import HostPort, WorkerSpec
+from ringweave.ports import PortRange
 
-EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST_PORT, HIGHEST_PORT = 10_000, 65_535
 
 
@@ -24,26 +24,29 @@ def non_ephemeral_ports(ephemeral: tuple[int, int]) -> list[int]:
     return [port for port in range(LOWEST_PORT, HIGHEST_PORT + 1) if not low <= port <= high]
 
 
-def free_port(rng: random.Random) -> int:
+def free_port(rng: random.Random, within: PortRange | None = None, avoided: Collection[int] = ()) -> int:
     """Return a port that no process listens on now, outside the ephemeral range if there is one.
+
+    Args:
+        rng: Source of the choice.
+        within: Range to choose from, wherever the ephemeral one is; None: all ports.
+        avoided: Ports to take only if there is no other.
 
     Raises:
         LaunchError: All ports are taken.
     """
-    ports = non_ephemeral_ports(_ephemeral_range()) or list(range(LOWEST_PORT, HIGHEST_PORT + 1))
-    rng.shuffle(ports)
-    for port in ports:
+    if within is not None:
+        candidates = within.shuffled(rng, begins_low=True)
+    else:
+        kernel = ports.kernel_ports()
+        candidates = non_ephemeral_ports((kernel.low, kernel.high)) or list(range(LOWEST_PORT, HIGHEST_PORT + 1))
+        rng.shuffle(candidates)
+    for port in sorted(candidates, key=lambda port: port in avoided):
         if _is_port_free(port):
             return port
+    if within is not None:
+        raise ports.all_taken_error(within, "this machine")
     raise LaunchError(f"no free port between {LOWEST_PORT} and {HIGHEST_PORT}. End listening programs. [ss -ltn]")
-
-
-def _ephemeral_range() -> tuple[int, int]:
-    try:
-        low, high = EPHEMERAL_RANGE.read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return 32_768, 60_999
-    return int(low), int(high)
 
 
 def _is_port_free(port: int) -> bool:
@@ -107,16 +110,19 @@ class NodeContext(abc.ABC):
 class HostContext(NodeContext):
     """This machine as it is: all nodes of the run are on it, on loopback unless an address is given."""
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
-        """`address` is the one at which workers of all nodes reach this machine."""
-        self._address = address
+    def __init__(self, address: str = "127.0.0.1", within: PortRange | None = None) -> None:
+        """`address` is the one at which workers of all nodes reach this machine; `within` limits its ports."""
+        self._address, self._within = address, within
+        self._picked: set[int] = set()
 
     @property
     def lab_name(self) -> str | None:
         return None
 
     def pick_address(self, node: str) -> HostPort:
-        return HostPort(host=self._address, port=free_port(random.SystemRandom()))
+        port = free_port(random.SystemRandom(), self._within, self._picked)
+        self._picked.add(port)  # nobody may listen there yet when the next one is picked
+        return HostPort(host=self._address, port=port)
 
     def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
         return argv

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ringweave import ports
 from ringweave.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -25,6 +26,7 @@ from ringweave.errors import (
     UsageError,
     explain,
 )
+from ringweave.ports import PortRange
 from ringweave.rpc import framing, handshake
 from ringweave.rpc.channel import ConnectionTraffic, LatencyRecorder, RpcChannel, configure_keepalive
 from ringweave.rpc.framing import FrameHead, FrameKind, RpcFailure, RpcLimits, RpcMessage, RpcReply
@@ -447,16 +449,20 @@ class RpcServer:
         """Bytes of buffers being received or handled now."""
         return self.limits.max_bytes_in_flight - self._budget.free_bytes
 
-    def start(self, host: str, port: int = 0) -> "RpcServer":
-        """Listen; port 0 takes a free one.
+    def start(self, host: str, port: int = 0, *, within: PortRange | None = None) -> "RpcServer":
+        """Listen; port 0 takes a free one, of a range if there is one.
 
         Raises:
             UsageError: The authentication does not permit that address.
+            LaunchError: All ports of the range are taken.
             OSError: The address or port is not available.
         """
         self._authentication.check_address(host)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
+        if port:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
+        else:
+            self._listener = ports.create_server(host, within, backlog=_LISTEN_BACKLOG)
         self.port = self._listener.getsockname()[1]
         self._spawn(self._accept, self._listener)
         return self

@@ -11,6 +11,10 @@ _ESCAPED_SPACE = "\\040"
 _US = 1e-6
 
 
+_NO_LIMIT_BYTES = 2**60
+"""Version 1 writes a number of this order where there is no limit."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMount:
     """Mount point of the control groups that can limit CPU time."""
@@ -34,11 +38,12 @@ class CpuQuota:
     """Periods so far in which the processes were throttled."""
 
 
-def find_mount(mounts: str | None = None) -> CgroupMount | None:
-    """Return the mount of the cpu controller; None if it is not mounted.
+def find_mount(mounts: str | None = None, *, controller: str = "cpu") -> CgroupMount | None:
+    """Return the mount of a controller; None if it is not mounted.
 
     Args:
         mounts: Text in the form of /proc/self/mountinfo; None reads this process's own.
+        controller: Name of the controller.
     """
     text = (PROC_SELF / "mountinfo").read_text(encoding="utf-8") if mounts is None else mounts
     for line in text.splitlines():
@@ -46,9 +51,9 @@ def find_mount(mounts: str | None = None) -> CgroupMount | None:
         mounted_root, point = left.split()[3:5]
         root = Path(point.replace(_ESCAPED_SPACE, " "))
         kind, _, options = right.split(" ", maxsplit=2)
-        if kind == "cgroup" and "cpu" in options.split(","):
+        if kind == "cgroup" and controller in options.split(","):
             return CgroupMount(version=1, point=root, root=mounted_root)
-        if kind == "cgroup2" and "cpu" in _read_text(root / "cgroup.controllers").split():
+        if kind == "cgroup2" and controller in _read_text(root / "cgroup.controllers").split():
             return CgroupMount(version=2, point=root, root=mounted_root)
     return None
 
@@ -88,10 +93,24 @@ def cores_per_process(num_siblings: int, process: Path = PROC_SELF) -> float | N
     return quota.cores / (max(1, num_siblings) if is_shared else 1)
 
 
-def _group_folders(mount: CgroupMount, memberships: str) -> tuple[Path, ...]:
+def memory_limit_bytes(process: Path = PROC_SELF) -> int | None:
+    """Return the smallest memory limit among a process's group and the groups above it; None where there is none."""
+    mount = find_mount(_read_text(process / "mountinfo"), controller="memory")
+    if mount is None:
+        return None
+    name = "memory.max" if mount.version == 2 else "memory.limit_in_bytes"
+    texts = [
+        _read_text(each / name).strip() for each in _group_folders(mount, _read_text(process / "cgroup"), "memory")
+    ]
+    limits = [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT_BYTES]
+    return min(limits, default=None)
+
+
+def _group_folders(mount: CgroupMount, memberships: str, controller: str = "cpu") -> tuple[Path, ...]:
     """Return the folders of the process's group and of the groups above it, up to and including the mount point."""
     own = next(
-        (path for line in memberships.splitlines() if (path := _parse_group_path(line, mount.version))), mount.root
+        (path for line in memberships.splitlines() if (path := _parse_group_path(line, mount.version, controller))),
+        mount.root,
     )
     try:
         below = PurePosixPath(own).relative_to(mount.root)
@@ -101,12 +120,12 @@ def _group_folders(mount: CgroupMount, memberships: str) -> tuple[Path, ...]:
     return tuple(each for each in (folder, *folder.parents) if each.is_relative_to(mount.point))
 
 
-def _parse_group_path(line: str, version: int) -> str | None:
-    """Return the group in a line of /proc/self/cgroup, if the line is about the cpu controller."""
+def _parse_group_path(line: str, version: int, controller: str) -> str | None:
+    """Return the group in a line of /proc/self/cgroup, if the line is about the controller."""
     number, _, rest = line.partition(":")
     controllers, _, path = rest.partition(":")
-    is_cpu_group = "cpu" in controllers.split(",") if version == 1 else (number, controllers) == ("0", "")
-    return path if is_cpu_group else None
+    is_meant = controller in controllers.split(",") if version == 1 else (number, controllers) == ("0", "")
+    return path if is_meant else None
 
 
 def _read_quota_v1(group: Path) -> CpuQuota | None:

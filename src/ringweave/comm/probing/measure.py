@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -26,6 +27,7 @@ from ringweave.comm.probing.network_measurement import (
 )
 from ringweave.comm.probing.probe_coordinator import ProbeCoordinator, measure_network
 from ringweave.comm.transport.connect import ChannelListener, open_listeners
+from ringweave.environment import ports_of_environ
 from ringweave.errors import PeerError, UsageError, explain
 from ringweave.topology import Cluster, Nic, Node
 from ringweave.topology.inference.fit import TreeFit
@@ -223,7 +225,7 @@ def probe_group(
         raise UsageError(_no_network_text(group))
     if group.group_rank not in probing_ranks(group):
         return None
-    (listener,) = open_listeners(group.own_info.location.addresses, 1)
+    (listener,) = open_listeners(group.own_info.location.addresses, 1, ports_of_environ(os.environ))
     try:
         probers = _meet_probers(store, group, listener, timeout)
         if probers.group_rank == 0:

@@ -10,8 +10,10 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ringweave import ports
 from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.ports import PortRange
 
 NUM_CHANNELS = 2
 """Collectives of one group that may be in flight at once."""
@@ -146,14 +148,18 @@ class ChannelListener:
             listener.close()
 
 
-def open_listeners(addresses: Sequence[str], count: int) -> list[ChannelListener]:
-    """Open so many listeners, each on a free port of every address."""
-    return [ChannelListener(tuple(map(_open_tcp, addresses)), _open_unix()) for _ in range(count)]
+def open_listeners(addresses: Sequence[str], count: int, within: PortRange | None = None) -> list[ChannelListener]:
+    """Open so many listeners, each on a free port of every address; `within` limits the ports.
 
-
-def _open_tcp(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    Raises:
+        LaunchError: All ports of the range are taken.
+    """
+    return [
+        ChannelListener(
+            tuple(ports.create_server(address, within, backlog=_BACKLOG) for address in addresses), _open_unix()
+        )
+        for _ in range(count)
+    ]
 
 
 def _open_unix() -> socket.socket:

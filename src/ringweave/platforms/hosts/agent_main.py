@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from ringweave.environment import ports_of_environ
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.platforms.agent import job_config
@@ -34,7 +35,7 @@ def main(root: Path, node: int, attempt: int) -> None:
         attempt=attempt,
         home=folder.runs(config.node(node).name, attempt),
         cpus_shared_by=config.node(node).workers,
-        node_context=HostContext(host_config.address),
+        node_context=HostContext(host_config.address, ports_of_environ(environ)),
         process_context=ProcessContext(
             guard_descriptors=(job_folder.INHERITED_LOCK,), is_unrelated=host_runtime.is_run_process
         ),

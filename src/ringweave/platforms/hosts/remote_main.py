@@ -19,13 +19,14 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 import psutil
 
-from ringweave import rpc
+from ringweave import ports, rpc
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, explain
 from ringweave.launcher import node_context
 from ringweave.launcher.run_dir import software_versions
@@ -41,6 +42,9 @@ from ringweave.platforms.hosts.run_entry import (
 )
 from ringweave.platforms.hosts.ssh import HELLO, MAX_PAYLOAD_BYTES
 from ringweave.platforms.local import job_folder
+from ringweave.ports import parse_ports
+from ringweave.topology import cgroups
+from ringweave.topology.discovery import sysfs
 
 START_TIMEOUT_S = 15.0
 LOCAL_CALL_TIMEOUT_S = 8.0
@@ -69,6 +73,7 @@ def describe_host() -> dict[str, Any]:
         "max_open_files": open_files,
         "free_disk": free,
         "machine": platform.machine(),
+        "kernel_ports": str(ports.kernel_ports()),
     }
 
 
@@ -84,6 +89,21 @@ def count_gpus() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
+def host_facts() -> dict[str, Any]:
+    """Return what `ringweave doctor` shows of this host beside `describe_host`."""
+    nics = {
+        name: {"bytes_per_s": link.rate_bytes_per_s, "addresses": list(link.addresses)}
+        for name, link in sysfs.observe_link_facts().items()
+        if link.is_up and not link.is_loopback
+    }
+    return {
+        "nics": nics,
+        "memory_limit": cgroups.memory_limit_bytes(),
+        "free_memory": psutil.virtual_memory().available,
+        "state_folder": str(hosts_state_folder()),
+    }
+
+
 class RemoteProgram:
     """Answers the requests of one command."""
 
@@ -95,7 +115,9 @@ class RemoteProgram:
             "put_blob": self._put_blob,
             "lay_out": self._lay_out,
             "open_port": self._open_port,
-            "can_connect": self._can_connect,
+            "unreachable": self._unreachable,
+            "facts": lambda request, payload: (host_facts(), b""),
+            "clock": lambda request, payload: ({"time": time.time()}, b""),
             "start": self._start,
             "ensure": self._ensure,
             "status": self._status,
@@ -154,13 +176,17 @@ class RemoteProgram:
 
     def _open_port(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Listen on a free port until the service starts, so that other hosts can try to reach it."""
-        port = node_context.free_port(random.SystemRandom())
+        within = parse_ports(request["ports"], where="--ports") if request.get("ports") else None
+        port = node_context.free_port(random.SystemRandom(), within)
         self._listener = socket.create_server(("", port), backlog=64)
         return {"port": port}, b""
 
-    def _can_connect(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        """Return the reason why this host cannot connect to an address; empty if it can."""
-        return {"reason": connection_problem(request["address"], request["port"], timeout_s=3.0)}, b""
+    def _unreachable(self, request: Mapping[str, Any], payload: bytes) -> Answer:
+        """Return for each address the reason why this host cannot connect to it; empty if it can."""
+        endpoints = request["endpoints"]
+        with ThreadPoolExecutor(max_workers=max(1, min(64, len(endpoints)))) as pool:
+            found = pool.map(lambda each: connection_problem(each[0], each[1], timeout_s=3.0), endpoints)
+            return {"reasons": list(found)}, b""
 
     def _start(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Write this host's part of the run, and start its service; return when the service listens."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pathspec
 
-from ringweave import __version__, units
+from ringweave import __version__, ports, units
+from ringweave.environment import PORTS
 from ringweave.errors import LaunchError, UsageError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
@@ -23,7 +24,7 @@ from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir, software_versions
 from ringweave.membership import settings
 from ringweave.platforms import submission
-from ringweave.platforms.hosts import attach, host_list
+from ringweave.platforms.hosts import attach, host_list, install
 from ringweave.platforms.hosts.attach import write_notice
 from ringweave.platforms.hosts.host_list import HostList
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
@@ -47,6 +48,7 @@ from ringweave.platforms.hosts.ssh import (
     run_parallel,
 )
 from ringweave.platforms.submission import JobOrigin
+from ringweave.ports import PortRange, parse_ports
 from ringweave.rpc import CertificateAuthority
 
 MAX_CLOCK_DIFFERENCE_S = 600.0
@@ -62,6 +64,13 @@ def check_hosts(connections: Sequence[SshConnection]) -> None:
     Raises:
         HostError: ringweave or torch differ, or a clock is off.
     """
+    problems = find_differences(connections)
+    if problems:
+        raise HostError("\n".join(problems))
+
+
+def find_differences(connections: Sequence[SshConnection]) -> list[str]:
+    """Return one line for each thing in which hosts differ that a run needs equal."""
     own = software_versions()
     problems: list[str] = []
     times = [connection.hello["time"] - time.time() for connection in connections]
@@ -71,7 +80,7 @@ def check_hosts(connections: Sequence[SshConnection]) -> None:
             do = f"Install ringweave {__version__} there, or add --install"
             problems.append(_difference("ringweave", node, hello["ringweave"], __version__, do))
         if hello["torch"] is None:
-            do = "Install torch for the interpreter there, or name another with --python"
+            do = "Install torch for the interpreter there, name another with --python, or add --install"
             problems.append(explain(f"torch on host {node}", got="none", expected=str(own["torch"]), do=do))
         elif hello["torch"] != connections[0].hello["torch"]:
             first = connections[0]
@@ -82,8 +91,7 @@ def check_hosts(connections: Sequence[SshConnection]) -> None:
             do = "Set it, or start its time service: timedatectl set-ntp true"
             got = f"{offset_s:+.0f} s from this machine's"
             problems.append(explain(f"clock of host {node}", got=got, expected="the same time", do=do))
-    if problems:
-        raise HostError("\n".join(problems))
+    return problems
 
 
 def _difference(what: str, node: str, got: object, expected: str, do: str) -> str:
@@ -104,6 +112,8 @@ class HostsRunRequest:
     """Folder on this machine that gets the output; None for a job that is not followed by the command."""
     notify: Callable[[str], object]
     """Gets a text about each step that takes time."""
+    ports: PortRange | None = None
+    """Ports of all listeners of the run, but for torch's own; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +146,7 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
 
 def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: str) -> KnownRun:
     directories = prepare_files(request, connections.open, run_id)
-    endpoints = run_parallel(_endpoint, connections.open)
+    endpoints = run_parallel(lambda each: open_endpoint(each, request.ports), connections.open)
     entry = RunEntry(
         run_id=run_id,
         version=(1, 1),
@@ -155,7 +165,7 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
         options=request.options,
         run_dir=str(request.run_dir or ""),
     )
-    environ = forwarded_environ(os.environ)
+    environ = forwarded_environ(os.environ) | ({PORTS: str(request.ports)} if request.ports else {})
 
     def start(index: int, connection: SshConnection) -> None:
         config = HostConfig(
@@ -187,12 +197,13 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
     return known
 
 
-def _endpoint(connection: SshConnection) -> HostEndpoint:
+def open_endpoint(connection: SshConnection, within: PortRange | None = None) -> HostEndpoint:
+    """Let the host listen on a free port until its service starts; return where others reach it."""
     return HostEndpoint(
         node=connection.host.node,
         destination=connection.host.destination,
         address=connection.host.address or _reachable_address(connection),
-        port=connection.call("open_port")["port"],
+        port=connection.call("open_port", ports=str(within or ""))["port"],
     )
 
 
@@ -209,24 +220,28 @@ def check_reachable(connections: Sequence[SshConnection], endpoints: Sequence[Ho
     Raises:
         HostError: Some cannot; one line for each pair, at most eight.
     """
-
-    def check(connection: SshConnection) -> list[str]:
-        problems = []
-        for endpoint in endpoints:
-            if endpoint.node != connection.host.node:
-                where = {"address": endpoint.address, "port": endpoint.port}
-                reason = connection.call("can_connect", timeout_s=4.0, **where)["reason"]
-                if reason:
-                    do = f"Open TCP between them in the firewall, or give {endpoint.node} another address"
-                    what = f"connection from host {connection.host.node} to {endpoint.node}"
-                    expected = f"a listener at {endpoint.address} port {endpoint.port}"
-                    problems.append(explain(what, got=reason, expected=expected, do=do))
-        return problems
-
-    problems = [text for texts in run_parallel(check, connections) for text in texts]
+    problems = find_unreachable(connections, endpoints)
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise HostError("\n".join([*problems[:8], *more]))
+
+
+def find_unreachable(connections: Sequence[SshConnection], endpoints: Sequence[HostEndpoint]) -> list[str]:
+    """Return one line for each host that does not reach the port of another one."""
+
+    def check(connection: SshConnection) -> list[str]:
+        others = [each for each in endpoints if each.node != connection.host.node]
+        where = [[each.address, each.port] for each in others]
+        reasons = connection.call("unreachable", endpoints=where, timeout_s=10.0)["reasons"]
+        return [_unreachable_text(connection.host.node, *pair) for pair in zip(others, reasons, strict=True) if pair[1]]
+
+    return [text for texts in run_parallel(check, connections) for text in texts]
+
+
+def _unreachable_text(node: str, endpoint: HostEndpoint, reason: str) -> str:
+    do = f"Open TCP between them in the firewall, or give {endpoint.node} another address"
+    expected = f"a listener at {endpoint.address} port {endpoint.port}"
+    return explain(f"connection from host {node} to {endpoint.node}", got=reason, expected=expected, do=do)
 
 
 def prepare_files(request: HostsRunRequest, connections: Sequence[SshConnection], run_id: str) -> list[str]:
@@ -382,6 +397,10 @@ class HostsRunOptions:
     python: str | None
     name: str | None
     detach: bool
+    install: bool = False
+    """Install this ringweave on the hosts first."""
+    ports: PortRange | None = None
+    """Ports of all listeners of the run, but for torch's own; None: any."""
 
 
 def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
@@ -402,9 +421,18 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     """Start a run on hosts and follow it; return the exit code."""
     script = check_script(options.script)
     hosts = host_list.parse_hosts(options.hosts)
-    connect_options = HostsOptions(python=options.python)
+    _check_ports(options, hosts)
+    connect_options = (
+        install.install_on_hosts(hosts.hosts, options.python, write_notice)
+        if options.install
+        else HostsOptions(python=options.python)
+    )
     with HostConnections(hosts.hosts, connect_options) as connections:
         check_hosts(connections.open)
+        if options.ports is not None:
+            kernel = [parse_ports(each.hello["kernel_ports"], where=each.host.node) for each in connections.open]
+            if notice := ports.outside_text(options.ports, kernel):
+                write_notice(notice)
         job_request = _job_request(options, script, hosts, connections)
         job = admission.admit_job(
             job_request,
@@ -420,6 +448,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             options=connect_options,
             run_dir=_run_dir(options.run_dir, options.script).root,
             notify=write_notice,
+            ports=options.ports,
         )
         known = start_run(request, connections)
         named = ", ".join(f"{host.node} ({host.workers})" for host in hosts.hosts[:8])
@@ -430,6 +459,14 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             write_notice(f"it continues without this command: {verbs}")
             return 0
         return attach.follow_run(known, connections)
+
+
+def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
+    if options.ports is not None:
+        host = max(hosts.hosts, key=lambda host: host.workers)
+        num_services = 4 if options.elastic else 2  # the host service, the store of the process group, coordinators
+        needed = ports.needed_ports(host.workers, is_elastic=options.elastic is not None, num_services=num_services)
+        ports.check_size(options.ports, needed, f"host {host.node}")
 
 
 def _job_request(options: HostsRunOptions, script: Path, hosts: HostList, connections: HostConnections) -> JobRequest:

@@ -178,7 +178,7 @@ def start_state_server(
         write_event=record,
         on_handler_error=_log_server_error,
     )
-    return server.start(address)
+    return server.start(address, within=environment.ports)
 
 
 def _log_server_error(peer: rpc.Identity, kind: str, error: Exception) -> None:
