@@ -109,8 +109,28 @@ def test_without_any_the_mend_is_said(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(config: Path, tmp_path: Path) -> None:
     (tmp_path / "ca.crt").unlink()
-    with pytest.raises(UsageError, match=r"file of the kubeconfig: 'No such file .*', expected text. .* \[.*/ca.crt\]"):
+    with pytest.raises(
+        UsageError, match=r"file of the kubeconfig: 'No such file .*', expected text that .* \[.*/ca.crt\]"
+    ):
         connection_info({"KUBECONFIG": str(config)})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "error"),
+    [
+        (
+            "certificate-authority: ca.crt",
+            "certificate-authority-data: '5'",
+            "certificate-authority-data of the kube.*",
+        ),
+        ("certificate-authority: ca.crt", "certificate-authority: ca.crt", "certificates of the kubeconfig: .*"),
+        ("certificate-authority: ca.crt", "proxy-url: p", "certificates of the kubeconfig: .*"),
+    ],
+)
+def test_what_is_no_certificate_is_named(config: Path, key: str, text: str, error: str) -> None:
+    config.write_text(config.read_text().replace(key, text))
+    with pytest.raises(UsageError, match=f"{error}, expected text that can be read. Correct the kubeconfig"):
+        connection_info({"KUBECONFIG": str(config)}, context="three").ssl_context()
 
 
 def test_data_goes_before_files_and_certificates_are_loaded(config: Path) -> None:
