@@ -83,6 +83,8 @@ MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 """Merges conditions by type; supported for built-in resources only."""
 _TIMEOUT_S = 60.0
+_MAX_REQUESTS = 64
+"""Maximum number of requests at a time, beside watches and logs."""
 _CLOSE_TIMEOUT_S, _CLOSE_POLL_S = 2.0, 0.005
 _MAX_SMALL_BODY_BYTES = 2**16
 _PAGE_SIZE = 500
@@ -113,6 +115,7 @@ class KubernetesClient:
         self._server = connection.server.rstrip("/")
         self._headers = connection.headers()
         self._open_session: aiohttp.ClientSession | None = None
+        self._requests = asyncio.Semaphore(_MAX_REQUESTS)
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     @property
@@ -132,7 +135,7 @@ class KubernetesClient:
     async def __aenter__(self) -> "KubernetesClient":
         context = self._connection.ssl_context() if self._server.startswith("https:") else False
         self._open_session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=64, ssl=context, socket_factory=self._open_socket),
+            connector=aiohttp.TCPConnector(limit=0, ssl=context, socket_factory=self._open_socket),
             proxy=self._connection.proxy_url,
             headers={"User-Agent": f"ringweave/{ringweave.__version__}"},  # the API server's field manager, too
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
@@ -299,9 +302,12 @@ class KubernetesClient:
         whole = {**self._headers, **headers}
         content = None if data is None else _request_content(data.encode())
         try:
-            async with self._session.request(
-                method, self._server + path, params=params, data=content, headers=whole
-            ) as response:
+            async with (
+                self._requests,
+                self._session.request(
+                    method, self._server + path, params=params, data=content, headers=whole
+                ) as response,
+            ):
                 return response.status, _parse_answer(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise api_errors.unreachable_error(self._server, error) from error
@@ -378,14 +384,22 @@ class ConnectionInfo:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def ssl_context(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(cadata=self.authority)
+        """Return the context of connections.
+
+        Raises:
+            UsageError: A certificate or the key is none.
+        """
+        try:
+            context = ssl.create_default_context(cadata=self.authority)
+            if self.certificate is not None:
+                with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # ssl reads files only
+                    file.write(self.certificate)
+                    file.flush()
+                    context.load_cert_chain(file.name)
+        except (ssl.SSLError, ValueError) as error:
+            raise _bad_file_error("certificates of the kubeconfig", error, self.server) from error
         if self.is_insecure:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if self.certificate is not None:
-            with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # ssl reads files only
-                file.write(self.certificate)
-                file.flush()
-                context.load_cert_chain(file.name)
         return context
 
 
@@ -477,7 +491,10 @@ def _make_connection_info(
 def _read_pem(base: Path, section: Mapping[str, Any], key: str) -> str | None:
     """Return the data in the section, else the content of the file that it names; as kubectl does."""
     if data := section.get(f"{key}-data"):
-        return base64.b64decode(data).decode()
+        try:
+            return base64.b64decode(data).decode()
+        except ValueError as error:
+            raise _bad_file_error(f"{key}-data of the kubeconfig", error, str(base)) from error
     return _read_file(base / section[key]) if section.get(key) else None
 
 
@@ -485,9 +502,13 @@ def _read_file(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, ValueError) as error:
-        do = "Correct the kubeconfig, or let your user read the file"
-        got = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UsageError(explain("file of the kubeconfig", got=got, expected="text", do=do, where=str(path))) from error
+        raise _bad_file_error("file of the kubeconfig", error, str(path)) from error
+
+
+def _bad_file_error(what: str, error: Exception, where: str) -> UsageError:
+    got = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    do = "Correct the kubeconfig, or let your user read the file"
+    return UsageError(explain(what, got=got, expected="text that can be read", do=do, where=where))
 
 
 def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,14 +1,19 @@
 """Kubeconfigs as kubectl reads them."""
 
+import base64
 import json
+import ssl
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from ringweave.errors import LaunchError, UsageError
+from ringweave.platforms.kubernetes import api_client, certificates
 from ringweave.platforms.kubernetes.api_client import connection_info
 
+DATA = "DATA"
 CONFIG = """
 current-context: one
 contexts:
@@ -100,3 +105,63 @@ def test_without_any_the_mend_is_said(tmp_path: Path) -> None:
         LaunchError, match=r"Kubernetes: 'no kubeconfig', expected one, or a service account. Set KUBECONFIG"
     ):
         connection_info({}, home=tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").unlink()
+    with pytest.raises(
+        UsageError, match=r"file of the kubeconfig: 'No such file .*', expected text that .* \[.*/ca.crt\]"
+    ):
+        connection_info({"KUBECONFIG": str(config)})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "error"),
+    [
+        (
+            "certificate-authority: ca.crt",
+            "certificate-authority-data: '5'",
+            "certificate-authority-data of the kube.*",
+        ),
+        ("certificate-authority: ca.crt", "certificate-authority: ca.crt", "certificates of the kubeconfig: .*"),
+        ("certificate-authority: ca.crt", "proxy-url: p", "certificates of the kubeconfig: .*"),
+    ],
+)
+def test_what_is_no_certificate_is_named(config: Path, key: str, text: str, error: str) -> None:
+    config.write_text(config.read_text().replace(key, text))
+    with pytest.raises(UsageError, match=f"{error}, expected text that can be read. Correct the kubeconfig"):
+        connection_info({"KUBECONFIG": str(config)}, context="three").ssl_context()
+
+
+def test_data_goes_before_files_and_certificates_are_loaded(config: Path) -> None:
+    issued = certificates.issue_certificate(["api.example"], datetime.now(UTC))
+    text = config.read_text().replace("certificate-authority: ca.crt", f"certificate-authority-data: {DATA}")
+    text = text.replace("client-key: me.key", f"client-key: none, client-key-data: {DATA}")
+    text = text.replace("client-certificate: me.crt", f"client-certificate-data: {DATA}")
+    config.write_text(text.replace(DATA, base64.b64encode((issued.key + issued.certificate).encode()).decode()))
+    context = connection_info({"KUBECONFIG": str(config)}, context="three").ssl_context()
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert [dict(each[0] for each in found["subject"]) for found in context.get_ca_certs()] == [
+        {"commonName": "ringweave"}
+    ]
+
+
+def test_name_password_and_any_certificate(config: Path) -> None:
+    text = config.read_text().replace("{token: secret}", "{username: ann, password: b}")
+    config.write_text(
+        text.replace("certificate-authority: ca.crt", "insecure-skip-tls-verify: true, proxy-url: 'http://p'")
+    )
+    found = connection_info({"KUBECONFIG": str(config)})
+    assert found.headers() == {"Authorization": "Basic YW5uOmI="}
+    assert found.proxy_url == "http://p"
+    assert found.ssl_context().verify_mode is ssl.CERT_NONE
+
+
+def test_a_pod_takes_its_service_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_client, "SERVICE_ACCOUNT_DIR", tmp_path)
+    for name in ("token", "ca.crt", "namespace"):
+        (tmp_path / name).write_text(name)
+    environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+    found = connection_info(environ, home=tmp_path)
+    assert (found.server, found.authority) == ("https://[fd00::1]:443", "ca.crt")
+    assert (found.token, found.default_namespace) == ("token", "namespace")

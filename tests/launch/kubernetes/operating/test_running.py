@@ -1,7 +1,6 @@
 """The operator as a whole, in this process: what it watches, and that one which only waits is known to live."""
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -11,10 +10,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+import ringweave
 from ringweave.platforms.kubernetes import api_client, names
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
-from ringweave.platforms.kubernetes.api_errors import ApiError
 from ringweave.platforms.kubernetes.operator import LeaderElection, LeaseSettings, OperatorSettings
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 
@@ -40,6 +39,11 @@ def play(kubeconfig: Path, settings: OperatorSettings, test: Callable[[asyncio.E
 
 def a_lease(identity: str) -> LeaseSettings:
     return LeaseSettings(namespace="default", identity=identity, duration_s=600.0, renew_s=60.0)
+
+
+async def remove_lease(client: KubernetesClient) -> None:
+    """What the operator of another test has left."""
+    await client.delete(api_client.LEASES, "default", kubernetes_operator.LEASE_NAME)
 
 
 def free_url() -> str:
@@ -71,8 +75,7 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
 
     async def take() -> None:
         async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
-            with contextlib.suppress(ApiError):  # what the operator of another test has left
-                await client.delete(api_client.LEASES, "default", kubernetes_operator.LEASE_NAME)
+            await remove_lease(client)
             await LeaderElection(client, a_lease("first"), time.time).wait_acquired()
             spec = {"gpus": 3, "script": "a.py", "nodes": [{"name": "n0", "capacity": 3}], "managedBy": "a/b"}
             body = {"metadata": {"name": "seen"}, "spec": {**spec, "requester": {"username": "ann"}}}
@@ -105,6 +108,8 @@ def test_one_whose_api_server_is_away_leads_again_afterwards(
         await asyncio.Event().wait()
 
     async def test(ready: asyncio.Event) -> None:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            await remove_lease(client)
         async with aiohttp.ClientSession() as session:
             await ready.wait()
             assert await is_ready(session) == 200
@@ -127,8 +132,10 @@ def test_one_whose_api_server_is_away_leads_again_afterwards(
 @pytest.mark.slow
 def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeCluster, kubeconfig: Path) -> None:
     asked: dict[tuple[str, bool], set[str | None]] = {}
+    agents: set[str] = set()
 
     async def note(http: web.Request) -> None:
+        agents.add(http.headers["User-Agent"])
         plural = http.path.rpartition("/")[2]
         if http.method == "GET" and plural in ("pods", "configmaps", names.CRD_PLURAL):
             key = plural, "watch" in http.query
@@ -149,3 +156,4 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
         (plural, is_watch): of_jobs for plural in ("pods", "configmaps") for is_watch in (False, True)
     }
     assert asked[names.CRD_PLURAL, True] == {None}
+    assert agents == {f"ringweave/{ringweave.__version__}"}
