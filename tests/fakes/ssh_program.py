@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ringweave.platforms.hosts import ssh
+
 _PROGRAM = """#!/bin/sh
 for word in "$@"; do host=$command; command=$word; done
 home={hosts}/$host
@@ -42,7 +44,8 @@ class SshHosts:
 
 
 def use_ssh_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SshHosts:
-    """Put the program before the real ssh on the PATH of this process."""
+    """Put the program before the real ssh on the PATH of this process, and be patient with a busy machine."""
+    monkeypatch.setattr(ssh, "CONNECT_TIMEOUT_S", 300.0)
     hosts = SshHosts(folder)
     monkeypatch.setenv("PATH", hosts.path)
     return hosts
