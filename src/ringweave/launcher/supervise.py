@@ -451,9 +451,10 @@ class NodeWorkers:
             self._reported_exits -= started
             return None  # the observed exits of those slots belong to processes that have a successor now
         is_pending = self._slots is not None and self._slots.has_pending(is_ending=is_ending)
-        if not is_pending and self._stop_policy.is_over(states, now_s) and not self._are_services_needed(states, now_s):
+        decisive = self._slots.decisive(states) if self._slots else states
+        is_over = not is_pending and self._stop_policy.is_over(states, now_s)
+        if is_over and not self._are_services_needed(decisive, now_s):
             self._stack.close()
-            decisive = self._slots.decisive(states) if self._slots else states
             return [failure for state in decisive if (failure := self._failure_of(state)) is not None]
         counting = self._slots.unexcused(states) if self._slots else states
         if self._plan.is_node_of_job and any(_was_killed_from_outside(state) for state in counting):
@@ -479,9 +480,9 @@ class NodeWorkers:
             if self.service_failure:
                 self.request_stop(signal.SIGKILL)
 
-    def _are_services_needed(self, states: Sequence[WorkerState], now_s: float) -> bool:
-        """Return whether this node's workers all succeeded and other nodes' workers still need a service."""
-        all_well = all(state.exit and state.exit.is_success for state in states)
+    def _are_services_needed(self, decisive: Sequence[WorkerState], now_s: float) -> bool:
+        """Return whether this node succeeded and other nodes' workers still need a service."""
+        all_well = all(state.exit and state.exit.is_success for state in decisive)
         if not self._plan.is_node_of_job or self._interrupts or not all_well:
             return False
         return any(service.is_needed(now_s) for service in self._plan.services)

@@ -2,7 +2,8 @@
 
 import itertools
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import pytest
@@ -15,6 +16,7 @@ from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.processes import LocalLauncher
 from ringweave.launcher.restarts import LEFT_EXIT_CODE
 from ringweave.launcher.scale_requests import ScaleRequests
+from ringweave.launcher.services import ServiceProcesses
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import WorkerGroup, WorkerSpec
 
@@ -173,6 +175,7 @@ def supervise(
     put_out: Callable[[], Collection[str]] = frozenset,
     said: list[str] | None = None,
     interrupts: list[signal.Signals] | None = None,
+    services: Sequence[ServiceProcesses] = (),
 ) -> list[int]:
     """Supervise to the end; the slots that ended well, and those whose failures decide the outcome."""
     specs = [WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots)]
@@ -193,7 +196,13 @@ def supervise(
         notify_user=([] if said is None else said).append,
         on_give_up=give_up,
     )
-    plan = NodePlan(group=WorkerGroup(argv=slots.argv, workers=slots.workers[:begin]), environ={}, elastic=rules)
+    plan = NodePlan(
+        group=WorkerGroup(argv=slots.argv, workers=slots.workers[:begin]),
+        environ={},
+        services=services,
+        elastic=rules,
+        is_node_of_job=bool(services),
+    )
     recorder = cast(RunRecorder, Exits() if exits is None else exits)
     crew = NodeWorkers(plan, cast(LocalLauncher, workers), recorder, interrupts, lambda: workers.now_s)
     workers.failures = crew.wait(workers.sleep)
@@ -417,3 +426,29 @@ def test_before_the_first_epoch_and_at_the_end_workers_neither_come_nor_go() -> 
     supervise(workers, 3, desk=desk)
     assert desk.refused == ["run: 'at its end', expected a run that trains. Start it again with more workers."]
     assert workers.started == []
+
+
+class Lingering:
+    """Stands where a coordinator does that workers of other nodes need until the given time."""
+
+    failure_text = ""
+
+    def __init__(self, until_s: float) -> None:
+        self._until_s = until_s
+
+    def is_needed(self, now_s: float) -> bool:
+        return now_s < self._until_s
+
+    @contextmanager
+    def running(self, environ: Mapping[str, str]) -> Iterator[None]:
+        yield
+
+    def restart_dead(self) -> None:
+        """It lives."""
+
+
+def test_the_coordinator_of_a_node_that_gave_a_worker_up_stays_for_other_nodes_too() -> None:
+    workers = Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"})
+    service = Lingering(until_s=905.0)
+    assert supervise(workers, 2, members={"0.0", "1.0"}, services=[cast(ServiceProcesses, service)]) == [0]
+    assert workers.now_s >= 905.0
