@@ -80,5 +80,6 @@ def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected:
 
 
 def test_loading_imports_no_planner_and_no_yaml() -> None:
-    expected = ["ringweave.comm", "ringweave.comm.autoload", "ringweave.environment", "ringweave.errors"]
+    names = ("comm", "comm.autoload", "environment", "errors", "ports")
+    expected = [f"ringweave.{name}" for name in names]
     assert run_python(LOADED).stdout.strip() == str(expected)

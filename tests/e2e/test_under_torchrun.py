@@ -31,7 +31,9 @@ for name in ({}, {"backend": "gloo"}, {"backend": "nccl"}, {"backend": "cpu:gloo
     dist.all_reduce(tensor)
     small = dist.new_group([0, 1], backend="gloo")
     groups = (dist.group.WORLD, small)
-    print(*(type(each).__name__ for each in groups), int(tensor[0]), flush=True)
+    words = [*(type(each).__name__ for each in groups), str(int(tensor[0]))]
+    sys.stdout.write(" ".join(words) + chr(10))
+    sys.stdout.flush()
     del small, groups
     dist.destroy_process_group()
 """

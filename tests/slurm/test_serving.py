@@ -35,7 +35,7 @@ def test_a_parameter_server_is_on_a_machine_of_the_job(jobs):
     jobs.wait_printed("epoch 0 big", 1)
     jobs.wait_printed("epoch 0 small", 1)
     assert [len(servers(jobs, machine)) for machine in ("big", "small")] == [1, 0]
-    assert not list(jobs.folder.rglob("worker-*.json")), "credentials are handed over once"
+    assert not list(jobs.folder.rglob("worker-*.0.json")), "credentials are handed over once"
     (jobs.folder / "go").touch()
     view = jobs.wait("Succeeded")
     assert [node.retries for node in view.used_nodes] == [0, 0]

@@ -51,7 +51,7 @@ def test_a_parameter_server_belongs_to_its_node_and_is_replaced_with_it(here: He
     here.submit(TRAINS, 1, 1, mode="ps-hra")
     here.wait(lambda job: text_of(here).count("epoch 0") == 2, deadline_s=TORCH_S)
     (server,) = [each for each in processes_of(here.state) if "ringweave.param_server.main" in each.command]
-    assert not list(here.state.rglob("worker-*.json")), "credentials are handed over once"
+    assert not list(here.state.rglob("worker-*.0.json")), "credentials are handed over once"
     server.process.send_signal(signal.SIGKILL)
     here.wait(lambda job: text_of(here).count("epoch 0") == 4, deadline_s=TORCH_S)
     (here.folder / "go").touch()
