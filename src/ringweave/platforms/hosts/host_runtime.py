@@ -1,8 +1,11 @@
 """Runtime of a run on one host: its worker groups in the host's job folder, and the start of its host service."""
 
+import io
 import os
 import shutil
+import socket
 import sys
+import tarfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +18,15 @@ from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RpcError
 from ringweave.jobs import records
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.hosts.messages import HOST_ROLE, HostAction, HostReport, RunStatus
+from ringweave.platforms.hosts.messages import (
+    HOST_ROLE,
+    FetchFiles,
+    HostAction,
+    HostReport,
+    LogPieces,
+    ReadLogs,
+    RunStatus,
+)
 from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, save_durably
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
@@ -23,6 +34,8 @@ from ringweave.platforms.local.job_runtime import LocalJobRuntime
 MAX_LOG_ANSWER_BYTES = 4 * 2**20
 """Upper limit of the log text in one answer."""
 LOCAL_CALL_TIMEOUT_S = 8.0
+FETCH_TIMEOUT_S = 100.0
+MAX_FETCHED_FILE_BYTES = 64 * 2**20
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
 _GROUP_ACTIONS = {
@@ -135,6 +148,20 @@ def ensure_service(folder: HostFolder, environ: Mapping[str, str]) -> None:
         raise LaunchError(f"host service could not be started: {error}. [{folder.root}]") from error
 
 
+def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
+    """Return the reason why a connection cannot be made; empty if it can."""
+    try:
+        socket.create_connection((address, port), timeout=timeout_s).close()
+    except OSError as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def is_service_running(folder: HostFolder) -> bool:
+    """Return whether the host service of a run runs here."""
+    return folder.host_config.exists() and job_folder.is_lock_held(folder.service_lock)
+
+
 def is_run_process(process: psutil.Process) -> bool:
     """Return whether a process is a host service or a node agent, and so does not belong to the workers."""
     return not {SERVICE_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
@@ -162,6 +189,61 @@ def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[lis
         if len(content) >= MAX_LOG_ANSWER_BYTES:
             break
     return pieces, content
+
+
+class HostLogReader:
+    """Reads the logs of other hosts from one host of the run, by their host services."""
+
+    def __init__(self, folder: HostFolder) -> None:
+        self._folder = folder
+        self._clients: dict[int, rpc.RpcClient] = {}
+
+    def read(self, host: int, positions: Mapping[str, int]) -> tuple[LogPieces, bytes]:
+        """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
+        try:
+            reply = self._client(host).call(ReadLogs(positions=dict(positions)), timeout_s=LOCAL_CALL_TIMEOUT_S)
+        except (RpcError, OSError):
+            self._clients.pop(host, None)
+            return LogPieces(), b""
+        assert isinstance(reply.message, LogPieces)
+        return reply.message, bytes(reply.buffers[0])
+
+    def fetch(self, host: int) -> bytes:
+        """Return what `archive_files` packs on a host.
+
+        Raises:
+            LaunchError: It does not answer.
+        """
+        try:
+            return bytes(self._client(host).call(FetchFiles(), timeout_s=FETCH_TIMEOUT_S).buffers[0])
+        except (RpcError, OSError) as error:
+            self._clients.pop(host, None)
+            raise LaunchError(str(error)) from error
+
+    def _client(self, host: int) -> rpc.RpcClient:
+        endpoint = self._folder.load_entry().hosts[host]
+        if not endpoint.address:
+            raise ConnectionRefusedError(f"host {endpoint.node} has not joined")
+        if host not in self._clients:
+            authentication = rpc.TlsAuthentication(rpc.Credentials.load(self._folder.command_credentials))
+            self._clients[host] = rpc.RpcClient.connect(
+                endpoint.address, endpoint.port, authentication, role=HOST_ROLE, timeout_s=2.0
+            )
+        return self._clients[host]
+
+
+def archive_files(folder: HostFolder) -> bytes:
+    """Return events, run.json, cluster files and logs of this host as a tar archive."""
+    buffer, runs = io.BytesIO(), folder.job.root / "runs"
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        names = ("events.jsonl", "run.json", "cluster.yaml", "logs/*.log")
+        paths = [path for name in names for path in runs.glob(f"*/*/round-*/{name}")]
+        paths += runs.glob("*/*/agent.log")
+        for path in [*paths, folder.service_log]:
+            if path.is_file() and path.stat().st_size <= MAX_FETCHED_FILE_BYTES:
+                base = runs if path != folder.service_log else folder.root
+                archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
+    return buffer.getvalue()
 
 
 def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | None:
