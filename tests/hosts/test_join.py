@@ -2,10 +2,10 @@
 
 import json
 import re
-import signal
 import subprocess
 
 import pytest
+
 from tests.hosts.conftest import FakeHosts
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,9 +23,11 @@ def start_run(hosts: FakeHosts, *words: str) -> tuple["subprocess.Popen[str]", l
     assert command.stderr is not None
     lines: list[str] = []
     number = sum("join" in word for word in words[words.index("--hosts") + 1].split(","))
+    seen = ""
     while len(lines) < number:
         text = command.stderr.readline()
-        assert text, "the command has ended"
+        seen += text
+        assert text, f"the command has ended: {seen}"
         lines += re.findall(r"type on host join-\d+, within .* minutes: ringweave join (\S+)\.", text)
     return command, lines
 

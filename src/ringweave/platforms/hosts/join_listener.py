@@ -12,7 +12,7 @@ from ringweave.platforms.hosts.messages import JOINER_ROLE, JoinAnswer, JoinRequ
 from ringweave.rpc import Credentials, Identity, RpcCall, RpcHandler, RpcLimits, RpcServer
 from ringweave.rpc.handshake import TurnedAwayError
 
-CONNECTION_LIFETIME_S = 20.0
+CONNECTION_LIFETIME_S = 30.0
 """Time after which a joiner's connection is cut, whatever it does; it sends one message."""
 LIMITS = RpcLimits(
     max_body_bytes=16 * 1024,
@@ -22,11 +22,11 @@ LIMITS = RpcLimits(
     max_calls=1,
     max_connections=16,
     max_unauthenticated=16,
-    handshake_s=3.0,
-    patience_s=3.0,
 )
 BURST, ATTEMPTS_PER_S = 20, 1.0
 MAX_ADDRESSES = 1024
+REFUSAL_DELAY_S = 0.2
+"""Time before a refusal is answered, so that one connection cannot ask without end."""
 
 
 class JoinListener:
@@ -37,10 +37,13 @@ class JoinListener:
         credentials: Credentials,
         admit: Callable[[JoinRequest], JoinAnswer],
         clock: Callable[[], float] = time.monotonic,
+        refusal_delay_s: float = REFUSAL_DELAY_S,
     ) -> None:
         """`admit` gives a joiner its seat, or raises `JoinRefusedError`."""
         self._authentication = JoinListenerAuthentication(credentials, clock)
         self._admit = admit
+        self._refusal_delay_s = refusal_delay_s
+        self._closing = threading.Event()
         self._server = RpcServer(
             self._authentication,
             [RpcHandler(message=JoinRequest, handle=self._handle)],
@@ -59,6 +62,7 @@ class JoinListener:
         return self._server.start(host, port).port
 
     def close(self) -> None:
+        self._closing.set()
         self._server.close(timeout_s=1.0)
 
     def cut_late(self) -> None:
@@ -70,6 +74,7 @@ class JoinListener:
             return self._admit(call.message)
         except JoinRefusedError as error:
             self.refusals.add(error.reason, "joiner", 0, str(error))
+            self._closing.wait(self._refusal_delay_s)
             raise
 
 
@@ -100,7 +105,11 @@ class JoinListenerAuthentication:
         sock = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
         with self._lock:
             self._sockets.append((self._clock(), sock))
-        sock.do_handshake()
+        try:
+            sock.do_handshake()
+        except OSError:
+            sock.close()
+            raise
         return sock
 
     def peer_identity(self, sock: socket.socket) -> Identity | None:

@@ -192,7 +192,7 @@ def _read_file(client: RpcClient, digest: str) -> bytes:
         reply = client.call(ReadFile(digest=digest, start=len(content)), timeout_s=FILE_TIMEOUT_S)
         assert isinstance(reply.message, FileBytes)
         content += bytes(reply.buffers[0])
-        if len(content) >= reply.message.size or not len(memoryview(reply.buffers[0])):
+        if len(content) >= reply.message.size or not memoryview(reply.buffers[0]):
             return content
         if len(content) > script_files.MAX_FILES_BYTES:
             raise LaunchError(f"file of the run: more than {script_files.MAX_FILES_BYTES} bytes, expected less.")
