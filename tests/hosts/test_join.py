@@ -50,16 +50,11 @@ def test_a_host_joins_by_one_line(hosts: FakeHosts) -> None:
     (folder / "data" / "text.txt").write_text("some data")
     (folder / "tool.sh").write_text("#!/bin/sh\n")
     (folder / "tool.sh").chmod(0o755)
-    command, (line,) = start_run(hosts, "--hosts", "a:1,b:1,join:2", "--run-dir", "out", "train.py")
+    command, (line,) = start_run(hosts, "--hosts", "a:1,b:1,join:2", "--run-dir", "out", "--name", "train", "train.py")
     wait_for_text(command, "waits for host join-1 to join")
     assert f"type on join-1: ringweave join {line}" in wait_for_text(command, "type on")
-    status = hosts.run(
-        "status",
-        "--on",
-        "hosts",
-        "--json",
-        json.loads(hosts.run("jobs", "--json", "--on", "hosts").stdout)["jobs"][0]["name"],
-    )
+    status = hosts.run("status", "train", "--json")
+    assert status.returncode == 0, status.stderr
     assert line in json.loads(status.stdout)["reason"]["hint"]
     joined = hosts.run("join", line, host="j")
     out, errors = command.communicate(timeout=90)

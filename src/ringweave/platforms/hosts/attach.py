@@ -22,13 +22,15 @@ from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, wr
 from ringweave.launcher.run_dir import RunDir
 from ringweave.platforms.hosts import join
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
-from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection
+from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
 
 LOG_WAIT_S = 1.0
 RECONNECT_S = 1.0
 POLL_S = 0.05
-REMOVAL_TIMEOUT_S = 15.0
-DRAIN_TIMEOUT_S = 10.0
+REMOVAL_TIMEOUT_S = 10.0
+"""Time after which a finished run is removed over ssh."""
+MAX_FAILURES_AT_END = 1
+"""Failed attempts after which an ended run does not wait for the rest of a host's output."""
 _FAILED_RANK = re.compile(r"rank (\d+) (.*)", re.DOTALL)
 _KILLED = re.compile(r"was killed by (SIG\w+)")
 NUM_LAST_LINES = 200
@@ -41,6 +43,8 @@ class _HostState:
     summary: dict[str, Any]
     """Last summary of the run on this host; empty before the first, and once the run is removed."""
     is_connected: bool = False
+    num_failures: int = 0
+    """Failed attempts to connect since it was connected last."""
     is_drained: bool = False
     """All output up to the end of the run has been read."""
     is_gone: bool = False
@@ -103,7 +107,7 @@ class RunFollower:
                     raise KeyboardInterrupt
                 self._notify("stopping all workers")
             is_stop_due = is_stop_due and not self._try_stop()
-            newest = max((h.summary for h in self._hosts if h.summary), key=_version, default=None)
+            newest = max((h.summary for h in self._hosts if "version" in h.summary), key=_version, default=None)
             if newest is not None:
                 self._show(newest)
                 if newest["is_end"] and self._is_drained():
@@ -175,12 +179,12 @@ class RunFollower:
         except LaunchError as error:
             self._notify(str(error))
         deadline_s = time.monotonic() + REMOVAL_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            left = [each for each in self._open_connections() if not _is_removed(each, self._known.run_id)]
-            if not left:
-                return all(host.is_connected for host in self._hosts)
+        while left := [each for each in self._open_connections() if not _is_removed(each, self._known.run_id)]:
+            if time.monotonic() >= deadline_s:
+                end_run_at_once(left, self._known.run_id)
+                break
             time.sleep(POLL_S)
-        return False
+        return all(host.is_connected for host in self._hosts)
 
     def close(self) -> None:
         """Close all connections; the run goes on."""
@@ -216,7 +220,7 @@ class RunFollower:
                 if connection is None or not connection.is_open:
                     connection = self._live[index] = self._connections.connect(via)
                     connection.call("ensure", run_id=self._known.run_id)
-                self._hosts[index].is_connected = True
+                self._hosts[index].is_connected, self._hosts[index].num_failures = True, 0
                 if is_reported:
                     self._notify(f"host {name} answers again")
                     is_reported = False
@@ -225,19 +229,20 @@ class RunFollower:
                 if self._closing.is_set():
                     return
                 self._hosts[index].is_connected = False
+                self._hosts[index].num_failures += 1
                 if not is_reported:
                     self._notify(f"{error} It is tried again while the run goes on")
                     is_reported = True
                 self._closing.wait(RECONNECT_S)
 
     def _read_logs(self, index: int, connection: SshConnection) -> None:
-        state, positions = self._hosts[index], self._positions[index]
+        state, positions, has_ended = self._hosts[index], self._positions[index], self._has_ended()
         answer, content = connection.call_for_bytes(
             "logs",
             run_id=self._known.run_id,
             positions=positions,
             version=state.summary.get("version"),
-            wait_s=0.0 if state.summary.get("is_end") else LOG_WAIT_S,
+            wait_s=0.0 if has_ended else LOG_WAIT_S,
             host=self._joined_host(index),
         )
         start = 0
@@ -245,9 +250,8 @@ class RunFollower:
             self._feed(int(key.rpartition("/")[2]), content[start : start + size])
             positions[key], start = end, start + size
         state.is_gone = "version" not in answer
-        was_end = bool(state.summary.get("is_end") and state.summary.get("is_at_rest"))
         state.summary = answer
-        state.is_drained = was_end and not answer["pieces"]
+        state.is_drained = has_ended and answer.get("is_at_rest", True) and not answer["pieces"]
         if state.is_drained or state.is_gone:
             self._closing.wait(POLL_S)
 
@@ -274,7 +278,12 @@ class RunFollower:
         self._last_shown = text
 
     def _is_drained(self) -> bool:
-        return all(host.is_drained or not host.is_connected for host in self._hosts)
+        return all(host.is_drained or host.num_failures > MAX_FAILURES_AT_END for host in self._hosts)
+
+    def _has_ended(self) -> bool:
+        """Return whether the newest known entry says that the run has ended."""
+        newest = max((host.summary for host in self._hosts if "version" in host.summary), key=_version, default=None)
+        return newest is not None and newest["is_end"]
 
     def _started_threads_see_nothing(self) -> bool:
         return all(host.is_gone for host in self._hosts)

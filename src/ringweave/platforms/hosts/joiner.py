@@ -240,8 +240,9 @@ class JoinedRun:
                 self.notify(f"{self.entry.name} is {text}")
                 shown = text
             if self._has_ended():
+                has_succeeded = self._summary["state"] == JobState.SUCCEEDED
                 self._wait_for_removal()
-                return 0 if self._summary["state"] == JobState.SUCCEEDED else 1
+                return 0 if has_succeeded else 1
             if not self.folder.host_config.exists():
                 self.notify(f"{self.entry.name} was removed")
                 return 1

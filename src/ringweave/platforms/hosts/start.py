@@ -37,7 +37,7 @@ from ringweave.platforms.hosts.run_entry import (
     save_known_run,
 )
 from ringweave.platforms.hosts.script_files import ScriptFile, collect_files
-from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, run_parallel
+from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once, run_parallel
 from ringweave.platforms.submission import JobOrigin
 from ringweave.rpc import CertificateAuthority
 
@@ -165,15 +165,6 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
         forget_known_run(known)
         raise
     return known
-
-
-def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
-    """End the services of a run that could not be started, and remove its files."""
-    for connection in connections:
-        try:
-            connection.call("abort", run_id=run_id)
-        except LaunchError:
-            continue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
