@@ -31,9 +31,8 @@ for name in ({}, {"backend": "gloo"}, {"backend": "nccl"}, {"backend": "cpu:gloo
     dist.all_reduce(tensor)
     small = dist.new_group([0, 1], backend="gloo")
     groups = (dist.group.WORLD, small)
-    words = [*(type(each).__name__ for each in groups), str(int(tensor[0]))]
-    sys.stdout.write(" ".join(words) + chr(10))
-    sys.stdout.flush()
+    names = " ".join(type(each).__name__ for each in groups)
+    sys.stdout.write(f"{names} {int(tensor[0])}\\n")  # one write: both ranks share the output
     del small, groups
     dist.destroy_process_group()
 """

@@ -82,7 +82,7 @@ def end_record() -> None:
         found = _find_record(agent, WorkerEnvironment.from_environ(os.environ).run_dir)
         if found is not None and found[1]["outcome"] == "running":
             _end_record(found[0], found[1], getattr(sys, "last_value", None))
-    except (OSError, UsageError) as error:
+    except (OSError, UsageError, psutil.Error) as error:
         print_line(f"ringweave: run.json lacks the end of this run: {error}", is_error=True)
 
 
@@ -90,9 +90,9 @@ def _begin_record(info: GroupInfo, environment: WorkerEnvironment) -> str:
     """Begin the record; return the path of the run directory, empty if this run is not recorded."""
     if environment.run_dir is None and not environment.replace_backend:
         return ""
-    agent = _describe_agent(_find_agent())
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:
+        agent = _describe_agent(_find_agent())
         found = _find_record(agent, environment.run_dir)
         if found is not None and found[1]["launcher"]["restarts"] == restarts:
             return str(found[0].root)  # the script makes its process group again
@@ -107,7 +107,7 @@ def _begin_record(info: GroupInfo, environment: WorkerEnvironment) -> str:
         attempt = run_dir.begin_attempt(directory, text)
         record = _first_record(info, environment, attempt) | {"launcher": {**agent, "restarts": restarts}}
         RunRecorder(directory, WorkerGroup(argv=(), workers=()), record)
-    except (OSError, UsageError) as error:
+    except (OSError, UsageError, psutil.Error) as error:
         print_line(f"ringweave: this run is not recorded: {error}", is_error=True)
         return ""
     _announce(record, directory)
