@@ -16,8 +16,8 @@ import psutil, torch, torch.distributed as dist
 dist.init_process_group("ringweave")
 dist.all_reduce(torch.ones(1 << 18))
 own = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
-services = [p for p in psutil.process_iter(["cmdline"]) if "ringweave.platforms.hosts.service" in p.info["cmdline"]]
-mine = [p for p in services if HOSTS in " ".join(p.info["cmdline"])]
+services = [p for p in psutil.process_iter(["cmdline"]) if HOSTS in str(p.info["cmdline"])]
+mine = [p for p in services if "ringweave.platforms.hosts.service" in p.info["cmdline"]]
 service = {each.laddr.port for p in mine for each in p.net_connections("tcp") if each.status == "LISTEN"}
 print("PORTS", *sorted(own))
 print("SERVICE", *sorted(service))
