@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.environment import TUNING, WorkerEnvironment
+from ringweave.environment import PORTS, TUNING, WorkerEnvironment
+from ringweave.errors import UsageError
+from ringweave.ports import PortRange
 
 
 @pytest.mark.parametrize(("tuning", "text"), [(True, "1"), (False, "0"), (None, None)])
@@ -19,3 +21,11 @@ def test_events_go_to_the_run_or_to_where_the_environment_says() -> None:
     assert WorkerEnvironment(events=given).events_path == given
     assert WorkerEnvironment().events_path is None
     assert WorkerEnvironment.from_environ(WorkerEnvironment(events=given).to_environ()).events == given
+
+
+def test_the_range_of_ports_is_read_and_written() -> None:
+    environment = WorkerEnvironment(ports=PortRange(29_500, 29_599))
+    assert environment.to_environ() == {PORTS: "29500-29599"}
+    assert WorkerEnvironment.from_environ(environment.to_environ()) == environment
+    with pytest.raises(UsageError, match=r"^ports: '29500', expected FIRST-LAST, .* \[RINGWEAVE_PORTS\]$"):
+        WorkerEnvironment.from_environ({PORTS: "29500"})

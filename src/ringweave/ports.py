@@ -14,6 +14,8 @@ KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Range from which the kernel takes ports that nobody has chosen, in a network namespace."""
 LISTENERS_PER_WORKER = 2
 """Listeners of a worker for one process group: one for each of its channels, at one address."""
+LISTENERS_PER_MEMBER = 3
+"""Further listeners of a worker of an elastic run: its state, and the stores of this generation and the next."""
 _RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _LOWEST, _HIGHEST = 1024, 65_535
 
@@ -68,10 +70,10 @@ def needed_ports(num_workers: int, *, is_elastic: bool, num_services: int) -> in
 
     Args:
         num_workers: Workers on the machine, with those that may come later.
-        is_elastic: Members also hand their state over.
+        is_elastic: Members hand their state over, and form a new group in each generation.
         num_services: Other processes that listen there, with the store of the process group.
     """
-    return num_workers * (LISTENERS_PER_WORKER + is_elastic) + num_services
+    return num_workers * (LISTENERS_PER_WORKER + (LISTENERS_PER_MEMBER if is_elastic else 0)) + num_services
 
 
 def check_size(ports: PortRange, needed: int, machine: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import __version__
+from ringweave.cli.main import main
 from ringweave.errors import LaunchError
 from ringweave.platforms.hosts import install, install_main
 from ringweave.platforms.hosts.host_list import parse_hosts
@@ -150,3 +151,10 @@ def test_another_wheel_than_the_announced_one_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(install_main.InstallError) as caught:
         install_main.receive_wheel(request)
     assert str(caught.value) == "wheel: 5 bytes of other content"
+
+
+def test_an_installation_needs_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--install", __file__])
+    text = "--install: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out."
+    assert text in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""Installation on nodes with a real sshd, from an environment that holds the wheel alone."""
+"""Installation on nodes with a real sshd, from ringweave_bench import ssh_lab
+from an environment that holds the wheel alone."""
 
 import io
 import sys
@@ -9,8 +10,6 @@ import pytest
 from ringweave import __version__
 from ringweave.platforms.hosts import install, install_main
 from tests import demands
-
-ssh_lab = pytest.importorskip("ringweave_bench.ssh_lab")
 
 TIMEOUT_S = 390.0
 _SCRIPT = """
@@ -47,10 +46,12 @@ def test_a_run_installs_ringweave_on_nodes_that_have_none(request: pytest.Fixtur
         assert all(words[2].startswith(f"{venv}/lib/") for words in found)
         assert f"host n1: making {venv} with {sys.executable}" in done.stderr
 
-        again = first.run([*command, "job/train.py"], check=False, timeout_s=TIMEOUT_S)
-        assert (again.returncode, "making" in again.stderr) == (0, False), again.stderr
+        doctor = [python, "-m", "ringweave", "doctor", "--hosts", "n0,n1", "--python", sys.executable, "--install"]
+        again = first.run(doctor, check=False, timeout_s=TIMEOUT_S)
+        assert (again.returncode, again.stderr) == (0, ""), again.stdout + again.stderr
+        assert again.stdout.endswith("A run on these hosts works.\n")
         second.fill_disk()
         (second.path(f"{venv}/{install_main.MARKER}")).unlink()
-        full = first.run([*command, "job/train.py"], check=False, timeout_s=TIMEOUT_S)
+        full = first.run(doctor, check=False, timeout_s=TIMEOUT_S)
         assert full.returncode == 1
         assert f"disk of {venv} on host n1: 'full', expected room for the packages. Free space there" in full.stderr

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
+from ringweave import ports
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.comm.peer_data import call_with_timeout
 from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
+from ringweave.environment import ports_of_environ
 from ringweave.errors import PeerError
 
 FORM_TIMEOUT_S = 10.0
@@ -34,6 +36,7 @@ COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Timeout of collectives: the membership ends them when a member dies, not a timeout."""
 _set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 """torch's function for the timeout of a group; its public name is of torch 2.14."""
+_STORE_BACKLOG = 1024
 _AnswerT = TypeVar("_AnswerT")
 
 
@@ -206,7 +209,12 @@ class GenerationGroups:
         _abort_groups(groups)
 
     def _open_store(self) -> TCPStore:
-        return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        within = ports_of_environ(os.environ)
+        if within is None:
+            return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        listener = ports.create_server(self._address, within, backlog=_STORE_BACKLOG)
+        port = listener.getsockname()[1]
+        return TCPStore(self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _set_default_group(group: dist.ProcessGroup) -> None:

@@ -65,14 +65,14 @@ def test_a_range_of_ports_is_printed_as_it_is_written() -> None:
 
 def test_a_range_that_is_too_small_says_how_many_ports_are_needed() -> None:
     needed = ports.needed_ports(4, is_elastic=True, num_services=3)
-    assert needed == 15
-    ports.check_size(PortRange(2000, 2014), needed, "host a")
+    assert needed == 23
+    ports.check_size(PortRange(2000, 2022), needed, "host a")
     match = (
-        r"^--ports: '2000-2013, 14 ports', expected at least 15 for host a, "
-        r"and 2 more a worker for each further group\. Give a wider range, such as 2000-2035\.$"
+        r"^--ports: '2000-2021, 22 ports', expected at least 23 for host a, "
+        r"and 2 more a worker for each further group\. Give a wider range, such as 2000-2043\.$"
     )
     with pytest.raises(UsageError, match=match):
-        ports.check_size(PortRange(2000, 2013), needed, "host a")
+        ports.check_size(PortRange(2000, 2021), needed, "host a")
 
 
 def test_listeners_stay_in_the_range_and_leave_announced_ports_alone() -> None:

@@ -58,6 +58,7 @@ def describe_host() -> dict[str, Any]:
     _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = hosts_state_folder()
     free = shutil.disk_usage(next(each for each in (state, *state.parents) if each.exists())).free
+    kernel = ports.kernel_ports()
     return {
         **software_versions(),
         "executable": sys.executable,
@@ -73,7 +74,7 @@ def describe_host() -> dict[str, Any]:
         "max_open_files": open_files,
         "free_disk": free,
         "machine": platform.machine(),
-        "kernel_ports": str(ports.kernel_ports()),
+        "kernel_ports": [kernel.low, kernel.high],
     }
 
 

@@ -28,7 +28,8 @@ T = TypeVar("T")
 HELLO = b"ringweave-remote "
 """Beginning of the first line of `remote_main`; a login script may print lines before it."""
 REMOTE_MODULE = "ringweave.platforms.hosts.remote_main"
-CONNECT_TIMEOUT_S = 20.0
+CONNECT_TIMEOUT_S = 60.0
+"""Until the greeting: a host that trains, or has its Python on a network folder, is slow to import it."""
 CALL_TIMEOUT_S = 30.0
 NO_PYTHON_EXIT = 97
 """Exit code of the remote shell where no interpreter with ringweave was found."""

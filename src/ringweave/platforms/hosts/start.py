@@ -48,7 +48,7 @@ from ringweave.platforms.hosts.ssh import (
     run_parallel,
 )
 from ringweave.platforms.submission import JobOrigin
-from ringweave.ports import PortRange, parse_ports
+from ringweave.ports import PortRange
 from ringweave.rpc import CertificateAuthority
 
 MAX_CLOCK_DIFFERENCE_S = 600.0
@@ -430,7 +430,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     with HostConnections(hosts.hosts, connect_options) as connections:
         check_hosts(connections.open)
         if options.ports is not None:
-            kernel = [parse_ports(each.hello["kernel_ports"], where=each.host.node) for each in connections.open]
+            kernel = [PortRange(*each.hello["kernel_ports"]) for each in connections.open]
             if notice := ports.outside_text(options.ports, kernel):
                 write_notice(notice)
         job_request = _job_request(options, script, hosts, connections)
