@@ -1,5 +1,4 @@
-"""Installation on nodes with a real sshd, from ringweave_bench import ssh_lab
-from an environment that holds the wheel alone."""
+"""Installation on nodes with a real sshd, from an environment that holds the wheel alone."""
 
 import io
 import sys
@@ -9,6 +8,7 @@ import pytest
 
 from ringweave import __version__
 from ringweave.platforms.hosts import install, install_main
+from ringweave_bench import ssh_lab
 from tests import demands
 
 TIMEOUT_S = 390.0
