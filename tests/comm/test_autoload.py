@@ -23,6 +23,15 @@ LOADED = """
 import sys, torch
 print(sorted(m for m in sys.modules if m.startswith(("ruamel", "pydantic", "ringweave."))))
 """
+STARTED = """
+import os, sys, torch, torch.distributed as d
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+d.init_process_group("ringweave", store=d.HashStore(), rank=0, world_size=1)
+d.all_reduce(torch.ones(256))
+heavy = "pydantic psutil ruamel ringweave.planning ringweave.schedules ringweave.topology.cluster ringweave.telemetry"
+print([name for name in heavy.split() if name in sys.modules])
+d.destroy_process_group()
+"""
 REPLACED = """
 import torch, torch.distributed as d
 d.init_process_group("gloo", store=d.HashStore(), rank=0, world_size=1)
@@ -83,3 +92,23 @@ def test_loading_imports_no_planner_and_no_yaml() -> None:
     names = ("comm", "comm.autoload", "environment", "errors", "ports")
     expected = [f"ringweave.{name}" for name in names]
     assert run_python(LOADED).stdout.strip() == str(expected)
+
+
+def test_a_group_on_one_machine_starts_and_sends_small_messages_without_the_planner() -> None:
+    done = run_python(STARTED)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_wrong_schedule_is_refused_when_the_group_starts() -> None:
+    done = run_python(STARTED, RINGWEAVE_SCHEDULE="rign")
+    assert "UsageError: schedule: 'rign', expected one of ring, leader-matrix" in done.stderr
+    assert "init_process_group" in done.stderr
+    assert "all_reduce" not in done.stderr
+
+
+def test_a_wrong_cluster_file_is_refused_when_the_group_starts(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("name: c\nnodes: [{name: elsewhere, nic: 1Gbit/s, devices: 1}]\n")
+    done = run_python(STARTED, RINGWEAVE_CLUSTER=str(tmp_path / "cluster.yaml"), RINGWEAVE_NODE="here")
+    assert "PlacementError: node of this worker, from RINGWEAVE_NODE: 'here'" in done.stderr
+    assert "init_process_group" in done.stderr
+    assert "all_reduce" not in done.stderr

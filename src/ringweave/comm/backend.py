@@ -83,6 +83,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         )
         self._counters = CollectiveCounters(self._log, info.own_info.global_rank, group_name)
         self._end = GroupEnd(info, FailureRegistry(store, info), self._native, self._counters, self._log)
+        self._end.attach(self._abort_listeners)
         self._made_engine: CollectiveEngine | None = None
         self._engine_lock = threading.Lock()
         self._bridge = self._make_bridge() if plan_choice.uses_bridge(info, environment) else None
@@ -195,6 +196,11 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Fail everything in flight."""
         self._end.abort()
 
+    def _abort_listeners(self) -> None:
+        """Refuse the others' connections, also while this rank has no engine that waits for them."""
+        for door in self._listeners:
+            door.abort()
+
     def close_inherited(self) -> None:
         """Close this process's ends of all connections: for a forked child, which would keep its parent's alive."""
         if self._made_engine is not None:
@@ -295,7 +301,10 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
 
     Raises:
         PlacementError: This process fits no node of the cluster.
+        ClusterError: The cluster file is wrong.
+        UsageError: No schedule has the forced name.
         PeerError: Some ranks did not come.
+        DisagreementError: A rank has another version of ringweave.
     """
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))

@@ -22,6 +22,7 @@ class OnDevice(torch.Tensor):
     """A tensor in host memory that says it is on an accelerator; what is computed with it is not."""
 
     device = torch.device("cuda")  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -140,3 +140,40 @@ def test_no_collective_looks_for_a_gpu(group: NativeOnly, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("looked for a GPU"))
     for name in NAMES:
         getattr(group, name)(argument("cpu"), SimpleNamespace(asyncOp=True))
+
+
+class Gloo:
+    """Starts the work that it has."""
+
+    def __init__(self) -> None:
+        self.work = AsyncWork()
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> AsyncWork:
+        return self.work
+
+
+def start_small_allreduce(group: NativeOnly, done: list[str], *, is_async: bool) -> NativeWork | None:
+    opts: Any = SimpleNamespace(asyncOp=is_async)
+    return group.allreduce_by_gloo(torch.ones(3), opts, lambda: "allreduce (sum)", lambda: done.append("after"))
+
+
+def test_a_synchronous_small_allreduce_is_done_at_its_return(group: NativeOnly) -> None:
+    group._gloo, done = Gloo(), []
+    assert start_small_allreduce(group, done, is_async=False) is None
+    assert done == ["after"]
+    assert not group._awaited_works
+
+
+def test_a_failure_of_a_synchronous_small_allreduce_is_named(group: NativeOnly) -> None:
+    group._gloo, done = Gloo(), []
+    group._gloo.work.error = RuntimeError("Connection closed by peer")
+    with pytest.raises(PeerError, match=r"^allreduce \(sum\): rank 1 \(node b\): Connection closed by peer"):
+        start_small_allreduce(group, done, is_async=False)
+    assert done == []
+    assert not group._awaited_works
+
+
+def test_torch_hashes_a_reduce_operation_by_its_kind() -> None:
+    """The message policies are found by it."""
+    kinds = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+    assert [hash(dist.ReduceOp(kind)) for kind in kinds] == [int(kind) for kind in kinds]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -255,3 +255,13 @@ def test_all_ranks_meet_before_a_lane_gets_its_host_library(groups: list[Group])
     groups.append(group := Group(schedule=NATIVE))
     group.allreduce().wait(SOON)
     assert group.director.met == [1]
+
+
+def test_an_madethat_a_group_gets_after_its_end_is_aborted_at_once() -> None:
+    group = Group()
+    group.end.abort()
+    late: Any = [Transport() for _ in range(NUM_CHANNELS)]
+    counters, hosts = CollectiveCounters(None, 0, "g"), cast(Any, Hosts())
+    made = CollectiveEngine(MEMBERS, group.director, lambda lane: late[lane], hosts, group.end, counters)
+    assert all(transport.aborted.is_set() for transport in (*group.transports, *late))
+    made.close(1.0)

@@ -147,6 +147,16 @@ class ChannelListener:
         for listener in self.sockets:
             listener.close()
 
+    def abort(self) -> None:
+        """Refuse connections, and end every wait for one, from any thread."""
+        for listener in self.sockets:
+            _shut_down(listener)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
 
 def open_listeners(addresses: Sequence[str], count: int, within: PortRange | None = None) -> list[ChannelListener]:
     """Open so many listeners, each on a free port of every address; `within` limits the ports.
@@ -265,9 +275,9 @@ class ConnectionManager:
     def abort(self) -> None:
         """End every wait for a connection, from any thread."""
         self._closed = True
-        for sock in (*self._listener.sockets, *self._incoming.pending_sockets()):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._listener.abort()
+        for sock in self._incoming.pending_sockets():
+            _shut_down(sock)
 
     def _is_probe_due(self, peer: int) -> bool:
         """Return True if a check for an absent peer is due: often at first, then ever more rarely."""
