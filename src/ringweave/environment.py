@@ -26,6 +26,8 @@ EVENTS = "RINGWEAVE_EVENTS"
 MEMBER = "RINGWEAVE_MEMBER"
 COORDINATORS = "RINGWEAVE_COORDINATORS"
 PORTS = "RINGWEAVE_PORTS"
+TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
+"""Variable of torchrun's: set for its workers, and not in its own process."""
 
 _NEVER = "never"
 

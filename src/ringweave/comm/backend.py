@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
-from ringweave.comm import group_info, plan_choice, torchrun
+from ringweave.comm import group_info, plan_choice
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
 from ringweave.comm.native_backend import NativeBackends, NativeProcessGroup
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.environment import NATIVE, WorkerEnvironment
+from ringweave.environment import NATIVE, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -317,7 +317,10 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
         info = group_info.exchange_group_info(
             store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
         )
-        environment = torchrun.join_run(store, info, environment)
+        if os.environ.get(TORCHRUN_ID):
+            from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
+
+            environment = torchrun.join_run(store, info, environment)
         return RingweaveProcessGroup(store, info, listeners, str(options.group_id), options.timeout, environment)
     except BaseException:
         for door in listeners:

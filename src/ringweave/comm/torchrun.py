@@ -25,7 +25,7 @@ from torch.distributed import Store
 
 from ringweave import topology
 from ringweave.comm.group_info import GroupInfo
-from ringweave.environment import RUN_DIR, WorkerEnvironment
+from ringweave.environment import RUN_DIR, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import UsageError
 from ringweave.files import file_io
 from ringweave.launcher import outcome, run_dir
@@ -36,8 +36,6 @@ from ringweave.launcher.workers import WorkerGroup
 from ringweave.telemetry import EventLog, read_last_attempt
 from ringweave.telemetry.events import print_line
 
-RUN_ID = "TORCHELASTIC_RUN_ID"
-"""Variable that torchrun sets for its workers, and that its own process lacks."""
 UNAVAILABLE = (
     "under torchrun there is no --elastic, --standby or ringweave scale, and no mode ps-hra or ps, which auto may "
     "choose elsewhere: they need processes that ringweave starts. Use ringweave run or ringweave submit for them"
@@ -47,13 +45,13 @@ _RUNS = Path("runs")
 
 
 def join_run(store: Store, info: GroupInfo, environment: WorkerEnvironment) -> WorkerEnvironment:
-    """Return the environment with the run directory of this run, if torchrun has started it; else as it is.
+    """Return the environment of a worker of torchrun with the run directory of this run.
 
     The directory is that of RINGWEAVE_RUN_DIR, or else one that the first rank makes under
     RINGWEAVE_REPLACE_BACKEND=1. The process keeps it in RINGWEAVE_RUN_DIR, where all other parts of ringweave look for
     it. Without a directory that can be written the run goes on unrecorded.
     """
-    if not os.environ.get(RUN_ID) or dist.is_initialized():  # the default group alone: it has all ranks
+    if dist.is_initialized():  # the default group alone: it has all ranks
         return environment
     own, node = info.own_info, info.own_info.location.node
     if info.group_rank == 0:
@@ -160,7 +158,7 @@ def _first_record(info: GroupInfo, environment: WorkerEnvironment, attempt: int)
 def _find_agent() -> psutil.Process:
     """Return torchrun's own process: the nearest above this one without the variables of its workers."""
     own = psutil.Process()
-    return next((process for process in own.parents() if RUN_ID not in process.environ()), own)
+    return next((process for process in own.parents() if TORCHRUN_ID not in process.environ()), own)
 
 
 def _describe_agent(process: psutil.Process) -> dict[str, Any]:
