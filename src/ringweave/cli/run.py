@@ -227,6 +227,13 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
 )
 @click.option("--python", metavar="PATH", help="Interpreter on the hosts. Default: the same path, or ringweave's own.")
 @click.option("--name", metavar="NAME", help="Name of a run on hosts. Default: SCRIPT-DATE-TIME.")
+@click.option(
+    "--join-expiry",
+    type=click.FloatRange(min=0.1, max=7 * 24 * 60),
+    default=10.0,
+    metavar="MINUTES",
+    help="Minutes for which a host called join in --hosts can join (ringweave join). Default: 10.",
+)
 @click.option("--detach", is_flag=True, help="Return when a run on hosts has started; see ringweave attach.")
 @run_program_options
 def command(counts: str | None, cluster_path: str | None, options: RunOptions, **hosts_options: Any) -> int:

@@ -50,6 +50,10 @@ class HostError(LaunchError):
     """A host cannot be used; the text names the host and a mend."""
 
 
+class NoRingweaveError(HostError):
+    """A host lets us in, but has no Python with ringweave."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SshFailure:
     pattern: str
@@ -135,7 +139,11 @@ class SshConnection:
         self._buffer = b""
         self._process = open_ssh(host, command)
         threading.Thread(target=self._read_errors, name=f"ssh {host.node}", daemon=True).start()
-        self.hello = self._read_hello()
+        try:
+            self.hello = self._read_hello()
+        except HostError:
+            self.close()
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -228,8 +236,9 @@ class SshConnection:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._errors.append(line.decode(errors="replace").rstrip())
+        with self._process.stderr as lines:
+            for line in lines:
+                self._errors.append(line.decode(errors="replace").rstrip())
 
     def _connection_error(self) -> HostError:
         """Return the error of a connection that has ended, by what ssh printed and its exit code."""
@@ -240,7 +249,7 @@ class SshConnection:
         if code == NO_PYTHON_EXIT:
             got = f"no ringweave at {self._python}" if self._python else "no Python with ringweave"
             do = "Install ringweave there, name its interpreter with --python PATH, or add --install"
-            return self._error(got, do)
+            return NoRingweaveError(str(self._error(got, do)))
         time.sleep(0.05)  # the last lines of ssh
         return ssh_error(self.host, list(self._errors), code)
 
@@ -307,6 +316,15 @@ def run_parallel(function: Callable[..., T], *arguments: Sequence[Any]) -> list[
     """Return the results of one call for each item, all at the same time; the first error is raised."""
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(arguments[0])))) as pool:
         return list(pool.map(function, *arguments))
+
+
+def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
+    """End what runs of a run on these hosts, and remove its files there."""
+    for connection in connections:
+        try:
+            connection.call("abort", run_id=run_id)
+        except LaunchError:
+            continue
 
 
 def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subprocess.Popen[bytes]":

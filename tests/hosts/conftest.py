@@ -1,0 +1,138 @@
+"""Hosts for tests: folders of this machine, reached by a program called ssh that runs the command in them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+SSH = """#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+destination=$2; shift 2
+if [ -e "$HOSTS_ROOT/$destination.refuses" ]; then cat "$HOSTS_ROOT/$destination.refuses" >&2; exit 255; fi
+[ -d "$HOSTS_ROOT/$destination" ] || { echo "ssh: Could not resolve hostname $destination" >&2; exit 255; }
+export HOME="$HOSTS_ROOT/$destination"
+export XDG_STATE_HOME="$HOME/state" XDG_CACHE_HOME="$HOME/cache" XDG_CONFIG_HOME="$HOME/config"
+export SSH_CONNECTION="127.0.0.1 1 $(cat "$HOME/address") 22"
+cd "$HOME" && exec sh -c "$*"
+"""
+
+
+@dataclass
+class FakeHosts:
+    """Hosts `a`, `b`, ... in folders, each with a loopback address of its own."""
+
+    root: Path
+    names: tuple[str, ...]
+    commands: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def home(self, name: str) -> Path:
+        return self.root / name
+
+    def environ(self, host: str | None = None) -> dict[str, str]:
+        """Environment of a user of the machine with the command, or of a host."""
+        home = self.home(host) if host else self.root / "user"
+        home.mkdir(exist_ok=True)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "RINGWEAVE_"))}
+        return {
+            **kept,
+            "HOME": str(home),
+            "XDG_STATE_HOME": str(home / "state"),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "HOSTS_ROOT": str(self.root),
+            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+        }
+
+    def write_script(self, text: str, name: str = "train.py") -> Path:
+        """Write a script into the project folder of the user."""
+        folder = self.root / "user" / "project"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+        return folder
+
+    def start(self, *words: str, host: str | None = None) -> "subprocess.Popen[str]":
+        """Start `ringweave WORDS` in the project folder, or on a host."""
+        command = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ringweave", *words],
+            cwd=self.home(host) if host else self.root / "user" / "project",
+            env=self.environ(host),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.commands.append(command)
+        return command
+
+    def run(self, *words: str, host: str | None = None) -> "subprocess.CompletedProcess[str]":
+        """Run `ringweave WORDS` to its end."""
+        command = self.start(*words, host=host)
+        out, errors = command.communicate(timeout=120)
+        return subprocess.CompletedProcess(words, command.returncode, out, errors)
+
+    def processes(self, host: str) -> list[psutil.Process]:
+        """Processes of runs on a host."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if any(str(self.home(host)) in word for word in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill(self, host: str, module: str) -> None:
+        """Kill the processes of a host that run this module."""
+        for process in self.processes(host):
+            with contextlib.suppress(psutil.Error):
+                if module in process.cmdline():
+                    process.kill()
+
+    def run_files(self, host: str) -> list[Path]:
+        """Files of runs on a host."""
+        return [path for path in (self.home(host) / "state").glob("ringweave/hosts/**/*") if path.is_file()]
+
+    def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+        """Wait until the condition holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not in {timeout_s} s: {what}"
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Kill everything that is left."""
+        for command in self.commands:
+            if command.poll() is None:
+                os.killpg(command.pid, signal.SIGKILL)
+            command.communicate()
+        for name in self.names:
+            for process in self.processes(name):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
+    """Three hosts."""
+    yield from _hosts(tmp_path, {"a": "127.0.0.2", "b": "127.0.0.3", "c": "127.0.0.4"})
+
+
+def _hosts(root: Path, addresses: Mapping[str, str]) -> Iterator[FakeHosts]:
+    for name, address in addresses.items():
+        (root / name).mkdir()
+        (root / name / "address").write_text(address)
+    (root / "bin").mkdir()
+    ssh = root / "bin" / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    made = FakeHosts(root=root, names=tuple(addresses))
+    try:
+        yield made
+    finally:
+        made.end()
