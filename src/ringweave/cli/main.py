@@ -35,6 +35,7 @@ class Verb:
 VERBS: Mapping[str, Verb] = {
     "run": Verb(module="run", help="Run a PyTorch program on several workers.", takes_json=False),
     "attach": Verb(module="run", command="attach_command", help="Follow a run on hosts again.", takes_json=False),
+    "join": Verb(module="join", help="Take part in a run from a host that ssh does not reach.", takes_json=False),
     "scale": Verb(module="scale", help="Give an elastic run more or fewer workers.", takes_json=True),
     "lab": Verb(
         module="lab",

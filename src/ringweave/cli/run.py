@@ -243,6 +243,13 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
     envvar=PORTS,
     help="Ports of all listeners, for firewalls; Gloo's and NCCL's own stay in net.ipv4.ip_local_port_range.",
 )
+@click.option(
+    "--join-expiry",
+    type=click.FloatRange(min=0.1, max=7 * 24 * 60),
+    default=10.0,
+    metavar="MINUTES",
+    help="Minutes for which a host called join in --hosts can join (ringweave join). Default: 10.",
+)
 @click.option("--detach", is_flag=True, help="Return when a run on hosts has started; see ringweave attach.")
 @run_program_options
 def command(

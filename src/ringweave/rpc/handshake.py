@@ -135,6 +135,8 @@ def _tls_handshake(raw: socket.socket, authentication: PeerAuthentication) -> so
             "TLS handshake", got=str(cause), expected="one that is finished", do="Check which process called"
         )
         raise TurnedAwayError("handshake", text) from cause
+    except TurnedAwayError:
+        raise
     except RefusedError as cause:
         raise TurnedAwayError("certificate", str(cause)) from cause
 

@@ -196,12 +196,15 @@ class Credentials:
         with os.fdopen(descriptor, "rb", closefd=not keep_open) as file:
             return cls.from_text(file.read(_MAX_CREDENTIALS_BYTES), where=f"descriptor {descriptor}")
 
-    def tls_context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Return a TLS 1.3 context that requires certificates of this authority on both ends."""
+    def tls_context(self, *, is_server: bool, requires_certificate: bool = True) -> ssl.SSLContext:
+        """Return a TLS 1.3 context that requires certificates of this authority on both ends.
+
+        Without `requires_certificate` the other end needs none, so that nothing is known of it.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # addresses change; the name in the certificate is compared instead
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_REQUIRED if requires_certificate else ssl.CERT_NONE
         context.verify_flags |= ssl.VERIFY_X509_STRICT
         context.load_verify_locations(cadata=self.authority_pem)
         with _memfd_path(self.certificate_pem) as certificate, _memfd_path(self.key_pem) as key:

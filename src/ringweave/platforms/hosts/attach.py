@@ -20,6 +20,7 @@ from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import RunResult, WorkerFailure
 from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message
 from ringweave.launcher.run_dir import RunDir
+from ringweave.platforms.hosts import join_protocol
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
 
@@ -73,19 +74,18 @@ class RunFollower:
         (self.run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
         for path in self.run_dir.logs_by_rank().values():
             path.unlink()
-        self._hosts = [_HostState(summary={}) for _ in known.hosts]
-        self._positions: list[dict[str, int]] = [{} for _ in known.hosts]
+        self._names = [*(host.node for host in known.hosts), *(node for _, node in known.joining)]
+        self._hosts = [_HostState(summary={}) for _ in self._names]
+        self._positions: list[dict[str, int]] = [{} for _ in self._names]
         self._streams: dict[int, WorkerStream] = {}
         self._logs: dict[int, WorkerLog] = {}
-        self._output_lock = threading.Lock()
-        self._closing = threading.Event()
-        self._live: list[SshConnection | None] = list(connections.open) or [None] * len(known.hosts)
+        self._output_lock, self._closing = threading.Lock(), threading.Event()
+        self._live: list[SshConnection | None] = [
+            *connections.open,
+            *[None] * (len(self._names) - len(connections.open)),
+        ]
         self._started_s = time.monotonic()
         self._last_shown = ""
-        self._threads = [
-            threading.Thread(target=self._follow_host, args=(index,), name=f"host {index}", daemon=True)
-            for index in range(len(known.hosts))
-        ]
 
     def follow(self, interrupts: Sequence[signal.Signals]) -> RunEntry | None:
         """Print the output until the run has ended; return its last entry, None if it was removed meanwhile.
@@ -94,8 +94,8 @@ class RunFollower:
             interrupts: Grows with every SIGINT, SIGTERM and SIGHUP of this process. SIGINT stops the run; after the
                 others it continues, and `KeyboardInterrupt` is raised.
         """
-        for thread in self._threads:
-            thread.start()
+        for index, name in enumerate(self._names):
+            threading.Thread(target=self._follow_host, args=(index,), name=f"host {name}", daemon=True).start()
         num_handled, is_stop_due = 0, False
         while True:
             if len(interrupts) > num_handled:
@@ -157,14 +157,17 @@ class RunFollower:
 
     def fetch_files(self) -> None:
         """Copy events, run.json and logs of each host that answers into the run directory."""
-        for connection in self._open_connections():
-            target = self.run_dir.root / "hosts" / connection.host.node
+        opened = self._open_connections()
+        calls: list[tuple[SshConnection, str, int | None]] = [(each, each.host.node, None) for each in opened]
+        calls += [(opened[0], node, host) for host, node in self._known.joining if opened]
+        for connection, name, host in calls:
+            target = self.run_dir.root / "hosts" / name
             try:
-                _, content = connection.call_for_bytes("fetch", run_id=self._known.run_id, timeout_s=120.0)
+                _, content = connection.call_for_bytes("fetch", run_id=self._known.run_id, timeout_s=120.0, host=host)
                 with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
                     archive.extractall(target, filter="data")
             except (LaunchError, OSError, tarfile.TarError) as error:
-                self._notify(f"files of host {connection.host.node} were not fetched: {error}")
+                self._notify(f"files of host {name} were not fetched: {error}")
 
     def remove_run(self) -> bool:
         """Remove the run from all hosts; return whether it is gone from all that answer."""
@@ -206,16 +209,17 @@ class RunFollower:
 
     def _follow_host(self, index: int) -> None:
         """Read the logs of one host until the follower is closed; connect again when the connection has ended."""
-        host, is_reported = self._known.hosts[index], False
+        name, is_reported = self._names[index], False
+        via = index if index < len(self._known.hosts) else 0  # the logs of a joined host come over the first one
         while not self._closing.is_set():
             try:
                 connection = self._live[index]
                 if connection is None or not connection.is_open:
-                    connection = self._live[index] = self._connections.connect(index)
+                    connection = self._live[index] = self._connections.connect(via)
                     connection.call("ensure", run_id=self._known.run_id)
                 self._hosts[index].is_connected, self._hosts[index].num_failures = True, 0
                 if is_reported:
-                    self._notify(f"host {host.node} answers again")
+                    self._notify(f"host {name} answers again")
                     is_reported = False
                 self._read_logs(index, connection)
             except (LaunchError, OSError, ValueError) as error:
@@ -236,6 +240,7 @@ class RunFollower:
             positions=positions,
             version=state.summary.get("version"),
             wait_s=0.0 if has_ended else LOG_WAIT_S,
+            host=self._joined_host(index),
         )
         start = 0
         for key, end, size in answer["pieces"]:
@@ -246,6 +251,11 @@ class RunFollower:
         state.is_drained = has_ended and answer.get("is_at_rest", True) and not answer["pieces"]
         if state.is_drained or state.is_gone:
             self._closing.wait(POLL_S)
+
+    def _joined_host(self, index: int) -> int | None:
+        """Return the index in the run of a joined host, which a call of another one names; None for others."""
+        number = index - len(self._known.hosts)
+        return self._known.joining[number][0] if number >= 0 else None
 
     def _feed(self, rank: int, received: bytes) -> None:
         with self._output_lock:
@@ -260,6 +270,8 @@ class RunFollower:
         text = f"{summary['state']}: {summary['reason']}" if summary["reason"] else summary["state"]
         if text != self._last_shown and not summary["is_end"]:
             self._notify(f"{self._known.name} is {text}")
+            if hint := join_protocol.join_hint(summary.get("unjoined", ()), self._known.join_lines):
+                self._notify(f"type {hint}")
         self._last_shown = text
 
     def _is_drained(self) -> bool:
@@ -274,7 +286,8 @@ class RunFollower:
         return all(host.is_gone for host in self._hosts)
 
     def _open_connections(self) -> list[SshConnection]:
-        return [each for each in self._live if each is not None and each.is_open]
+        """Return one connection to each host that ssh reaches, as far as they are open."""
+        return [each for each in self._live[: len(self._known.hosts)] if each is not None and each.is_open]
 
 
 def conclude(entry: RunEntry, follower: RunFollower) -> RunResult:
@@ -355,7 +368,7 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
     console = OutputConsole({"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}, {})
     follower = RunFollower(known, connections, console, write_notice)
     try:
-        with _collected_signals() as interrupts:
+        with collected_signals() as interrupts:
             try:
                 entry = follower.follow(interrupts)
             except KeyboardInterrupt:
@@ -382,7 +395,7 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
 
 
 @contextmanager
-def _collected_signals() -> Iterator[list[signal.Signals]]:
+def collected_signals() -> Iterator[list[signal.Signals]]:
     """Collect SIGINT, SIGTERM and SIGHUP of this process."""
     received: list[signal.Signals] = []
     wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

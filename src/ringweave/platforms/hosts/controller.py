@@ -83,19 +83,20 @@ class RunController:
             return ACTION_RETRY_S
         observed = observe_hosts(entry, views)
         todo = reconcile(entry.job, observed, now)
+        is_busy = False
         for action in todo:
             if isinstance(action, records.RequeueAt):
                 continue
             try:
-                self._apply(action, views, now)
+                is_busy = self._apply(action, views, now) or is_busy
             except (OSError, LaunchError, RpcError) as error:
                 print(f"{type(action).__name__}: {error}", file=sys.stderr, flush=True)
                 return ACTION_RETRY_S
         wake_s = next((action.at_s for action in todo if isinstance(action, records.RequeueAt)), None)
-        is_busy = any(not isinstance(action, records.RequeueAt) for action in todo)
         return 0.0 if is_busy else ACTION_RETRY_S if wake_s is None else max(0.0, min(ACTION_RETRY_S, wake_s - now))
 
-    def _apply(self, action: JobAction, views: Sequence[HostView], now: float) -> None:
+    def _apply(self, action: JobAction, views: Sequence[HostView], now: float) -> bool:
+        """Apply an action; return whether there was anything to do now."""
         entry = self._actions.entry
         match action:
             case records.SaveRecord(record=record, events=events):
@@ -111,10 +112,12 @@ class RunController:
                 self._release_barrier(round_, views)
             case records.CreateGroup() | records.RestartGroup() | records.StopGroup() | records.DeleteGroup():
                 host = entry.host_of_node(action.node)
-                if views[host].is_heard:  # else it is done as soon as the host answers again
-                    self._act(host, type(action).__name__, asdict(action))
+                if not views[host].is_heard:
+                    return False  # it is done as soon as the host answers
+                self._act(host, type(action).__name__, asdict(action))
             case _:
                 raise AssertionError(f"unknown action {action}")
+        return True
 
     def _act(self, host: int, name: str, fields: Mapping[str, int] | None = None, **words: object) -> None:
         action = HostAction(term=self._term, leader=self._index, name=name, fields=dict(fields or {}), **words)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""Hosts of a run as the user gives them: `a:2,b:1`, or a cluster file whose nodes have addresses."""
+"""Hosts of a run as the user gives them: `a:2,b:1,join:1`, or a cluster file whose nodes have addresses."""
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from ringweave.topology import Cluster
 
 _NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
 MAX_WORKERS_PER_HOST = 1024
+JOINING = "join"
+"""Word in the place of a host that joins by itself, since ssh does not reach it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,11 +23,16 @@ class HostSpec:
     node: str
     """Name of the node in plans, logs and records: the host name without the user."""
     destination: str
-    """Destination for ssh: an alias of `~/.ssh/config`, a host name or `user@host`."""
+    """Destination for ssh: an alias of `~/.ssh/config`, a host name or `user@host`; empty for a host that joins."""
     workers: int
     """Number of workers on this host."""
     address: str | None = None
     """Address at which other hosts reach it; None: the one that the ssh connection arrived at."""
+
+    @property
+    def joins(self) -> bool:
+        """Return whether a person starts this host by `ringweave join`, as ssh does not reach it."""
+        return not self.destination
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +47,21 @@ class HostList:
     def num_workers(self) -> int:
         return sum(host.workers for host in self.hosts)
 
+    @property
+    def reached(self) -> tuple[HostSpec, ...]:
+        """Hosts that ssh reaches."""
+        return tuple(host for host in self.hosts if not host.joins)
+
 
 def parse_hosts(text: str) -> HostList:
     """Return the hosts that `--hosts` names.
 
     Args:
-        text: `a:2,user@b:1` (the number of workers defaults to 1), or the path of a cluster file (`.yaml`, `.yml`).
+        text: `a:2,user@b:1,join:1` (the number of workers defaults to 1), or the path of a cluster file (`.yaml`,
+            `.yml`). Hosts called `join` get the names `join-1`, `join-2`, ...
 
     Raises:
-        UsageError: The text names no hosts, a host twice, or a wrong number of workers.
+        UsageError: The text names no host that ssh reaches, a host twice, or a wrong number of workers.
         ClusterError: The cluster file is wrong.
     """
     if text.endswith((".yaml", ".yml")):
@@ -56,8 +70,12 @@ def parse_hosts(text: str) -> HostList:
             do = "Check the path, or name the hosts: a:2,b:1"
             raise UsageError(explain("--hosts", got=text, expected="the path of a cluster file", do=do))
         return HostList(hosts=hosts_of_cluster(topology.load(path)), cluster_text=path.read_text(encoding="utf-8"))
-    hosts = tuple(_parse_host(part.strip()) for part in text.split(","))
+    numbers = itertools.count(1)
+    hosts = tuple(_parse_host(part.strip(), numbers) for part in text.split(","))
     _check_distinct([host.node for host in hosts])
+    if all(host.joins for host in hosts):
+        do = "Name a host that ssh reaches as well: a:2,join:1. A host called join is user@join"
+        raise UsageError(explain("--hosts", got=text, expected="a host that others can join", do=do))
     return HostList(hosts=hosts)
 
 
@@ -73,8 +91,10 @@ def hosts_of_cluster(cluster: Cluster) -> tuple[HostSpec, ...]:
     )
 
 
-def _parse_host(part: str) -> HostSpec:
+def _parse_host(part: str, join_numbers: Iterator[int]) -> HostSpec:
     destination, count = _split_count(part)
+    if destination == JOINING:
+        return HostSpec(node=f"{JOINING}-{next(join_numbers)}", destination="", workers=count)
     node = destination.rpartition("@")[2].strip("[]").lower().replace(":", "-")
     if not destination or destination.startswith("-") or not _NODE_NAME.fullmatch(node):
         do = "Write hosts as ssh takes them, each with its number of workers: a:2,user@b:1"

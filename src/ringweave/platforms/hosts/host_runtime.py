@@ -1,10 +1,16 @@
 """Runtime of a run on one host: its worker groups in the host's job folder, and the start of its host service."""
 
+import contextlib
+import io
 import os
 import shutil
+import signal
+import socket
 import sys
+import tarfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +18,30 @@ from typing import Any
 import psutil
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, RemoteError, RpcError
+from ringweave.errors import JobError, LaunchError, RemoteError, RpcError, explain
 from ringweave.jobs import records
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.hosts.messages import HOST_ROLE, HostAction, HostReport, RunStatus
-from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, save_durably
+from ringweave.platforms.hosts import join_protocol
+from ringweave.platforms.hosts.messages import (
+    HOST_ROLE,
+    FetchFiles,
+    HostAction,
+    HostReport,
+    LogPieces,
+    ReadLogs,
+    RunStatus,
+)
+from ringweave.platforms.hosts.quorum_election import Ballot
+from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder, save_durably
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 
 MAX_LOG_ANSWER_BYTES = 4 * 2**20
 """Upper limit of the log text in one answer."""
 LOCAL_CALL_TIMEOUT_S = 8.0
+FETCH_TIMEOUT_S = 100.0
+START_TIMEOUT_S = 15.0
+MAX_FETCHED_FILE_BYTES = 64 * 2**20
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
 _GROUP_ACTIONS = {
@@ -135,6 +154,113 @@ def ensure_service(folder: HostFolder, environ: Mapping[str, str]) -> None:
         raise LaunchError(f"host service could not be started: {error}. [{folder.root}]") from error
 
 
+def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
+    """Return the reason why a connection cannot be made; empty if it can."""
+    try:
+        socket.create_connection((address, port), timeout=timeout_s).close()
+    except OSError as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def is_service_running(folder: HostFolder) -> bool:
+    """Return whether the host service of a run runs here."""
+    return folder.host_config.exists() and job_folder.is_lock_held(folder.service_lock)
+
+
+def start_host(
+    config: HostConfig,
+    entry: RunEntry,
+    ballot: Ballot,
+    credentials: Sequence[rpc.Credentials],
+    timeout_s: float = START_TIMEOUT_S,
+) -> None:
+    """Write this host's part of a run, and start its service; return when the service listens.
+
+    Args:
+        config: Part of this host.
+        entry: Entry of the run.
+        ballot: First promise of this voter.
+        credentials: Those of the host service, and of commands here.
+        timeout_s: Time for the start of the service.
+
+    Raises:
+        LaunchError: The service does not start.
+    """
+    folder = run_folder(config.run_id)
+    if not folder.host_config.exists():
+        folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for each, path in zip(credentials, (folder.credentials, folder.command_credentials), strict=True):
+            path.unlink(missing_ok=True)
+            each.save(path)
+        folder.save_ballot(ballot)
+        folder.save_entry(entry)
+        folder.save_config(config)
+    ensure_service(folder, clean_environ())
+    _wait_for_service(folder, config.address, config.port, timeout_s)
+
+
+def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if not connection_problem(address, port, timeout_s=1.0):
+            return
+        if not job_folder.is_lock_held(folder.service_lock):
+            break
+        time.sleep(0.02)
+    lines = folder.service_log.read_text(encoding="utf-8", errors="replace").splitlines()
+    got = lines[-1] if lines else "no listener"
+    do = f"Check that {address} is an address of this host, and that port {port} is free"
+    raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))
+
+
+def end_host(folder: HostFolder) -> None:
+    """Kill what runs of a run on this host, and remove its files."""
+    locks = [folder.service_lock, *(group.alive_lock for group in folder.job.groups())]
+    folder.host_config.unlink(missing_ok=True)  # agents start no service any more
+    for pid in {pid for lock in locks for pid in job_folder.lock_holders(lock)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def read_summary(folder: HostFolder) -> dict[str, Any]:
+    """Return the state of a run as this host's entry says; empty once the run has been removed."""
+    try:
+        entry = folder.load_entry()
+    except FileNotFoundError:
+        return {}
+    record = entry.job.record
+    reason = join_protocol.waiting_reason(record.state, entry.unjoined, record.reason)
+    is_at_rest = not any(job_folder.is_lock_held(group.alive_lock) for group in folder.job.groups())
+    return {
+        "version": list(entry.version),
+        "state": str(record.state),
+        "reason": reason.text if reason else "",
+        "hint": reason.hint if reason else "",
+        "unjoined": list(entry.unjoined),
+        "is_end": record.state.is_end,
+        "is_at_rest": is_at_rest,
+    }
+
+
+def clean_environ() -> dict[str, str]:
+    """Return the environment without the variables of this ssh session."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
+
+
+def run_folder(run_id: str) -> HostFolder:
+    """Return the folder of a run on this host, which may not exist."""
+    if Path(run_id).name != run_id or run_id.startswith("."):
+        raise LaunchError(f"run {run_id!r}: no id, expected one without slashes.")
+    return HostFolder(root=hosts_state_folder() / run_id)
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that the driver knows."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
 def is_run_process(process: psutil.Process) -> bool:
     """Return whether a process is a host service or a node agent, and so does not belong to the workers."""
     return not {SERVICE_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
@@ -162,6 +288,61 @@ def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[lis
         if len(content) >= MAX_LOG_ANSWER_BYTES:
             break
     return pieces, content
+
+
+class HostLogReader:
+    """Reads the logs of other hosts from one host of the run, by their host services."""
+
+    def __init__(self, folder: HostFolder) -> None:
+        self._folder = folder
+        self._clients: dict[int, rpc.RpcClient] = {}
+
+    def read(self, host: int, positions: Mapping[str, int]) -> tuple[LogPieces, bytes]:
+        """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
+        try:
+            reply = self._client(host).call(ReadLogs(positions=dict(positions)), timeout_s=LOCAL_CALL_TIMEOUT_S)
+        except (RpcError, OSError):
+            self._clients.pop(host, None)
+            return LogPieces(), b""
+        assert isinstance(reply.message, LogPieces)
+        return reply.message, bytes(reply.buffers[0])
+
+    def fetch(self, host: int) -> bytes:
+        """Return what `archive_files` packs on a host.
+
+        Raises:
+            LaunchError: It does not answer.
+        """
+        try:
+            return bytes(self._client(host).call(FetchFiles(), timeout_s=FETCH_TIMEOUT_S).buffers[0])
+        except (RpcError, OSError) as error:
+            self._clients.pop(host, None)
+            raise LaunchError(str(error)) from error
+
+    def _client(self, host: int) -> rpc.RpcClient:
+        endpoint = self._folder.load_entry().hosts[host]
+        if not endpoint.address:
+            raise ConnectionRefusedError(f"host {endpoint.node} has not joined")
+        if host not in self._clients:
+            authentication = rpc.TlsAuthentication(rpc.Credentials.load(self._folder.command_credentials))
+            self._clients[host] = rpc.RpcClient.connect(
+                endpoint.address, endpoint.port, authentication, role=HOST_ROLE, timeout_s=2.0
+            )
+        return self._clients[host]
+
+
+def archive_files(folder: HostFolder) -> bytes:
+    """Return events, run.json, cluster files and logs of this host as a tar archive."""
+    buffer, runs = io.BytesIO(), folder.job.root / "runs"
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        names = ("events.jsonl", "run.json", "cluster.yaml", "logs/*.log")
+        paths = [path for name in names for path in runs.glob(f"*/*/round-*/{name}")]
+        paths += runs.glob("*/*/agent.log")
+        for path in [*paths, folder.service_log]:
+            if path.is_file() and path.stat().st_size <= MAX_FETCHED_FILE_BYTES:
+                base = runs if path != folder.service_log else folder.root
+                archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
+    return buffer.getvalue()
 
 
 def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | None:

@@ -12,6 +12,8 @@ HOST_ROLE = "host"
 """Role of a host service in its certificate."""
 COMMAND_ROLE = "command"
 """Role of a command."""
+JOINER_ROLE = "joiner"
+"""Role that a joining host claims before it has a certificate."""
 
 
 class HostReport(RpcMessage):
@@ -150,6 +152,8 @@ class LogPieces(RpcMessage):
 
     pieces: tuple[tuple[str, int, int], ...] = ()
     """Log (`NODE/ATTEMPT/ROUND/RANK`), position after this text, and number of bytes of each piece."""
+    is_at_rest: bool = True
+    """No worker group of this host runs any more."""
 
 
 class ReadLogs(RpcMessage):
@@ -160,3 +164,71 @@ class ReadLogs(RpcMessage):
 
     positions: dict[str, int] = pydantic.Field(default_factory=dict)
     """`NODE/ATTEMPT/ROUND/RANK` -> position in bytes."""
+
+
+class JoinAnswer(RpcMessage):
+    """Seat of a joined host."""
+
+    kind: ClassVar[str] = "hosts.join_answer"
+
+    entry: str
+    """JSON of the entry, in which the seat is taken."""
+    host: int
+    """Index of the joined host."""
+    sealed: str
+    """Its credentials, encrypted for its token."""
+    term: int
+    leader: int
+    environ: dict[str, str] = pydantic.Field(default_factory=dict)
+    """Variables that the command hands on to the workers."""
+
+
+class JoinRequest(RpcMessage):
+    """Asks for a seat in the run; a host that does not lead passes it on."""
+
+    kind: ClassVar[str] = "hosts.join"
+    reply: ClassVar[type[RpcMessage]] = JoinAnswer
+
+    proof: str = pydantic.Field(repr=False, pattern="^[0-9a-f]{64}$")
+    """Proof that the sender has a token."""
+    joiner: str = pydantic.Field(repr=False, pattern="^[0-9a-f]{32}$")
+    """Number that the joiner has drawn; it repeats a request under the same."""
+    address: str = pydantic.Field(max_length=64)
+    """Address at which other hosts reach the joiner."""
+    port: int = pydantic.Field(ge=1, le=65535)
+    """Port of its host service."""
+    hostname: str = pydantic.Field(pattern="^[A-Za-z0-9._-]{1,64}$")
+    ringweave: str = pydantic.Field(max_length=64)
+    """Version of ringweave."""
+    torch: str = pydantic.Field(max_length=64)
+    """Version of torch."""
+    time_s: float
+    """Its clock, seconds since 1970."""
+    gpus: int = pydantic.Field(ge=0)
+
+
+class FileBytes(RpcMessage):
+    """Bytes of a file, or of the list of files; they follow in one buffer."""
+
+    kind: ClassVar[str] = "hosts.file_bytes"
+
+    size: int
+    """Bytes of the whole."""
+
+
+class FetchFiles(RpcMessage):
+    """Asks a host for its events, run.json and logs, as a tar archive."""
+
+    kind: ClassVar[str] = "hosts.fetch_files"
+    reply: ClassVar[type[RpcMessage]] = FileBytes
+
+
+class ReadFile(RpcMessage):
+    """Asks for a piece of a file of the script's directory, for a host that has joined."""
+
+    kind: ClassVar[str] = "hosts.read_file"
+    reply: ClassVar[type[RpcMessage]] = FileBytes
+
+    digest: str = ""
+    """SHA-256 of the file; empty for the list of all files, as JSON: path, digest and mode of each."""
+    start: int = pydantic.Field(default=0, ge=0)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, RpcError, UnknownJobError, explain
+from ringweave.errors import JobError, LaunchError, UnknownJobError, explain
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
@@ -16,9 +15,9 @@ from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, submission
 from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, Submission
-from ringweave.platforms.hosts import host_runtime, run_entry, start
+from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
-from ringweave.platforms.hosts.messages import HOST_ROLE, LogPieces, ReadLogs, RunStatus, RunStatusRequest, RunVerb
+from ringweave.platforms.hosts.messages import RunStatus, RunStatusRequest, RunVerb
 from ringweave.platforms.hosts.run_entry import HostFolder, HostsOptions, KnownRun, RunEntry, parse_entry
 from ringweave.platforms.hosts.ssh import HostConnections, SshConnection
 
@@ -48,7 +47,7 @@ class RunAccess(Protocol):
         """
         ...
 
-    def read_logs(self, positions: list[dict[str, int]]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
         """Return the new text of the logs of each host that answers."""
         ...
 
@@ -83,17 +82,19 @@ class StartedRunAccess:
             else:
                 return
 
-    def read_logs(self, positions: list[dict[str, int]]) -> list[LogPiecesOfHost]:
-        found: list[LogPiecesOfHost] = []
-        for index in range(len(self._open)):
-            pieces: LogPiecesOfHost = ((), b"")
-            with contextlib.suppress(LaunchError):
-                answer, content = self._connection(index).call_for_bytes(
-                    "logs", run_id=self._known.run_id, positions=positions[index]
-                )
-                pieces = (answer["pieces"], content)
-            found.append(pieces)
-        return found
+    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
+        found = [self._read_logs(index, positions) for index in range(len(self._open))]
+        joined = [self._read_logs(0, positions, host=host) for host, _ in self._known.joining]
+        return [*found, *joined]
+
+    def _read_logs(self, index: int, positions: dict[str, int], host: int | None = None) -> LogPiecesOfHost:
+        """Return the new text of a host, or of one that has joined, over this one."""
+        with contextlib.suppress(LaunchError):
+            answer, content = self._connection(index).call_for_bytes(
+                "logs", run_id=self._known.run_id, positions=positions, host=host
+            )
+            return answer["pieces"], content
+        return (), b""
 
     def _ask_all(self, verb: str, *, stops_at_first: bool = False, verb_name: str = "") -> list[dict[str, Any]]:
         """Return the answers of the hosts that answer.
@@ -129,7 +130,7 @@ class HostRunAccess:
 
     def __init__(self, folder: HostFolder) -> None:
         self._folder = folder
-        self._clients: dict[int, rpc.RpcClient] = {}
+        self._others = host_runtime.HostLogReader(folder)
 
     def read_entry(self) -> RunEntry:
         try:
@@ -145,31 +146,16 @@ class HostRunAccess:
             what = f"{verb} of run {self.read_entry().name}"
             raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
 
-    def read_logs(self, positions: list[dict[str, int]]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
         return [
-            host_runtime.read_new_logs(self._folder, positions[host])
-            if host == own
-            else self._read_other(host, positions[host])
-            for host in range(len(positions))
+            host_runtime.read_new_logs(self._folder, positions) if host == own else self._read_other(host, positions)
+            for host in range(len(self._folder.load_entry().hosts))
         ]
 
     def _read_other(self, host: int, positions: dict[str, int]) -> LogPiecesOfHost:
-        with contextlib.suppress(RpcError, OSError):
-            reply = self._client(host).call(ReadLogs(positions=positions), timeout_s=VERB_TIMEOUT_S)
-            assert isinstance(reply.message, LogPieces)
-            return reply.message.pieces, bytes(reply.buffers[0])
-        self._clients.pop(host, None)
-        return (), b""
-
-    def _client(self, host: int) -> rpc.RpcClient:
-        if host not in self._clients:
-            endpoint = self._folder.load_entry().hosts[host]
-            authentication = rpc.TlsAuthentication(rpc.Credentials.load(self._folder.command_credentials))
-            self._clients[host] = rpc.RpcClient.connect(
-                endpoint.address, endpoint.port, authentication, role=HOST_ROLE, timeout_s=2.0
-            )
-        return self._clients[host]
+        answer, content = self._others.read(host, positions)
+        return answer.pieces, content
 
 
 class HostsPlatform(Platform):
@@ -230,18 +216,18 @@ class HostsPlatform(Platform):
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         entry = self._access(name).read_entry()
         submission.check_log_query(entry.job, which)
-        return self._read_logs(self._access(name), len(entry.hosts), which)
+        return self._read_logs(self._access(name), which)
 
-    def _read_logs(self, access: RunAccess, num_hosts: int, which: LogQuery) -> Iterator[LogLine]:
-        positions: list[dict[str, int]] = [{} for _ in range(num_hosts)]
+    def _read_logs(self, access: RunAccess, which: LogQuery) -> Iterator[LogLine]:
+        positions: dict[str, int] = {}
         rests: dict[str, bytes] = {}
         while True:
             is_over = not which.follow or _is_over(access)
             has_news = False
-            for host, (pieces, content) in enumerate(access.read_logs(positions)):
+            for pieces, content in access.read_logs(positions):
                 begin = 0
                 for key, end, size in pieces:
-                    positions[host][key] = end
+                    positions[key] = end
                     text, begin, has_news = content[begin : begin + size], begin + size, True
                     yield from _log_lines(key, text, rests, which)
             if is_over and not has_news:
@@ -263,7 +249,12 @@ class HostsPlatform(Platform):
         events = [EventView(time_s=each.time_s, kind=each.kind, text=each.text) for each in entry.events]
         view = api.job_view(entry.job, platform="hosts", events=events if with_events else ())
         known = next((run for run in run_entry.list_known_runs() if run.run_id == entry.run_id), None)
-        return replace(view, files=known.run_dir) if known is not None and known.run_dir else view
+        view = replace(view, reason=join_protocol.waiting_reason(view.state, entry.unjoined, view.reason))
+        if known is None:
+            return view
+        if view.reason is not None and (hint := join_protocol.join_hint(entry.unjoined, known.join_lines)):
+            view = replace(view, reason=replace(view.reason, hint=f"Type {hint}"))
+        return replace(view, files=known.run_dir) if known.run_dir else view
 
 
 def find_access(name: str) -> RunAccess:

@@ -3,9 +3,6 @@
 python -m ringweave.platforms.hosts.remote_main
 """
 
-import contextlib
-import hashlib
-import io
 import json
 import os
 import platform
@@ -13,24 +10,21 @@ import pwd
 import random
 import resource
 import shutil
-import signal
 import socket
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import psutil
 
 from ringweave import ports, rpc
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, explain
 from ringweave.launcher import node_context
 from ringweave.launcher.run_dir import software_versions
-from ringweave.platforms.hosts import host_runtime
+from ringweave.platforms.hosts import host_runtime, script_files
 from ringweave.platforms.hosts.messages import RunStatusRequest, RunVerb
 from ringweave.platforms.hosts.quorum_election import Ballot
 from ringweave.platforms.hosts.run_entry import (
@@ -41,14 +35,13 @@ from ringweave.platforms.hosts.run_entry import (
     parse_host_config,
 )
 from ringweave.platforms.hosts.ssh import HELLO, MAX_PAYLOAD_BYTES
-from ringweave.platforms.local import job_folder
 from ringweave.ports import parse_ports
 from ringweave.topology import cgroups
 from ringweave.topology.discovery import sysfs
 
-START_TIMEOUT_S = 15.0
+JOINED_LOG_INTERVAL_S = 0.3
+"""Interval between two calls of a host that has joined, whose logs come over another host."""
 LOCAL_CALL_TIMEOUT_S = 8.0
-MAX_FETCHED_FILE_BYTES = 64 * 2**20
 Answer = tuple[dict[str, Any], bytes]
 
 
@@ -69,7 +62,7 @@ def describe_host() -> dict[str, Any]:
         "addresses": own_addresses(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().total,
-        "gpus": count_gpus(),
+        "gpus": host_runtime.count_gpus(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "max_open_files": open_files,
         "free_disk": free,
@@ -83,11 +76,6 @@ def own_addresses() -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6)
     found = [each.address for nic in psutil.net_if_addrs().values() for each in nic if each.family in families]
     return [each for each in found if not each.startswith(("127.", "::1", "fe80"))]
-
-
-def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that the driver knows."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def host_facts() -> dict[str, Any]:
@@ -109,7 +97,8 @@ class RemoteProgram:
     """Answers the requests of one command."""
 
     def __init__(self) -> None:
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
+        self._readers: dict[str, host_runtime.HostLogReader] = {}
         self._verbs: Mapping[str, Callable[[Mapping[str, Any], bytes], Answer]] = {
             "has_file": self._has_file,
             "missing_blobs": self._missing_blobs,
@@ -152,78 +141,50 @@ class RemoteProgram:
             return {"found": False}, b""
 
     def _missing_blobs(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        return {"missing": [digest for digest in request["digests"] if not blob_path(digest).exists()]}, b""
+        return {
+            "missing": [digest for digest in request["digests"] if not script_files.blob_path(digest).exists()]
+        }, b""
 
     def _put_blob(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        path = blob_path(hashlib.sha256(payload).hexdigest())
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_bytes(payload)
-        temporary.replace(path)
+        script_files.save_blob(payload)
         return {}, b""
 
     def _lay_out(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Lay the files of a run out in its folder, from the blobs."""
-        root = run_folder(request["run_id"]).files
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for relative, digest, mode in request["files"]:
-            path = (root / relative).resolve()
-            if not path.is_relative_to(root.resolve()):
-                raise LaunchError(f"file {relative}: outside of the folder, expected a path below it.")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(blob_path(digest), path)
-            path.chmod(mode & 0o777)
-        return {"directory": str(root)}, b""
+        folder = host_runtime.run_folder(request["run_id"])
+        script_files.lay_out(request["files"], folder)
+        return {"directory": str(folder.files)}, b""
 
     def _open_port(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Listen on a free port until the service starts, so that other hosts can try to reach it."""
         within = parse_ports(request["ports"], where="--ports") if request.get("ports") else None
         port = node_context.free_port(random.SystemRandom(), within)
-        self._listener = socket.create_server(("", port), backlog=64)
+        self._listeners.append(socket.create_server(("", port), backlog=64))
         return {"port": port}, b""
 
     def _unreachable(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Return for each address the reason why this host cannot connect to it; empty if it can."""
         endpoints = request["endpoints"]
         with ThreadPoolExecutor(max_workers=max(1, min(64, len(endpoints)))) as pool:
-            found = pool.map(lambda each: connection_problem(each[0], each[1], timeout_s=3.0), endpoints)
+            found = pool.map(lambda each: host_runtime.connection_problem(each[0], each[1], timeout_s=3.0), endpoints)
             return {"reasons": list(found)}, b""
 
     def _start(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Write this host's part of the run, and start its service; return when the service listens."""
-        config, entry = parse_host_config(request["config"]), parse_entry(request["entry"])
-        if self._listener is not None:
-            self._listener.close()
-        folder = run_folder(config.run_id)
-        if not folder.host_config.exists():
-            folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for key, path in (("credentials", folder.credentials), ("command", folder.command_credentials)):
-                path.unlink(missing_ok=True)
-                rpc.Credentials.from_text(request[key]).save(path)
-            folder.save_ballot(Ballot(term=1, voted_for=config.first_leader))
-            folder.save_entry(entry)
-            folder.save_config(config)
-        host_runtime.ensure_service(folder, clean_environ())
-        self._wait_for_service(folder, config.address, config.port)
+        for listener in self._listeners:
+            listener.close()
+        host_runtime.start_host(
+            parse_host_config(request["config"]),
+            parse_entry(request["entry"]),
+            Ballot(term=1, voted_for=parse_host_config(request["config"]).first_leader),
+            [rpc.Credentials.from_text(request[key]) for key in ("credentials", "command")],
+        )
         return {}, b""
-
-    def _wait_for_service(self, folder: HostFolder, address: str, port: int) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            if not connection_problem(address, port, timeout_s=1.0):
-                return
-            if not job_folder.is_lock_held(folder.service_lock):
-                break
-            time.sleep(0.02)
-        lines = folder.service_log.read_text(encoding="utf-8", errors="replace").splitlines()
-        got = lines[-1] if lines else "no listener"
-        do = f"Check that {address} is an address of this host, and that port {port} is free"
-        raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))
 
     def _ensure(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Start the service of a run that this host belongs to; return whether there is such a run."""
-        folder = run_folder(request["run_id"])
-        host_runtime.ensure_service(folder, clean_environ())
+        folder = host_runtime.run_folder(request["run_id"])
+        host_runtime.ensure_service(folder, host_runtime.clean_environ())
         return {"found": folder.host_config.exists()}, b""
 
     def _status(self, request: Mapping[str, Any], payload: bytes) -> Answer:
@@ -235,7 +196,7 @@ class RemoteProgram:
 
     def _apply_verb(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         folder = known_run(request["run_id"])
-        host_runtime.ensure_service(folder, clean_environ())
+        host_runtime.ensure_service(folder, host_runtime.clean_environ())
         deadline_s = time.monotonic() + LOCAL_CALL_TIMEOUT_S
         while (status := host_runtime.call_service(folder, RunVerb(verb=request["verb_name"]))) is None:
             if time.monotonic() >= deadline_s:
@@ -244,89 +205,44 @@ class RemoteProgram:
         return {"entry": status.entry, "leader": status.leader, "silent": list(status.silent_hosts)}, b""
 
     def _logs(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        """Return what the logs of this host have got since the given positions."""
-        folder, positions = run_folder(request["run_id"]), request["positions"]
+        """Return what the logs have got since the given positions: of this host, or of `host`, which has joined."""
+        folder, positions = host_runtime.run_folder(request["run_id"]), request["positions"]
         deadline_s = time.monotonic() + min(float(request.get("wait_s", 0.0)), 5.0)
         while True:
-            summary = read_summary(folder)  # before the logs, so that no line of an ended job is missed
-            pieces, content = host_runtime.read_new_logs(folder, positions)
+            summary = host_runtime.read_summary(folder)  # before the logs, so that no line of an ended job is missed
+            if (host := request.get("host")) is None:
+                pieces, content = host_runtime.read_new_logs(folder, positions)
+            else:
+                answer, content = self._reader(folder).read(host, positions)
+                pieces, summary = answer.pieces, {**summary, "is_at_rest": answer.is_at_rest} if summary else {}
             is_news = pieces or summary.get("version") != request.get("version")
             if is_news or time.monotonic() >= deadline_s:
                 if not summary.get("is_end", True):
-                    host_runtime.ensure_service(folder, clean_environ())
+                    host_runtime.ensure_service(folder, host_runtime.clean_environ())
                 return {"pieces": pieces, **summary}, content
-            time.sleep(0.05)
+            time.sleep(0.05 if host is None else JOINED_LOG_INTERVAL_S)
 
     def _fetch(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        """Return events, run.json, cluster files and service logs of this host as a tar archive."""
-        folder, buffer = run_folder(request["run_id"]), io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-            names = ("events.jsonl", "run.json", "cluster.yaml")
-            paths = [path for name in names for path in (folder.job.root / "runs").glob(f"*/*/round-*/{name}")]
-            paths += (folder.job.root / "runs").glob("*/*/agent.log")
-            paths += (folder.job.root / "runs").glob("*/*/round-*/logs/*.log")
-            for path in [*paths, folder.service_log]:
-                if path.is_file() and path.stat().st_size <= MAX_FETCHED_FILE_BYTES:
-                    base = folder.job.root / "runs" if path != folder.service_log else folder.root
-                    archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
-        return {}, buffer.getvalue()
+        """Return what `archive_files` packs: of this host, or of `host`, which has joined."""
+        folder, host = host_runtime.run_folder(request["run_id"]), request.get("host")
+        if host is None:
+            return {}, host_runtime.archive_files(folder)
+        return {}, self._reader(folder).fetch(host)
+
+    def _reader(self, folder: HostFolder) -> host_runtime.HostLogReader:
+        return self._readers.setdefault(folder.run_id, host_runtime.HostLogReader(folder))
 
     def _abort(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Kill what runs of a run here, and remove its files."""
-        folder = run_folder(request["run_id"])
-        locks = [folder.service_lock, *(group.alive_lock for group in folder.job.groups())]
-        folder.host_config.unlink(missing_ok=True)  # agents start no service any more
-        for pid in {pid for lock in locks for pid in job_folder.lock_holders(lock)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder.root, ignore_errors=True)
+        host_runtime.end_host(host_runtime.run_folder(request["run_id"]))
         return {}, b""
 
     def _exists(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        return {"exists": run_folder(request["run_id"]).root.exists()}, b""
+        return {"exists": host_runtime.run_folder(request["run_id"]).root.exists()}, b""
 
     def _runs(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         folders = find_run_folders(hosts_state_folder())
         return {"runs": [[folder.run_id, folder.load_entry().name] for folder in folders]}, b""
-
-
-def read_summary(folder: HostFolder) -> dict[str, Any]:
-    """Return the state of a run as this host's entry says; empty once the run has been removed."""
-    try:
-        entry = folder.load_entry()
-    except FileNotFoundError:
-        return {}
-    record = entry.job.record
-    is_at_rest = not any(job_folder.is_lock_held(group.alive_lock) for group in folder.job.groups())
-    return {
-        "version": list(entry.version),
-        "state": str(record.state),
-        "reason": record.reason.text if record.reason else "",
-        "hint": record.reason.hint if record.reason else "",
-        "is_end": record.state.is_end,
-        "is_at_rest": is_at_rest,
-    }
-
-
-def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
-    """Return the reason why a connection cannot be made; empty if it can."""
-    try:
-        socket.create_connection((address, port), timeout=timeout_s).close()
-    except OSError as error:
-        return str(error) or type(error).__name__
-    return ""
-
-
-def clean_environ() -> dict[str, str]:
-    """Return the environment without the variables of this ssh session."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("SSH_")}
-
-
-def run_folder(run_id: str) -> HostFolder:
-    """Return the folder of a run on this host, which may not exist."""
-    if Path(run_id).name != run_id or run_id.startswith("."):
-        raise LaunchError(f"run {run_id!r}: no id, expected one without slashes.")
-    return HostFolder(root=hosts_state_folder() / run_id)
 
 
 def known_run(run_id: str) -> HostFolder:
@@ -335,16 +251,11 @@ def known_run(run_id: str) -> HostFolder:
     Raises:
         UnknownJobError: There is none.
     """
-    folder = run_folder(run_id)
+    folder = host_runtime.run_folder(run_id)
     if not folder.host_config.exists():
         do = "It has been removed, or was never started here"
         raise UnknownJobError(explain("run", got=run_id, expected="one of this host", do=do))
     return folder
-
-
-def blob_path(digest: str) -> Path:
-    """Return the path of a file's content in this host's cache."""
-    return platformdirs.user_cache_path("ringweave") / "files" / digest[:2] / digest
 
 
 if __name__ == "__main__":

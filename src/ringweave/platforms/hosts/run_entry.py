@@ -9,6 +9,7 @@ STATE/hosts/ID/entry.json          newest known entry of the run
 STATE/hosts/ID/service.lock        held while the host service runs
 STATE/hosts/ID/service.log         its standard error
 STATE/hosts/ID/files/              working directory of the workers, if it is a copy
+STATE/hosts/ID/files.json          names, digests and modes of the copied files
 STATE/hosts/ID/job/                job folder of the local platform, for the worker groups of this host
 ```
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 import platformdirs
 from pydantic import TypeAdapter
 
-from ringweave.errors import UnknownJobError, explain
+from ringweave.errors import LaunchError, UnknownJobError, explain
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobEvent, JobRecord
@@ -45,9 +46,29 @@ class HostEndpoint:
     destination: str
     """Its ssh destination; empty for a host that has joined by a token."""
     address: str
-    """Address at which other hosts reach it."""
+    """Address at which other hosts reach it; empty for a host that has not joined yet."""
     port: int
     """Port of its host service."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinSeat:
+    """Place in a run for one host that joins by a token of one use."""
+
+    host: int
+    """Index of the host."""
+    proof_digest: str
+    """SHA-256 of the token's proof, in hexadecimal digits."""
+    sealed: str
+    """Credentials of the host, encrypted by a key that only the token gives."""
+    expires_s: float
+    """Time after which the token counts no more, seconds since 1970."""
+    used_by: str = ""
+    """Number that the joiner has drawn; empty until the token is used."""
+
+
+class StaleEntryError(LaunchError):
+    """The entry has been changed by another thread since this change was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +100,17 @@ class RunEntry:
     """Result of the last rendezvous; hosts that come later in the same round get it too."""
     events: tuple[RunEvent, ...] = ()
     """Latest events, oldest first."""
+    seats: tuple[JoinSeat, ...] = ()
+    """Places of hosts that join by a token, taken or not."""
 
     @property
     def name(self) -> str:
         return self.job.request.name
+
+    @property
+    def unjoined(self) -> tuple[str, ...]:
+        """Names of the hosts that have not joined yet."""
+        return tuple(host.node for host in self.hosts if not host.address)
 
     def host_of_node(self, node: int) -> int:
         """Return the index of the host of a node, which the request names by its index."""
@@ -132,6 +160,8 @@ class HostConfig:
     """Variables that the command hands on to the workers."""
     first_leader: int | None = None
     """Leader of the first term; None for a host that joins a run."""
+    join_port: int = 0
+    """Port at which joining hosts call; 0 without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +209,11 @@ class HostFolder:
     def files(self) -> Path:
         """Copy of the script's directory."""
         return self.root / "files"
+
+    @property
+    def file_list(self) -> Path:
+        """Names, digests and modes of the copied files."""
+        return self.root / "files.json"
 
     @property
     def job(self) -> JobFolder:
@@ -261,9 +296,14 @@ class KnownRun:
     run_id: str
     name: str
     hosts: tuple[HostSpec, ...]
+    """Hosts that ssh reaches."""
     options: HostsOptions
     run_dir: str
     """Folder on this machine that gets the output; empty for a job that was submitted."""
+    join_lines: Mapping[str, str] = field(default_factory=dict)
+    """Name of a joining host -> the line to type there."""
+    joining: tuple[tuple[int, str], ...] = ()
+    """Index in the run and name of each joining host; `hosts` has the others."""
 
     def is_named(self, name: str) -> bool:
         """Return whether a user means this run: by its name, its id or the folder of its output."""
@@ -289,8 +329,12 @@ def save_known_run(known: KnownRun) -> None:
         "python": known.options.python,
         "installed": known.options.installed,
         "run_dir": known.run_dir,
+        "join_lines": dict(known.join_lines),
+        "joining": known.joining,
     }
-    (folder / f"{known.name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path = folder / f"{known.name}.json"
+    path.touch(mode=0o600)  # it may contain tokens
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def forget_known_run(known: KnownRun) -> None:
@@ -338,6 +382,8 @@ def _load_known_run(path: Path) -> KnownRun:
         hosts=tuple(HostSpec(**host) for host in content["hosts"]),
         options=HostsOptions(python=content["python"], installed=content["installed"]),
         run_dir=content["run_dir"],
+        join_lines=content.get("join_lines", {}),
+        joining=tuple((index, node) for index, node in content.get("joining", ())),
     )
 
 

@@ -18,27 +18,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringweave import rpc
-from ringweave.errors import (
-    JobError,
-    LaunchError,
-    NotLeaderError,
-    RingweaveError,
-    RpcError,
-    explain,
-)
+from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError, explain
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
-from ringweave.platforms.hosts import host_runtime
+from ringweave.launcher.run_dir import software_versions
+from ringweave.platforms.hosts import host_runtime, join_protocol
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
+from ringweave.platforms.hosts.join_protocol import JoinListener
 from ringweave.platforms.hosts.messages import (
     COMMAND_ROLE,
     HOST_ROLE,
+    FetchFiles,
+    FileBytes,
     HostAction,
     HostAnswer,
     HostReport,
+    JoinAnswer,
+    JoinRequest,
     LeaderContact,
     LogPieces,
+    ReadFile,
     ReadLogs,
     RoundSecrets,
     RunStatus,
@@ -49,7 +49,8 @@ from ringweave.platforms.hosts.messages import (
     VoteRequest,
 )
 from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, is_quorum
-from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, dump_entry, parse_entry
+from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, StaleEntryError, dump_entry, parse_entry
+from ringweave.platforms.hosts.script_files import FileOffer
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import Wakeup
 from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
@@ -65,6 +66,10 @@ ACTION_TIMEOUT_S = 10.0
 VOTE_TIMEOUT_S = 1.0
 ORPHAN_TIMEOUT_S = 900.0
 """Silence of all leaders after which a host without worker groups ends its service: the run may be over elsewhere."""
+MAX_CHANGE_ATTEMPTS = 20
+"""Attempts at a change of the entry that other threads change at the same time."""
+JOINER_PROBE_TIMEOUT_S = 3.0
+FILE_PIECE_BYTES = 4 * 2**20
 LINGER_S = 15.0
 """Time after the end of the run for which the service stays, for commands that read its outcome."""
 
@@ -179,6 +184,7 @@ class HostService:
         self._changed = threading.Condition(self._lock)
         self._commit_lock = threading.Lock()
         self._runtime = HostJobRuntime(folder, self._config, self.entry)
+        self._files = FileOffer(folder, Path(self._config.directory))
         self._report, self._report_version = HostReport(), 0
         self._links: dict[int, LeaderLink] = {}
         self._links_term = -1
@@ -198,10 +204,17 @@ class HostService:
             on_handler_error=_print_handler_error,
             on_peer_exit=self._peer_exited,
         )
-        with server.start(self._config.address, self._config.port):
-            self._observe()
-            while not self._is_over():
-                self._wakeup.wait(self._tick())
+        joins = JoinListener(rpc.Credentials.load(self._folder.credentials), self.admit_joiner)
+        try:
+            with server.start(self._config.address, self._config.port):
+                if self._config.join_port:
+                    joins.start(self._config.address, self._config.join_port)
+                self._observe()
+                while not self._is_over():
+                    joins.cut_late()
+                    self._wakeup.wait(self._tick())
+        finally:
+            joins.close()
         if self._is_forgotten:
             shutil.rmtree(self._folder.root, ignore_errors=True)
 
@@ -224,14 +237,18 @@ class HostService:
         """Save the entry here and on a quorum.
 
         Raises:
+            StaleEntryError: It was computed from another entry than the newest.
             LaunchError: There is no quorum, or this host does not lead any more.
         """
         with self._commit_lock:
             with self._lock:
                 if not self._leadership.is_leader:
                     raise LaunchError("entry of the run: this host does not lead any more, expected the leader.")
+                if entry.version != self.entry.version:
+                    raise StaleEntryError("entry of the run: changed at the same time. It is tried again.")
                 version = (self._leadership.ballot.term, self.entry.version[1] + 1)
                 self.entry = replace(entry, version=version)
+                self._leadership.set_voters(entry.voters)
                 self._folder.save_entry(self.entry)
             self._wait_for_quorum(version)
 
@@ -325,8 +342,8 @@ class HostService:
         if self._links_term != term:
             self._links_term, self._links, self._leads_since_s = term, {}, self._clock()
             self._controller = RunController(self, term, self.index)
-        for host in range(len(self.entry.hosts)):
-            if host != self.index and host not in self._links:
+        for host, endpoint in enumerate(self.entry.hosts):
+            if host != self.index and host not in self._links and endpoint.address:
                 self._links[host] = LeaderLink(self, host, term)
 
     def _drop_leadership(self) -> None:
@@ -334,17 +351,15 @@ class HostService:
 
     def _update_voters(self) -> None:
         """Let silent hosts not count for the quorum, one at a time, and let hosts that answer again count."""
-        heard = {self.index, *self._leadership.hosts_heard(self._clock(), VOTER_LOST_S)}
-        voters = self.entry.voters
+        heard, entry = {self.index, *self._leadership.hosts_heard(self._clock(), VOTER_LOST_S)}, self.entry
+        voters = entry.voters
         gone = next((host for host in voters if host not in heard), None)
-        back = next((host for host in range(len(self.entry.hosts)) if host in heard and host not in voters), None)
+        back = next((host for host in range(len(entry.hosts)) if host in heard and host not in voters), None)
         if gone is None and back is None:
             return
         added = [] if back is None or gone is not None else [back]
         changed = tuple(sorted([*(host for host in voters if host != gone), *added]))
-        with self._lock:
-            self._leadership.set_voters(changed)
-        self.commit_entry(replace(self.entry, voters=changed))
+        self.commit_entry(replace(entry, voters=changed))
 
     def _wait_for_quorum(self, version: EntryVersion) -> None:
         for link in list(self._links.values()):
@@ -438,6 +453,9 @@ class HostService:
             RpcHandler(message=RunStatusRequest, handle=self._handle_status),
             RpcHandler(message=RunVerb, handle=self._handle_verb),
             RpcHandler(message=ReadLogs, handle=self._handle_logs),
+            RpcHandler(message=JoinRequest, handle=self._handle_join),
+            RpcHandler(message=ReadFile, handle=self._handle_file),
+            RpcHandler(message=FetchFiles, handle=self._handle_fetch),
         )
 
     def _handle_contact(self, call: RpcCall) -> HostAnswer:
@@ -497,29 +515,104 @@ class HostService:
             return self._status()
         leader = self._leadership.leader
         if leader is None or leader == self.index or call.peer.role == HOST_ROLE:
-            do = "Repeat the command in a few seconds"
-            raise NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
-        return self._pass_on(leader, message)
+            raise _no_leader_error()
+        status = self._pass_on(leader, message)
+        assert isinstance(status, RunStatus)
+        return status
 
     def _handle_logs(self, call: RpcCall) -> RpcReply:
         message: ReadLogs = call.message
         self._used_s = self._clock()
         pieces, content = host_runtime.read_new_logs(self._folder, message.positions)
-        return RpcReply(LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces)), [content])
+        is_at_rest = not any(group.phase.is_alive or group.is_terminating for group in self._report.groups)
+        answer = LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces), is_at_rest=is_at_rest)
+        return RpcReply(answer, [content])
+
+    def _handle_join(self, call: RpcCall) -> JoinAnswer:
+        """Give a joiner its seat; another host has passed its request on."""
+        return self._give_seat(call.message)
+
+    def _handle_file(self, call: RpcCall) -> RpcReply:
+        message: ReadFile = call.message
+        size, content = self._files.read(message.digest, message.start, FILE_PIECE_BYTES)
+        return RpcReply(FileBytes(size=size), [content])
+
+    def _handle_fetch(self, call: RpcCall) -> RpcReply:
+        self._used_s = self._clock()
+        content = host_runtime.archive_files(self._folder)
+        return RpcReply(FileBytes(size=len(content)), [content])
+
+    def admit_joiner(self, request: JoinRequest) -> JoinAnswer:
+        """Give a joiner its seat, or have the leader do it.
+
+        Raises:
+            JoinRefusedError: Its token does not count, or this host cannot take part.
+            NotLeaderError: There is no leader at the moment.
+            RpcError: The leader does not answer.
+        """
+        join_protocol.find_seat(self.entry, request, time.time())  # a wrong token takes no time of the leader
+        leader = self._leadership.leader
+        if leader is None or leader == self.index:
+            return self._give_seat(request)
+        answer = self._pass_on(leader, request)
+        assert isinstance(answer, JoinAnswer)
+        return answer
+
+    def _give_seat(self, request: JoinRequest) -> JoinAnswer:
+        """Commit that the joiner has its seat, then answer with its credentials."""
+        if not self._leadership.holds_lease(self._clock()):
+            raise _no_leader_error()
+        own, entry = software_versions(), self.entry
+        join_protocol.check_joiner(
+            request, entry, join_protocol.find_seat(entry, request, time.time()), own, time.time()
+        )
+        problem = host_runtime.connection_problem(request.address, request.port, timeout_s=JOINER_PROBE_TIMEOUT_S)
+        if problem:
+            raise join_protocol.unreachable_error(request, problem)
+        for _ in range(MAX_CHANGE_ATTEMPTS):
+            changed, seat = join_protocol.take_seat(self.entry, request, time.time())
+            try:
+                self.commit_entry(changed)  # also the seat of a joiner that asks again: its commit may have failed
+            except StaleEntryError:
+                continue
+            return JoinAnswer(
+                entry=dump_entry(self.entry),
+                host=seat.host,
+                sealed=seat.sealed,
+                term=self._leadership.ballot.term,
+                leader=self.index,
+                environ=dict(self._config.environ),
+            )
+        raise _no_leader_error()
 
     def _apply_verb(self, verb: str) -> None:
-        with self._lock:
-            job = self.entry.job
-            changed = replace(job, desired=verbs.apply_verb(verb, job, time.time()))
-        self.commit_entry(replace(self.entry, job=changed))
+        for attempt in range(1, MAX_CHANGE_ATTEMPTS + 1):
+            entry = self.entry
+            changed = replace(entry.job, desired=verbs.apply_verb(verb, entry.job, time.time()))
+            try:
+                self.commit_entry(replace(entry, job=changed))
+            except StaleEntryError:
+                if attempt == MAX_CHANGE_ATTEMPTS:
+                    raise
+            else:
+                break
         self.wake()
 
-    def _pass_on(self, leader: int, message: RunVerb) -> RunStatus:
+    def _pass_on(self, leader: int, message: rpc.RpcMessage) -> rpc.RpcMessage:
+        """Return the answer of the leader.
+
+        Raises:
+            RpcError: It does not answer.
+            JoinRefusedError: It refuses a joiner.
+        """
         endpoint = self.entry.hosts[leader]
         with RpcClient.connect(endpoint.address, endpoint.port, self.authentication, role=HOST_ROLE) as client:
-            answer = client.call(message, timeout_s=ACTION_TIMEOUT_S).message
-        assert isinstance(answer, RunStatus)
-        return answer
+            try:
+                return client.call(message, timeout_s=ACTION_TIMEOUT_S).message
+            except RemoteError as error:
+                if error.error == join_protocol.JoinRefusedError.__name__:
+                    raise join_protocol.JoinRefusedError("leader", str(error)) from error
+                raise
 
     def _status(self) -> RunStatus:
         with self._lock:
@@ -572,6 +665,11 @@ class HostService:
         if peer.role == HOST_ROLE and peer.name in names:
             with self._lock:
                 self._leadership.mark_leader_gone(names.index(peer.name))
+
+
+def _no_leader_error() -> NotLeaderError:
+    do = "Repeat the command in a few seconds"
+    return NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
 
 
 def _push_quietly(link: LeaderLink) -> None:

@@ -1,17 +1,13 @@
 """Start of a run on hosts, from the command: connects to all of them, checks them, sends files, starts the services."""
 
-import hashlib
-import itertools
 import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-
-import pathspec
 
 from ringweave import __version__, ports, units
 from ringweave.environment import PORTS
@@ -24,14 +20,15 @@ from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir, software_versions
 from ringweave.membership import settings
 from ringweave.platforms import submission
-from ringweave.platforms.hosts import attach, host_list, install
+from ringweave.platforms.hosts import attach, host_list, install, join_protocol
 from ringweave.platforms.hosts.attach import write_notice
-from ringweave.platforms.hosts.host_list import HostList
+from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
 from ringweave.platforms.hosts.run_entry import (
     HostConfig,
     HostEndpoint,
     HostsOptions,
+    JoinSeat,
     KnownRun,
     RunEntry,
     dump_entry,
@@ -40,19 +37,12 @@ from ringweave.platforms.hosts.run_entry import (
     list_known_runs,
     save_known_run,
 )
-from ringweave.platforms.hosts.ssh import (
-    HostConnections,
-    HostError,
-    SshConnection,
-    end_run_at_once,
-    run_parallel,
-)
+from ringweave.platforms.hosts.script_files import ScriptFile, collect_files
+from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once, run_parallel
 from ringweave.platforms.submission import JobOrigin
 from ringweave.ports import PortRange
 from ringweave.rpc import CertificateAuthority
 
-MAX_CLOCK_DIFFERENCE_S = 600.0
-"""Larger differences would make certificates invalid, and logs hard to read."""
 START_CALL_TIMEOUT_S = 30.0
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTORCH_", "HF_", "WANDB_")
 """Prefixes of the command's variables that workers on all hosts get too."""
@@ -87,7 +77,10 @@ def find_differences(connections: Sequence[SshConnection]) -> list[str]:
             expected = f"{first.hello['torch']}, as on host {first.host.node}"
             do = "Install the same torch on all hosts"
             problems.append(_difference("torch", node, hello["torch"], expected, do))
-        if abs(offset_s - statistics.median(times)) > MAX_CLOCK_DIFFERENCE_S or abs(offset_s) > MAX_CLOCK_DIFFERENCE_S:
+        if (
+            abs(offset_s - statistics.median(times)) > join_protocol.MAX_CLOCK_DIFFERENCE_S
+            or abs(offset_s) > join_protocol.MAX_CLOCK_DIFFERENCE_S
+        ):
             do = "Set it, or start its time service: timedatectl set-ntp true"
             got = f"{offset_s:+.0f} s from this machine's"
             problems.append(explain(f"clock of host {node}", got=got, expected="the same time", do=do))
@@ -114,20 +107,8 @@ class HostsRunRequest:
     """Gets a text about each step that takes time."""
     ports: PortRange | None = None
     """Ports of all listeners of the run, but for torch's own; None: any."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScriptFile:
-    """One file of the script's directory."""
-
-    relative: str
-    """Path below the directory."""
-    path: Path
-    digest: str
-    """SHA-256 of its content, as hexadecimal digits."""
-    size: int
-    mode: int
-    """Permission bits."""
+    join_expiry_s: float = join_protocol.DEFAULT_EXPIRY_S
+    """Seconds for which the tokens of joining hosts count."""
 
 
 def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRun:
@@ -147,36 +128,42 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
 def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: str) -> KnownRun:
     directories = prepare_files(request, connections.open, run_id)
     endpoints = run_parallel(lambda each: open_endpoint(each, request.ports), connections.open)
+    reached = [index for index, host in enumerate(request.host_list.hosts) if not host.joins]
+    authority = CertificateAuthority(run_id)
+    invitations = _invite(request, connections, endpoints, authority)
     entry = RunEntry(
         run_id=run_id,
         version=(1, 1),
-        hosts=tuple(endpoints),
-        voters=tuple(range(len(endpoints))),
+        hosts=_all_endpoints(request.host_list.hosts, endpoints),
+        voters=tuple(reached),
+        seats=invitations.seats,
         job=request.job,
         origin=JobOrigin(
             directory=str(request.directory), script_text=None, environ={}, cluster=request.host_list.cluster_text
         ),
     )
-    authority = CertificateAuthority(run_id)
     known = KnownRun(
         run_id=run_id,
         name=request.job.request.name,
-        hosts=request.host_list.hosts,
+        hosts=request.host_list.reached,
         options=request.options,
         run_dir=str(request.run_dir or ""),
+        join_lines=invitations.lines,
+        joining=tuple((index, host.node) for index, host in enumerate(request.host_list.hosts) if host.joins),
     )
     environ = forwarded_environ(os.environ) | ({PORTS: str(request.ports)} if request.ports else {})
 
     def start(index: int, connection: SshConnection) -> None:
         config = HostConfig(
             run_id=run_id,
-            index=index,
+            index=reached[index],
             node=connection.host.node,
             address=endpoints[index].address,
             port=endpoints[index].port,
             directory=directories[index],
             environ=environ,
-            first_leader=0,
+            first_leader=reached[0],
+            join_port=invitations.ports[index],
         )
         connection.call(
             "start",
@@ -195,6 +182,46 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
         forget_known_run(known)
         raise
     return known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Invitations:
+    """Seats of the joining hosts, and what leads to them."""
+
+    seats: tuple[JoinSeat, ...]
+    lines: Mapping[str, str]
+    """Name of a joining host -> the line to type there."""
+    ports: Sequence[int]
+    """Port for joiners on each host that ssh reaches; zeros if nobody joins."""
+
+
+def _invite(
+    request: HostsRunRequest,
+    connections: HostConnections,
+    endpoints: Sequence[HostEndpoint],
+    authority: CertificateAuthority,
+) -> _Invitations:
+    """Issue the credentials of all joining hosts now, since the authority's key is forgotten soon."""
+    seats, lines = [], {}
+    joining = [(index, host) for index, host in enumerate(request.host_list.hosts) if host.joins]
+    within = str(request.ports or "")
+    ports = [connection.call("open_port", ports=within)["port"] if joining else 0 for connection in connections.open]
+    for index, host in joining:
+        credentials = [authority.issue(role, host.node) for role in (HOST_ROLE, COMMAND_ROLE)]
+        token = join_protocol.JoinToken.create(credentials[0].authority_pem)
+        expires_s = connections.open[0].hello["time"] + request.join_expiry_s
+        seats.append(join_protocol.make_seat(index, token, credentials, expires_s))
+        lines[host.node] = str(join_protocol.JoinLine(address=endpoints[0].address, port=ports[0], token=token))
+    return _Invitations(seats=tuple(seats), lines=lines, ports=ports)
+
+
+def _all_endpoints(hosts: Sequence[HostSpec], reached: Sequence[HostEndpoint]) -> tuple[HostEndpoint, ...]:
+    """Return an endpoint for each host in the order of the list; one that joins later has no address yet."""
+    found = iter(reached)
+    return tuple(
+        HostEndpoint(node=host.node, destination="", address="", port=0) if host.joins else next(found)
+        for host in hosts
+    )
 
 
 def open_endpoint(connection: SshConnection, within: PortRange | None = None) -> HostEndpoint:
@@ -311,75 +338,6 @@ def default_run_name(script: str, now: float, existing: Sequence[str]) -> str:
     return name
 
 
-MAX_FILES_BYTES = 256 * 2**20
-"""Upper limit of the files that go over the connection; data belongs elsewhere."""
-MAX_FILES = 20_000
-_NEVER_SENT = (".git", "__pycache__", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
-
-
-def collect_files(directory: Path) -> list[ScriptFile]:
-    """Return the files of a directory, without those that its .gitignore files exclude, run directories and venvs.
-
-    Raises:
-        UsageError: There are too many bytes or files; the text names the largest.
-    """
-    found, total = [], 0
-    for path in _walk(directory, []):
-        size = path.stat().st_size
-        total += size
-        found.append((path, size))
-        if total > MAX_FILES_BYTES or len(found) > MAX_FILES:
-            raise UsageError(_too_much_text(directory, found))
-    return [_script_file(directory, path, size) for path, size in sorted(found)]
-
-
-def _script_file(directory: Path, path: Path, size: int) -> ScriptFile:
-    return ScriptFile(
-        relative=str(path.relative_to(directory)),
-        path=path,
-        digest=hashlib.sha256(path.read_bytes()).hexdigest(),
-        size=size,
-        mode=path.stat().st_mode & 0o777,
-    )
-
-
-def _walk(folder: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]]) -> Iterator[Path]:
-    ignore_file = folder / ".gitignore"
-    if ignore_file.is_file():
-        lines = ignore_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        ignores = [*ignores, (folder, pathspec.GitIgnoreSpec.from_lines(lines))]
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = Path(entry.path)
-        if _is_left_out(path, is_folder=entry.is_dir(), ignores=ignores):
-            continue
-        if entry.is_dir():
-            if not entry.is_symlink():
-                yield from _walk(path, ignores)
-        elif entry.is_file():
-            yield path
-
-
-def _is_left_out(path: Path, *, is_folder: bool, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]]) -> bool:
-    if is_folder and (path.name in _NEVER_SENT or (path / "pyvenv.cfg").exists() or (path / "run.json").exists()):
-        return True
-    mark = "/" if is_folder else ""
-    return any(spec.match_file(f"{path.relative_to(base)}{mark}") for base, spec in ignores)
-
-
-def _too_much_text(directory: Path, found: list[tuple[Path, int]]) -> str:
-    by_top = sorted(found, key=lambda each: each[0].relative_to(directory).parts[0])
-    sums = {
-        top: sum(size for _, size in files)
-        for top, files in itertools.groupby(by_top, key=lambda each: each[0].relative_to(directory).parts[0])
-    }
-    largest = sorted(sums.items(), key=lambda item: -item[1])[:3]
-    named = ", ".join(f"{name} {units.format_bytes(size)}" for name, size in largest)
-    expected = f"at most {units.format_bytes(MAX_FILES_BYTES)} in {MAX_FILES} files"
-    do = "Add data and results to .gitignore, or use a directory that the hosts share"
-    got = f"more, the largest so far: {named}"
-    return explain("files of the script's directory", got=got, expected=expected, do=do, where=str(directory))
-
-
 ELASTIC_RETRIES = 1000
 """Replacements of a node in an elastic run: as on one machine, workers come back as long as others train."""
 
@@ -401,6 +359,8 @@ class HostsRunOptions:
     """Install this ringweave on the hosts first."""
     ports: PortRange | None = None
     """Ports of all listeners of the run, but for torch's own; None: any."""
+    join_expiry: float
+    """Minutes for which the tokens of joining hosts count."""
 
 
 def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
@@ -423,11 +383,11 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     hosts = host_list.parse_hosts(options.hosts)
     _check_ports(options, hosts)
     connect_options = (
-        install.install_on_hosts(hosts.hosts, options.python, write_notice)
+        install.install_on_hosts(hosts.reached, options.python, write_notice)
         if options.install
         else HostsOptions(python=options.python)
     )
-    with HostConnections(hosts.hosts, connect_options) as connections:
+    with HostConnections(hosts.reached, connect_options) as connections:
         check_hosts(connections.open)
         if options.ports is not None:
             kernel = [PortRange(*each.hello["kernel_ports"]) for each in connections.open]
@@ -449,11 +409,14 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             run_dir=_run_dir(options.run_dir, options.script).root,
             notify=write_notice,
             ports=options.ports,
+            join_expiry_s=options.join_expiry * 60.0,
         )
         known = start_run(request, connections)
         named = ", ".join(f"{host.node} ({host.workers})" for host in hosts.hosts[:8])
         more = ", ..." if len(hosts.hosts) > 8 else ""
         write_notice(f"{known.name}: {hosts.num_workers} workers on {named}{more}; files in {known.run_dir}")
+        for node, line in known.join_lines.items():
+            write_notice(f"type on host {node}, within {options.join_expiry:g} minutes: ringweave join {line}")
         if options.detach:
             verbs = f"ringweave attach {known.name}, ringweave stop {known.name}"
             write_notice(f"it continues without this command: {verbs}")

@@ -1,0 +1,286 @@
+"""Joining side of `ringweave join`: asks for a seat, fetches files, runs the host service, and shows what happens."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringweave import units
+from ringweave.errors import JobError, LaunchError, RefusedError, RemoteError, RpcError, explain
+from ringweave.jobs.states import JobState
+from ringweave.launcher import node_context
+from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream
+from ringweave.launcher.run_dir import software_versions
+from ringweave.platforms.hosts import host_runtime, script_files
+from ringweave.platforms.hosts.attach import collected_signals, write_notice
+from ringweave.platforms.hosts.join_protocol import JoinerAuthentication, JoinLine, JoinRefusedError
+from ringweave.platforms.hosts.messages import HOST_ROLE, FileBytes, JoinAnswer, JoinRequest, ReadFile
+from ringweave.platforms.hosts.quorum_election import Ballot
+from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, parse_entry
+from ringweave.rpc import Credentials, RpcClient, TlsAuthentication
+
+CALL_TIMEOUT_S = 20.0
+RETRY_S = 1.0
+PATIENCE_S = 60.0
+"""Time for which a joiner asks again while no leader answers."""
+FILE_TIMEOUT_S = 120.0
+POLL_S = 0.05
+REMOVAL_TIMEOUT_S = 60.0
+"""Time after the end of the run in which the command that started it fetches logs; the service ends earlier."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Admission:
+    """Admitted host: what it got from the run."""
+
+    answer: JoinAnswer
+    entry: RunEntry
+    credentials: Sequence[Credentials]
+    """Those of the host service, and of commands."""
+    address: str
+    port: int
+
+
+def join_run(text: str, address: str | None) -> int:
+    """Join a run and take part until it ends; return the exit code: 0 if it succeeded.
+
+    Args:
+        text: `HOST:PORT#TOKEN`.
+        address: Address at which other hosts reach this one; None: the one from which it reaches the run.
+
+    Raises:
+        UsageError: The text is no such line.
+        JobError: The run refuses this host.
+        LaunchError: The run cannot be reached, or this host cannot start its part.
+    """
+    line = JoinLine.parse(text)
+    with collected_signals() as interrupts:
+        admission = _ask_for_seat(line, address, interrupts)
+        folder = host_runtime.run_folder(admission.entry.run_id)
+        node = admission.entry.hosts[admission.answer.host].node
+        write_notice(f"joined {admission.entry.name} as host {node}, at {admission.address}")
+        try:
+            _fetch_files(admission, folder)
+            _start(admission, folder)
+            return JoinedRun(folder, admission.entry, interrupts).follow()
+        finally:
+            host_runtime.end_host(folder)
+
+
+def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[signal.Signals]) -> _Admission:
+    """Return the admission of this host; a port is held open meanwhile, so that the run can try to reach it."""
+    address = address or _own_address(line.address, line.port)
+    port = node_context.free_port(random.SystemRandom())
+    request = _request(line, address, port)
+    with socket.create_server(("", port)):
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                answer = _call(line, request)
+                break
+            except (RpcError, OSError, LaunchError) as error:
+                if interrupts or isinstance(error, RefusedError) or time.monotonic() >= deadline_s:
+                    raise LaunchError(f"run at {line.address}:{line.port}: {error}") from error
+            time.sleep(RETRY_S)
+    return _Admission(
+        answer=answer,
+        entry=parse_entry(answer.entry),
+        credentials=line.token.unseal(answer.sealed),
+        address=address,
+        port=port,
+    )
+
+
+def _call(line: JoinLine, request: JoinRequest) -> JoinAnswer:
+    """Return the answer of the host in the line.
+
+    Raises:
+        JobError: The run refuses this host.
+        RpcError, OSError, LaunchError: It may succeed later.
+    """
+    authentication = JoinerAuthentication(line.token.authority_key)
+    with RpcClient.connect(line.address, line.port, authentication, role=HOST_ROLE) as client:
+        try:
+            answer = client.call(request, timeout_s=CALL_TIMEOUT_S).message
+        except RemoteError as error:
+            if error.error == JoinRefusedError.__name__:
+                raise JobError(str(error)) from error
+            raise
+    assert isinstance(answer, JoinAnswer)
+    return answer
+
+
+def _request(line: JoinLine, address: str, port: int) -> JoinRequest:
+    versions = software_versions()
+    return JoinRequest(
+        proof=line.token.proof,
+        joiner=secrets.token_hex(16),
+        address=address,
+        port=port,
+        hostname=re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "unnamed",
+        ringweave=str(versions["ringweave"]),
+        torch=str(versions["torch"]),
+        time_s=time.time(),
+        gpus=host_runtime.count_gpus(),
+    )
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address from which this host reaches another one; nothing is sent.
+
+    Raises:
+        LaunchError: There is no way to it.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        do = "Check the network of this host, and the line"
+        what = f"way to {host}"
+        raise LaunchError(explain(what, got=error.strerror or str(error), expected="one", do=do)) from error
+
+
+def _fetch_files(admission: _Admission, folder: HostFolder) -> None:
+    """Fetch the files of the script from the first host that answers.
+
+    Raises:
+        LaunchError: No host gives them.
+    """
+    authentication = TlsAuthentication(admission.credentials[0])
+    errors: list[str] = []
+    for index, endpoint in enumerate(admission.entry.hosts):
+        if index == admission.answer.host or not endpoint.address:
+            continue
+        try:
+            with RpcClient.connect(endpoint.address, endpoint.port, authentication, role=HOST_ROLE) as client:
+                return _fetch_from(client, folder)
+        except (RpcError, OSError) as error:
+            errors.append(str(error))
+    raise LaunchError("\n".join(errors))
+
+
+def _fetch_from(client: RpcClient, folder: HostFolder) -> None:
+    files = json.loads(_read_file(client, ""))
+    missing = {digest for _, digest, _ in files if not script_files.blob_path(digest).exists()}
+    num_bytes = 0
+    for digest in sorted(missing):
+        content = _read_file(client, digest)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise LaunchError(f"file of the run: changed meanwhile, expected digest {digest}. Join again.")
+        script_files.save_blob(content)
+        num_bytes += len(content)
+    script_files.lay_out(files, folder)
+    write_notice(f"files: {len(files)}, {len(missing)} of them fetched ({units.format_bytes(num_bytes)})")
+
+
+def _read_file(client: RpcClient, digest: str) -> bytes:
+    content = b""
+    while True:
+        reply = client.call(ReadFile(digest=digest, start=len(content)), timeout_s=FILE_TIMEOUT_S)
+        assert isinstance(reply.message, FileBytes)
+        content += bytes(reply.buffers[0])
+        if len(content) >= reply.message.size or not memoryview(reply.buffers[0]):
+            return content
+        if len(content) > script_files.MAX_FILES_BYTES:
+            raise LaunchError(f"file of the run: more than {script_files.MAX_FILES_BYTES} bytes, expected less.")
+
+
+def _start(admission: _Admission, folder: HostFolder) -> None:
+    answer, entry = admission.answer, admission.entry
+    config = HostConfig(
+        run_id=entry.run_id,
+        index=answer.host,
+        node=entry.hosts[answer.host].node,
+        address=admission.address,
+        port=admission.port,
+        directory=str(folder.files),
+        environ=answer.environ,
+    )
+    ballot = Ballot(term=answer.term, voted_for=answer.leader)
+    host_runtime.start_host(config, entry, ballot, admission.credentials, timeout_s=PATIENCE_S)
+
+
+@dataclass(slots=True)
+class JoinedRun:
+    """Run as a joined host sees it, until its end."""
+
+    folder: HostFolder
+    entry: RunEntry
+    interrupts: Sequence[signal.Signals]
+    notify: Callable[[str], object] = write_notice
+    _summary: dict[str, Any] = field(
+        default_factory=lambda: {"state": JobState.PENDING, "reason": "", "is_end": False, "is_at_rest": True}
+    )
+    _positions: dict[str, int] = field(default_factory=dict)
+    _streams: dict[int, WorkerStream] = field(default_factory=dict)
+    _console: OutputConsole = field(
+        default_factory=lambda: OutputConsole({"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}, {})
+    )
+
+    def follow(self) -> int:
+        """Show output and states until the run ends, or this host leaves it; return the exit code."""
+        shown = ""
+        while not self.interrupts:
+            self._look()
+            text = f"{self._summary['state']}: {self._summary['reason']}".removesuffix(": ")
+            if text != shown:
+                self.notify(f"{self.entry.name} is {text}")
+                shown = text
+            if self._has_ended():
+                has_succeeded = self._summary["state"] == JobState.SUCCEEDED
+                self._wait_for_removal()
+                return 0 if has_succeeded else 1
+            if not self.folder.host_config.exists():
+                self.notify(f"{self.entry.name} was removed")
+                return 1
+            time.sleep(POLL_S)
+        self._tell_leaving()
+        return 1
+
+    def _look(self) -> None:
+        """Read state and output; keep the service alive."""
+        with contextlib.suppress(FileNotFoundError, ValueError):  # being removed
+            self._summary = host_runtime.read_summary(self.folder) or self._summary
+        pieces, content = host_runtime.read_new_logs(self.folder, self._positions)
+        start = 0
+        for key, end, size in pieces:
+            self._stream(int(key.rpartition("/")[2])).feed(content[start : start + size])
+            self._positions[key], start = end, start + size
+        if not self._summary["is_end"]:
+            host_runtime.ensure_service(self.folder, host_runtime.clean_environ())
+
+    def _has_ended(self) -> bool:
+        return bool(self._summary["is_end"] and self._summary["is_at_rest"])
+
+    def _wait_for_removal(self) -> None:
+        """Wait until the command that started the run has fetched the logs, or the service has ended by itself."""
+        deadline_s = time.monotonic() + REMOVAL_TIMEOUT_S
+        while not self.interrupts and time.monotonic() < deadline_s and self.folder.host_config.exists():
+            if not host_runtime.is_service_running(self.folder):
+                return
+            self._look()
+            time.sleep(POLL_S)
+
+    def _tell_leaving(self) -> None:
+        if self.entry.job.request.elastic is not None:
+            self.notify(f"leaves {self.entry.name}; the other hosts go on")
+        else:
+            self.notify(f"leaves {self.entry.name}, which fails without this host: it is not elastic")
+
+    def _stream(self, rank: int) -> WorkerStream:
+        if rank not in self._streams:
+            self._streams[rank] = WorkerStream(self._console, "stdout", rank, WorkerLog(Path(os.devnull)))
+        return self._streams[rank]
