@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -29,6 +30,7 @@ print("rank", os.environ["RANK"], "begins", flush=True)
 while not os.path.exists({path!r}):
     time.sleep(0.05)
 """
+JOB = Path(__file__).parents[2] / "bench" / "faults" / "job.py"
 SERVICE = "ringweave.platforms.hosts.service"
 
 
@@ -108,6 +110,43 @@ def test_a_line_serves_one_host_though_its_service_is_killed(hosts: FakeHosts) -
     (hosts.root / "end").touch()
     assert (joined.wait(120), command.wait(120)) == (0, 0)
     assert not any(joined_files_left(hosts, name) for name in (*hosts.names, "j", "k"))
+
+
+def read_checks(folder: Path) -> dict[str, dict[int, str]]:
+    """Return the checksum of the parameters after each train step, by worker: `RANK.INCARNATION`."""
+    found: dict[str, dict[int, str]] = {}
+    for path in sorted(folder.glob("*.txt")) if folder.exists() else ():
+        rows = [line.split() for line in path.read_text().splitlines()]
+        done = {int(row[1]): row[2] for row in rows if len(row) == 4 and row[0] == "done"}
+        found[path.stem.partition("-")[0]] = done
+    return found
+
+
+def test_a_host_joins_an_elastic_run_that_trains(hosts: FakeHosts) -> None:
+    hosts.write_script(JOB.read_text())
+    checks = hosts.root / "checks"
+    words = ["train.py", str(hosts.root / "disk"), "--checks", str(checks), "--fresh", "--width", "64"]
+    command, (line,) = start_run(
+        hosts, "--hosts", "a,join:1,b", "--elastic", "2:3", "--name", "train", "--run-dir", "out", *words
+    )
+    hosts.wait(lambda: sum(bool(done) for done in read_checks(checks).values()) == 2, "two workers train", 120.0)
+    wait_for_text(command, "train is Running: host join-1 may join; the others train")
+    assert json.loads(hosts.run("status", "train", "--json").stdout)["reason"]["code"] == "NotJoined"
+    hosts.kill("a", SERVICE)
+    joiner = hosts.start("join", line, host="j")
+    hosts.wait(lambda: len(read_checks(checks).get("2.0", {})) > 3, "the third one trains", 120.0)
+    (path,) = checks.glob("1.0-*.txt")
+    os.kill(int(path.stem.partition("-")[2]), signal.SIGKILL)
+    hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again", 120.0)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=120)
+    assert command.returncode == 130, errors
+    assert joiner.wait(60) == 1
+    known: dict[int, str] = {}
+    for done in read_checks(checks).values():
+        assert all(known.setdefault(step, digest) == digest for step, digest in done.items())
+    assert set(known) == set(range(1, max(known) + 1))
+    assert not any(joined_files_left(hosts, name) for name in (*hosts.names, "j"))
 
 
 def test_ctrl_c_leaves_the_run(hosts: FakeHosts) -> None:

@@ -264,6 +264,10 @@ def test_the_reason_of_a_pending_run_names_hosts_and_lines() -> None:
     )
     assert join_protocol.waiting_reason(JobState.PENDING, [], given_reason) is given_reason
     assert join_protocol.waiting_reason(JobState.FAILED, ["join-1"], None) is None
+    training = join_protocol.waiting_reason(JobState.RUNNING, ["join-1"], None)
+    assert training is not None
+    assert training.text == "host join-1 may join; the others train"
+    assert join_protocol.waiting_reason(JobState.RUNNING, ["join-1"], given_reason) is given_reason
     assert join_protocol.join_hint(["join-1", "join-2"], {"join-2": "a:1#T"}) == "on join-2: ringweave join a:1#T"
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import UsageError
-from ringweave.platforms.hosts import host_list, ssh, start
+from ringweave.platforms.hosts import host_list, script_files, ssh
 from ringweave.platforms.hosts.host_list import HostSpec
-from ringweave.platforms.hosts.start import MAX_FILES_BYTES
 from tests.hosts.conftest import FakeHosts
 
 REFUSALS = {
@@ -108,7 +107,7 @@ def test_ignored_files_stay_here(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / ".gitignore").write_text("data/\n*.log\n")
-    found = start.collect_files(tmp_path)
+    found = script_files.collect_files(tmp_path)
     assert [each.relative for each in found] == [".gitignore", "lib/a.py", "train.py"]
 
 
@@ -116,9 +115,9 @@ def test_too_many_bytes_are_refused_with_the_largest(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "data").mkdir()
     with (tmp_path / "data" / "big.bin").open("wb") as file:
-        file.truncate(MAX_FILES_BYTES + 1)
+        file.truncate(script_files.MAX_FILES_BYTES + 1)
     with pytest.raises(UsageError, match=re.escape("files of the script's directory: 'more, the largest so far: data")):
-        start.collect_files(tmp_path)
+        script_files.collect_files(tmp_path)
 
 
 def test_options_that_hosts_do_not_have_are_refused(hosts: FakeHosts) -> None:

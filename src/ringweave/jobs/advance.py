@@ -521,7 +521,7 @@ def _active_job_state(view: _StatusContext) -> tuple[JobState, Reason | None]:
     failing_nodes = [node for node in used if _reason_code(record, node) == "NodeFailing"]
     if failing_nodes:
         return JobState.RETRYING, _nodes_reason(view, "DeterminingCause", failing_nodes)
-    missing = [node for node in used if not view.is_at_barrier(node)]
+    missing = [node for node in used if node not in view.observed.late_nodes and not view.is_at_barrier(node)]
     if record.loss is not None:
         lost = [node for node in used if states[node] not in (NodeState.RUNNING, NodeState.SUCCEEDED)]
         return JobState.RUNNING, _continuing_reason(view, lost, record.loss) if lost else None

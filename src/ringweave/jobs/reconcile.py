@@ -98,10 +98,17 @@ def _run_groups(
             max(group.round, group.requested_round) < record.round and group.phase.is_alive and not group.is_terminating
         ):
             yield RestartGroup(node=node, attempt=known.attempt, round=record.round)
-    if observed.released_round < record.round and all(
-        _is_group_at_barrier(record, node, groups) for node in job.used_nodes
-    ):
+    if observed.released_round < record.round and _is_barrier_full(job, record, observed, groups):
         yield ReleaseBarrier(round=record.round)
+
+
+def _is_barrier_full(job: Job, record: JobRecord, observed: ObservedJobState, groups: dict[int, ObservedGroup]) -> bool:
+    """Return whether all nodes are at the barrier but late ones, and these leave enough workers."""
+    present = [node for node in job.used_nodes if _is_group_at_barrier(record, node, groups)]
+    if not observed.late_nodes.issuperset(set(job.used_nodes) - set(present)):
+        return False
+    least = job.request.elastic.min if job.request.elastic is not None else job.request.num_workers
+    return sum(job.counts[node] for node in present) >= least
 
 
 def _is_group_at_barrier(record: JobRecord, node: int, groups: dict[int, ObservedGroup]) -> bool:

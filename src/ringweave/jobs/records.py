@@ -127,6 +127,8 @@ class ObservedJobState:
     """The barrier is released for rounds up to this one; 0 without a config."""
     groups: tuple[ObservedGroup, ...] = ()
     """All worker groups, including those being removed. A group is gone when none of its processes can run any more."""
+    late_nodes: frozenset[int] = frozenset()
+    """Nodes of an elastic job that may come while the others train; the barrier does not wait for them."""
 
 
 def cause_of_exit(exit_code: int | None, signal_name: str | None, *, blames_peer: bool) -> EndCause:

@@ -70,6 +70,8 @@ class RendezvousResult:
     """Addresses of an elastic job's coordinators in this round, the active one first; empty for other jobs."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Node name -> address, for nodes that cannot be found by their names; empty if all are on one machine."""
+    late_nodes: tuple[str, ...] = ()
+    """Names of the nodes of an elastic job that were not ready; they may come while the others train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,24 +186,30 @@ class AgentChannel(abc.ABC):
 
 
 def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, AgentStatus]) -> RendezvousResult | None:
-    """Return the rendezvous result of a round in which all nodes are ready; None if an address is missing.
+    """Return the rendezvous result of a round in which the nodes are ready; None if an address is missing.
 
     Args:
         config: Config of the job.
         round_: Number of the round.
-        offers: Node name -> its status when it was ready.
+        offers: Node name -> its status when it was ready; of an elastic job, late nodes may be absent.
     """
     first_status, coordinators = offers.get(config.nodes[0].name), coordinator_addresses(config, offers)
     if first_status is None or first_status.master_address is None or coordinators is None:
         return None
-    hosts = {name: status.master_address.host for name, status in offers.items() if status.master_address}
     return RendezvousResult(
         round=round_,
         master_address=first_status.master_address,
         server=next((status.server for status in offers.values() if status.server), None),
         coordinators=coordinators,
-        addresses=hosts if len(set(hosts.values())) > 1 else {},
+        addresses=node_addresses(offers),
+        late_nodes=tuple(node.name for node in config.nodes if node.name not in offers),
     )
+
+
+def node_addresses(offers: Mapping[str, AgentStatus]) -> dict[str, str]:
+    """Return the address of each node by its name; empty if all are on one machine."""
+    hosts = {name: status.master_address.host for name, status in offers.items() if status.master_address}
+    return hosts if len(set(hosts.values())) > 1 else {}
 
 
 def coordinator_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) -> tuple[HostPort, ...] | None:

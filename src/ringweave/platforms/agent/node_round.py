@@ -275,7 +275,7 @@ class RoundServices:
         return CoordinatorPair(
             endpoints=[self._endpoint(node, address) for node, address in node_addresses],
             bounds=MemberBounds(min_members=self._config.min_workers, max_members=self._config.world_size),
-            expected_members=self._config.world_size,
+            expected_members=sum(node.workers for node in self._config.nodes if node.name not in rendezvous.late_nodes),
             initial_members=initial_members,
         )
 

@@ -84,6 +84,10 @@ class RunController:
         observed = observe_hosts(entry, views)
         todo = reconcile(entry.job, observed, now)
         is_busy = False
+        try:
+            self._release_newcomers(views)
+        except (OSError, LaunchError, RpcError) as error:
+            print(f"credentials of a joined host: {error}", file=sys.stderr, flush=True)
         for action in todo:
             if isinstance(action, records.RequeueAt):
                 continue
@@ -137,26 +141,55 @@ class RunController:
             issuer = find_issuer(entry, offers)
             secrets = self._actions.take_secrets(issuer, round_) if issuer is not None else {}
             # The credentials are distributed before the result is saved: a new leader would not find them again.
-            self._send_release(rendezvous, config, secrets, views, last=issuer)
+            self._send_release(rendezvous, secrets, views, issuer)
             self._actions.commit_entry(replace(entry, rendezvous=rendezvous))
             return
-        self._send_release(rendezvous, config, secrets, views, last=None)
+        self._send_release(rendezvous, secrets, views)
+
+    def _release_newcomers(self, views: Sequence[HostView]) -> None:
+        """Let hosts that have joined a training run take part: publish their addresses, and send their credentials.
+
+        The issuer has kept the credentials of late nodes. If it is lost, newcomers wait for the next round.
+        """
+        entry = self._actions.entry
+        rendezvous = entry.rendezvous
+        if rendezvous is None or rendezvous.round != entry.job.record.round:
+            return
+        offers = find_offers(entry, views, rendezvous.round)
+        newcomers = [host for host in find_newcomers(entry, views) if entry.hosts[host].node in offers]
+        if not newcomers:
+            return
+        addresses = agent_channel.node_addresses(offers) | dict(rendezvous.addresses)
+        changed = replace(rendezvous, addresses=addresses)
+        issuer = find_issuer(entry, offers)
+        secrets = self._actions.take_secrets(issuer, rendezvous.round) if issuer is not None else {}
+        self._actions.commit_entry(replace(entry, rendezvous=changed))
+        for host in newcomers:
+            self._release_host(host, changed, secrets)
 
     def _send_release(
         self,
         rendezvous: RendezvousResult,
-        config: JobConfig,
         secrets: Mapping[str, str],
         views: Sequence[HostView],
-        *,
-        last: int | None,
+        issuer: int | None = None,
     ) -> None:
         """Send it to all hosts; the issuer of the credentials is the last, since it then keeps only its own."""
-        text = agent_channel.dump_rendezvous(rendezvous)
-        for host in sorted(range(len(views)), key=lambda host: host == last):
+        for host in sorted(range(len(views)), key=lambda host: host == issuer):
             if views[host].is_heard:
-                own = select_secrets(config, self._actions.entry.job.used_nodes[host], secrets)
-                self._act(host, "ReleaseBarrier", rendezvous=text, secrets=own)
+                self._release_host(host, rendezvous, secrets, is_issuer=host == issuer)
+
+    def _release_host(
+        self, host: int, rendezvous: RendezvousResult, secrets: Mapping[str, str], *, is_issuer: bool = False
+    ) -> None:
+        """Send it to one host with its own credentials; the issuer also keeps those of late nodes."""
+        entry = self._actions.entry
+        config, used = entry.origin.config(entry.job), entry.job.used_nodes
+        late = [used[each] for each in range(len(used)) if entry.hosts[each].node in rendezvous.late_nodes]
+        own: dict[str, str] = {}
+        for node in (used[host], *(late if is_issuer else ())):
+            own |= select_secrets(config, node, secrets)
+        self._act(host, "ReleaseBarrier", rendezvous=agent_channel.dump_rendezvous(rendezvous), secrets=own)
 
 
 def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobState:
@@ -165,13 +198,34 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
     for host, view in enumerate(views):
         known = view.report.groups if view.report is not None else _recorded_groups(entry, host)
         groups += known if view.is_heard else [_lost_group(group, entry.hosts[host].node) for group in known]
+    newcomers = find_newcomers(entry, views)
     heard = [view.report for view in views if view.is_heard and view.report is not None]
+    settled = [
+        view.report
+        for host, view in enumerate(views)
+        if view.is_heard and view.report is not None and host not in newcomers
+    ]
     return ObservedJobState(
         has_config=any(report.has_config for report in heard),
         is_config_incomplete=not all(report.has_config for report in heard),
-        released_round=min((report.released_round for report in heard), default=0),
+        released_round=min((report.released_round for report in settled), default=0),
         groups=tuple(groups),
+        late_nodes=frozenset(entry.job.used_nodes[host] for host in newcomers),
     )
+
+
+def find_newcomers(entry: RunEntry, views: Sequence[HostView]) -> list[int]:
+    """Return the joining hosts of an elastic run that are not there yet, or take no part in the round yet."""
+    if entry.job.request.elastic is None:
+        return []
+    is_released = entry.rendezvous is not None and entry.rendezvous.round == entry.job.record.round
+    found = []
+    for host in sorted({seat.host for seat in entry.seats}):
+        report = views[host].report
+        has_round = report is not None and report.released_round >= entry.job.record.round
+        if not views[host].is_heard or (is_released and not has_round):
+            found.append(host)
+    return found
 
 
 def _recorded_groups(entry: RunEntry, host: int) -> tuple[ObservedGroup, ...]:

@@ -58,7 +58,7 @@ def parse_hosts(text: str) -> HostList:
 
     Args:
         text: `a:2,user@b:1,join:1` (the number of workers defaults to 1), or the path of a cluster file (`.yaml`,
-            `.yml`). Hosts called `join` get the names `join-1`, `join-2`, ...
+            `.yml`). Hosts called `join` get the names `join-1`, `join-2`, ..., and the last ranks.
 
     Raises:
         UsageError: The text names no host that ssh reaches, a host twice, or a wrong number of workers.
@@ -76,7 +76,7 @@ def parse_hosts(text: str) -> HostList:
     if all(host.joins for host in hosts):
         do = "Name a host that ssh reaches as well: a:2,join:1. A host called join is user@join"
         raise UsageError(explain("--hosts", got=text, expected="a host that others can join", do=do))
-    return HostList(hosts=hosts)
+    return HostList(hosts=tuple(sorted(hosts, key=lambda host: host.joins)))
 
 
 def hosts_of_cluster(cluster: Cluster) -> tuple[HostSpec, ...]:

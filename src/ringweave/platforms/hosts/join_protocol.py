@@ -258,14 +258,15 @@ def _refuse(reason: str, got: object, do: str, *, what: str = "token", expected:
 
 def waiting_reason(state: JobState, unjoined: Sequence[str], reason: Reason | None) -> Reason | None:
     """Return the reason of a run for people: the hosts that have not joined yet, else the given one."""
-    if state is not JobState.PENDING or not unjoined:
+    is_waiting, is_training = state is JobState.PENDING, state is JobState.RUNNING and reason is None
+    if not unjoined or not (is_waiting or is_training):
         return reason
-    word = "host" if len(unjoined) == 1 else "hosts"
-    return Reason(
-        code="NotJoined",
-        text=f"waits for {word} {', '.join(unjoined)} to join; no node starts before all are ready",
-        hint="Type the line there that ringweave run printed; after it has expired, start the run again",
-    )
+    named = f"{'host' if len(unjoined) == 1 else 'hosts'} {', '.join(unjoined)}"
+    hint = "Type the line there that ringweave run printed; after it has expired, start the run again"
+    if is_training:
+        return Reason(code="NotJoined", text=f"{named} may join; the others train", hint=hint)
+    text = f"waits for {named} to join; no node starts before all are ready"
+    return Reason(code="NotJoined", text=text, hint=hint)
 
 
 def join_hint(unjoined: Sequence[str], lines: Mapping[str, str]) -> str:

@@ -229,7 +229,7 @@ class HostService:
             link = self._links.get(host)
             report = self._report if host == self.index else link.report if link is not None else None
             is_heard = host == self.index or host in heard
-            is_awaited = report is None and (is_heard or is_new)
+            is_awaited = report is None and (is_heard or (is_new and bool(self.entry.hosts[host].address)))
             views.append(HostView(report=report, is_heard=is_heard, is_awaited=is_awaited))
         return views
 
