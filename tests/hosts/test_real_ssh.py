@@ -1,5 +1,6 @@
 """Runs on hosts over Debian's sshd: nodes with homes, host keys and disks of their own."""
 
+import re
 import sys
 from collections.abc import Iterator
 
