@@ -111,10 +111,16 @@ class FakeHosts:
             if command.poll() is None:
                 os.killpg(command.pid, signal.SIGKILL)
             command.communicate()
-        for name in self.names:
-            for process in self.processes(name):
+        while left := [process for process in psutil.process_iter() if self._is_of_a_host(process)]:
+            for process in left:  # agents start services again, also those of hosts that have joined
                 with contextlib.suppress(psutil.Error):
                     process.kill()
+
+    def _is_of_a_host(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            is_here = any(str(self.root) in word for word in process.cmdline())
+            return is_here and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+        return False
 
 
 @pytest.fixture
