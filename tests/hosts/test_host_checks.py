@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ringweave.cli.doctor import command
+from ringweave.cli.main import ringweave_group
 from ringweave.platforms.hosts import host_checks
 from ringweave.platforms.hosts.host_checks import HostCheck, HostsReport, clock_offset_s
 from ringweave.platforms.hosts.host_list import HostSpec
@@ -71,7 +71,7 @@ def test_the_fastest_reading_says_the_clock_offset() -> None:
 def test_two_hosts_are_checked_from_the_command_line(ssh_hosts: SshHosts) -> None:
     for name in ("a", "b"):
         ssh_hosts.add(name)
-    done = CliRunner().invoke(command, ["--hosts", "a,b:3", "--json"], standalone_mode=False)
+    done = CliRunner().invoke(ringweave_group, ["doctor", "--hosts", "a,b:3", "--json"], standalone_mode=False)
     assert done.exception is None, done.output
     document = json.loads(done.output)
     assert (done.return_value, document["fit"], document["problems"]) == (0, True, [])
@@ -89,7 +89,7 @@ def test_a_host_without_ringweave_and_one_that_is_unknown_stop_a_run(
 ) -> None:
     ssh_hosts.add("a")
     arguments = ["--hosts", "a,gone", "--python", "/nowhere"]
-    done = CliRunner().invoke(command, arguments, standalone_mode=False)
+    done = CliRunner().invoke(ringweave_group, ["doctor", *arguments], standalone_mode=False)
     assert (done.return_value, done.exception) == (1, None)
     lines = done.output.splitlines()
     assert next(line for line in lines if line.startswith("ssh")).split() == ["ssh", "ok", "no"]
@@ -100,7 +100,7 @@ def test_a_host_without_ringweave_and_one_that_is_unknown_stop_a_run(
     assert lines[-1].startswith("host gone: 'a name that cannot be resolved'")
 
     monkeypatch.setattr(host_checks, "MIN_FREE_DISK_BYTES", 2**60)
-    done = CliRunner().invoke(command, ["--hosts", "a"], standalone_mode=False)
+    done = CliRunner().invoke(ringweave_group, ["doctor", "--hosts", "a"], standalone_mode=False)
     assert done.return_value == 1
     last = done.output.splitlines()[-1]
     assert last.startswith("free disk of host a: '")
@@ -108,7 +108,7 @@ def test_a_host_without_ringweave_and_one_that_is_unknown_stop_a_run(
 
 
 def test_options_of_hosts_need_hosts() -> None:
-    done = CliRunner().invoke(command, ["--install"], standalone_mode=False)
+    done = CliRunner().invoke(ringweave_group, ["doctor", "--install"], standalone_mode=False)
     assert str(done.exception) == "--install: 'no --hosts', expected hosts to check. Add --hosts, or leave it out."
 
 

@@ -142,6 +142,8 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
             asked.setdefault(key, set()).add(http.query.get("labelSelector"))
 
     async def test(ready: asyncio.Event) -> None:
+        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+            await remove_lease(client)
         await ready.wait()
         while len(asked) < 6:
             await asyncio.sleep(0.05)
