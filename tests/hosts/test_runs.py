@@ -156,3 +156,26 @@ def test_a_submitted_job_runs_on_the_hosts_of_its_file(hosts: FakeHosts) -> None
     assert "[3] rank 3 of 4 on c []" in done.stdout.splitlines()
     assert hosts.run("delete", "filed").returncode == 0
     hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+
+
+def test_a_run_on_this_machine_outlives_its_command_without_ssh(hosts: FakeHosts) -> None:
+    hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
+    (hosts.root / "bin" / "ssh").write_text("#!/bin/sh\nexit 9\n")
+    started = hosts.run("run", "--workers", "2", "--name", "here", "--detach", "train.py")
+    assert started.returncode == 0, started.stderr
+    assert "here: 2 workers on localhost (2)" in started.stderr
+    attached = hosts.start("attach", "here")
+    hosts.wait(lambda: "here: Running" in hosts.run("status", "here").stdout, "it runs")
+    (hosts.root / "end").touch()
+    out, errors = attached.communicate(timeout=120)
+    assert attached.returncode == 0, errors
+    assert sorted(out.splitlines()) == [
+        f"[{rank}] rank {rank} {word}" for rank in (0, 1) for word in ("begins", "ends")
+    ]
+
+
+def test_workers_of_several_nodes_are_not_detached(hosts: FakeHosts) -> None:
+    hosts.write_script("")
+    done = hosts.run("run", "--workers", "2,1", "--detach", "train.py")
+    text = "--detach: '--workers 2,1', expected one node. Give one number of workers, or leave it out."
+    assert (done.returncode, done.stderr) == (2, f"ringweave: error: {text}\n")

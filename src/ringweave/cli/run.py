@@ -235,7 +235,7 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
 @click.option(
     "--install", is_flag=True, help="Install this ringweave on the hosts first, in an environment of its own."
 )
-@click.option("--name", metavar="NAME", help="Name of a run on hosts. Default: SCRIPT-DATE-TIME.")
+@click.option("--name", metavar="NAME", help="Name of a run on hosts, or with --detach. Default: SCRIPT-DATE-TIME.")
 @click.option(
     "--ports",
     "ports_text",
@@ -250,7 +250,7 @@ def _resolve_run_dir(given: str | None, script: str) -> RunDir:
     metavar="MINUTES",
     help="Minutes for which a host called join in --hosts can join (ringweave join). Default: 10.",
 )
-@click.option("--detach", is_flag=True, help="Return when a run on hosts has started; see ringweave attach.")
+@click.option("--detach", is_flag=True, help="Return when the run has started; see ringweave attach.")
 @run_program_options
 def command(
     counts: str | None, cluster_path: str | None, ports_text: str | None, options: RunOptions, **hosts_options: Any
@@ -263,6 +263,9 @@ def command(
     A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """
     within = ports.parse_ports(ports_text, where="--ports") if ports_text else None
+    outlives = next((key for key in ("detach", "name") if hosts_options[key]), None)
+    if hosts_options["hosts"] is None and outlives is not None:
+        hosts_options["hosts"], counts = _this_machine(counts, outlives), None
     if hosts_options["hosts"] is not None:
         return _run_on_hosts(counts, cluster_path, options, {**hosts_options, "ports": within})
     _refuse_hosts_options(hosts_options)
@@ -327,8 +330,23 @@ def _run_on_hosts(
     )
 
 
+def _this_machine(counts: str | None, option: str) -> str:
+    """Return the value of `--hosts` for a run on this machine that goes on without its command.
+
+    Raises:
+        UsageError: The workers are on several nodes.
+    """
+    from ringweave.platforms.hosts import host_list
+
+    found = workers.parse_worker_counts(counts if counts is not None else "1")
+    if len(found) > 1:
+        do = "Give one number of workers, or leave it out"
+        raise UsageError(explain(f"--{option}", got=f"--workers {counts}", expected="one node", do=do))
+    return f"{host_list.THIS_MACHINE}:{found[0]}"
+
+
 def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
-    for key in ("python", "install", "name", "detach"):
+    for key in ("python", "install"):
         if given[key]:
             do = "Add --hosts, or leave it out"
             raise UsageError(explain(f"--{key}", got="no --hosts", expected="a run on hosts", do=do))

@@ -14,6 +14,8 @@ _NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
 MAX_WORKERS_PER_HOST = 1024
 JOINING = "join"
 """Word in the place of a host that joins by itself, since ssh does not reach it."""
+THIS_MACHINE = "localhost"
+"""Name of the machine of the command: nothing goes over ssh there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +25,8 @@ class HostSpec:
     node: str
     """Name of the node in plans, logs and records: the host name without the user."""
     destination: str
-    """Destination for ssh: an alias of `~/.ssh/config`, a host name or `user@host`; empty for a host that joins."""
+    """Destination for ssh: an alias of `~/.ssh/config`, a host name or `user@host`; `localhost` without ssh; empty for
+    a host that joins."""
     workers: int
     """Number of workers on this host."""
     address: str | None = None

@@ -1,6 +1,7 @@
 """Connection to a host by the system's OpenSSH client, so that its configuration, keys, agent and known hosts count.
 
-One ssh process runs `remote_main` on the host for the length of the connection. A request is one line of JSON, with the
+One ssh process runs `remote_main` on the host for the length of the connection; on the machine of the command a shell
+does, without ssh. A request is one line of JSON, with the
 number of bytes that follow it; so is an answer. Nothing else is opened on either side.
 """
 
@@ -17,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain
-from ringweave.platforms.hosts.host_list import HostSpec
+from ringweave.platforms.hosts.host_list import THIS_MACHINE, HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
 
 T = TypeVar("T")
@@ -329,16 +331,18 @@ def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
 
 
 def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-    """Start an ssh process that runs the command on the host.
+    """Start an ssh process that runs the command on the host; on this machine a shell, in the home folder as there.
 
     Raises:
         HostError: There is no ssh client here.
     """
     argv = ["ssh", *_SSH_OPTIONS, *options, "--", host.destination, command]
+    folder = None
+    if host.destination == THIS_MACHINE:
+        argv, folder = ["sh", "-c", command], Path.home()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        return subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+        return subprocess.Popen(argv, **pipes, cwd=folder, start_new_session=True)
     except OSError as error:
         do, got = "Install OpenSSH's client, such as Debian's openssh-client", error.strerror or str(error)
         raise HostError(explain("ssh", got=got, expected="a program on the PATH", do=do)) from error
