@@ -140,7 +140,7 @@ def test_a_host_joins_an_elastic_run_that_trains(hosts: FakeHosts) -> None:
     hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again", 120.0)
     command.send_signal(signal.SIGINT)
     _, errors = command.communicate(timeout=120)
-    assert command.returncode == 130, errors
+    assert command.returncode == 1, errors
     assert joiner.wait(60) == 1
     known: dict[int, str] = {}
     for done in read_checks(checks).values():
