@@ -72,10 +72,10 @@ class FakeHosts:
         self.commands.append(command)
         return command
 
-    def run(self, *words: str, host: str | None = None) -> "subprocess.CompletedProcess[str]":
+    def run(self, *words: str, host: str | None = None, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
         """Run `ringweave WORDS` to its end."""
         command = self.start(*words, host=host)
-        out, errors = command.communicate(timeout=120)
+        out, errors = command.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(words, command.returncode, out, errors)
 
     def processes(self, host: str) -> list[psutil.Process]:

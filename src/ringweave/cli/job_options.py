@@ -13,7 +13,7 @@ from ringweave.errors import RingweaveError
 from ringweave.files import yaml_files
 from ringweave.platforms import registry
 from ringweave.platforms.api import Platform
-from ringweave.platforms.registry import FOUND_PLATFORMS, HOSTS, LOCAL, QualifiedPlatform
+from ringweave.platforms.registry import FOUND_PLATFORMS, HOSTS, LOCAL, RUNS, QualifiedPlatform
 
 
 def answer_options(
@@ -55,16 +55,21 @@ ON_OPTION = click.option(
     "--on",
     "place",
     metavar="PLATFORM",
-    help="Platform of jobs: local, hosts, slurm, kubernetes, the name of an installed one, or the address of a remote "
-    "one. Default: hosts for the name of a run on hosts, else local.",
+    help="Platform of jobs: local, hosts, runs, slurm, kubernetes, the name of an installed one, or the address of a "
+    "remote one. Default: hosts for the name of a run on hosts, runs for a run directory, else local.",
 )
 
 
 def find_place(name: str | None) -> str:
-    """Return the platform of a job whose platform is not named: `hosts` for a run on hosts, else `local`."""
+    """Return the platform of a job whose platform is not named: that of a run with this name, else `local`."""
+    from ringweave.platforms import run_directory
     from ringweave.platforms.hosts import run_entry
 
-    return HOSTS if name is not None and run_entry.is_run_on_hosts(name) else LOCAL
+    if name is None:
+        return LOCAL
+    if run_entry.is_run_on_hosts(name):
+        return HOSTS
+    return RUNS if run_directory.find_run_dir(name) is not None else LOCAL
 
 
 def open_user_platform(platform: str) -> Platform:

@@ -27,6 +27,7 @@ ENTRY_POINT_GROUP = "ringweave.services"
 BUILT_IN_PLATFORMS = {
     "local": "ringweave.platforms.local.platform:open_service",
     "hosts": "ringweave.platforms.hosts.platform:open_service",
+    "runs": "ringweave.platforms.run_directory:open_service",
     "slurm": "ringweave.platforms.slurm.platform:open_service",
     "kubernetes": "ringweave.platforms.kubernetes.platform:open_service",
 }
@@ -79,7 +80,9 @@ def _load_factory(path: str, name: str) -> PlatformFactory:
 LOCAL = "local"
 """Platform of this machine."""
 HOSTS = "hosts"
-FOUND_PLATFORMS = (LOCAL, HOSTS)
+RUNS = "runs"
+"""Runs on this machine, by their run directories."""
+FOUND_PLATFORMS = (LOCAL, HOSTS, RUNS)
 """Platforms that commands on a job need not name."""
 _JOB_VERBS = "|".join((*verbs.VERB_NAMES, "status", "why", "logs", "events"))
 

@@ -1,0 +1,218 @@
+"""Platform of plain runs on this machine: `ringweave run` without a job, found by its run directory.
+
+It reads what the run writes. A run is stopped by SIGINT to its command, as Ctrl-C does.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringweave import telemetry, topology
+from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.files import file_io
+from ringweave.jobs.request import JobRequest
+from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
+from ringweave.launcher import run_dir
+from ringweave.launcher.run_dir import RunDir
+from ringweave.platforms import submission
+from ringweave.platforms.api import AttemptView, EventView, JobView, LogLine, LogQuery, NodeView, Platform, Submission
+from ringweave.platforms.local import job_folder
+from ringweave.telemetry import Event
+
+PLATFORM = "runs"
+RUNS_FOLDER = Path("runs")
+"""Folder below the current one in which `ringweave run` makes run directories."""
+FOLLOW_INTERVAL_S = 0.2
+_STATES = {
+    "running": JobState.RUNNING,
+    "done": JobState.SUCCEEDED,
+    "failed": JobState.FAILED,
+    "interrupted": JobState.STOPPED,
+}
+_NODE_STATES = {
+    JobState.RUNNING: NodeState.RUNNING,
+    JobState.SUCCEEDED: NodeState.SUCCEEDED,
+    JobState.FAILED: NodeState.FAILED,
+    JobState.STOPPED: NodeState.STOPPED,
+}
+
+
+def find_run_dir(name: str) -> RunDir | None:
+    """Return the run directory of that path, or of that name below `runs/`; None if there is none."""
+    for path in (Path(name), RUNS_FOLDER / name):
+        if (path / "run.json").is_file():
+            return RunDir(root=path.absolute())
+    return None
+
+
+class RunDirectoryPlatform(Platform):
+    """Platform of the runs whose run directories are named, or are in `runs/`."""
+
+    def __init__(self, requester: str, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._requester, self._sleep = requester, sleep
+
+    def submit(
+        self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
+        """Refuse: such runs are started by `ringweave run`.
+
+        Raises:
+            JobError: Always.
+        """
+        do = "Use ringweave run, or leave --on out"
+        raise JobError(explain("--on", got=PLATFORM, expected="a platform of jobs", do=do))
+
+    def jobs(self) -> Sequence[JobView]:
+        names = [path.parent.name for path in RUNS_FOLDER.glob("*/run.json")]
+        return sorted((self.job(name) for name in names), key=lambda view: view.created_s)
+
+    def job(self, name: str) -> JobView:
+        directory = _require_run_dir(name)
+        return view_run(directory, name, self._requester)
+
+    def act(self, name: str, verb: str) -> JobView:
+        directory = _require_run_dir(name)
+        if verb != "stop":
+            do = "Submit a job for that, see ringweave submit --help" if verb != "delete" else "Remove its folder"
+            raise JobError(explain(f"{verb} of run {name}", got="a run without a job", expected="stop", do=do))
+        holders = job_folder.lock_holders(directory.root) if run_dir.is_run_dir_held(directory) else ()
+        if not holders:
+            raise JobError(explain(f"run {name}", got="ended", expected="one that runs", do="Nothing to do"))
+        for pid in holders:
+            os.kill(pid, signal.SIGINT)
+        return view_run(directory, name, self._requester)
+
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        return self._read_logs(_require_run_dir(name), which)
+
+    def _read_logs(self, directory: RunDir, which: LogQuery) -> Iterator[LogLine]:
+        nodes = {rank: name for name, ranks in _ranks_by_node(_read_record(directory)).items() for rank in ranks}
+        readers: dict[int, telemetry.LineReader] = {}
+        while True:
+            is_over, has_news = not which.follow or not run_dir.is_run_dir_held(directory), False
+            for rank, path in directory.logs_by_rank().items():
+                if which.rank in (None, rank) and which.node in (None, nodes.get(rank)) and which.attempt in (None, 1):
+                    for line in readers.setdefault(rank, telemetry.LineReader(path)).read_new():
+                        has_news = True
+                        text = line.decode(errors="replace").rstrip("\n")
+                        yield LogLine(node=nodes.get(rank, ""), attempt=1, round=1, rank=rank, text=text)
+            if is_over and not has_news:
+                return
+            self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
+
+
+def view_run(directory: RunDir, name: str, requester: str) -> JobView:
+    """Return the view of a run, from its run.json and events."""
+    record, events = _read_record(directory), telemetry.read_last_attempt(directory.events)
+    state = _STATES.get(record.get("outcome", ""), JobState.RUNNING)
+    if state is JobState.RUNNING and not run_dir.is_run_dir_held(directory):
+        state = JobState.FAILED  # its command was killed, and the workers with it
+    created_s = events[0]["time"] if events else directory.run_json.stat().st_mtime
+    ended_s = created_s + record.get("wall_s", 0.0) if state.is_end else None
+    progress = next((each for each in reversed(events) if each["kind"] == "iterations_done"), None)
+    return JobView(
+        name=name,
+        platform=PLATFORM,
+        requester=requester,
+        state=state,
+        reason=_reason(state, record, name),
+        created_s=created_s,
+        since_s=created_s if ended_s is None else ended_s,
+        ended_s=ended_s,
+        workers=record["world_size"],
+        device=_device_kind(directory),
+        mode=record.get("mode") or "auto",
+        run=record.get("attempt", 1),
+        round=1,
+        ttl_s=None,
+        nodes=tuple(_node_view(node, len(ranks), state, progress) for node, ranks in _ranks_by_node(record).items()),
+        events=tuple(map(_event_view, events)),
+        files=str(directory.root),
+    )
+
+
+def _device_kind(directory: RunDir) -> str:
+    """Return the kind of device that the cluster file of the run gives its workers."""
+    if not directory.cluster_file.exists():
+        return "cpu"
+    nodes = topology.load(directory.cluster_file).nodes
+    return "cuda" if any(device.kind == "cuda" for node in nodes for device in node.devices) else "cpu"
+
+
+def _reason(state: JobState, record: Mapping[str, Any], name: str) -> Reason | None:
+    if state is JobState.RUNNING:
+        return None
+    if state is JobState.SUCCEEDED:
+        return make_reason("Completed", job=name)
+    if state is JobState.STOPPED:
+        return make_reason("Stopped", job=name)
+    text = record.get("cause") or "its command was killed, and the workers ended with it"
+    return Reason(code="Failed", text=text, hint="See its logs, then start it again with ringweave run")
+
+
+def _ranks_by_node(record: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Return the global ranks of each node; the record of a job has their numbers alone."""
+    found: dict[str, Sequence[int]] = {}
+    for node in record["cluster"]["nodes"]:
+        first, workers = sum(map(len, found.values())), node["workers"]
+        found[node["name"]] = range(first, first + workers) if isinstance(workers, int) else workers
+    return found
+
+
+def _node_view(node: str, count: int, state: JobState, progress: Event | None) -> NodeView:
+    return NodeView(
+        name=node,
+        workers=count,
+        capacity=count,
+        state=_NODE_STATES[state],
+        reason=None,
+        retries=0,
+        max_retries=0,
+        iterations=progress["iterations"] if progress else None,
+        last_loss=progress["loss"] if progress else None,
+        attempts=(AttemptView(attempt=1),),
+    )
+
+
+def _event_view(event: Event) -> EventView:
+    fields = {key: value for key, value in event.items() if key not in ("time", "kind")}
+    text = ", ".join(f"{key} {value}" for key, value in fields.items())
+    return EventView(time_s=event["time"], kind=event["kind"], text=text)
+
+
+def _read_record(directory: RunDir) -> dict[str, Any]:
+    """Return run.json.
+
+    Raises:
+        UnknownJobError: It is none of a run.
+    """
+    try:
+        record = file_io.load_json(directory.run_json, run_dir.MAX_RUN_JSON_BYTES)
+    except (OSError, ValueError):
+        record = None
+    if isinstance(record, dict) and record.get("format") == run_dir.RUN_JSON_FORMAT and "world_size" in record:
+        return record
+    do = "Name the folder of a run of this ringweave"
+    what = f"run.json of {directory.root}"
+    raise UnknownJobError(explain(what, got="another file", expected="the record of a run", do=do))
+
+
+def _require_run_dir(name: str) -> RunDir:
+    """Return the run directory of that name.
+
+    Raises:
+        UnknownJobError: There is none.
+    """
+    directory = find_run_dir(name)
+    if directory is None:
+        do = "Give the path of its run directory, or its name below runs/"
+        raise UnknownJobError(explain("run", got=name, expected="a folder with a run.json", do=do))
+    return directory
+
+
+def open_service(environ: Mapping[str, str]) -> RunDirectoryPlatform:
+    """Open the platform for the user of this process."""
+    return RunDirectoryPlatform(submission.os_user())
