@@ -108,9 +108,10 @@ class LeaderLink:
         Raises:
             RpcError: The host does not answer, or the action failed there.
         """
-        answer = self.call(action, ACTION_TIMEOUT_S)
+        client = self._connected()
+        answer = client.call(action, timeout_s=ACTION_TIMEOUT_S).message
         assert isinstance(answer, HostAnswer)
-        self._take_answer(answer)
+        self._take_answer(client, answer)
 
     def _run(self) -> None:
         while self._service.leads(self._term):
@@ -133,7 +134,7 @@ class LeaderLink:
                     limits=RpcLimits(handshake_s=CONTACT_TIMEOUT_S),
                     timeout_s=CONTACT_TIMEOUT_S,
                 )
-                self.entry_version = (-1, 0)
+                self.entry_version, self._report_version = (-1, 0), -1  # its service may be another one
             return self._client
 
     def _drop(self) -> None:
@@ -154,17 +155,22 @@ class LeaderLink:
         )
         answer = client.call(message, timeout_s=wait_s + CONTACT_TIMEOUT_S).message
         assert isinstance(answer, HostAnswer)
-        self._take_answer(answer)
+        self._take_answer(client, answer)
         self._service.note_contact(self._host, self._term, answer.term, sent_s)
 
-    def _take_answer(self, answer: HostAnswer) -> None:
+    def _take_answer(self, client: RpcClient, answer: HostAnswer) -> None:
+        """Note an answer, unless a newer one was noted before it: two threads wait for answers."""
         if not answer.is_accepted:
             self._service.note_newer_term(answer.term)
             return
-        self.entry_version = answer.entry_version
-        if answer.report is not None:
+        with self._lock:
+            if client is not self._client:
+                return
+            self.entry_version = max(self.entry_version, answer.entry_version)
+            if answer.report is None or answer.report_version <= self._report_version:
+                return
             self.report, self._report_version = answer.report, answer.report_version
-            self._service.wake()
+        self._service.wake()
 
 
 class HostService:
@@ -182,7 +188,7 @@ class HostService:
         self._leadership = Leadership(self.index, self.entry.voters, ballot, clock(), leader)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._commit_lock = threading.Lock()
+        self._commit_lock, self._observe_lock = threading.Lock(), threading.Lock()
         self._runtime = HostJobRuntime(folder, self._config, self.entry)
         self._files = FileOffer(folder, Path(self._config.directory))
         self._report, self._report_version = HostReport(), 0
@@ -331,11 +337,12 @@ class HostService:
             return TICK_S
 
     def _observe(self) -> None:
-        report = self._runtime.report()
-        with self._lock:
-            if report != self._report:
-                self._report, self._report_version = report, self._report_version + 1
-                self._changed.notify_all()
+        with self._observe_lock:  # so that no thread replaces a report by an older one
+            report = self._runtime.report()
+            with self._lock:
+                if report != self._report:
+                    self._report, self._report_version = report, self._report_version + 1
+                    self._changed.notify_all()
 
     def _keep_links(self) -> None:
         term = self._leadership.ballot.term
@@ -453,7 +460,7 @@ class HostService:
             RpcHandler(message=RunStatusRequest, handle=self._handle_status),
             RpcHandler(message=RunVerb, handle=self._handle_verb),
             RpcHandler(message=ReadLogs, handle=self._handle_logs),
-            RpcHandler(message=JoinRequest, handle=self._handle_join),
+            RpcHandler(message=JoinRequest, handle=lambda call: self._give_seat(call.message)),  # passed on
             RpcHandler(message=ReadFile, handle=self._handle_file),
             RpcHandler(message=FetchFiles, handle=self._handle_fetch),
         )
@@ -528,10 +535,6 @@ class HostService:
         answer = LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces), is_at_rest=is_at_rest)
         return RpcReply(answer, [content])
 
-    def _handle_join(self, call: RpcCall) -> JoinAnswer:
-        """Give a joiner its seat; another host has passed its request on."""
-        return self._give_seat(call.message)
-
     def _handle_file(self, call: RpcCall) -> RpcReply:
         message: ReadFile = call.message
         size, content = self._files.read(message.digest, message.start, FILE_PIECE_BYTES)
@@ -562,41 +565,40 @@ class HostService:
         """Commit that the joiner has its seat, then answer with its credentials."""
         if not self._leadership.holds_lease(self._clock()):
             raise _no_leader_error()
-        own, entry = software_versions(), self.entry
-        join_protocol.check_joiner(
-            request, entry, join_protocol.find_seat(entry, request, time.time()), own, time.time()
-        )
+        entry, now = self.entry, time.time()
+        seat = join_protocol.find_seat(entry, request, now)
+        join_protocol.check_joiner(request, entry, seat, software_versions(), now)
         problem = host_runtime.connection_problem(request.address, request.port, timeout_s=JOINER_PROBE_TIMEOUT_S)
         if problem:
             raise join_protocol.unreachable_error(request, problem)
-        for _ in range(MAX_CHANGE_ATTEMPTS):
-            changed, seat = join_protocol.take_seat(self.entry, request, time.time())
-            try:
-                self.commit_entry(changed)  # also the seat of a joiner that asks again: its commit may have failed
-            except StaleEntryError:
-                continue
-            return JoinAnswer(
-                entry=dump_entry(self.entry),
-                host=seat.host,
-                sealed=seat.sealed,
-                term=self._leadership.ballot.term,
-                leader=self.index,
-                environ=dict(self._config.environ),
-            )
-        raise _no_leader_error()
+        # Also the seat of a joiner that asks again: its commit may have failed.
+        self._change_entry(lambda entry: join_protocol.take_seat(entry, request, time.time())[0])
+        return JoinAnswer(
+            entry=dump_entry(self.entry),
+            host=seat.host,
+            sealed=seat.sealed,
+            term=self._leadership.ballot.term,
+            leader=self.index,
+            environ=dict(self._config.environ),
+        )
 
     def _apply_verb(self, verb: str) -> None:
+        def change(entry: RunEntry) -> RunEntry:
+            return replace(entry, job=replace(entry.job, desired=verbs.apply_verb(verb, entry.job, time.time())))
+
+        self._change_entry(change)
+        self.wake()
+
+    def _change_entry(self, change: Callable[[RunEntry], RunEntry]) -> None:
+        """Commit a change of the newest entry; it is computed again where another thread was faster."""
         for attempt in range(1, MAX_CHANGE_ATTEMPTS + 1):
-            entry = self.entry
-            changed = replace(entry.job, desired=verbs.apply_verb(verb, entry.job, time.time()))
             try:
-                self.commit_entry(replace(entry, job=changed))
+                self.commit_entry(change(self.entry))
             except StaleEntryError:
                 if attempt == MAX_CHANGE_ATTEMPTS:
                     raise
             else:
-                break
-        self.wake()
+                return
 
     def _pass_on(self, leader: int, message: rpc.RpcMessage) -> rpc.RpcMessage:
         """Return the answer of the leader.
