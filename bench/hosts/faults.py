@@ -184,6 +184,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", default="100Mbit/s")
     parser.add_argument("--width", type=int, default=128, help="of the model's layers")
+    parser.add_argument(
+        "--s-per-sample", type=float, default=0.002, help="sleep for so long a sample, as if a device computed it"
+    )
     parser.add_argument("--log", type=Path, default=Path("hosts-faults.log"), help="output of the command")
     parser.add_argument("--out", type=Path, help="JSON document")
     return parser.parse_args()
@@ -201,6 +204,7 @@ def run_faults(options: argparse.Namespace) -> tuple[HostsRun, int, list[str]]:
         hosts, elastic = ",".join(f"{node.name}:1" for node in lab.nodes), f"{options.nodes // 2}:{options.nodes}"
         folders = ["/home/trainer/disk", "--checks", "/home/trainer/checks"]
         job = ["job.py", *folders, "--fresh", "--width", str(options.width)]
+        job += ["--s-per-sample", str(options.s_per_sample)]
         started_s = time.time()
         run.start("run", "--hosts", hosts, "--elastic", elastic, "--name", NAME, *job)
         run.wait_training(started_s)
@@ -235,6 +239,7 @@ def main() -> int:
             "kind": "measured",
             "nodes": options.nodes,
             "seed": options.seed,
+            "s_per_sample": options.s_per_sample,
             "machine": machine_description.describe_machine(),
             "checks_alike": pairs,
             "left": left,
