@@ -125,5 +125,5 @@ def test_options_that_hosts_do_not_have_are_refused(hosts: FakeHosts) -> None:
     done = hosts.run("run", "--hosts", "a", "--workers", "2", "train.py")
     assert done.returncode == 2
     assert "--hosts: 'beside --workers', expected none of these. Leave --workers out" in done.stderr
-    done = hosts.run("run", "--detach", "train.py")
-    assert "--detach: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out." in done.stderr
+    done = hosts.run("run", "--install", "train.py")
+    assert "--install: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out." in done.stderr

@@ -111,7 +111,7 @@ def view_run(directory: RunDir, name: str, requester: str) -> JobView:
     if state is JobState.RUNNING and not run_dir.is_run_dir_held(directory):
         state = JobState.FAILED  # its command was killed, and the workers with it
     created_s = events[0]["time"] if events else directory.run_json.stat().st_mtime
-    ended_s = created_s + record.get("wall_s", 0.0) if state.is_end else None
+    ended_s = created_s + (record.get("wall_s") or 0.0) if state.is_end else None
     progress = next((each for each in reversed(events) if each["kind"] == "iterations_done"), None)
     return JobView(
         name=name,

@@ -1,5 +1,6 @@
 """Following a run on hosts: merged output of its workers, reconnection of hosts that were away, report of the end."""
 
+import contextlib
 import io
 import re
 import signal
@@ -7,13 +8,14 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ringweave.errors import JobError, LaunchError
+from ringweave.files import file_io
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
 from ringweave.launcher.launcher import WorkerExit
@@ -319,7 +321,20 @@ def _failure(node: str, ended: Any, follower: RunFollower) -> WorkerFailure | No
     return WorkerFailure(global_rank=rank, node=node, exit=worker_exit, last_lines=tuple(follower.last_lines(rank)))
 
 
-def record_end(follower: RunFollower, entry: RunEntry, result: RunResult) -> None:
+def read_training(directory: RunDir) -> dict[str, Any] | None:
+    """Return what the workers trained, from the newest run.json of a host that has it; None without."""
+    paths = (directory.root / "hosts").rglob("run.json")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            record = file_io.load_json(path, run_dir.MAX_RUN_JSON_BYTES)
+            if isinstance(record, dict) and record.get("training"):
+                return record["training"]
+    return None
+
+
+def record_end(
+    follower: RunFollower, entry: RunEntry, result: RunResult, training: Mapping[str, Any] | None = None
+) -> None:
     """Write the outcome into run.json of the run directory."""
     job = entry.job
     content = {
@@ -335,6 +350,7 @@ def record_end(follower: RunFollower, entry: RunEntry, result: RunResult) -> Non
         "world_size": job.request.num_workers,
         "mode": job.request.mode,
         "elastic": str(job.request.elastic.min) if job.request.elastic else None,
+        "training": training,
         "wall_s": round(follower.wall_s, 3),
         "outcome": result.outcome,
         "exit_code": result.exit_code,
@@ -380,7 +396,9 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
             return 1
         result = conclude(entry, follower)
         follower.fetch_files()
-        record_end(follower, entry, result)
+        training = read_training(follower.run_dir)
+        record_end(follower, entry, result, training)
+        write_message(sys.stderr, run_dir.describe_training(training))
         log_pattern = f"{_relative(follower.run_dir.root)}/logs/rank-{{rank}}.log"
         write_message(sys.stderr, end_text(entry, result, follower, log_pattern))
         if follower.remove_run():
