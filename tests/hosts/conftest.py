@@ -96,7 +96,7 @@ class FakeHosts:
 
     def run_files(self, host: str) -> list[Path]:
         """Files of runs on a host."""
-        return [path for path in (self.home(host) / "state").glob("ringweave/hosts/**/*") if path.is_file()]
+        return [path for path in (self.home(host) / "state").glob("ringweave/hosts-*/**/*") if path.is_file()]
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
         """Wait until the condition holds."""

@@ -1,21 +1,23 @@
 """Entry of a run: all state that has to survive, kept by every host; and the folder of a run on one host.
 
 ```text
-STATE/hosts/ID/host.json           this host's part of the run: its index, its node, its files
-STATE/hosts/ID/credentials.json    credentials of the host service
-STATE/hosts/ID/command.json        credentials of commands on this host
-STATE/hosts/ID/ballot.json         last promise of this voter
-STATE/hosts/ID/entry.json          newest known entry of the run
-STATE/hosts/ID/service.lock        held while the host service runs
-STATE/hosts/ID/service.log         its standard error
-STATE/hosts/ID/files/              working directory of the workers, if it is a copy
-STATE/hosts/ID/files.json          names, digests and modes of the copied files
-STATE/hosts/ID/job/                job folder of the local platform, for the worker groups of this host
+STATE/hosts-NAME/ID/host.json        this host's part of the run: its index, its node, its files
+STATE/hosts-NAME/ID/credentials.json credentials of the host service
+STATE/hosts-NAME/ID/command.json     credentials of commands on this host
+STATE/hosts-NAME/ID/ballot.json      last promise of this voter
+STATE/hosts-NAME/ID/entry.json       newest known entry of the run
+STATE/hosts-NAME/ID/service.lock     held while the host service runs
+STATE/hosts-NAME/ID/service.log      its standard error
+STATE/hosts-NAME/ID/files/           working directory of the workers, if it is a copy
+STATE/hosts-NAME/ID/files.json       names, digests and modes of the copied files
+STATE/hosts-NAME/ID/job/             job folder of the local platform, for the worker groups of this host
 ```
 """
 
 import json
 import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -265,8 +267,9 @@ def save_durably(path: Path, text: str) -> None:
 
 
 def hosts_state_folder() -> Path:
-    """Return the folder with the runs of this user on this host."""
-    return platformdirs.user_state_path("ringweave") / "hosts"
+    """Return the folder with the runs of this user on this host; its name has the host's, for shared home folders."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    return platformdirs.user_state_path("ringweave") / f"hosts-{name}"
 
 
 def find_run_folders(state: Path) -> list[HostFolder]:
