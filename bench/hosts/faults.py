@@ -185,7 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="100Mbit/s")
     parser.add_argument("--width", type=int, default=128, help="of the model's layers")
     parser.add_argument(
-        "--s-per-sample", type=float, default=0.002, help="sleep for so long a sample, as if a device computed it"
+        "--s-per-sample", type=float, default=0.01, help="sleep for so long a sample, as if a device computed it"
     )
     parser.add_argument("--log", type=Path, default=Path("hosts-faults.log"), help="output of the command")
     parser.add_argument("--out", type=Path, help="JSON document")
