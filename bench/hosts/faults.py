@@ -118,8 +118,8 @@ class HostsRun:
             time.sleep(CUT_S)
             self.lab.mend(victim.name)
         else:
-            self.kill(self.commander, f"--name {NAME}")
             assert self.command is not None
+            self.command.kill()
             self.command.wait()
             self.start("attach", NAME)
 

@@ -1,7 +1,12 @@
 """Reports of hosts as the leader notes them: two threads of it wait for answers."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from ringweave.jobs.records import GroupPhase, ObservedGroup
+from ringweave.platforms.hosts.controller import HostView, observe_hosts
 from ringweave.platforms.hosts.messages import HostAnswer, HostReport
 from ringweave.platforms.hosts.service import LeaderLink
 
@@ -35,3 +40,31 @@ def test_an_older_report_replaces_no_newer_one() -> None:
     assert link.report.released_round == 3, "an answer over a former connection"
     link._take_answer(client, answer(4))
     assert (link.report.released_round, service.num_wakes) == (4, 2)
+
+
+def running(node: int, **fields: Any) -> ObservedGroup:
+    return ObservedGroup(node=node, attempt=1, round=1, phase=GroupPhase.RUNNING, **fields)
+
+
+@pytest.mark.parametrize(
+    ("evicted", "generation", "phase"),
+    [
+        ((), (1, 3), GroupPhase.RUNNING),  # the coordinators know its workers
+        (("1.0",), (1, 3), GroupPhase.FAILED),  # they have excluded them
+        ((), (0, 0), GroupPhase.FAILED),  # nobody knows
+    ],
+)
+def test_workers_that_train_on_are_not_lost_with_their_host_service(
+    evicted: tuple[str, ...], generation: tuple[int, int], phase: GroupPhase
+) -> None:
+    entry: Any = SimpleNamespace(
+        hosts=[SimpleNamespace(node="a"), SimpleNamespace(node="b")],
+        seats=(),
+        job=SimpleNamespace(request=SimpleNamespace(elastic=None), used_nodes=(0, 1)),
+    )
+    knowing = HostReport(groups=(running(0, members=("0.0",), generation=generation, evicted=evicted),))
+    silent = HostReport(groups=(running(1, members=("1.0",)),))
+    views = [HostView(report=knowing, is_heard=True), HostView(report=silent, is_heard=False)]
+    _, group = observe_hosts(entry, views).groups
+    assert group.phase is phase
+    assert group.text == ("" if phase is GroupPhase.RUNNING else "host b does not answer")

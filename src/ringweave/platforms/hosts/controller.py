@@ -195,9 +195,12 @@ class RunController:
 def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobState:
     """Return the state of the job from the reports of its hosts."""
     groups: list[ObservedGroup] = []
+    reported = [group for view in views if view.is_heard and view.report is not None for group in view.report.groups]
     for host, view in enumerate(views):
         known = view.report.groups if view.report is not None else _recorded_groups(entry, host)
-        groups += known if view.is_heard else [_lost_group(group, entry.hosts[host].node) for group in known]
+        for group in known:
+            is_alive = view.is_heard or _is_member(group, reported)
+            groups.append(group if is_alive else _lost_group(group, entry.hosts[host].node))
     newcomers = find_newcomers(entry, views)
     heard = [view.report for view in views if view.is_heard and view.report is not None]
     settled = [
@@ -235,6 +238,15 @@ def _recorded_groups(entry: RunEntry, host: int) -> tuple[ObservedGroup, ...]:
     if not known.seen or known.ended is not None:
         return ()
     return (ObservedGroup(node=node, attempt=known.attempt, round=record.round, phase=GroupPhase.RUNNING),)
+
+
+def _is_member(group: ObservedGroup, reported: Sequence[ObservedGroup]) -> bool:
+    """Return whether the coordinators know the workers of a group of an elastic run, so that only its host is silent.
+
+    A host service that was killed on a busy machine is silent for a while, and its workers train on.
+    """
+    knowing = [each for each in reported if each.generation > (0, 0)]
+    return bool(group.members and knowing) and not any(set(group.members) & set(each.evicted) for each in knowing)
 
 
 def _lost_group(group: ObservedGroup, node: str) -> ObservedGroup:
