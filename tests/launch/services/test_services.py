@@ -79,7 +79,7 @@ def test_services_of_others_are_entry_points() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_service_that_is_not_there() -> None:
-    names = "broken, empty, hosts, kubernetes, local, slurm, theirs"
+    names = "broken, empty, hosts, kubernetes, local, runs, slurm, theirs"
     with pytest.raises(UsageError, match=rf"service: 'slrum', expected one of {names}\. Did you mean \"slurm"):
         registry.open_platform("slrum", {})
     with pytest.raises(UsageError, match=r"Install a package with an entry point x in the group ringweave\.services\."):
