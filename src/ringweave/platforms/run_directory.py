@@ -48,6 +48,14 @@ def find_run_dir(name: str) -> RunDir | None:
     return None
 
 
+def find_holders(directory: RunDir) -> list[int]:
+    """Return the processes that hold a run directory: its `ringweave run`; none after its end."""
+    inode = directory.root.stat().st_ino
+    rows = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    locking = {int(row[4]) for row in rows if row[1] == "FLOCK" and row[-3].rpartition(":")[2] == str(inode)}
+    return [pid for pid in job_folder.lock_holders(directory.root) if pid in locking]
+
+
 class RunDirectoryPlatform(Platform):
     """Platform of the runs whose run directories are named, or are in `runs/`."""
 
@@ -78,7 +86,7 @@ class RunDirectoryPlatform(Platform):
         if verb != "stop":
             do = "Submit a job for that, see ringweave submit --help" if verb != "delete" else "Remove its folder"
             raise JobError(explain(f"{verb} of run {name}", got="a run without a job", expected="stop", do=do))
-        holders = job_folder.lock_holders(directory.root) if run_dir.is_run_dir_held(directory) else ()
+        holders = find_holders(directory)
         if not holders:
             raise JobError(explain(f"run {name}", got="ended", expected="one that runs", do="Nothing to do"))
         for pid in holders:
