@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import units
+from ringweave.environment import ports_of_environ
 from ringweave.errors import JobError, LaunchError, RefusedError, RemoteError, RpcError, explain
 from ringweave.jobs.states import JobState
 from ringweave.launcher import node_context
@@ -81,7 +82,7 @@ def join_run(text: str, address: str | None) -> int:
 def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[signal.Signals]) -> _Admission:
     """Return the admission of this host; a port is held open meanwhile, so that the run can try to reach it."""
     address = address or _own_address(line.address, line.port)
-    port = node_context.free_port(random.SystemRandom())
+    port = node_context.free_port(random.SystemRandom(), ports_of_environ(os.environ))
     request = _request(line, address, port)
     with socket.create_server(("", port)):
         deadline_s = time.monotonic() + PATIENCE_S
