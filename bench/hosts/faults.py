@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -172,7 +173,7 @@ class HostsRun:
             f"{node.name}: port {port}" for node in self.lab.nodes for port in node.listening_ports() if port != 22
         ]
         files = [f"{node.name}: {path}" for node in self.lab.nodes for path in node.files()]
-        return left + [path for path in files if "/ringweave/hosts-" in path]
+        return left + [path for path in files if re.search(r"/ringweave/hosts-[^/]+/", path)]
 
 
 def parse() -> argparse.Namespace:

@@ -72,7 +72,7 @@ def test_a_node_that_ssh_does_not_reach_trains(trio: SshLab) -> None:
     assert joined.stdout.splitlines() == ["[2] sum 10 6.0", "[2] sum 1000000 6.0"]
     for node in trio.nodes:
         wait_until_idle(node)
-    assert not [path for path in third.files() if "/state/ringweave/hosts-" in path]
+    assert not [path for path in third.files() if "/state/ringweave/hosts-n2/" in path]
 
 
 def test_a_node_behind_address_translation_is_told_so(trio: SshLab) -> None:
