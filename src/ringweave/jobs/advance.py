@@ -372,9 +372,7 @@ class _StatusContext:
 
     def format_nodes(self, nodes: Iterable[int]) -> str:
         """Return `node n0`, or `nodes n0, n1 and 7 more`."""
-        chosen = list(nodes)
-        word = "node" if len(chosen) == 1 else "nodes"
-        return f"{word} {shorten_names((self.job.node_name(node) for node in chosen), len(chosen))}"
+        return _format_nodes(self.job, nodes)
 
 
 def _make_context(job: Job, record: JobRecord, observed: ObservedJobState) -> _StatusContext:
@@ -382,12 +380,15 @@ def _make_context(job: Job, record: JobRecord, observed: ObservedJobState) -> _S
     return _StatusContext(job=job, record=record, observed=observed, groups=groups)
 
 
+def _format_nodes(job: Job, nodes: Iterable[int]) -> str:
+    names = [job.node_name(node) for node in nodes]
+    return f"{'node' if len(names) == 1 else 'nodes'} {shorten_names(names, len(names))}"
+
+
 def failed_reason(code: str, job: Job, nodes: tuple[int, ...], ends: Mapping[int, AttemptEnd]) -> Reason:
     """Return the reason of a job that failed on these nodes."""
-    names = [job.node_name(node) for node in nodes]
-    word = "node" if len(names) == 1 else "nodes"
-    text = f"{word} {shorten_names(names, len(names))}"
-    return make_reason(code, job=job.request.name, nodes=text, node=names[0], detail=ends[nodes[0]].text)
+    words = {"job": job.request.name, "nodes": _format_nodes(job, nodes), "node": job.node_name(nodes[0])}
+    return make_reason(code, **words, detail=ends[nodes[0]].text)
 
 
 def finished_without_reason(job: Job, abandoned: Mapping[int, str]) -> Reason:
@@ -397,11 +398,9 @@ def finished_without_reason(job: Job, abandoned: Mapping[int, str]) -> Reason:
         job: The job.
         abandoned: Node -> text about it.
     """
-    names = [job.node_name(node) for node in sorted(abandoned)]
-    text = f"{'node' if len(names) == 1 else 'nodes'} {shorten_names(names, len(names))}"
-    return make_reason(
-        "CompletedWithoutNodes", job=job.request.name, nodes=text, node=names[0], detail=abandoned[min(abandoned)]
-    )
+    nodes = sorted(abandoned)
+    words = {"job": job.request.name, "nodes": _format_nodes(job, nodes), "node": job.node_name(nodes[0])}
+    return make_reason("CompletedWithoutNodes", **words, detail=abandoned[nodes[0]])
 
 
 def format_failures(job: Job, record: JobRecord, charged: Mapping[int, AttemptEnd]) -> str:

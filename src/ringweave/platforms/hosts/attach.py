@@ -22,7 +22,7 @@ from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import RunResult, WorkerFailure
 from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms.hosts import join_protocol
+from ringweave.platforms.hosts import host_runtime, join_protocol
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
 
@@ -106,7 +106,7 @@ class RunFollower:
                     raise KeyboardInterrupt
                 self._notify("stopping all workers")
             is_stop_due = is_stop_due and not self._try_stop()
-            newest = max((h.summary for h in self._hosts if "version" in h.summary), key=_version, default=None)
+            newest = self._newest_summary()
             if newest is not None:
                 self._show(newest)
                 if newest["is_end"] and self._is_drained():
@@ -244,10 +244,9 @@ class RunFollower:
             wait_s=0.0 if has_ended else LOG_WAIT_S,
             host=self._joined_host(index),
         )
-        start = 0
-        for key, end, size in answer["pieces"]:
-            self._feed(int(key.rpartition("/")[2]), content[start : start + size])
-            positions[key], start = end, start + size
+        for key, end, text in host_runtime.split_pieces(answer["pieces"], content):
+            self._feed(int(key.rpartition("/")[2]), text)
+            positions[key] = end
         state.is_gone = "version" not in answer
         state.summary = answer
         state.is_drained = has_ended and answer.get("is_at_rest", True) and not answer["pieces"]
@@ -281,8 +280,11 @@ class RunFollower:
 
     def _has_ended(self) -> bool:
         """Return whether the newest known entry says that the run has ended."""
-        newest = max((host.summary for host in self._hosts if "version" in host.summary), key=_version, default=None)
+        newest = self._newest_summary()
         return newest is not None and newest["is_end"]
+
+    def _newest_summary(self) -> dict[str, Any] | None:
+        return max((host.summary for host in self._hosts if "version" in host.summary), key=_version, default=None)
 
     def _started_threads_see_nothing(self) -> bool:
         return all(host.is_gone for host in self._hosts)

@@ -10,7 +10,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,6 +329,14 @@ class HostLogReader:
                 endpoint.address, endpoint.port, authentication, role=HOST_ROLE, timeout_s=2.0
             )
         return self._clients[host]
+
+
+def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """Yield key, new position and text of each piece that `read_new_logs` returned."""
+    start = 0
+    for key, end, size in pieces:
+        yield key, end, content[start : start + size]
+        start += size
 
 
 def archive_files(folder: HostFolder) -> bytes:

@@ -256,10 +256,9 @@ class JoinedRun:
         with contextlib.suppress(FileNotFoundError, ValueError):  # being removed
             self._summary = host_runtime.read_summary(self.folder) or self._summary
         pieces, content = host_runtime.read_new_logs(self.folder, self._positions)
-        start = 0
-        for key, end, size in pieces:
-            self._stream(int(key.rpartition("/")[2])).feed(content[start : start + size])
-            self._positions[key], start = end, start + size
+        for key, end, text in host_runtime.split_pieces(pieces, content):
+            self._stream(int(key.rpartition("/")[2])).feed(text)
+            self._positions[key] = end
         if not self._summary["is_end"]:
             host_runtime.ensure_service(self.folder, host_runtime.clean_environ())
 

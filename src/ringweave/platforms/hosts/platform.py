@@ -225,10 +225,8 @@ class HostsPlatform(Platform):
             is_over = not which.follow or _is_over(access)
             has_news = False
             for pieces, content in access.read_logs(positions):
-                begin = 0
-                for key, end, size in pieces:
-                    positions[key] = end
-                    text, begin, has_news = content[begin : begin + size], begin + size, True
+                for key, end, text in host_runtime.split_pieces(pieces, content):
+                    positions[key], has_news = end, True
                     yield from _log_lines(key, text, rests, which)
             if is_over and not has_news:
                 for key, rest in rests.items():
