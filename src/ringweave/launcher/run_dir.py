@@ -241,7 +241,9 @@ def create_run_dir(parent: Path, target: str, now: datetime) -> RunDir:
         UsageError: None can be created here.
     """
     name = f"{now:%Y%m%d-%H%M%S}-{Path(target).stem}"
-    for number in itertools.count(1):
+    numbers = itertools.count(1)
+    while True:
+        number = next(numbers)
         run_dir = RunDir(root=(parent / (name if number == 1 else f"{name}-{number}")).absolute())
         try:
             run_dir.root.mkdir(parents=True)
@@ -251,8 +253,7 @@ def create_run_dir(parent: Path, target: str, now: datetime) -> RunDir:
             raise UsageError(
                 _run_dir_refusal(run_dir, "one that can be created", f"({error.strerror}) Give a")
             ) from error
-        break
-    return run_dir
+        return run_dir
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ def _fill_random(tensor: Tensor) -> None:
 
 def side_input_names(block: nn.Module) -> Collection[str]:
     """Return names of a block's side inputs: parameters of its forward, or `side_names` if it passes them on."""
-    found = getattr(block, "side_names", None)
+    found = cast("Collection[str] | None", getattr(block, "side_names", None))
     return inspect.signature(block.forward).parameters if found is None else found
 
 
@@ -160,7 +160,7 @@ def _trace_block(
         output = _run_on_meta(block, values, side_inputs) if precision.autocast is None else None
         if output is None:
             output = _run_with_placeholders(block, values, side_inputs, precision)
-    except (RuntimeError, NotImplementedError, ValueError, IndexError) as cause:
+    except (RuntimeError, ValueError, IndexError) as cause:
         got, where = str(cause).split("\n", 1)[0], f"block {index}, {type(block).__name__}"
         expected = "a block that can be computed on what the one before it returns"
         do = "Compare its forward's arguments with that"

@@ -63,12 +63,12 @@ def lay_out_message(solved: LeaderFractions) -> MessageLayout:
         return MessageLayout(
             (StripeLayout(tree, tree.num_leaves, [*_lay_out_symmetric(tree)]),), solved.busiest_s_per_byte
         )
-    grids = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
-    for grid in grids:
+    *coarser, finest = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
+    for grid in coarser:
         found = _lay_out_on_grid(solved.parts, grid)
         if found.busiest_s_per_byte <= solved.busiest_s_per_byte * _TOLERANCE:
-            break
-    return found
+            return found
+    return _lay_out_on_grid(solved.parts, finest)
 
 
 def _lay_out_on_grid(parts: Sequence[MessagePart], grid: int) -> MessageLayout:
