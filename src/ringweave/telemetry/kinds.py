@@ -283,6 +283,19 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "lost": "number of samples of the batch that are in no gradient",
         },
     ),
+    "samples_recomputed": EventKind(
+        meaning="A reduction of gradients is committed without the samples of members that were lost before. The other "
+        "members compute these samples in the same train step, whose next reduction has them. Reported twice for one "
+        "reduction, with the same members, if the primary may have died before it reported.",
+        written_by="worker",
+        fields={
+            "rank": "0: the primary reports for all members",
+            "reduction": "number of the reduction that misses samples",
+            "members": "members whose gradients are in it",
+            "samples": "number of their samples",
+            "missing": "number of samples that the members compute next",
+        },
+    ),
     "member_lost": EventKind(
         meaning="A process has left the membership, or was evicted.",
         written_by="coordinator",

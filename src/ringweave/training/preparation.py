@@ -40,6 +40,7 @@ TrainingTriple = tuple[nn.Module, Optimizer, DataLoader]
 """Arguments of `prepare`: model, optimizer and loader."""
 
 REDUCTIONS = ("mean", "sum")
+ON_FAILURE = ("recompute", "drop")
 _MUST_MATCH = ("mode", "reduction", "order", "batch_samples", "num_samples", "drop_last")
 
 
@@ -54,6 +55,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     ddp: Mapping[str, Any] | None = None,
     asynchronous: Asynchronous | None = None,
     extra_state: Mapping[str, Any] | None = None,
+    on_failure: str = "recompute",
 ) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader | ElasticRingLoader]:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
@@ -79,7 +81,12 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         ddp: Further arguments of DistributedDataParallel.
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
         extra_state: Under `ringweave run --elastic`, further objects with `state_dict` and `load_state_dict`, such as a
-            scheduler of learning rates, that a worker which joins later gets from the others with the model.
+            scheduler of learning rates, that a worker which joins later gets from the others with the model. When a
+            step is repeated for the samples of a lost worker, their state is that of before the step.
+        on_failure: Under `ringweave run --elastic`, the samples of a worker that is lost within a train step. With
+            `recompute` the others compute them before the step ends, so its batch stays whole: the loader yields them
+            as another batch, and the optimizer skips the step that misses them. With `drop` the step is the mean over
+            the other samples. Modes with a parameter server always drop.
 
     Raises:
         UsageError: The mode does not exist, or its server was not started.
@@ -89,6 +96,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         MembershipError: An elastic job does not admit this worker.
     """
     _check_reduction(reduction)
+    _check_on_failure(on_failure)
     modes.check_mode(mode)
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
     options = PrepareOptions(
@@ -97,6 +105,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         max_samples=max_samples,
         ddp=dict(ddp or {}),
         extra_state=dict(extra_state or {}),
+        on_failure=on_failure,
     )
     if environment.coordinators:
         return _prepare_for_elastic_job((model, optimizer, loader), options, settings, environment)
@@ -196,6 +205,12 @@ def _make_balancer(
         num_prefetched=max(each["num_prefetched"] for each in reports),
         on_change=recorder.shares_changed,
     )
+
+
+def _check_on_failure(on_failure: str) -> None:
+    if on_failure not in ON_FAILURE:
+        do = "Say what happens to the samples of a worker that is lost within a train step"
+        raise TrainingError(explain("on_failure", got=on_failure, expected="recompute or drop", do=do))
 
 
 def _check_reduction(reduction: str) -> None:

@@ -124,6 +124,9 @@ class ElasticRecorder:
     def samples_lost(self, commit: Commit, num_lost: int) -> None:
         self._write_if_primary(lambda: self._write_lost(commit, num_lost))
 
+    def samples_recomputed(self, commit: Commit, num_missing: int) -> None:
+        self._write_if_primary(lambda: self._write_missing(commit, num_missing))
+
     def members_caught_up(self, commit: Commit, batch_number: int) -> None:
         self._write_if_primary(lambda: self._write_caught_up(commit, batch_number))
 
@@ -147,6 +150,19 @@ class ElasticRecorder:
                 members=list(commit.members),
                 samples=num_samples,
                 lost=num_lost,
+            )
+
+    def _write_missing(self, commit: Commit, num_missing: int) -> None:
+        text = "reduction %d: %d samples of lost workers are computed by the others in the same train step"
+        _LOGGER.info(text, commit.number, num_missing)
+        if self._log:
+            self._log.write(
+                "samples_recomputed",
+                rank=0,
+                reduction=commit.number,
+                members=list(commit.members),
+                samples=commit.account.num_samples,
+                missing=num_missing,
             )
 
     def _write_caught_up(self, commit: Commit, batch_number: int) -> None:

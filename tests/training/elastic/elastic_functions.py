@@ -59,8 +59,9 @@ def train(
     awaited: str = "",
     mode: str = "sync",
     hidden: int = HIDDEN,
+    on_failure: str = "drop",
 ) -> dict[str, Any]:
-    """Train, telling what is drawn and done.
+    """Train, telling what is drawn and done. A step that is repeated for missing samples is told twice.
 
     `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are five
     times as long.
@@ -69,14 +70,14 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
     ddp = {"bucket_cap_mb": WIDE_CAP_MB if hidden == WIDE else CAP_MB}
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode, ddp=ddp)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode, ddp=ddp, on_failure=on_failure)
     send_message(("prepared",))
     at, moment = (faults or {}).get(own_member(), (-1, ""))
     sums = Sums(halts_at=at if moment == "second sum" else -1)
     accounts, has_come = [], not awaited
-    for epoch in loader.epochs(num_epochs):
-        for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
-            step = epoch * (NUM_SAMPLES // BATCH) + number
+    for _ in loader.epochs(num_epochs):
+        for inputs, targets, indices in loader:
+            step = loader.num_train_steps
             send_message(("drawn", step, indices.tolist() if loader.fraction else []))
             send_message(("in", step, loader._parts.session.membership.generation_id))
             sums.begin_step(step)

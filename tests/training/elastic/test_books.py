@@ -46,6 +46,43 @@ def test_what_nobody_is_left_to_compute_is_lost_and_known() -> None:
     assert again.epoch_account() == account
 
 
+def test_missing_samples_are_computed_next_and_then_none_is_lost() -> None:
+    books = SampleAccounting(recomputes=True)
+    books.record_batch(np.arange(12), ROSTER)
+    books.record_batch(np.arange(12, 24), ROSTER)
+    left = ("0.0", "2.0")
+    commit = Commit(number=1, members=left, rows=rows(books, left))
+    assert commit.is_partial
+    assert books.record_commit(commit) == 8
+    assert [each.indices.tolist() for each in books.missing] == [[5, 6, 7, 8], [17, 18, 19, 20]]
+    assert [(each.num_total, each.placeholders.tolist()) for each in books.missing] == [(12, [0, 1]), (12, [12, 13])]
+    shares = BatchShares(first_batch=2, members=left, shares=(6, 6))
+    for _ in range(2):
+        books.record_next_missing(shares)
+    assert books.own_part("2.0").indices.tolist() == [19, 20]
+    assert books.num_planned == 8
+    alone = ("2.0",)
+    assert books.record_commit(Commit(number=2, members=alone, rows=rows(books, alone))) == 4
+    assert [each.indices.tolist() for each in books.missing] == [[5, 6], [17, 18]]
+    for _ in range(2):
+        books.record_next_missing(BatchShares(first_batch=4, members=alone, shares=(12,)))
+    assert books.record_commit(Commit(number=3, members=alone, rows=rows(books, alone))) == 0
+    assert not books.missing
+    account = books.epoch_account()
+    assert account.is_exact
+    assert account.expected == SampleAccount.from_indices(range(24))
+
+
+def test_missing_samples_that_no_pass_computes_are_lost() -> None:
+    books = SampleAccounting(recomputes=True)
+    books.record_batch(np.arange(12), ROSTER)
+    books.record_commit(Commit(number=1, members=("0.0",), rows=rows(books, ("0.0",))))
+    assert books.lose_missing() == 7
+    account = books.epoch_account()
+    assert account.is_accounted
+    assert account.lost == SampleAccount.from_indices(range(5, 12))
+
+
 def test_what_is_known_of_the_batches_follows_them() -> None:
     books = SampleAccounting()
     books.record_batch(np.arange(12), ROSTER)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ringweave.membership.failure_detector import PROGRESS_TIMEOUT
 from ringweave.membership.membership_records import REASON_ALL_DONE
+from ringweave.planning import balancing
 from ringweave.training.checkpoints import store
 from tests.fakes.elastic_job import ElasticJob
 from tests.membership.waiting import wait_until
@@ -130,6 +131,46 @@ def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faul
         for value in values:
             assert sum(account.lost.num_samples for account in value["accounts"]) == num_lost
             assert all(account.is_accounted for account in value["accounts"])
+
+
+RECOMPUTED = [
+    ("sync", {"1.0": (2, "forward"), "2.0": (5, "backward"), "0.0": (9, "bucket1")}),
+    ("sync", {"3.0": (2, "bucket3"), "2.0": (7, "rows"), "0.0": (8, "commit")}),
+    ("sync", {"0.0": (3, "heard"), "2.0": (7, "committed")}),
+    ("sync", {"0.0": (3, "optimizer"), "1.0": (3, "backward")}),
+    ("balanced", {"3.0": (2, "bucket3"), "0.0": (9, "backward"), "2.0": (15, "forward")}),
+]
+"""Steps 7 and 15 are the last ones of an epoch. Samples of a member that dies after a step are missing in the next."""
+
+
+@pytest.mark.parametrize(("mode", "faults"), RECOMPUTED)
+def test_samples_of_lost_members_are_computed_in_the_same_step(mode: str, faults: dict[str, tuple[int, str]]) -> None:
+    arguments = (elastic_functions.train, 4, 2, faults, 0.0, "", mode, elastic_functions.HIDDEN, "recompute")
+    with ElasticJob(*arguments) as job:
+        left = [member for member in job.members if member not in faults]
+        values = [value_of(job, member) for member in left]
+        for member in faults:
+            assert job.outcome(member).exit_code == -signal.SIGKILL
+        check_alike(values)
+        check_exact(values[0], whole_batches())
+        for value in values:
+            assert all(account.is_exact for account in value["accounts"])
+        for member in left:
+            steps = done_steps(job, member)
+            assert sorted(set(steps)) == list(range(2 * NUM_STEPS))
+            repeated = {step for step in steps if steps.count(step) > 1}
+            lossy = {at + (moment in COUNTS_AFTER) for at, moment in faults.values()}
+            assert repeated <= lossy | {at for at, _ in faults.values()}, "no step without a loss is repeated"
+
+
+def whole_batches() -> dict[int, list[int]]:
+    """Step -> samples of its batch, for two epochs."""
+    return {
+        epoch * NUM_STEPS + number: list(order[number * elastic_functions.BATCH :][: elastic_functions.BATCH])
+        for epoch in range(2)
+        for order in [balancing.shuffle_indices(elastic_functions.NUM_SAMPLES, 3, epoch)]
+        for number in range(NUM_STEPS)
+    }
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,35 @@ def made(place: DataProgress) -> ElasticLoader:
     return ElasticLoader(loader, order.read_loader(loader), 0, cast(ElasticLoaderParts, cast(Any, parts)))
 
 
+class _Session:
+    """A session whose members are always there."""
+
+    has_stopped = False
+
+    def __init__(self, job: "Job") -> None:
+        self._job = job
+
+    @property
+    def num_committed(self) -> int:
+        return self._job.num_reductions
+
+    def pass_step_boundary(self, draw: Callable[[], None]) -> None:
+        draw()
+
+    def change_atomically(self, change: Callable[[], None]) -> None:
+        change()
+
+    def record_progress(self) -> None:
+        pass
+
+
 class Job:
     """The first of two members, whose steps count as soon as they are done."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, recomputes: bool = False) -> None:
+        self.num_reductions = 0
         self.books, self.place, self.share_table = (
-            SampleAccounting(),
+            SampleAccounting(recomputes=recomputes),
             DataProgress(),
             ShareTable(BATCH, is_balanced=False),
         )
@@ -44,27 +67,38 @@ class Job:
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
         parts: Any = ElasticLoaderParts(
             member=MEMBERS[0],
-            session=cast(Any, SimpleNamespace(pass_step_boundary=lambda draw: draw(), record_progress=lambda: None)),
+            session=cast(Any, _Session(self)),
             share_table=self.share_table,
             accounting=self.books,
             progress=self.place,
             weights=SampleWeights(num_ranks=1, is_mean=True),
             timer=cast(Any, SimpleNamespace(begin_step=lambda: None, record_samples=lambda _: None)),
             measure_step=lambda: None,
+            incomplete_step=cast(Any, SimpleNamespace(restore=lambda: None)),
             record_account=self.accounts.append,
         )
         self.loader = ElasticLoader(loader, order.read_loader(loader), 3, parts)
 
-    def change_members(self) -> None:
-        """What was read ahead is of no use any more."""
-        self.share_table.start_generation(self.place.num_drawn, MEMBERS, [None] * 2, [None] * 2, [1.0] * 2)
+    @property
+    def is_between_steps(self) -> bool:
+        return self.place.num_since_commit == 0 and not self.books.missing
 
-    def step(self) -> None:
+    def change_members(self, members: tuple[str, ...] = MEMBERS) -> None:
+        """What was read ahead is of no use any more."""
+        alike = [None] * len(members)
+        self.share_table.start_generation(self.place.num_drawn, members, alike, alike, [1.0] * len(members))
+
+    def step(self, members: tuple[str, ...] = MEMBERS) -> None:
         rows = tuple(
-            ReductionRow(account=self.books.account_of(each), num_planned=self.books.num_planned) for each in MEMBERS
+            ReductionRow(account=self.books.account_of(each), num_planned=self.books.num_planned) for each in members
         )
-        self.books.record_commit(Commit(number=1, members=MEMBERS, rows=rows))
+        self.num_reductions += 1
+        self.books.record_commit(Commit(number=self.num_reductions, members=members, rows=rows))
         self.place.num_since_commit = 0
+        if self.books.missing:
+            self.place.repeat_step(self.books.missing)
+        else:
+            self.place.committed = (self.place.epoch, self.place.position)
 
     def train(self, at: int = -1, then: Callable[[], object] = lambda: None) -> int:
         """One pass; after that step something else happens. How many steps it was of."""
@@ -127,6 +161,37 @@ def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.Mon
         TrainingError, match=r"batches of epoch 0: SampleAccount\(.*, expected SampleAccount\(.*skipped or doubled"
     ):
         job.train(3, job.change_members)
+
+
+def test_a_step_that_misses_samples_goes_back_and_hands_them_out_again() -> None:
+    job, restored, seen = Job(recomputes=True), list[bool](), list[tuple[int, int, int]]()
+    job.loader._parts.incomplete_step.restore = lambda: restored.append(True)  # pyrefly: ignore
+    for number, (batch,) in enumerate(job.loader):
+        seen.append((len(batch), job.place.position, job.loader.num_train_steps))
+        job.step(MEMBERS[:1] if number == 3 else MEMBERS)
+        if number == 3:
+            assert (job.place.position, job.place.committed) == (3 * BATCH, (0, 3 * BATCH))
+            assert not job.is_between_steps
+            job.change_members(MEMBERS[:1])
+    assert [length for length, _, _ in seen] == [6, 6, 6, 6, 6, 12, 12, 12, 12]
+    assert [position // BATCH for _, position, _ in seen] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
+    assert [steps for _, _, steps in seen] == [0, 1, 2, 3, 3, 4, 5, 6, 7]
+    assert restored == [True]
+    assert job.accounts[0].is_exact
+
+
+def test_a_script_that_breaks_off_at_a_step_that_misses_samples_takes_it_without_them() -> None:
+    job, scales = Job(recomputes=True), list[float]()
+    job.loader._parts.incomplete_step.take_without_missing = scales.append  # pyrefly: ignore
+    for number, _ in enumerate(job.loader):
+        job.step(MEMBERS[:1] if number == 3 else MEMBERS)
+        if number == 3:
+            break
+    assert scales == [2.0]
+    assert (job.place.position, job.loader.num_train_steps) == (4 * BATCH, 4)
+    account = job.books.epoch_account()
+    assert account.is_accounted
+    assert account.lost.num_samples == 6
 
 
 def test_samples_that_were_given_in_the_place_of_others_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from ringweave.planning.balancing import EpochOrder
@@ -83,6 +84,18 @@ class StreamSource(BatchSource):
         own = self._portion_of(number, np.arange(num_read, num_read + len(samples)))
         collate: Any = self._loader.collate_fn
         return collate([samples[index - num_read] for index in own.samples_to_load]), own
+
+
+def load_batch(loader: DataLoader, samples: list[int]) -> Any:
+    """Load one batch of a loader's data set in this process; no state of any random generator changes."""
+    alone = DataLoader(
+        loader.dataset,
+        batch_sampler=[samples],
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        generator=torch.Generator(),
+    )
+    return next(iter(alone))
 
 
 def with_batch_sampler(loader: DataLoader, batch_sampler: Iterable[list[int]]) -> DataLoader:

@@ -1,7 +1,8 @@
 """Sample accounting of an elastic job: every sample of an epoch is trained on once, or is known to be lost."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
+from ringweave.training.data.order import Portion, pick_placeholders
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.elastic.share_table import BatchShares
 
@@ -37,13 +39,55 @@ class ElasticAccount:
         return self.total == self.expected
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MissingBatch:
+    """Samples of a batch that lost members had, which the others compute in the same train step."""
+
+    indices: Indices
+    """The missing samples, (num_samples,) int64; empty for a batch of the step that misses none."""
+    epoch: int
+    num_total: int
+    """Samples of the whole batch."""
+    placeholders: Indices
+    """Samples for members that compute none of the missing ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _OpenBatch:
+    """A batch that is handed out and not reduced yet."""
+
+    indices: Indices
+    batch_shares: BatchShares
+    epoch: int
+    missing: MissingBatch | None = None
+    """Present if the samples are the missing ones of a batch that was reduced before."""
+
+    def missing_without(self, members: Collection[str]) -> MissingBatch:
+        """Return the part of all members but these."""
+        lost = [each for each in self.batch_shares.members if each not in members]
+        parts = [samples_of_member(self.indices, self.batch_shares, each) for each in lost]
+        indices = np.concatenate([self.indices[:0], *parts])
+        if self.missing is not None:
+            return replace(self.missing, indices=indices)
+        return MissingBatch(
+            indices=indices,
+            epoch=self.epoch,
+            num_total=len(self.indices),
+            placeholders=pick_placeholders(self.indices),
+        )
+
+
 class SampleAccounting:
     """Sample accounting of an epoch, kept alike by all members from the committed reductions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, recomputes: bool = False) -> None:
+        """Create an empty account; with `recomputes`, samples of lost members are missing at first, and not lost."""
         self.epoch = 0
+        self._recomputes = recomputes
         self._expected, self._total, self._lost = SampleAccount(), SampleAccount(), SampleAccount()
-        self._open_batches: list[tuple[Indices, BatchShares]] = []
+        self.missing: deque[MissingBatch] = deque()
+        """Batches of the last train step whose missing samples are to be computed next, in their order."""
+        self._open_batches: list[_OpenBatch] = []
         self._cached_parts: _OpenParts | None = None
         """Parts of the open batches, cached. The member computes them when it hands in gradients, so that no commit
         waits for it."""
@@ -55,8 +99,34 @@ class SampleAccounting:
 
     def record_batch(self, batch: Indices, batch_shares: BatchShares) -> None:
         """Record a batch that the members compute now; the next reduction commits it."""
-        self._open_batches.append((batch, batch_shares))
+        self._open_batches.append(_OpenBatch(indices=batch, batch_shares=batch_shares, epoch=self.epoch))
         self._cached_parts = None
+
+    def record_next_missing(self, batch_shares: BatchShares) -> MissingBatch:
+        """Record that the members compute the next missing samples now, by these shares; return their batch."""
+        batch = self.missing.popleft()
+        self._open_batches.append(
+            _OpenBatch(indices=batch.indices, batch_shares=batch_shares, epoch=batch.epoch, missing=batch)
+        )
+        self._cached_parts = None
+        return batch
+
+    def own_part(self, member: str) -> Portion:
+        """Return a member's part of the missing samples that were recorded last."""
+        last = self._open_batches[-1]
+        assert last.missing is not None, "recorded before"
+        return Portion(
+            indices=samples_of_member(last.indices, last.batch_shares, member),
+            num_total=last.missing.num_total,
+            placeholders=last.missing.placeholders,
+        )
+
+    def lose_missing(self) -> int:
+        """Record the missing samples as lost, since no pass computes them any more; return their number."""
+        lost = sum((SampleAccount.from_indices(batch.indices) for batch in self.missing), SampleAccount())
+        self.missing.clear()
+        self._lost += lost
+        return lost.num_samples
 
     def check_received(self, received: Indices, member: str) -> None:
         """Compare the samples that a member received of the last batch with those that it has to compute.
@@ -64,7 +134,8 @@ class SampleAccounting:
         Raises:
             TrainingError: The samples differ.
         """
-        expected = samples_of_member(*self._open_batches[-1], member)
+        last = self._open_batches[-1]
+        expected = samples_of_member(last.indices, last.batch_shares, member)
         if not np.array_equal(received, expected):
             raise TrainingError(
                 f"samples of worker {member}: {_preview_indices(received)}, expected {_preview_indices(expected)}. "
@@ -74,7 +145,10 @@ class SampleAccounting:
     @property
     def drawn_account(self) -> SampleAccount:
         """All recorded batches of the epoch, and earlier ones whose gradients are not reduced yet."""
-        return sum((SampleAccount.from_indices(batch) for batch, _ in self._open_batches), self._expected)
+        return sum(
+            (SampleAccount.from_indices(each.indices) for each in self._open_batches if each.missing is None),
+            self._expected,
+        )
 
     def check_drawn(self, expected: SampleAccount) -> None:
         """Compare the recorded batches with the expected ones, at the end of an epoch.
@@ -95,7 +169,7 @@ class SampleAccounting:
     @property
     def num_planned(self) -> int:
         """Samples of the batches in the next reduction."""
-        return sum(len(batch) for batch, _ in self._open_batches)
+        return sum(len(each.indices) for each in self._open_batches)
 
     def account_of(self, member: str) -> SampleAccount:
         """Return a member's part of the open batches."""
@@ -105,13 +179,14 @@ class SampleAccounting:
     def _open_parts(self) -> "_OpenParts":
         if self._cached_parts is None:
             parts: dict[str, SampleAccount] = {}
-            for batch, batch_shares in self._open_batches:
-                for member in batch_shares.members:
-                    part = SampleAccount.from_indices(samples_of_member(batch, batch_shares, member))
+            whole = SampleAccount()
+            for each in self._open_batches:
+                for member in each.batch_shares.members:
+                    part = SampleAccount.from_indices(samples_of_member(each.indices, each.batch_shares, member))
                     parts[member] = parts.get(member, SampleAccount()) + part
-            self._cached_parts = _OpenParts(
-                parts, sum((SampleAccount.from_indices(batch) for batch, _ in self._open_batches), SampleAccount())
-            )
+                if each.missing is None:
+                    whole += SampleAccount.from_indices(each.indices)
+            self._cached_parts = _OpenParts(parts, whole)
         return self._cached_parts
 
     def _clear_open_batches(self) -> None:
@@ -122,7 +197,7 @@ class SampleAccounting:
         """Record that the open batches are committed.
 
         Returns:
-            Number of their samples that are lost.
+            Number of their samples that are not in it: missing if they are to be computed, else lost.
 
         Raises:
             TrainingError: The samples that members report differ from those that they had to compute.
@@ -138,8 +213,12 @@ class SampleAccounting:
                 f"account of reduction {commit.number}: {commit.account}, expected {total}. "
                 "Samples were lost or doubled; this is a bug of ringweave, please report it."
             )
+        self._expected, self._total = self._expected + parts.whole, self._total + total
+        if not self._recomputes:
+            self._lost += lost
+        elif lost.num_samples:
+            self.missing.extend(each.missing_without(commit.members) for each in self._open_batches)
         self._clear_open_batches()
-        self._expected, self._total, self._lost = self._expected + parts.whole, self._total + total, self._lost + lost
         return lost.num_samples
 
     def epoch_account(self) -> ElasticAccount:
@@ -165,7 +244,7 @@ class _OpenParts(NamedTuple):
     by_member: Mapping[str, SampleAccount]
     """Part of each member."""
     whole: SampleAccount
-    """Account of the whole batches."""
+    """Account of the whole batches, without those whose missing samples are computed."""
 
 
 def _preview_indices(indices: Indices) -> str:

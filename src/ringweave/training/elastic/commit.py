@@ -15,6 +15,7 @@ from ringweave.training.elastic.retained_reductions import (
     Commit,
     FetchedJson,
     FetchOnceBroadcast,
+    PartialSums,
     ReductionRow,
     RetainedReduction,
     SumBuffers,
@@ -37,10 +38,19 @@ class CommitProtocol:
     """Commit protocol of one member, through all generations. Called without the lock, unless noted."""
 
     def __init__(
-        self, state: SessionState, buffers: Callable[[], list[Tensor]], *, is_mean: bool, num_parameters: int
+        self,
+        state: SessionState,
+        buffers: Callable[[], list[Tensor]],
+        *,
+        is_mean: bool,
+        num_parameters: int,
+        partial_sums: PartialSums | None = None,
     ) -> None:
-        """Create it; every reduction sets the tensors `buffers` to the first member's values."""
-        self._state, self._buffers, self._is_mean = state, buffers, is_mean
+        """Create it; every reduction sets the tensors `buffers` to the first member's values.
+
+        Without `partial_sums`, samples of lost members are dropped.
+        """
+        self._state, self._buffers, self._is_mean, self._partial_sums = state, buffers, is_mean, partial_sums
         self._num_parameters = num_parameters
         self._sum_buffers = SumBuffers()
         self._prepared: _PreparedCommit | None = None
@@ -229,7 +239,7 @@ class CommitProtocol:
         try:
             for own, first in prepared.buffers:
                 own.copy_(first)
-            reduction.deliver(prepared.commit, is_mean=self._is_mean)
+            reduction.deliver(prepared.commit, is_mean=self._is_mean, partial_sums=self._partial_sums)
         except Exception as error:  # such as a device error: the script must raise it instead of waiting
             reduction.fail(trainer_interface.as_ringweave_error(error))
             raise

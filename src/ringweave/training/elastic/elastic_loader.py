@@ -1,6 +1,6 @@
 """Loader of an elastic job: gives this member its part of every batch, through all changes of the membership."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,19 @@ from torch.utils.data import DataLoader
 from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import EpochOrder, SampleAccount
-from ringweave.training.data import order
+from ringweave.training.data import order, sources
 from ringweave.training.data.order import LoaderSpec, Portion, pick_placeholders
 from ringweave.training.data.shared_loader import PreparedLoader, subset_loader
 from ringweave.training.data.sources import IndexedSource
-from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, samples_of_member
+from ringweave.training.elastic.accounting import (
+    ElasticAccount,
+    MissingBatch,
+    SampleAccounting,
+    samples_of_member,
+)
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
+from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import StepTimer
 
@@ -35,9 +41,21 @@ class DataProgress:
     committed: tuple[int, int] = (0, 0)
     """Epoch and position after the last committed reduction."""
     num_steps_before: int = 0
-    """Train steps, as the script counts them, before the first reduction of this job."""
+    """Train steps, as the script counts them, before the first reduction of this job; one less for each reduction that
+    missed samples, since the reduction of these samples belongs to the same step."""
     has_joined_late: bool = False
     """This member has received the job's state from another one."""
+
+    def repeat_step(self, batches: Iterable[MissingBatch]) -> None:
+        """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
+        self.position -= sum(batch.num_total for batch in batches if batch.epoch == self.epoch)
+        self.num_steps_before -= 1
+
+    def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
+        """Go on after that step without its missing samples."""
+        self.position += sum(batch.num_total for batch in batches if batch.epoch == self.epoch)
+        self.num_steps_before += 1
+        self.committed = (self.epoch, self.position)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +71,7 @@ class ElasticLoaderParts:
     timer: StepTimer
     measure_step: Callable[[], None]
     """Measures the step that has ended."""
+    incomplete_step: IncompleteStep
     record_account: Callable[[ElasticAccount], object]
 
 
@@ -115,7 +134,7 @@ class ElasticLoader(PreparedLoader):
             self._parts.accounting.discard_open_batches()
             place.num_since_commit = 0
             self._open_epoch(number)
-        if place.position < self._epoch_end:
+        if place.position < self._epoch_end or self._parts.accounting.missing:
             yield from self._iterate_rest(number)
         self.account = self._parts.accounting.epoch_account()
         self._open_epoch(number + 1)
@@ -225,6 +244,7 @@ class ElasticLoader(PreparedLoader):
         except GeneratorExit:
             self._aborted_epoch = number
             self._aborted_before_step = place.num_since_commit >= place.num_drawn - num_before
+            self._give_up_missing()
             raise
 
     def _iterate_batches(self) -> Iterator[Any]:
@@ -233,7 +253,11 @@ class ElasticLoader(PreparedLoader):
         order, version = self._epoch_order(), parts.share_table.version
         expected = parts.accounting.drawn_account + SampleAccount.from_indices(order.trained_indices(order.num_batches))
         batches, index = self._source.batches(order, place.num_drawn), 0
-        while index < order.num_batches:
+        while index < order.num_batches or parts.accounting.missing:
+            if parts.accounting.missing:
+                version = -1  # members have changed, and so have the numbers of the batches
+                yield from self._iterate_missing()
+                continue
             parts.measure_step()
             batch_indices = order.batch(index)
             parts.session.pass_step_boundary(lambda indices=batch_indices: self._record_draw(indices))
@@ -249,6 +273,46 @@ class ElasticLoader(PreparedLoader):
             parts.session.record_progress()
             yield batch
         parts.accounting.check_drawn(expected)
+
+    def _iterate_missing(self) -> Iterator[Any]:
+        """Yield this member's part of the missing samples, batch by batch as in the step that misses them."""
+        parts = self._parts
+        parts.incomplete_step.restore()
+        while parts.accounting.missing:
+            parts.measure_step()
+            parts.session.pass_step_boundary(self._record_missing)
+            parts.timer.begin_step()
+            own = parts.accounting.own_part(parts.member)
+            parts.weights.set(len(own.indices), own.num_total)
+            parts.timer.record_samples(len(own.indices))
+            parts.session.record_progress()
+            yield sources.load_batch(self._loader, own.samples_to_load)
+
+    def _record_missing(self) -> None:
+        """Record that the next missing samples are taken; needs the session's lock."""
+        place, parts = self._parts.progress, self._parts
+        batch = parts.accounting.record_next_missing(parts.share_table.shares_of_batch(place.num_drawn))
+        if batch.epoch == place.epoch:
+            place.position += batch.num_total
+        place.num_drawn += 1
+        place.num_since_commit += 1
+
+    def _give_up_missing(self) -> None:
+        """Finish a train step that misses samples when the script draws no batch any more, as if they were dropped."""
+        parts = self._parts
+        if not parts.accounting.missing or parts.session.has_stopped:
+            return
+
+        total = sum(batch.num_total for batch in parts.accounting.missing)
+        missing = sum(len(batch.indices) for batch in parts.accounting.missing)
+
+        def give_up() -> None:
+            parts.progress.give_up_step(parts.accounting.missing)
+            parts.accounting.lose_missing()
+
+        parts.session.change_atomically(give_up)
+        if missing < total:
+            parts.incomplete_step.take_without_missing(total / (total - missing) if parts.weights.is_mean else 1.0)
 
     def _record_draw(self, indices: np.ndarray) -> None:
         """Record that the next batch is taken; needs the session's lock."""

@@ -31,7 +31,7 @@ from ringweave.training.elastic.elastic_loader import ElasticLoader, ElasticLoad
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
-from ringweave.training.elastic.training_state import TrainingState
+from ringweave.training.elastic.training_state import IncompleteStep, TrainingState
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.timing import StepTimer
@@ -50,6 +50,7 @@ class PrepareOptions:
     max_samples: int | None
     ddp: dict[str, Any]
     extra_state: Mapping[str, Any]
+    on_failure: str
 
 
 def prepare_elastic(
@@ -70,7 +71,7 @@ def prepare_elastic(
     mode, reason = modes.decide_mode(options.mode, environment.mode, 2)
     spec, seed = order.read_loader(loader), order.shuffle_seed(loader)
     must_match = {**asdict(spec), "mode": mode, "reduction": options.reduction, "seed": seed}
-    must_match["num_parameters"] = count_parameters(model)
+    must_match["num_parameters"], must_match["on_failure"] = count_parameters(model), options.on_failure
     joined = _join_job((model, optimizer), options, environment, timer, must_match)
     shares = joined.trainer.share_table.latest.shares
     joined.recorder.training_prepared(mode=mode, options=options.mode, reason=reason, shares=shares)
@@ -86,6 +87,7 @@ def prepare_elastic(
         weights=weights,
         timer=timer,
         measure_step=joined.trainer.measure_step,
+        incomplete_step=IncompleteStep(optimizer, options.extra_state, lambda: bool(joined.trainer.accounting.missing)),
         record_account=joined.recorder.epoch_accounted,
     )
     return parallel, optimizer, ElasticLoader(loader, spec, seed, parts)
@@ -137,6 +139,7 @@ def _join_job(
         buffers=lambda: model_buffers(model),
         is_mean=options.reduction == "mean",
         num_parameters=must_match["num_parameters"],
+        recomputes=must_match["on_failure"] == "recompute",
     )
     membership_client = MembershipClient(
         own_name,

@@ -28,7 +28,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.membership.membership_records import Membership
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
-from ringweave.training.elastic.retained_reductions import Commit, RetainedReduction
+from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction
 from ringweave.training.elastic.trainer_interface import TrainerState, describe_validation_error
 
 MAX_RETAINED_REDUCTIONS = 16
@@ -374,10 +374,12 @@ def enter_generation(trainer: TrainerState, start: GenerationStart) -> None:
     trainer.begin_generation(start.membership, start.details, is_joining=start.is_joining, recovering=recovering)
 
 
-def replay_reduction(backward: RetainedReduction, logged: LoggedReduction, *, is_mean: bool) -> None:
+def replay_reduction(
+    backward: RetainedReduction, logged: LoggedReduction, *, is_mean: bool, partial_sums: PartialSums | None = None
+) -> None:
     """Give the script's backward pass the logged sums; without the lock."""
     for own, first in logged.buffers:
         own.copy_(first)
     for summed, total in zip(backward.sums, logged.sums, strict=True):
         summed.copy_(total)
-    backward.deliver(logged.commit, is_mean=is_mean)
+    backward.deliver(logged.commit, is_mean=is_mean, partial_sums=partial_sums)

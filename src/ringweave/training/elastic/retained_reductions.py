@@ -119,6 +119,11 @@ class Commit:
         return tuple(member for member, row in zip(self.members, self.rows, strict=True) if row.is_caught_up)
 
     @property
+    def is_partial(self) -> bool:
+        """Members have gone whose samples are not in it."""
+        return self.account.num_samples < self.num_planned
+
+    @property
     def scale(self) -> float:
         """Factor that makes the sum of the weighted gradients a mean over exactly the samples in it."""
         num_samples = self.account.num_samples
@@ -131,6 +136,30 @@ _FETCH_POLL_S = 0.05
 _FETCHED_WHAT = "what the first member has fetched"
 FetchedJson = dict[str, Any]
 """JSON object that one member has fetched."""
+
+
+class PartialSums:
+    """Sums of a train step that misses samples of lost members, kept until the reduction that adds the missing ones."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._used_bits = 0
+
+    def complete(self, commit: Commit, sums: Sequence[Tensor]) -> int:
+        """Add the kept sums to those of this commit, in place; keep the result if the step still misses samples.
+
+        Returns:
+            Bits of the parameters that any member has used in the step so far.
+        """
+        if not commit.num_planned:  # gradients of no batch of the loader
+            return commit.used_bits
+        if self._sums:
+            for summed, kept in zip(sums, self._sums, strict=True):
+                summed.add_(kept)
+        used_bits = commit.used_bits | self._used_bits
+        self._sums = [summed.clone() for summed in sums] if commit.is_partial else []
+        self._used_bits = used_bits if commit.is_partial else 0
+        return used_bits
 
 
 class SumBuffers:
@@ -272,16 +301,17 @@ class RetainedReduction:
                 _wait_quietly(work)
         self._num_started = 0
 
-    def deliver(self, commit: Commit, *, is_mean: bool) -> None:
-        """Hand the committed sums to DDP."""
-        scale = commit.scale if is_mean else 1.0
+    def deliver(self, commit: Commit, *, is_mean: bool, partial_sums: PartialSums | None = None) -> None:
+        """Hand the committed sums to DDP; without `partial_sums`, a mean is one over the samples in the commit."""
+        used_bits = commit.used_bits if partial_sums is None else partial_sums.complete(commit, self.sums)
+        scale = commit.scale if is_mean and (partial_sums is None or not commit.num_planned) else 1.0
         for message in self.messages:
             if scale != 1.0:
                 message.summed.mul_(scale)
             for bucket, summed in message.bucket_sums():
                 # DDP assumes that a result starts at the beginning of its memory.
                 bucket.future.set_result(bucket.gradients.copy_(summed) if summed.storage_offset() else summed)
-        self._all_used_bits.set_result(commit.used_bits)
+        self._all_used_bits.set_result(used_bits)
 
     @property
     def sums(self) -> list[Tensor]:
@@ -373,9 +403,9 @@ class FetchOnceBroadcast:
     def detach_from_group(self) -> None:
         """Do nothing: no started work remains in the group."""
 
-    def deliver(self, commit: Commit, *, is_mean: bool) -> None:
+    def deliver(self, commit: Commit, *, is_mean: bool, partial_sums: PartialSums | None = None) -> None:
         """Make the committed object available."""
-        del commit, is_mean
+        del commit, is_mean, partial_sums
         self.fetched = self._received
 
     def fail(self, error: Exception) -> None:

@@ -22,7 +22,7 @@ from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.commit import CommitProtocol
 from ringweave.training.elastic.recovery import CatchUp, GenerationStart, RecoveryPlan, ReplayLog
-from ringweave.training.elastic.retained_reductions import FetchedJson
+from ringweave.training.elastic.retained_reductions import FetchedJson, PartialSums
 from ringweave.training.elastic.session_state import SessionState
 from ringweave.training.elastic.trainer_interface import TrainerState
 from ringweave.training.elastic.training_state import StateRead
@@ -34,8 +34,8 @@ _MAX_READ_FAILURES = 5
 class MemberRecovery:
     """Recovery of one member; does nothing on a member that is not recovering."""
 
-    def __init__(self, state: SessionState, *, is_mean: bool) -> None:
-        self._state, self._is_mean = state, is_mean
+    def __init__(self, state: SessionState, *, is_mean: bool, partial_sums: PartialSums | None = None) -> None:
+        self._state, self._is_mean, self._partial_sums = state, is_mean, partial_sums
         self._num_failures = 0
         self._source_member = ""
         """Member that the state is, or was, read from."""
@@ -59,7 +59,7 @@ class MemberRecovery:
                 state.catch_up = None
             state.is_waiting = False
             state.lock.notify_all()
-        recovery.replay_reduction(backward, logged, is_mean=self._is_mean)
+        recovery.replay_reduction(backward, logged, is_mean=self._is_mean, partial_sums=self._partial_sums)
         with state.lock:
             catch_up.recycle_sums(logged)
 
@@ -306,11 +306,18 @@ class ElasticSession:
         buffers: Callable[[], list[Tensor]],
         is_mean: bool,
         num_parameters: int = 0,
+        recomputes: bool = False,
     ) -> None:
-        """Create a session; every reduction sets the tensors `buffers` to the first member's values."""
+        """Create a session; every reduction sets the tensors `buffers` to the first member's values.
+
+        With `recomputes`, sums that miss samples of lost members are kept for the reduction of these samples.
+        """
         self._state = SessionState(member, groups, trainer)
-        self._commits = CommitProtocol(self._state, buffers, is_mean=is_mean, num_parameters=num_parameters)
-        self._recovery = MemberRecovery(self._state, is_mean=is_mean)
+        partial_sums = PartialSums() if recomputes else None
+        self._commits = CommitProtocol(
+            self._state, buffers, is_mean=is_mean, num_parameters=num_parameters, partial_sums=partial_sums
+        )
+        self._recovery = MemberRecovery(self._state, is_mean=is_mean, partial_sums=partial_sums)
         self._thread = SessionThread(self._state, self._commits, self._recovery)
 
     # The training thread.

@@ -66,6 +66,10 @@ class EventReporter(Protocol):
         """A reduction is committed without the samples of members that are gone."""
         ...
 
+    def samples_recomputed(self, commit: Commit, num_missing: int) -> None:
+        """A reduction is committed without samples of members that are gone; the next one has these samples."""
+        ...
+
     def members_caught_up(self, commit: Commit, batch_number: int) -> None:
         """Joining members have caught up; they have samples from this batch on."""
         ...
@@ -84,7 +88,9 @@ class ElasticTrainerState:
         events: EventReporter,
     ) -> None:
         """Create the state; `events` reports events, and writes them on one of the members."""
-        self.accounting, self.progress, self.share_table = SampleAccounting(), DataProgress(), share_table
+        recomputes = description.must_match.get("on_failure") == "recompute"
+        self.accounting = SampleAccounting(recomputes=recomputes)
+        self.progress, self.share_table = DataProgress(), share_table
         self._description, self._timer, self._state, self._transport = description, timer, state, transport
         self._events = events
         self._estimator = SpeedEstimator()
@@ -111,8 +117,11 @@ class ElasticTrainerState:
 
     @property
     def is_between_steps(self) -> bool:
-        """No batch is open. During `no_sync` a joining member would have no part in the accumulated gradients."""
-        return self.progress.num_since_commit == 0
+        """No batch is open, and no sample is missing in the last step.
+
+        A joining member would have no part in the gradients that are accumulated, or kept for the missing samples.
+        """
+        return self.progress.num_since_commit == 0 and not self.accounting.missing
 
     def reduction_row(self) -> ReductionRow:
         return ReductionRow(
@@ -142,10 +151,14 @@ class ElasticTrainerState:
         """Record a committed reduction, and change the shares if members have caught up or if it pays."""
         self._events.reduction_committed()
         num_lost = self.accounting.record_commit(commit)
-        if num_lost:
-            self._events.samples_lost(commit, num_lost)
         self.progress.num_since_commit = 0
-        self.progress.committed = (self.progress.epoch, self.progress.position)
+        if self.accounting.missing:
+            self.progress.repeat_step(self.accounting.missing)
+            self._events.samples_recomputed(commit, num_lost)
+        else:
+            self.progress.committed = (self.progress.epoch, self.progress.position)
+            if num_lost:
+                self._events.samples_lost(commit, num_lost)
         self.share_table.forget_before(self.progress.num_drawn)
         first = self.progress.num_drawn + self._description.must_match["num_prefetched"]
         if commit.caught_up:

@@ -295,6 +295,56 @@ _PUBLISH_WAIT_S = 60.0
 """Time that a peer may take to publish its state; it copies the state during its next step."""
 
 
+class IncompleteStep:
+    """Train step that misses samples of lost members: nothing of it takes effect before these samples are computed.
+
+    Its gradients are a part of the whole ones, and the sums are kept elsewhere. So the script's call of the optimizer
+    changes nothing: the optimizer's gradients are removed. What the script changes after it, such as a scheduler of
+    learning rates, is undone for the optimizer's options and for extra objects before the missing samples are handed
+    out. The script then goes through the step again, with these samples, and its second call of the optimizer counts.
+    """
+
+    def __init__(self, optimizer: Optimizer, extra_state: Mapping[str, Any], is_incomplete: Callable[[], bool]) -> None:
+        self._optimizer, self._extra_state, self._is_incomplete = optimizer, extra_state, is_incomplete
+        self._options: list[dict[str, Any]] = []
+        self._extra: dict[str, Any] = {}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        optimizer.register_step_pre_hook(self._skip_if_incomplete)
+
+    def restore(self) -> None:
+        """Undo what the script changed after it called the optimizer, if it did."""
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=bool(self._options)):
+            group.update(options)
+        for name, state in self._extra.items():
+            self._extra_state[name].load_state_dict(state)
+        self._forget()
+
+    @torch.no_grad()
+    def take_without_missing(self, scale: float) -> None:
+        """Take the step after all, with the gradients that the optimizer did not get, multiplied by `scale`."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.mul_(scale)
+        is_taken = bool(self._gradients)
+        self._forget()
+        if is_taken:
+            self._optimizer.step()
+
+    def _skip_if_incomplete(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if not self._is_incomplete():
+            return
+        groups = optimizer.param_groups
+        self._options = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups
+        ]
+        self._extra = {name: copy.deepcopy(each.state_dict()) for name, each in self._extra_state.items()}
+        self._gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def _forget(self) -> None:
+        self._options, self._extra, self._gradients = [], {}, []
+
+
 class TrainingState:
     """State of one model, its optimizer and extra objects with `state_dict`, as named buffers."""
 
