@@ -9,6 +9,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -71,30 +72,38 @@ def make(width: int) -> nn.Module:
 class Checks:
     """Writes each process's samples and parameter checksums of each train step, to compare processes later."""
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path | None, model: nn.Module) -> None:
+        """Without a folder it writes nothing."""
         self._folder, self._model = folder, model
-        who = os.environ.get(environment.MEMBER) or os.environ.get("RANK", "0")
-        self._credentials_file = (folder / f"{who}-{os.getpid()}.txt").open("a", encoding="ascii")
+        self._file: TextIO | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            member = os.environ.get(environment.MEMBER) or os.environ.get("RANK", "0")
+            self._file = (folder / f"{member}-{os.getpid()}.txt").open("a", encoding="ascii")
 
-    def drawn(self, train_step: int, indices: torch.Tensor) -> None:
+    def drawn(self, reduction: int, indices: torch.Tensor, epoch: int) -> None:
         """Write the samples that this process computes: how many, and the sum of a number for each."""
         account = SampleAccount.from_indices(indices.numpy())
-        self._say(f"drawn {train_step} {account.num_samples} {account.fingerprint}")
+        self._say(f"drawn {reduction} {account.num_samples} {account.fingerprint} {epoch}")
 
     def done(self, train_step: int) -> None:
         """Write the checksum of all parameters, and the time."""
+        if self._file is None:
+            return
         digest = xxhash.xxh3_64()
         for each in self._model.parameters():
             digest.update(each.detach().numpy().data)
         self._say(f"done {train_step} {digest.hexdigest()} {time.time():.3f}")
 
     def _say(self, line: str) -> None:
-        self._credentials_file.write(f"{line}\n")
-        self._credentials_file.flush()
+        if self._file is not None:
+            self._file.write(f"{line}\n")
+            self._file.flush()
 
     def end(self, train_step: int) -> None:
         """Write the losses on held-out and on training samples to a file."""
+        if self._folder is None:
+            return
         found = {"train_step": train_step}
         for name, is_held_out in (("held_out_loss", True), ("training_loss", False)):
             images, labels = read(held_out=is_held_out)
@@ -136,29 +145,30 @@ def main() -> None:
         checkpoints.load()
     state, loss = loader.state_dict(), torch.tensor(0.0)
     train_step = state["epoch"] * len(loader) + state["position"] // BATCH
-    checks = Checks(options.checks, bare) if options.checks else None
+    checks = Checks(options.checks, bare)
+    is_elastic = environment.MEMBER in os.environ
     while train_step < options.steps:
         for x, y, indices in loader:
             own = indices if loader.fraction else indices[:0]
-            if checks:
-                checks.drawn(train_step + 1, own)
+            reduction = (loader.num_train_steps if is_elastic else train_step) + 1
+            checks.drawn(reduction, own, loader.state_dict()["epoch"])
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(x), y)
             time.sleep(options.s_per_sample * len(own))
             loss.backward()
             optimizer.step()
+            if is_elastic and loader.misses_samples:
+                continue  # those of a lost worker: they are the next batch, of the same step
             train_step += 1
-            if checks:
-                checks.done(train_step)
+            checks.done(reduction)
             if train_step % options.checkpoint_every == 0:
                 checkpoints.save(train_step)
             if train_step >= options.steps:
                 break
     if dist.get_rank() == 0:
         print(f"{train_step} train steps, loss of the last batch on rank 0: {loss.item():.4f}")
-        if checks:
-            checks.end(train_step)
-    if environment.MEMBER not in os.environ:  # an elastic job's group is not the script's
+        checks.end(train_step)
+    if not is_elastic:  # an elastic job's group is not the script's
         dist.destroy_process_group()
 
 

@@ -88,21 +88,23 @@ class Ended:
     def check_samples(self) -> tuple[int, int]:
         """Return (samples committed, samples lost) in complete passes over the data, by the processes' draws.
 
-        A step's samples are those that its members drew. The event `samples_lost` names the members if some processes
-        that drew samples are not among them; else they are those of the last generation before the step's commit:
-        an evicted worker may have drawn samples that the others drew again.
+        A step's samples are those that its members drew. The events `samples_lost` and `samples_recomputed` name the
+        members if some processes that drew samples are not among them; else they are those of the last generation
+        before the step's commit: an evicted worker may have drawn samples that the others drew again.
 
         Raises:
             AssertionError: No pass is complete; the accounts of a pass have another number, or other samples; or the
                 samples missing there were not lost, step by step, with members that were gone.
         """
         gone = [event for event in self.events if event["kind"] == "samples_lost"]
-        within = {event["reduction"]: event["members"] for event in gone}
+        partial = [event for event in self.events if event["kind"] in ("samples_lost", "samples_recomputed")]
+        within = {event["reduction"]: event["members"] for event in partial}
         epochs = [event for event in self.events if event["kind"] == "generation_begun"]
         totals: dict[int, SampleAccount] = {}
-        for reduction, member, own in self._drawn():
+        epoch_of: dict[int, int] = {}
+        for reduction, member, own, epoch in self._drawn():
+            epoch_of[reduction] = epoch
             if member in (within.get(reduction) or _members_at(epochs, reduction) or [member]):
-                epoch = (reduction - 1) // STEPS_AN_EPOCH
                 totals[epoch] = totals.get(epoch, SampleAccount()) + own
         books = {event["epoch"]: event for event in self.events if event["kind"] == "samples_accounted"}
         num_counted = num_lost = 0
@@ -112,7 +114,7 @@ class Ended:
                 raise AssertionError(f"epoch {epoch}: processes drew {found}, the books say {event}")
             num_counted, num_lost = num_counted + found.num_samples, num_lost + event["expected"] - found.num_samples
         assert num_counted, "samples: no epoch of the data is complete, so nothing can be compared with the books"
-        told = sum(event["lost"] for event in gone if (event["reduction"] - 1) // STEPS_AN_EPOCH in books)
+        told = sum(event["lost"] for event in gone if epoch_of[event["reduction"]] in books)
         assert num_lost == told, f"samples: {num_lost} are missing in the books, {told} are known to be lost"
         self._check_lost(gone)
         return num_counted, num_lost
@@ -124,7 +126,7 @@ class Ended:
             AssertionError: One did.
         """
         drawn: dict[int, int] = {}
-        for reduction, _, own in self._drawn():
+        for reduction, _, own, _ in self._drawn():
             drawn[reduction] = max(own.num_samples, drawn.get(reduction, 0))
         members: set[str] = set()
         missing: dict[int, int] = {}
@@ -142,11 +144,12 @@ class Ended:
                 f"step {reduction}: {event['lost']} samples lost with {missing[reduction]} members of {share} at most"
             )
 
-    def _drawn(self) -> Iterator[tuple[int, str, SampleAccount]]:
-        """Yield (step, process, its samples) of every line about samples."""
-        for member, (word, step, *rest) in self._said():
-            if word == "drawn" and len(rest) == 2:
-                yield int(step), member, SampleAccount(num_samples=int(rest[0]), fingerprint=int(rest[1]))
+    def _drawn(self) -> Iterator[tuple[int, str, SampleAccount, int]]:
+        """Yield (reduction, process, its samples, epoch of the data) of every line about samples."""
+        for member, (word, reduction, *rest) in self._said():
+            if word == "drawn" and len(rest) == 3:
+                account = SampleAccount(num_samples=int(rest[0]), fingerprint=int(rest[1]))
+                yield int(reduction), member, account, int(rest[2])
 
     def _said(self) -> Iterator[tuple[str, list[str]]]:
         """(process, words) of every line."""
@@ -281,6 +284,7 @@ def summary(ended: Ended, found: Sequence[FaultImpact]) -> dict[str, Any]:
         "attempts": report.attempts,
         "samples_counted": num_counted,
         "samples_lost": num_lost,
+        "samples_recomputed": sum(event["missing"] for event in ended.events if event["kind"] == "samples_recomputed"),
         "checks_alike": num_alike,
         "wrong": [*wrong, *ended.wrong_end()],
         "broken": list(report.broken),
@@ -327,6 +331,7 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
         "steps_lost": "train steps lost (bar 0)",
         "samples_counted": "samples that counted, each drawn once, in whole epochs",
         "samples_lost": "samples lost with who had drawn them",
+        "samples_recomputed": "samples of lost members that the others computed in the same step",
         "stall_p50_s": "stall p50, s",
         "stall_p95_s": "stall p95, s",
         "taken_over_p50_s": "service replaced after p50, s",

@@ -111,13 +111,13 @@ class GenerationRecord:
 
 
 def drop_repeated_losses(events: Iterable[Event]) -> list[Event]:
-    """Drop repeated reports of the same reduction's lost samples: two members may write one each."""
+    """Drop repeated reports of the same reduction's lost or missing samples: two members may write one each."""
     found: list[Event] = []
     known: set[tuple[Any, ...]] = set()
     attempt = 0
     for event in events:
         attempt += event["kind"] == "run_started"
-        if event["kind"] == "samples_lost":
+        if event["kind"] in ("samples_lost", "samples_recomputed"):
             loss = (attempt, event["reduction"], *event["members"])
             if loss in known:
                 continue

@@ -25,7 +25,7 @@ def lab_jobs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def drawn(step: int, indices: list[int]) -> str:
     own = SampleAccount.from_indices(indices)
-    return f"drawn {step} {own.num_samples} {own.fingerprint}"
+    return f"drawn {step} {own.num_samples} {own.fingerprint} {(step - 1) // 6}"
 
 
 def ended(

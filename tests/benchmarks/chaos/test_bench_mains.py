@@ -60,7 +60,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
     total, epochs = SampleAccount(), []
     for step in range(1, STEPS + 1):
         for member, own in drawn(step).items():
-            said[member].append(f"drawn {step} {own.num_samples} {own.fingerprint}")
+            said[member].append(f"drawn {step} {own.num_samples} {own.fingerprint} {(step - 1) // 6}")
             if member in members(step):
                 total += own
                 said[member].append(f"done {step} {step:016x}")

@@ -77,7 +77,8 @@ def train(
     accounts, has_come = [], not awaited
     for _ in loader.epochs(num_epochs):
         for inputs, targets, indices in loader:
-            step = loader.num_train_steps
+            place = loader.state_dict()
+            step = place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
             send_message(("drawn", step, indices.tolist() if loader.fraction else []))
             send_message(("in", step, loader._parts.session.membership.generation_id))
             sums.begin_step(step)

@@ -41,20 +41,17 @@ class DataProgress:
     committed: tuple[int, int] = (0, 0)
     """Epoch and position after the last committed reduction."""
     num_steps_before: int = 0
-    """Train steps, as the script counts them, before the first reduction of this job; one less for each reduction that
-    missed samples, since the reduction of these samples belongs to the same step."""
+    """Train steps, as the script counts them, before the first reduction of this job."""
     has_joined_late: bool = False
     """This member has received the job's state from another one."""
 
     def repeat_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
         self.position -= sum(batch.num_total for batch in batches if batch.epoch == self.epoch)
-        self.num_steps_before -= 1
 
     def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go on after that step without its missing samples."""
         self.position += sum(batch.num_total for batch in batches if batch.epoch == self.epoch)
-        self.num_steps_before += 1
         self.committed = (self.epoch, self.position)
 
 
@@ -187,13 +184,24 @@ class ElasticLoader(PreparedLoader):
         self._pass_epoch = place.epoch
 
     @property
+    def misses_samples(self) -> bool:
+        """The last train step misses samples of a lost member, so the optimizer has skipped it.
+
+        The next batch, or batches, have these samples, and the step with them is whole.
+        """
+        return bool(self._parts.accounting.missing)
+
+    @property
     def has_joined_late(self) -> bool:
         """This member joined while others were training: it has their state and needs no checkpoint."""
         return self._parts.progress.has_joined_late
 
     @property
     def num_train_steps(self) -> int:
-        """Committed train steps, as the script counts them; see `count_train_steps`."""
+        """Committed train steps, as the script counts them; see `count_train_steps`.
+
+        A step that the script goes through again for missing samples counts twice, on all members.
+        """
         return self._parts.progress.num_steps_before + self._parts.session.num_committed
 
     def count_train_steps(self, num_train_steps: int) -> None:
