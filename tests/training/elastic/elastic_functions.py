@@ -25,6 +25,8 @@ from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
 HIDDEN, CAP_MB = 16, 0.001
+CLIP = 0.3
+"""Largest norm of a step's gradients, below that of the first steps."""
 WIDE, WIDE_CAP_MB = 96, 0.06
 """A model with two layers, each of which is a bucket that is large enough for a sum of its own."""
 
@@ -133,6 +135,40 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
                 return {"state": {name: each.numpy().copy() for name, each in model.module.state_dict().items()}}
             time.sleep(pause_s)
     raise AssertionError("more epochs than steps")
+
+
+def train_accumulating(num_epochs: int, faults: Mapping[str, tuple[int, str]], pause_s: float = 0.0) -> dict[str, Any]:
+    """Train by steps of two batches, with clipping and a schedule; missing samples are recomputed.
+
+    `faults` are member -> (number of the batch through all epochs, moment) of its death.
+    """
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = ringweave.prepare(
+        model, optimizer, data, mode="sync", extra_state={"schedule": schedule}, ddp={"bucket_cap_mb": CAP_MB}
+    )
+    send_message(("prepared",))
+    at, moment = faults.get(own_member(), (-1, ""))
+    accounts = []
+    for epoch in loader.epochs(num_epochs):
+        for inputs, targets, _ in loader:
+            number = loader.state_dict()["position"] // BATCH
+            if epoch * (NUM_SAMPLES // BATCH) + number - 1 == at:
+                arm(moment, model, optimizer)
+            with model.no_sync() if number % 2 else contextlib.nullcontext():
+                nn.functional.mse_loss(model(inputs), targets).backward()
+            if number % 2 == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                send_message(("done", loader.num_train_steps, loader.misses_samples))
+                time.sleep(pause_s)
+        accounts.append(loader.account)
+    parameters = [each.detach().numpy().copy() for each in model.module.parameters()]
+    return {"parameters": parameters, "accounts": accounts, "lr": schedule.get_last_lr()}
 
 
 def train_from_checkpoints(

@@ -163,11 +163,67 @@ def test_samples_of_lost_members_are_computed_in_the_same_step(mode: str, faults
             assert repeated <= lossy | {at for at, _ in faults.values()}, "no step without a loss is repeated"
 
 
-def whole_batches() -> dict[int, list[int]]:
-    """Step -> samples of its batch, for two epochs."""
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"1.0": (2, "forward"), "2.0": (9, "backward")},
+        {"0.0": (5, "bucket1"), "3.0": (5, "forward")},
+        {"2.0": (7, "backward"), "1.0": (15, "bucket3")},
+    ],
+    ids=["first and second batch", "two in one step", "end of an epoch"],
+)
+def test_accumulated_batches_clipping_and_a_schedule_are_those_of_a_run_without_a_loss(
+    faults: dict[str, tuple[int, str]],
+) -> None:
+    with ElasticJob(elastic_functions.train_accumulating, 4, 2, faults) as job:
+        left = [member for member in job.members if member not in faults]
+        values = [value_of(job, member) for member in left]
+        check_alike(values)
+        parameters, last_lr = accumulate()
+        for value in values:
+            assert value["lr"] == last_lr
+            assert all(account.is_exact for account in value["accounts"])
+            for own, wanted in zip(value["parameters"], parameters, strict=True):
+                np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
+        assert any(said[2] for said, _ in job.messages(left[0]) if said[0] == "done"), "a step missed samples"
+
+
+def test_a_worker_that_joins_repeats_steps_that_missed_samples() -> None:
+    faults = {"1.0": (2, "backward")}
+    with ElasticJob(elastic_functions.train_accumulating, 4, 24, faults, 0.1) as job:
+        assert job.outcome("1.0").exit_code == -signal.SIGKILL
+        newcomer = job.start_worker(1, 1)
+        job.wait_message(newcomer, lambda said: said == ("prepared",))
+        job.send_signal("2.0", signal.SIGKILL)
+        values = [value_of(job, member) for member in ("0.0", "3.0", newcomer)]
+        check_alike(values)
+        assert len({tuple(value["lr"]) for value in values}) == 1
+        assert all(account.is_exact for value in values for account in value["accounts"][-4:])
+        for own, wanted in zip(values[0]["parameters"], accumulate(24)[0], strict=True):
+            np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
+
+
+def accumulate(num_epochs: int = 2) -> tuple[list[np.ndarray], list[float]]:
+    """Parameters and learning rate after `elastic_functions.train_accumulating` in one process."""
+    model, data = elastic_functions.make_model(), elastic_functions.make_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    for number, samples in sorted(whole_batches(num_epochs).items()):
+        inputs, targets, _ = data[torch.tensor(samples)]
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), elastic_functions.CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return [each.detach().numpy() for each in model.parameters()], schedule.get_last_lr()
+
+
+def whole_batches(num_epochs: int = 2) -> dict[int, list[int]]:
+    """Number of each batch -> its samples."""
     return {
         epoch * NUM_STEPS + number: list(order[number * elastic_functions.BATCH :][: elastic_functions.BATCH])
-        for epoch in range(2)
+        for epoch in range(num_epochs)
         for order in [balancing.shuffle_indices(elastic_functions.NUM_SAMPLES, 3, epoch)]
         for number in range(NUM_STEPS)
     }
