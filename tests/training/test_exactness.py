@@ -25,6 +25,10 @@ CASES = {
     "a term of the loss without samples": Case(has_regularizer=True),
     "loader with workers": Case(num_workers=1, num_samples=100, num_steps=17),
     "stream": Case(streams=True),
+    "tokens, by sample": Case(weighs="sample"),
+    "tokens, by batch": Case(weighs="batch"),
+    "tokens, by batch, accumulation": Case(weighs="batch", accumulate=3, uses_no_sync=True),
+    "tokens, by batch, stream": Case(weighs="batch", streams=True),
 }
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,36 @@ def test_an_unknown_reduction_is_refused() -> None:
     text = r"^reduction: 'max', expected mean or sum\. Say how the loss of a batch follows from the losses"
     with pytest.raises(TrainingError, match=text):
         ringweave.prepare(*things(), reduction="max")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weight": [1.0]}, r"^weight of the samples: '1 of them', expected 4\. Give one number for each sample"),
+        (
+            {"weight": [1, 2, 3, -1]},
+            r"^weight of the samples: '-1\.0 of sample 3', expected numbers from 0 on\. ",
+        ),
+        ({"weight": len, "reduction": "sum"}, r"^reduction: 'sum', expected mean beside weight\. Leave out weight"),
+        ({"on_failure": "wait"}, r"^on_failure: 'wait', expected recompute or drop\. Say what happens to the samples"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TrainingError, match=text):
+        ringweave.prepare(*things(), **options)
+
+
+def test_weights_of_the_script_take_the_place_of_numbers_of_samples() -> None:
+    weights = SampleWeights(num_ranks=4, is_mean=True)
+    asked = []
+    weights.set(6, 12)
+    weights.set_weights(30.0, lambda: asked.append(1) or 120.0)
+    assert (weights.factor, weights.fraction) == (1.0, 0.25)
+    assert len(asked) == 1, "the weight of the whole batch is waited for once"
+    weights.set_weights(0.0, 120.0)
+    assert (weights.factor, weights.fraction) == (0.0, 0.0)
+    weights.set(6, 12)
+    assert weights.factor == 2.0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import HostTimeline
 
 FEATURES = 6
+NUM_TOKENS = 4
+"""Most tokens of a ragged sample; some samples have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Case:
     streams: bool = False
     has_regularizer: bool = False
     dtype: torch.dtype = torch.float64
+    weighs: str = ""
+    """The loss is a mean over tokens of ragged samples, whose numbers `prepare` gets by `sample` or by `batch`."""
 
 
 class Stream(IterableDataset):
@@ -57,9 +61,11 @@ def make(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     model = model.to(case.dtype)
-    samples = TensorDataset(
-        torch.randn(case.num_samples, FEATURES, dtype=case.dtype), torch.randint(3, (case.num_samples,))
-    )
+    shape = (case.num_samples, NUM_TOKENS) if case.weighs else (case.num_samples,)
+    labels = torch.randint(3, shape)
+    if case.weighs:
+        labels[torch.arange(NUM_TOKENS) >= torch.randint(NUM_TOKENS + 1, (case.num_samples, 1))] = -100
+    samples = TensorDataset(torch.randn(*shape, FEATURES, dtype=case.dtype), labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(
         Stream(samples) if case.streams else samples,
@@ -75,7 +81,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable, 
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.num_steps)
     for number, (x, y) in enumerate(forever(loader, case.num_steps), start=1):
         is_update = number % case.accumulate == 0
-        loss = nn.functional.cross_entropy(model(x), y, reduction=case.reduction) / case.accumulate
+        logits = model(x).reshape(-1, 3)
+        loss = nn.functional.cross_entropy(logits, y.reshape(-1), reduction=case.reduction) / case.accumulate
         if case.has_regularizer:
             loss = loss + 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
         if case.uses_no_sync and not is_update and hasattr(model, "no_sync"):
@@ -95,6 +102,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable, 
 def forever(loader: Iterable, num_steps: int) -> Iterator[Any]:
     """So many batches, of one epoch after the other; none more is asked for."""
     return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_steps)
+
+
+def weight_of(case: Case, dataset: Any) -> Any:
+    """What `prepare` gets as weight."""
+    if case.weighs == "sample":
+        return [count_tokens(labels) for _, labels in dataset]
+    return (lambda batch: count_tokens(batch[1])) if case.weighs else None
+
+
+def count_tokens(labels: Tensor) -> int:
+    return int((labels != -100).sum())
 
 
 def weights_of(model: nn.Module) -> Tensor:
@@ -121,7 +139,9 @@ def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: 
     model, optimizer, loader = make(case)
     train(model, optimizer, loader, case)
     alone = weights_of(model)
-    parallel, optimizer, shared = ringweave.prepare(*make(case), mode="sync", reduction=case.reduction)
+    made = make(case)
+    weight = weight_of(case, made[2].dataset)
+    parallel, optimizer, shared = ringweave.prepare(*made, mode="sync", reduction=case.reduction, weight=weight)
     accounts = watch_accounts(shared)
     change_shares(shared, every, shares)
     train(parallel, optimizer, shared, case)

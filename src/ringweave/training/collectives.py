@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,16 @@ class ControlGroup:
         """Broadcast one rank's tensor to all ranks, in place."""
         dist.broadcast(tensor, source, group=self._group)
         return tensor
+
+    def start_sum(self, own: float) -> Callable[[], float]:
+        """Start to sum a number over all ranks; the function that is returned waits for the sum, the same on all."""
+        work, received = self._start(torch.tensor([own], dtype=torch.float64))
+
+        def wait() -> float:
+            work.wait()
+            return math.fsum(each.item() for each in received)
+
+        return wait
 
     def start_speed_exchange(self, own: Speed | None) -> "SpeedExchange":
         values = (math.nan,) * 3 if own is None else (own.s_per_sample, own.overhead_samples, own.noise)

@@ -6,6 +6,7 @@ the ranks of the accumulated gradients. So passes without communication (`no_syn
 one, and passes with communication do not change gradients that are the same on all ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +33,26 @@ class SampleWeights:
     batch_part: float = 1.0
     """Train steps that these samples make. In rings it is less than one, and the server counts a push for just that
     fraction; so a sum of losses is divided by it, to become that of a whole step, as a mean is."""
+    weight: float = 1.0
+    """Weight of the samples on this rank; their number, unless the script gives weights."""
+    total_weight: float | Callable[[], float] = 1.0
+    """Weight of the samples over all ranks, or a function that waits for it."""
 
     def set(self, num_samples: int, num_total: int, batch_part: float = 1.0) -> None:
-        """Set the batch that the next passes compute."""
+        """Set the batch that the next passes compute; each sample weighs the same."""
         self.num_samples, self.num_total, self.batch_part = num_samples, num_total, batch_part
+        self.weight, self.total_weight = num_samples, num_total
+
+    def set_weights(self, weight: float, total_weight: float | Callable[[], float]) -> None:
+        """Set other weights for this batch: that of the samples on this rank, and of those over all ranks."""
+        self.weight, self.total_weight = weight, total_weight
 
     @property
     def fraction(self) -> float:
         """This rank's fraction of the batch: the sum over ranks of fraction times mean is the mean of all samples."""
-        return self.num_samples / self.num_total if self.num_total else 1 / self.num_ranks
+        if self.num_total == 0:
+            return 1 / self.num_ranks
+        return self.weight / self._wait_total_weight() if self.weight else 0.0
 
     @property
     def factor(self) -> float:
@@ -49,7 +61,12 @@ class SampleWeights:
             return 1.0
         if not self.is_mean:
             return self.num_ranks / self.batch_part if self.num_samples else 0.0
-        return self.num_ranks * self.num_samples / self.num_total
+        return self.num_ranks * self.weight / self._wait_total_weight() if self.weight else 0.0
+
+    def _wait_total_weight(self) -> float:
+        if callable(self.total_weight):
+            self.total_weight = self.total_weight()
+        return self.total_weight
 
     @unserializable_hook
     def weigh(self, gradient: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ringweave.training import collectives, gradients, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
-from ringweave.training.data.shared_loader import SharedLoader, SharedLoaderParts
+from ringweave.training.data.shared_loader import BatchWeight, SampleWeightTable, SharedLoader, SharedLoaderParts
 from ringweave.training.elastic import elastic_preparation
 from ringweave.training.elastic.elastic_loader import ElasticLoader
 from ringweave.training.elastic.elastic_preparation import PrepareOptions
@@ -41,7 +41,7 @@ TrainingTriple = tuple[nn.Module, Optimizer, DataLoader]
 
 REDUCTIONS = ("mean", "sum")
 ON_FAILURE = ("recompute", "drop")
-_MUST_MATCH = ("mode", "reduction", "order", "batch_samples", "num_samples", "drop_last")
+_MUST_MATCH = ("mode", "reduction", "weight", "order", "batch_samples", "num_samples", "drop_last")
 
 
 def prepare(  # noqa: PLR0913 - a user's one call: three things and options with defaults; half of it says what they are
@@ -56,6 +56,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     asynchronous: Asynchronous | None = None,
     extra_state: Mapping[str, Any] | None = None,
     on_failure: str = "recompute",
+    weight: Sequence[float] | Callable[[Any], float] | None = None,
 ) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader | ElasticRingLoader]:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
@@ -76,7 +77,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             with the shortest predicted step after a trial of the model; without it balanced, if there is more than one
             worker.
         reduction: `mean` if the loss is a mean over the samples of a batch, `sum` if it is their sum. Exactness depends
-            on it; a weighted mean, or one over tokens of unequal numbers, is neither.
+            on it; for a weighted mean, or one over tokens of unequal numbers, give `weight` too.
         max_samples: Limit of samples of one batch in this rank's memory; may differ between ranks.
         ddp: Further arguments of DistributedDataParallel.
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
@@ -87,6 +88,10 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             `recompute` the others compute them before the step ends, so its batch stays whole: the loader yields them
             as another batch, and the optimizer skips the step that misses them. With `drop` the step is the mean over
             the other samples. Modes with a parameter server always drop.
+        weight: Weights in the mean that the loss is, such as the number of tokens of each sample: one number for each
+            sample of the data set, or a function that gets a batch from the loader and returns its weight. With a
+            function the workers exchange their weights while the model computes; it works in modes sync and balanced
+            without `--elastic`. A batch must have some weight.
 
     Raises:
         UsageError: The mode does not exist, or its server was not started.
@@ -97,6 +102,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     """
     _check_reduction(reduction)
     _check_on_failure(on_failure)
+    _check_weight(weight, reduction)
     modes.check_mode(mode)
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
     options = PrepareOptions(
@@ -106,6 +112,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         ddp=dict(ddp or {}),
         extra_state=dict(extra_state or {}),
         on_failure=on_failure,
+        weight=weight if weight is None or callable(weight) else SampleWeightTable.of_script(weight, loader),
     )
     if environment.coordinators:
         return _prepare_for_elastic_job((model, optimizer, loader), options, settings, environment)
@@ -141,6 +148,7 @@ def _prepare_for_static_job(
     own_report = {
         "mode": preset[0],
         "reduction": options.reduction,
+        "weight": options.weight_digest,
         "seed": order.shuffle_seed(loader),
         "cap": options.max_samples,
         "optimizer": optimizers.optimizer_name(optimizer),
@@ -168,7 +176,13 @@ def _prepare_for_static_job(
     if chosen in modes.SERVER_MODES:
         recorder.training_prepared(mode=chosen, options=options.mode, reason=reason, shares=())
         ring_options = RingOptions(
-            mode=chosen, is_mean=is_mean, settings=settings, ddp=options.ddp, rings=rings, is_open=is_open
+            mode=chosen,
+            is_mean=is_mean,
+            settings=settings,
+            ddp=options.ddp,
+            rings=rings,
+            is_open=is_open,
+            sample_weights=options.sample_weights,
         )
         return ring_preparation.prepare_rings(
             triple, spec, reports, ring_options, (environment, control_group, recorder)
@@ -185,7 +199,8 @@ def _prepare_for_static_job(
     reducer = GradientReducer(process_group=None, timer=timer)
     parallel = gradients.wrap_ddp(model, parts.weights, reducer, options.ddp)
     timing.attach_timer(timer, parallel, optimizer)
-    return parallel, optimizer, SharedLoader(loader, spec, reports[0]["seed"], parts)
+    weight = BatchWeight(options.weight, control_group) if callable(options.weight) else options.sample_weights
+    return parallel, optimizer, SharedLoader(loader, spec, reports[0]["seed"], parts, weight)
 
 
 def _make_balancer(
@@ -205,6 +220,12 @@ def _make_balancer(
         num_prefetched=max(each["num_prefetched"] for each in reports),
         on_change=recorder.shares_changed,
     )
+
+
+def _check_weight(weight: Sequence[float] | Callable[[Any], float] | None, reduction: str) -> None:
+    if weight is not None and reduction != "mean":
+        do = "Leave out weight: a sum of losses needs none"
+        raise TrainingError(explain("reduction", got=reduction, expected="mean beside weight", do=do))
 
 
 def _check_on_failure(on_failure: str) -> None:

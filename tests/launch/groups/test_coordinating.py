@@ -78,8 +78,11 @@ def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundServices]) -> N
 def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, RoundServices], tmp_path) -> None:
     opening(desks)
     spares = channel(tmp_path)
-    names = [spares.take_credentials(1, "worker-3").identity.name for _ in range(NUM_INCARNATIONS)]
-    assert names == [f"3.{life}" for life in range(NUM_INCARNATIONS)]
+    num_lives = spares.num_incarnations(CONFIG.world_size)
+    names = [spares.take_credentials(1, "worker-3").identity.name for _ in range(num_lives)]
+    assert names == [f"3.{life}" for life in range(num_lives)]
+    assert num_lives > NUM_INCARNATIONS, "a node that fails once a week does not make all others start again"
+    assert [spares.num_incarnations(many) for many in (1, 20, 1000)] == [64, 20, NUM_INCARNATIONS]
     with pytest.raises(
         RoundOverError, match=r"credentials of round 1: 'none left for worker-3', expected a current round"
     ):

@@ -21,8 +21,8 @@ from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.rpc import Credentials
 
 NUM_INCARNATIONS = 8
-"""Starts of a process of an elastic job in a round at most; the default of `max_retries` needs fewer. Then a new round
-begins."""
+"""Starts of a process of an elastic job in a round, at least. After the last one a new round begins, in which all nodes
+start again."""
 NUM_SERVER_INCARNATIONS = 2
 """Credentials of a worker that trains with a parameter server in a round: one to use, one if the first got lost on the
 way to its agent."""
@@ -156,6 +156,11 @@ class AgentChannel(abc.ABC):
     @abc.abstractmethod
     def wait_for_change(self, timeout_s: float) -> None:
         """Wait until the desired state may have changed, at most for this time."""
+
+    def num_incarnations(self, num_workers: int) -> int:
+        """Return the number of credentials for each process of an elastic job with so many workers."""
+        del num_workers
+        return NUM_INCARNATIONS
 
     @abc.abstractmethod
     def publish_credentials(

@@ -27,7 +27,6 @@ from ringweave.membership.membership_records import REASON_FINISHED
 from ringweave.membership.settings import MemberBounds
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import (
-    NUM_INCARNATIONS,
     NUM_SERVER_INCARNATIONS,
     AgentChannel,
     DesiredState,
@@ -296,7 +295,8 @@ class RoundServices:
         Those of an elastic job's worker name it as a member, `RANK.INCARNATION`.
         """
         is_elastic = self._config.min_workers is not None
-        incarnations = range(NUM_INCARNATIONS if is_elastic else NUM_SERVER_INCARNATIONS)
+        num_elastic = self._channel.num_incarnations(self._config.world_size)
+        incarnations = range(num_elastic if is_elastic else NUM_SERVER_INCARNATIONS)
         issued = {
             f"worker-{rank}": [
                 authority.issue("worker", f"{rank}.{incarnation}" if is_elastic else str(rank))

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import (
+    NUM_INCARNATIONS,
     AgentChannel,
     AgentStatus,
     DesiredState,
@@ -21,6 +22,9 @@ from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace
 from ringweave.rpc import Credentials
 
 T = TypeVar("T")
+_MAX_INCARNATIONS = 64
+_MAX_CREDENTIALS = 400
+"""Credentials of all workers together, about 1,400 bytes each: a run on hosts sends them in one message of 1 MiB."""
 
 
 class FileAgentChannel(AgentChannel):
@@ -74,6 +78,9 @@ class FileAgentChannel(AgentChannel):
 
     def wait_for_change(self, timeout_s: float) -> None:
         self._wait(timeout_s)
+
+    def num_incarnations(self, num_workers: int) -> int:
+        return max(NUM_INCARNATIONS, min(_MAX_INCARNATIONS, _MAX_CREDENTIALS // num_workers))
 
     def publish_credentials(
         self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop

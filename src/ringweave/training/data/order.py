@@ -139,29 +139,29 @@ class Portion:
 
     indices: Indices
     """Its samples, (num_samples,) int64; may be empty in a short last batch."""
-    num_total: int
+    batch: Indices
     """Samples of the batch over all ranks."""
-    placeholders: Indices
-    """Samples of the batch that a rank without samples of its own computes and discards."""
+
+    @property
+    def num_total(self) -> int:
+        """Number of samples of the batch over all ranks."""
+        return len(self.batch)
 
     @property
     def samples_to_load(self) -> list[int]:
-        """Samples to request from the data set: never empty, since DDP needs a pass of every rank."""
-        return self.indices.tolist() or self.placeholders.tolist()
+        """Samples to request from the data set: never empty, since DDP needs a pass of every rank.
 
-
-def pick_placeholders(batch: Indices) -> Indices:
-    """Return two samples, if there are two: layers that normalise over a batch reject a single one."""
-    return batch[:2]
+        A rank without samples of its own computes two of the batch, if there are two, and discards the result: layers
+        that normalise over a batch reject a single one.
+        """
+        return self.indices.tolist() or self.batch[:2].tolist()
 
 
 def portion_of_rank(batch: Indices, shares: Shares, rank: int) -> Portion:
     """Return a rank's portion of a batch; the shares are scaled if their sum differs, as in the last batch."""
     if len(batch) != sum(shares):
         shares = balancing.scale_shares(shares, len(batch))
-    return Portion(
-        indices=batch[balancing.rank_slice(shares, rank)], num_total=len(batch), placeholders=pick_placeholders(batch)
-    )
+    return Portion(indices=batch[balancing.rank_slice(shares, rank)], batch=batch)
 
 
 def min_batch_samples(shares: Shares) -> int:

@@ -1,14 +1,16 @@
 """Loader that `prepare` returns: gives this rank its portion of every batch and accounts for every sample."""
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import xxhash
 from torch.utils.data import DataLoader, Subset
 
-from ringweave.errors import TrainingError
+from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import EpochOrder, SampleAccount
 from ringweave.training.balancer import ShareBalancer
@@ -20,11 +22,72 @@ from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import StepTimer
 
 
+class SampleWeightTable:
+    """Weights of all samples of the data set, as the script gives them."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = np.asarray(weights, dtype=np.float64)
+
+    @property
+    def digest(self) -> str:
+        """Checksum of all weights; the same on all ranks."""
+        return xxhash.xxh3_64_hexdigest(self._weights.data)
+
+    def weigh(self, own: Portion, batch: Any) -> tuple[float, float]:
+        """Return the weight of this rank's portion, and of the whole batch."""
+        del batch
+        return float(self._weights[own.indices].sum()), float(self._weights[own.batch].sum())
+
+    @classmethod
+    def of_script(cls, weights: Sequence[float], loader: DataLoader) -> Self:
+        """Return the table of the weights that a script gives.
+
+        Raises:
+            TrainingError: They are no weights of the samples of this data set.
+        """
+        what, do = "weight of the samples", "Give one number for each sample of the data set, in its order"
+        num_samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+        if len(weights) != num_samples:
+            expected = "a data set with a length" if num_samples is None else f"{num_samples}"
+            raise TrainingError(explain(what, got=f"{len(weights)} of them", expected=expected, do=do))
+        found = cls(weights)
+        bad = np.flatnonzero(~(np.isfinite(found._weights) & (found._weights >= 0)))
+        if len(bad):
+            got = f"{found._weights[bad[0]]} of sample {bad[0]}"
+            raise TrainingError(explain(what, got=got, expected="numbers from 0 on", do=do))
+        return found
+
+
+class BatchWeight:
+    """Function of a script that returns the weight of a batch; ranks exchange the weights of their portions."""
+
+    def __init__(self, weigh_batch: Callable[[Any], float], control: ControlGroup) -> None:
+        self._weigh_batch, self._control = weigh_batch, control
+
+    def weigh(self, own: Portion, batch: Any) -> tuple[float, Callable[[], float]]:
+        """Return the weight of this rank's portion, and a function that waits for that of the whole batch.
+
+        Raises:
+            TrainingError: The function of the script returns no weight.
+        """
+        weight = float(self._weigh_batch(batch)) if len(own.indices) else 0.0
+        if not (math.isfinite(weight) and weight >= 0):
+            do = "Return the number of tokens, or the sum of weights, of the batch"
+            raise TrainingError(explain("weight of a batch", got=weight, expected="a number from 0 on", do=do))
+        return weight, self._control.start_sum(weight)
+
+
 class PreparedLoader(abc.ABC):
     """Base of all loaders that `prepare` returns; reads the script's loader and never iterates it."""
 
-    def __init__(self, loader: DataLoader, spec: LoaderSpec, weights: SampleWeights) -> None:
-        self._loader, self._spec, self._weights = loader, spec, weights
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: LoaderSpec,
+        weights: SampleWeights,
+        sample_weights: SampleWeightTable | BatchWeight | None = None,
+    ) -> None:
+        self._loader, self._spec, self._weights, self._sample_weights = loader, spec, weights, sample_weights
 
     @property
     def dataset(self) -> Any:
@@ -37,11 +100,17 @@ class PreparedLoader(abc.ABC):
 
     @property
     def fraction(self) -> float:
-        """This rank's planned fraction of the present batch (of its ring's batch, in rings).
+        """This rank's planned fraction of the present batch (of its ring's batch, in rings), by weight.
 
         To log the true mean of a value, multiply it by this fraction before summing over the ranks.
         """
         return self._weights.fraction
+
+    def _weigh(self, own: Portion, batch: Any, batch_part: float = 1.0) -> None:
+        """Set the weights of the batch that the next passes compute, from this rank's portion of it."""
+        self._weights.set(len(own.indices), own.num_total, batch_part)
+        if self._sample_weights is not None:
+            self._weights.set_weights(*self._sample_weights.weigh(own, batch))
 
     @property
     @abc.abstractmethod
@@ -94,8 +163,15 @@ class SharedLoader(PreparedLoader):
     another number of ranks may load the state.
     """
 
-    def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, parts: SharedLoaderParts) -> None:
-        super().__init__(loader, spec, parts.weights)
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: LoaderSpec,
+        seed: int,
+        parts: SharedLoaderParts,
+        sample_weights: SampleWeightTable | BatchWeight | None = None,
+    ) -> None:
+        super().__init__(loader, spec, parts.weights, sample_weights)
         self._seed, self._parts = seed, parts
         self._source: BatchSource = (
             StreamSource(loader, self._portion, spec.batch_samples)
@@ -144,7 +220,7 @@ class SharedLoader(PreparedLoader):
             self._position += own.num_total
             num_read += own.num_total
             received += SampleAccount.from_indices(own.indices)
-            parts.weights.set(len(own.indices), own.num_total)
+            self._weigh(own, batch)
             parts.timer.record_samples(len(own.indices))
             yield batch
         self._check_account(received, order.trained_indices(order.num_batches) if order else np.arange(num_read))

@@ -11,7 +11,7 @@ from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.training.data.order import Portion, pick_placeholders
+from ringweave.training.data.order import Portion
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.elastic.share_table import BatchShares
 
@@ -46,10 +46,8 @@ class MissingBatch:
     indices: Indices
     """The missing samples, (num_samples,) int64; empty for a batch of the step that misses none."""
     epoch: int
-    num_total: int
+    batch: Indices
     """Samples of the whole batch."""
-    placeholders: Indices
-    """Samples for members that compute none of the missing ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,12 +67,7 @@ class _OpenBatch:
         indices = np.concatenate([self.indices[:0], *parts])
         if self.missing is not None:
             return replace(self.missing, indices=indices)
-        return MissingBatch(
-            indices=indices,
-            epoch=self.epoch,
-            num_total=len(self.indices),
-            placeholders=pick_placeholders(self.indices),
-        )
+        return MissingBatch(indices=indices, epoch=self.epoch, batch=self.indices)
 
 
 class SampleAccounting:
@@ -115,11 +108,8 @@ class SampleAccounting:
         """Return a member's part of the missing samples that were recorded last."""
         last = self._open_batches[-1]
         assert last.missing is not None, "recorded before"
-        return Portion(
-            indices=samples_of_member(last.indices, last.batch_shares, member),
-            num_total=last.missing.num_total,
-            placeholders=last.missing.placeholders,
-        )
+        own = samples_of_member(last.indices, last.batch_shares, member)
+        return Portion(indices=own, batch=last.missing.batch)
 
     def lose_missing(self) -> int:
         """Record the missing samples as lost, since no pass computes them any more; return their number."""

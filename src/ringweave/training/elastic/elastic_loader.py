@@ -11,8 +11,8 @@ from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import EpochOrder, SampleAccount
 from ringweave.training.data import order, sources
-from ringweave.training.data.order import LoaderSpec, Portion, pick_placeholders
-from ringweave.training.data.shared_loader import PreparedLoader, subset_loader
+from ringweave.training.data.order import LoaderSpec, Portion
+from ringweave.training.data.shared_loader import PreparedLoader, SampleWeightTable, subset_loader
 from ringweave.training.data.sources import IndexedSource
 from ringweave.training.elastic.accounting import (
     ElasticAccount,
@@ -47,11 +47,11 @@ class DataProgress:
 
     def repeat_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
-        self.position -= sum(batch.num_total for batch in batches if batch.epoch == self.epoch)
+        self.position -= sum(len(missing.batch) for missing in batches if missing.epoch == self.epoch)
 
     def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go on after that step without its missing samples."""
-        self.position += sum(batch.num_total for batch in batches if batch.epoch == self.epoch)
+        self.position += sum(len(missing.batch) for missing in batches if missing.epoch == self.epoch)
         self.committed = (self.epoch, self.position)
 
 
@@ -79,9 +79,16 @@ class ElasticLoader(PreparedLoader):
     instead of `range` to skip them.
     """
 
-    def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, parts: ElasticLoaderParts) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: LoaderSpec,
+        seed: int,
+        parts: ElasticLoaderParts,
+        sample_weights: SampleWeightTable | None = None,
+    ) -> None:
         check_elastic_data(spec)
-        super().__init__(loader, spec, parts.weights)
+        super().__init__(loader, spec, parts.weights, sample_weights)
         self._seed, self._parts = seed, parts
         self._source = IndexedSource(loader, self._portion)
         self._pass_epoch = 0
@@ -276,7 +283,7 @@ class ElasticLoader(PreparedLoader):
             batch, own = next(batches)
             parts.accounting.check_received(own.indices, parts.member)
             index += 1
-            parts.weights.set(len(own.indices), own.num_total)
+            self._weigh(own, batch)
             parts.timer.record_samples(len(own.indices))
             parts.session.record_progress()
             yield batch
@@ -291,17 +298,18 @@ class ElasticLoader(PreparedLoader):
             parts.session.pass_step_boundary(self._record_missing)
             parts.timer.begin_step()
             own = parts.accounting.own_part(parts.member)
-            parts.weights.set(len(own.indices), own.num_total)
+            batch = sources.load_batch(self._loader, own.samples_to_load)
+            self._weigh(own, batch)
             parts.timer.record_samples(len(own.indices))
             parts.session.record_progress()
-            yield sources.load_batch(self._loader, own.samples_to_load)
+            yield batch
 
     def _record_missing(self) -> None:
         """Record that the next missing samples are taken; needs the session's lock."""
         place, parts = self._parts.progress, self._parts
-        batch = parts.accounting.record_next_missing(parts.share_table.shares_of_batch(place.num_drawn))
-        if batch.epoch == place.epoch:
-            place.position += batch.num_total
+        missing = parts.accounting.record_next_missing(parts.share_table.shares_of_batch(place.num_drawn))
+        if missing.epoch == place.epoch:
+            place.position += len(missing.batch)
         place.num_drawn += 1
         place.num_since_commit += 1
 
@@ -311,8 +319,8 @@ class ElasticLoader(PreparedLoader):
         if not parts.accounting.missing or parts.session.has_stopped:
             return
 
-        total = sum(batch.num_total for batch in parts.accounting.missing)
-        missing = sum(len(batch.indices) for batch in parts.accounting.missing)
+        total = sum(len(each.batch) for each in parts.accounting.missing)
+        missing = sum(len(each.indices) for each in parts.accounting.missing)
 
         def give_up() -> None:
             parts.progress.give_up_step(parts.accounting.missing)
@@ -342,7 +350,7 @@ class ElasticLoader(PreparedLoader):
 
     def _portion(self, number: int, batch: np.ndarray) -> Portion:
         own = samples_of_member(batch, self._parts.share_table.shares_of_batch(number), self._parts.member)
-        return Portion(indices=own, num_total=len(batch), placeholders=pick_placeholders(batch))
+        return Portion(indices=own, batch=batch)
 
 
 def _aborted_before_step_error() -> TrainingError:

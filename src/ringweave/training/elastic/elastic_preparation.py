@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
 from ringweave.training import timing
 from ringweave.training.data import order
+from ringweave.training.data.shared_loader import SampleWeightTable
 from ringweave.training.elastic import ddp, trainer_interface
 from ringweave.training.elastic.elastic_loader import ElasticLoader, ElasticLoaderParts
 from ringweave.training.elastic.session import ElasticSession
@@ -51,6 +52,29 @@ class PrepareOptions:
     ddp: dict[str, Any]
     extra_state: Mapping[str, Any]
     on_failure: str
+    weight: SampleWeightTable | Callable[[Any], float] | None = None
+    """Weights of the samples, or the script's function of a batch."""
+
+    @property
+    def sample_weights(self) -> SampleWeightTable | None:
+        """Weights of the samples, where a rank's weight of a batch cannot be exchanged.
+
+        Raises:
+            TrainingError: The script gives a function of a batch.
+        """
+        if self.weight is None or isinstance(self.weight, SampleWeightTable):
+            return self.weight
+        what, got = "weight", "a function of a batch"
+        do = "Give the number of tokens, or the weight, of each sample, so that all workers know that of a whole batch"
+        expected = "one number for each sample under --elastic and in modes with a parameter server"
+        raise TrainingError(explain(what, got=got, expected=expected, do=do))
+
+    @property
+    def weight_digest(self) -> str:
+        """Text that is the same where the weights are; empty without weights."""
+        if self.weight is None:
+            return ""
+        return self.weight.digest if isinstance(self.weight, SampleWeightTable) else "a function of a batch"
 
 
 def prepare_elastic(
@@ -71,7 +95,12 @@ def prepare_elastic(
     mode, reason = modes.decide_mode(options.mode, environment.mode, 2)
     spec, seed = order.read_loader(loader), order.shuffle_seed(loader)
     must_match = {**asdict(spec), "mode": mode, "reduction": options.reduction, "seed": seed}
+    sample_weights = options.sample_weights
+    if sample_weights is not None and options.on_failure == "drop":
+        do = "Leave out on_failure: with samples of unequal weights, a step that drops some has no exact mean"
+        raise TrainingError(explain("on_failure", got="drop", expected="recompute beside weight", do=do))
     must_match["num_parameters"], must_match["on_failure"] = count_parameters(model), options.on_failure
+    must_match["weight"] = options.weight_digest
     joined = _join_job((model, optimizer), options, environment, timer, must_match)
     shares = joined.trainer.share_table.latest.shares
     joined.recorder.training_prepared(mode=mode, options=options.mode, reason=reason, shares=shares)
@@ -90,7 +119,7 @@ def prepare_elastic(
         incomplete_step=IncompleteStep(optimizer, options.extra_state, lambda: bool(joined.trainer.accounting.missing)),
         record_account=joined.recorder.epoch_accounted,
     )
-    return parallel, optimizer, ElasticLoader(loader, spec, seed, parts)
+    return parallel, optimizer, ElasticLoader(loader, spec, seed, parts, sample_weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.data import order
-from ringweave.training.data.order import LoaderSpec, Portion, min_batch_samples, pick_placeholders
-from ringweave.training.data.shared_loader import subset_loader
+from ringweave.training.data.order import LoaderSpec, Portion, min_batch_samples
+from ringweave.training.data.shared_loader import SampleWeightTable, subset_loader
 from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.gradients import SampleWeights
@@ -47,8 +47,15 @@ class ElasticRingLoader(ServerBackedLoader):
     the training process: the next shard is known only when the members of the ring have agreed on it.
     """
 
-    def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, parts: ElasticRingLoaderParts) -> None:
-        super().__init__(loader, spec, parts.weights)
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: LoaderSpec,
+        seed: int,
+        parts: ElasticRingLoaderParts,
+        sample_weights: SampleWeightTable | None = None,
+    ) -> None:
+        super().__init__(loader, spec, parts.weights, sample_weights)
         self._seed, self._parts = seed, parts
         self._shards = _SequentialShardSampler(self._draw_shard)
         self._source = DataLoader(
@@ -146,7 +153,7 @@ class ElasticRingLoader(ServerBackedLoader):
         try:
             for batch in self._source:
                 own = self._shards.last_portion
-                parts.weights.set(len(own.indices), own.num_total, parts.trainer.batch_part)
+                self._weigh(own, batch, parts.trainer.batch_part)
                 parts.timer.record_samples(len(own.indices))
                 parts.session.record_progress()
                 yield batch
@@ -213,7 +220,7 @@ class ElasticRingLoader(ServerBackedLoader):
         part = balancing.batch_fraction(at, count, batch_samples=self.batch_size, num_samples=self._epoch_samples)
         parts.session.change_atomically(lambda: trainer.record_batch(batch, part, first))
         own = samples_of_member(batch, trainer.last_batch_shares, parts.name)
-        return Portion(indices=own, num_total=len(batch), placeholders=pick_placeholders(batch))
+        return Portion(indices=own, batch=batch)
 
     def _finish_aborted_pass(self) -> None:
         """End a broken-off pass: its samples are used up, and all rings take the same parameters."""
@@ -261,7 +268,7 @@ class _SequentialShardSampler(Iterable[list[int]]):
     def __init__(self, draw: Callable[[int, Indices], Portion | None]) -> None:
         self._draw = draw
         self._epoch, self._indices = 0, np.empty(0, np.int64)
-        self.last_portion = Portion(indices=self._indices, num_total=0, placeholders=self._indices)
+        self.last_portion = Portion(indices=self._indices, batch=self._indices)
 
     def begin(self, epoch: int, indices: Indices) -> None:
         self._epoch, self._indices = epoch, indices

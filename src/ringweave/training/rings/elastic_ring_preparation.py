@@ -235,7 +235,7 @@ def _ask_assignment(client: RingClient, slot: int, read_end_reason: Callable[[],
 
 _RESTARTED_SEARCH_S = 5.0
 """Time that a restarted worker searches for the server before it asks whether the job is over."""
-_MUST_MATCH = ("mode", "reduction", "seed", "optimizer", "local_steps")
+_MUST_MATCH = ("mode", "reduction", "weight", "seed", "optimizer", "local_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,7 +309,9 @@ def prepare_elastic_rings(
         num_rings=num_rings,
         record_account=joined.recorder.epoch_accounted,
     )
-    loader = ElasticRingLoader(inputs.loader, inputs.reading, inputs.must_match["seed"], parts)
+    loader = ElasticRingLoader(
+        inputs.loader, inputs.reading, inputs.must_match["seed"], parts, options.elastic.sample_weights
+    )
     return parallel, ElasticRingOptimizer(inputs.optimizer, joined.worker), loader
 
 
@@ -318,11 +320,13 @@ def _read_inputs(triple: tuple[nn.Module, Optimizer, DataLoader], options: Elast
     ring_preparation.check_optimizer_fresh(optimizer, options.settings)
     spec = order.read_loader(loader)
     check_elastic_data(spec)
+    _ = options.elastic.sample_weights
     must_match = {
         **asdict(spec),
         "num_prefetched": 0,  # the next shard is known only when the ring has agreed on it
         "mode": options.mode,
         "reduction": options.elastic.reduction,
+        "weight": options.elastic.weight_digest,
         "seed": order.shuffle_seed(loader),
         "optimizer": optimizers.check_optimizer_name(optimizers.optimizer_name(optimizer)),
         "local_steps": options.settings.local_steps,

@@ -19,7 +19,7 @@ from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.collectives import AccountExchange, ControlGroup
 from ringweave.training.data import order, sources
 from ringweave.training.data.order import LoaderSpec, Portion, min_batch_samples, portion_of_rank
-from ringweave.training.data.shared_loader import EpochAccount, subset_loader
+from ringweave.training.data.shared_loader import EpochAccount, SampleWeightTable, subset_loader
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.rings.ring_assignment import RingAssignment
 from ringweave.training.rings.ring_formation import RingShares
@@ -53,13 +53,20 @@ class RingLoader(ServerBackedLoader):
     that break off take the newest parameters at the start of their next pass, the others at the end of this one.
     """
 
-    def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, parts: RingLoaderParts) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: LoaderSpec,
+        seed: int,
+        parts: RingLoaderParts,
+        sample_weights: SampleWeightTable | None = None,
+    ) -> None:
         if spec.num_samples is None:
             do = "Use mode balanced, or a data set with an index"
             raise TrainingError(
                 explain("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
             )
-        super().__init__(loader, spec, parts.weights)
+        super().__init__(loader, spec, parts.weights, sample_weights)
         self._seed, self._parts = seed, parts
         self._shards = _ShardSampler(self._draw_shard)
         self._source = sources.with_batch_sampler(loader, self._shards)
@@ -216,7 +223,7 @@ class RingLoader(ServerBackedLoader):
                 return
             first, own = self._shards.handed_out.popleft()
             batch_part = self._batch_part(first, own.num_total)
-            parts.weights.set(len(own.indices), own.num_total, batch_part)
+            self._weigh(own, batch, batch_part)
             parts.samples.add(own.num_total, batch_part)
             parts.samples.note_spans(
                 self._num_passes, self._epoch, spans_in_epoch(self._done_spans, first, own.num_total)

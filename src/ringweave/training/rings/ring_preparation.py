@@ -25,6 +25,7 @@ from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, timing
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.order import LoaderSpec
+from ringweave.training.data.shared_loader import SampleWeightTable
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.mode_choice import forecast
 from ringweave.training.mode_choice.forecast import RingReconsideration
@@ -57,6 +58,7 @@ class RingOptions:
     """Ranks of each ring; None forms them by speed."""
     is_open: bool = False
     """The mode was chosen by a forecast."""
+    sample_weights: SampleWeightTable | None = None
 
 
 # Long: one sequence, in the order that all ranks share; each part is made elsewhere.
@@ -123,7 +125,7 @@ def prepare_rings(
         record_account=recorder.epoch_accounted,
     )
     recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).max_versions)
-    return parallel, ring_optimizer, RingLoader(loader, spec, reports[0]["seed"], parts)
+    return parallel, ring_optimizer, RingLoader(loader, spec, reports[0]["seed"], parts, options.sample_weights)
 
 
 def _initial_shares(
