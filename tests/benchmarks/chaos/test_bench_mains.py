@@ -142,7 +142,7 @@ def test_what_is_wrong_is_missed_with_all_else_after_the_figures_are_written(
 ) -> None:
     keep(tmp_path / "job", "at 10.74s kill worker 1")
     with (tmp_path / "job" / "checks" / "0.0-7.txt").open("a", encoding="ascii") as file:
-        file.write(f"done 3 {4:016x}\ndrawn 3 1 7\n")
+        file.write(f"done 3 {4:016x}\ndrawn 3 1 7 0\n")
     code, _ = judge(bench, monkeypatch, tmp_path, "--kills", "2", "--outside", "--seed", "5")
     assert code == 1
     first, second = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["wrong"]

@@ -55,7 +55,7 @@ def test_missing_samples_are_computed_next_and_then_none_is_lost() -> None:
     assert commit.is_partial
     assert books.record_commit(commit) == 8
     assert [each.indices.tolist() for each in books.missing] == [[5, 6, 7, 8], [17, 18, 19, 20]]
-    assert [(each.num_total, each.placeholders.tolist()) for each in books.missing] == [(12, [0, 1]), (12, [12, 13])]
+    assert [each.batch.tolist() for each in books.missing] == [list(range(12)), list(range(12, 24))]
     shares = BatchShares(first_batch=2, members=left, shares=(6, 6))
     for _ in range(2):
         books.record_next_missing(shares)

@@ -56,7 +56,7 @@ class Of:
     @property
     def open(self) -> BatchShares:
         """Who shares the batch that was drawn last."""
-        return self.trainer.accounting._open_batches[-1][1]
+        return self.trainer.accounting._open_batches[-1].batch_shares
 
 
 def _fields(status: MemberStatus) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_of_several_batches_to_one_update_each_is_shared_as_whoever_drew_it_firs
     begin(3, [first, second], [first, second])
     first.record_batch()
     for each in (first, second):
-        assert [roster.members for _, roster in each.trainer.accounting._open_batches] == [
+        assert [open_.batch_shares.members for open_ in each.trainer.accounting._open_batches] == [
             ("0.0", "1.0", "2.0"),
             ("0.0", "1.0"),
         ]
