@@ -147,12 +147,7 @@ def _prepare_for_static_job(
     participant = speed_test.join_speed_test(settings.speed_test_s, rank, world_size) if is_served else None
     own_report = {
         "mode": preset[0],
-        "reduction": options.reduction,
-        "weight": options.weight_digest,
-        "seed": order.shuffle_seed(loader),
-        "cap": options.max_samples,
-        "optimizer": optimizers.optimizer_name(optimizer),
-        "loses_state": not settings.local_steps and optimizers.has_taken_steps(optimizer.state.values()),
+        **_describe_script(triple, options, settings),
         **forecast.describe_own_rank(
             model,
             loader,
@@ -201,6 +196,19 @@ def _prepare_for_static_job(
     timing.attach_timer(timer, parallel, optimizer)
     weight = BatchWeight(options.weight, control_group) if callable(options.weight) else options.sample_weights
     return parallel, optimizer, SharedLoader(loader, spec, reports[0]["seed"], parts, weight)
+
+
+def _describe_script(triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous) -> dict[str, Any]:
+    """Return what the script gives `prepare`, for the other ranks."""
+    _, optimizer, loader = triple
+    return {
+        "reduction": options.reduction,
+        "weight": options.weight_digest,
+        "seed": order.shuffle_seed(loader),
+        "cap": options.max_samples,
+        "optimizer": optimizers.optimizer_name(optimizer),
+        "loses_state": not settings.local_steps and optimizers.has_taken_steps(optimizer.state.values()),
+    }
 
 
 def _make_balancer(

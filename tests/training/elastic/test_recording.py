@@ -51,6 +51,19 @@ def reduce(recorder: ElasticRecorder, number: int) -> None:
     recorder.members_caught_up(commit(number), number)
 
 
+def test_missing_samples_that_are_computed_next_are_told_with_their_number(job: Job) -> None:
+    recorder = job.recorder("0.0")
+    recorder.samples_recomputed(commit(3), 1)
+    (event,) = telemetry.read_events(job.path)
+    assert {key: event[key] for key in ("kind", "reduction", "members", "samples", "missing")} == {
+        "kind": "samples_recomputed",
+        "reduction": 3,
+        "members": ["0.0", "1.0"],
+        "samples": 2,
+        "missing": 1,
+    }
+
+
 def test_the_first_member_writes_for_all(job: Job) -> None:
     for recorder in (job.recorder("0.0"), job.recorder("1.0")):
         reduce(recorder, 1)

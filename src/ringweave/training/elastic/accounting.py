@@ -51,7 +51,7 @@ class MissingBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _OpenBatch:
+class _DrawnBatch:
     """A batch that is handed out and not reduced yet."""
 
     indices: Indices
@@ -80,7 +80,7 @@ class SampleAccounting:
         self._expected, self._total, self._lost = SampleAccount(), SampleAccount(), SampleAccount()
         self.missing: deque[MissingBatch] = deque()
         """Batches of the last train step whose missing samples are to be computed next, in their order."""
-        self._open_batches: list[_OpenBatch] = []
+        self._open_batches: list[_DrawnBatch] = []
         self._cached_parts: _OpenParts | None = None
         """Parts of the open batches, cached. The member computes them when it hands in gradients, so that no commit
         waits for it."""
@@ -92,14 +92,14 @@ class SampleAccounting:
 
     def record_batch(self, batch: Indices, batch_shares: BatchShares) -> None:
         """Record a batch that the members compute now; the next reduction commits it."""
-        self._open_batches.append(_OpenBatch(indices=batch, batch_shares=batch_shares, epoch=self.epoch))
+        self._open_batches.append(_DrawnBatch(indices=batch, batch_shares=batch_shares, epoch=self.epoch))
         self._cached_parts = None
 
     def record_next_missing(self, batch_shares: BatchShares) -> MissingBatch:
         """Record that the members compute the next missing samples now, by these shares; return their batch."""
         batch = self.missing.popleft()
         self._open_batches.append(
-            _OpenBatch(indices=batch.indices, batch_shares=batch_shares, epoch=batch.epoch, missing=batch)
+            _DrawnBatch(indices=batch.indices, batch_shares=batch_shares, epoch=batch.epoch, missing=batch)
         )
         self._cached_parts = None
         return batch

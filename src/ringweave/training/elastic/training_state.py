@@ -313,8 +313,7 @@ class IncompleteStep:
 
     def restore(self) -> None:
         """Undo what the script changed after it called the optimizer, if it did."""
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=bool(self._options)):
-            group.update(options)
+        self._set_options(self._options)
         for name, state in self._extra.items():
             self._extra_state[name].load_state_dict(state)
         self._forget()
@@ -322,24 +321,34 @@ class IncompleteStep:
     @torch.no_grad()
     def take_without_missing(self, scale: float) -> None:
         """Take the step after all, with the gradients that the optimizer did not get, multiplied by `scale`."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = None if gradient is None else gradient.mul_(scale)
-        is_taken = bool(self._gradients)
+        options, gradients, present = self._options, self._gradients, self._copy_options()
         self._forget()
-        if is_taken:
-            self._optimizer.step()
+        if not gradients:
+            return
+        for parameter, gradient in gradients:
+            parameter.grad = None if gradient is None else gradient.mul_(scale)
+        self._set_options(options)
+        self._optimizer.step()
+        self._set_options(present)
 
     def _skip_if_incomplete(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         if not self._is_incomplete():
             return
-        groups = optimizer.param_groups
-        self._options = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups
-        ]
+        self._options = self._copy_options()
         self._extra = {name: copy.deepcopy(each.state_dict()) for name, each in self._extra_state.items()}
-        self._gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+        self._gradients = [
+            (parameter, parameter.grad) for group in optimizer.param_groups for parameter in group["params"]
+        ]
         for parameter, _ in self._gradients:
             parameter.grad = None
+
+    def _copy_options(self) -> list[dict[str, Any]]:
+        groups = self._optimizer.param_groups
+        return [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
+
+    def _set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for group, each in zip(self._optimizer.param_groups, options, strict=bool(options)):
+            group.update(each)
 
     def _forget(self) -> None:
         self._options, self._extra, self._gradients = [], {}, []
