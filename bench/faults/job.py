@@ -162,7 +162,7 @@ def main() -> None:
             train_step += 1
             checks.done(reduction)
             if train_step % options.checkpoint_every == 0:
-                checkpoints.save(train_step)
+                checkpoints.save(reduction)
             if train_step >= options.steps:
                 break
     if dist.get_rank() == 0:

@@ -170,15 +170,7 @@ def _prepare_for_static_job(
     is_mean = options.reduction == "mean"
     if chosen in modes.SERVER_MODES:
         recorder.training_prepared(mode=chosen, options=options.mode, reason=reason, shares=())
-        ring_options = RingOptions(
-            mode=chosen,
-            is_mean=is_mean,
-            settings=settings,
-            ddp=options.ddp,
-            rings=rings,
-            is_open=is_open,
-            sample_weights=options.sample_weights,
-        )
+        ring_options = _ring_options(options, settings, chosen, rings, is_open=is_open)
         return ring_preparation.prepare_rings(
             triple, spec, reports, ring_options, (environment, control_group, recorder)
         )
@@ -196,6 +188,25 @@ def _prepare_for_static_job(
     timing.attach_timer(timer, parallel, optimizer)
     weight = BatchWeight(options.weight, control_group) if callable(options.weight) else options.sample_weights
     return parallel, optimizer, SharedLoader(loader, spec, reports[0]["seed"], parts, weight)
+
+
+def _ring_options(
+    options: PrepareOptions,
+    settings: Asynchronous,
+    mode: str,
+    rings: tuple[tuple[int, ...], ...] | None,
+    *,
+    is_open: bool,
+) -> RingOptions:
+    return RingOptions(
+        mode=mode,
+        is_mean=options.reduction == "mean",
+        settings=settings,
+        ddp=options.ddp,
+        rings=rings,
+        is_open=is_open,
+        sample_weights=options.sample_weights,
+    )
 
 
 def _describe_script(triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class DataProgress:
     committed: tuple[int, int] = (0, 0)
     """Epoch and position after the last committed reduction."""
     num_steps_before: int = 0
-    """Train steps, as the script counts them, before the first reduction of this job."""
+    """Train steps, as the script counts them, before the first reduction of this job; negative if it counts fewer steps
+    than there were reductions since."""
     has_joined_late: bool = False
     """This member has received the job's state from another one."""
 

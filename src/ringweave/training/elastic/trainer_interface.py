@@ -166,6 +166,7 @@ def as_ringweave_error(error: Exception) -> RingweaveError:
 _MAX_INT64 = 2**63
 _FINGERPRINTS = 2**64
 _NON_NEGATIVE_INT = Annotated[int, Field(ge=0, lt=_MAX_INT64)]
+_INT = Annotated[int, Field(gt=-_MAX_INT64, lt=_MAX_INT64)]
 _ADDRESS = Annotated[str, Field(pattern=ADDRESS_PATTERN)]
 _POSITIVE_FLOAT = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NON_NEGATIVE_FLOAT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -193,7 +194,7 @@ class _TrainerDetails(pydantic.BaseModel):
     assumed_speed: _POSITIVE_FLOAT
     must_match: dict[str, Any]
     speed: tuple[_POSITIVE_FLOAT, _NON_NEGATIVE_FLOAT, Annotated[float, Field(ge=0)]] | None
-    position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT]
+    position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _INT]
     accounts: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
 
 
