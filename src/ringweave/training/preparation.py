@@ -87,7 +87,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         on_failure: Under `ringweave run --elastic`, the samples of a worker that is lost within a train step. With
             `recompute` the others compute them before the step ends, so its batch stays whole: the loader yields them
             as another batch, and the optimizer skips the step that misses them. With `drop` the step is the mean over
-            the other samples. Modes with a parameter server always drop.
+            the other samples.
         weight: Weights in the mean that the loss is, such as the number of tokens of each sample: one number for each
             sample of the data set, or a function that gets a batch from the loader and returns its weight. With a
             function the workers exchange their weights while the model computes; it works in modes sync and balanced

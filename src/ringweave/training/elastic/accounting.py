@@ -222,6 +222,7 @@ class SampleAccounting:
     def load_json(self, epoch: int, document: Sequence[Sequence[int]]) -> None:
         """Load the accounts that `to_json` returned."""
         self.epoch = epoch
+        self.missing.clear()
         self._clear_open_batches()
         self._expected, self._total, self._lost = (
             SampleAccount(num_samples=number, fingerprint=fingerprint) for number, fingerprint in document

@@ -50,6 +50,12 @@ class DataProgress:
         """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
         self.position -= sum(len(missing.batch) for missing in batches if missing.epoch == self.epoch)
 
+    def record_missing(self, missing: MissingBatch) -> None:
+        """Record that missing samples of this batch are handed out."""
+        self.position += len(missing.batch) if missing.epoch == self.epoch else 0
+        self.num_drawn += 1
+        self.num_since_commit += 1
+
     def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go on after that step without its missing samples."""
         self.position += sum(len(missing.batch) for missing in batches if missing.epoch == self.epoch)
@@ -308,11 +314,8 @@ class ElasticLoader(PreparedLoader):
     def _record_missing(self) -> None:
         """Record that the next missing samples are taken; needs the session's lock."""
         place, parts = self._parts.progress, self._parts
-        missing = parts.accounting.record_next_missing(parts.share_table.shares_of_batch(place.num_drawn))
-        if missing.epoch == place.epoch:
-            place.position += len(missing.batch)
-        place.num_drawn += 1
-        place.num_since_commit += 1
+        shares = parts.share_table.shares_of_batch(place.num_drawn)
+        place.record_missing(parts.accounting.record_next_missing(shares))
 
     def _give_up_missing(self) -> None:
         """Finish a train step that misses samples when the script draws no batch any more, as if they were dropped."""

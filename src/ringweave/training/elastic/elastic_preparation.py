@@ -60,8 +60,11 @@ class PrepareOptions:
         """Weights of the samples, where a rank's weight of a batch cannot be exchanged.
 
         Raises:
-            TrainingError: The script gives a function of a batch.
+            TrainingError: The script gives a function of a batch, or drops samples of lost workers.
         """
+        if self.weight is not None and self.on_failure == "drop":
+            do = "Leave out on_failure: with samples of unequal weights, a step that drops some has no exact mean"
+            raise TrainingError(explain("on_failure", got="drop", expected="recompute beside weight", do=do))
         if self.weight is None or isinstance(self.weight, SampleWeightTable):
             return self.weight
         what, got = "weight", "a function of a batch"
@@ -96,9 +99,6 @@ def prepare_elastic(
     spec, seed = order.read_loader(loader), order.shuffle_seed(loader)
     must_match = {**asdict(spec), "mode": mode, "reduction": options.reduction, "seed": seed}
     sample_weights = options.sample_weights
-    if sample_weights is not None and options.on_failure == "drop":
-        do = "Leave out on_failure: with samples of unequal weights, a step that drops some has no exact mean"
-        raise TrainingError(explain("on_failure", got="drop", expected="recompute beside weight", do=do))
     must_match["num_parameters"], must_match["on_failure"] = count_parameters(model), options.on_failure
     must_match["weight"] = options.weight_digest
     joined = _join_job((model, optimizer), options, environment, timer, must_match)

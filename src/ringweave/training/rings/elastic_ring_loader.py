@@ -18,6 +18,7 @@ from ringweave.training.data.order import LoaderSpec, Portion, min_batch_samples
 from ringweave.training.data.shared_loader import SampleWeightTable, subset_loader
 from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
 from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.rings import elastic_trainer
 from ringweave.training.rings.elastic_trainer import RingCursor, RingTrainerState
@@ -37,6 +38,7 @@ class ElasticRingLoaderParts:
     weights: SampleWeights
     timer: StepTimer
     num_rings: int
+    incomplete_step: IncompleteStep
     record_account: Callable[[ElasticAccount], object]
 
 
@@ -210,6 +212,8 @@ class ElasticRingLoader(ServerBackedLoader):
         parts, trainer = self._parts, self._parts.trainer
         trainer.measure_step()
         parts.session.pass_step_boundary(lambda: None)
+        if trainer.accounting.missing:
+            return self._draw_missing()
         parts.worker.send_pending()
         first, count = parts.worker.take_shard(epoch, sum(self.shares), len(indices), min_batch_samples(self.shares))
         if count == 0:
@@ -221,6 +225,14 @@ class ElasticRingLoader(ServerBackedLoader):
         parts.session.change_atomically(lambda: trainer.record_batch(batch, part, first))
         own = samples_of_member(batch, trainer.last_batch_shares, parts.name)
         return Portion(indices=own, batch=batch)
+
+    def _draw_missing(self) -> Portion:
+        """Return this member's portion of the next missing samples of the step."""
+        parts = self._parts
+        parts.incomplete_step.restore()
+        parts.session.change_atomically(parts.trainer.record_missing)
+        parts.timer.begin_step()
+        return parts.trainer.accounting.own_part(parts.name)
 
     def _finish_aborted_pass(self) -> None:
         """End a broken-off pass: its samples are used up, and all rings take the same parameters."""

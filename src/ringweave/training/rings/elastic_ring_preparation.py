@@ -58,7 +58,7 @@ from ringweave.training.elastic.elastic_preparation import PrepareOptions
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
-from ringweave.training.elastic.training_state import TrainingState
+from ringweave.training.elastic.training_state import IncompleteStep, TrainingState
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.mode_choice import forecast
 from ringweave.training.recorder import ElasticRecorder, Recorder
@@ -235,7 +235,7 @@ def _ask_assignment(client: RingClient, slot: int, read_end_reason: Callable[[],
 
 _RESTARTED_SEARCH_S = 5.0
 """Time that a restarted worker searches for the server before it asks whether the job is over."""
-_MUST_MATCH = ("mode", "reduction", "weight", "seed", "optimizer", "local_steps")
+_MUST_MATCH = ("mode", "reduction", "weight", "on_failure", "seed", "optimizer", "local_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,6 +307,9 @@ def prepare_elastic_rings(
         weights=weights,
         timer=timer,
         num_rings=num_rings,
+        incomplete_step=IncompleteStep(
+            inputs.optimizer, options.elastic.extra_state, lambda: joined.worker.misses_samples
+        ),
         record_account=joined.recorder.epoch_accounted,
     )
     loader = ElasticRingLoader(
@@ -327,6 +330,7 @@ def _read_inputs(triple: tuple[nn.Module, Optimizer, DataLoader], options: Elast
         "mode": options.mode,
         "reduction": options.elastic.reduction,
         "weight": options.elastic.weight_digest,
+        "on_failure": options.elastic.on_failure,
         "seed": order.shuffle_seed(loader),
         "optimizer": optimizers.check_optimizer_name(optimizers.optimizer_name(optimizer)),
         "local_steps": options.settings.local_steps,
@@ -460,6 +464,7 @@ def _join_ring(
         buffers=lambda: elastic_preparation.model_buffers(inputs.model),
         is_mean=True,  # weights scale a sum to a whole step's gradient too, so a lost part is compensated
         num_parameters=inputs.must_match["num_parameters"],
+        recomputes=options.elastic.on_failure == "recompute",
     )
     join = Join(part=messages.part_of_ring(assignment.ring), expected=len(assignment.slots))
 

@@ -182,7 +182,9 @@ class RingTrainerState:
         self.samples = UnpushedSamples()
         """Samples of the next push."""
         self._open_batches: list[_OpenBatch] = []
-        """Batches that were drawn and are not reduced yet."""
+        """Batches that were drawn and are not reduced yet, or miss samples of lost members."""
+        self._num_reduced = 0
+        """Samples of these batches that are reduced."""
         self.has_whole_epoch = True
         """The ring has taken part since the start of the epoch."""
         self.is_broadcasting = False
@@ -229,13 +231,21 @@ class RingTrainerState:
         self._open_batches.append(
             _OpenBatch(batch_share=batch_share, first=first, num_samples=len(batch), batch_shares=batch_shares)
         )
+        progress.position += len(batch)
         progress.num_drawn += 1
         progress.num_since_commit += 1
 
+    def record_missing(self) -> None:
+        """Record that the ring computes the next missing samples now."""
+        progress = self._trainer.progress
+        shares = self._trainer.share_table.shares_of_batch(progress.num_drawn)
+        progress.record_missing(self._trainer.accounting.record_next_missing(shares))
+
     @property
     def batch_part(self) -> float:
-        """Train steps that the last drawn batch counts for."""
-        return self._open_batches[-1].batch_share if self._open_batches else 1.0
+        """Train steps that the last drawn batch counts for; its missing samples are drawn in the order of batches."""
+        last = len(self._open_batches) - len(self._trainer.accounting.missing) - 1
+        return self._open_batches[last].batch_share if self._open_batches else 1.0
 
     @property
     def last_batch_shares(self) -> BatchShares:
@@ -244,7 +254,7 @@ class RingTrainerState:
 
     def open_epoch(self, number: int) -> None:
         """Start a new epoch of the data."""
-        self._trainer.progress.epoch, self.has_whole_epoch = number, True
+        self._trainer.progress.epoch, self._trainer.progress.position, self.has_whole_epoch = number, 0, True
         self._trainer.accounting.open_epoch(number)
 
     def resume_ring(self, cursor: Sequence[int], epoch: int, ring_report: RingReport) -> None:
@@ -261,6 +271,7 @@ class RingTrainerState:
         accounting, progress = self._trainer.accounting, self._trainer.progress
         accounting.load_json(accounting.epoch, accounting.to_json())
         self._open_batches.clear()
+        self._num_reduced = 0
         self.samples.clear()
         progress.num_since_commit = 0
 
@@ -278,22 +289,32 @@ class RingTrainerState:
         return self._trainer.drawn_batches()
 
     def apply_commit(self, commit: Commit) -> None:
-        """Apply a commit: add its samples to the next push, unless it is a broadcast."""
+        """Apply a commit: add its samples to the next push, unless it is a broadcast, or samples are still missing."""
         if self.is_broadcasting:
             return
-        if self._open_batches:
-            part = commit.account.num_samples / max(1, commit.num_planned)
-            self.samples.add(commit.account.num_samples, part * sum(each.batch_share for each in self._open_batches))
-            self._note_pushed_spans(commit.members)
-            self.samples.num_batches += len(self._open_batches) - 1
-            self._open_batches.clear()
         self._trainer.apply_commit(commit)
+        if not self._open_batches:
+            return
+        self._num_reduced += commit.account.num_samples
+        if self.accounting.missing:
+            return
+        num_whole = sum(each.num_samples for each in self._open_batches)
+        part = self._num_reduced / max(1, num_whole)
+        self.samples.add(self._num_reduced, part * sum(each.batch_share for each in self._open_batches))
+        self._note_pushed_spans(None if self._num_reduced == num_whole else commit.members)
+        self.samples.num_batches += len(self._open_batches) - 1
+        self._open_batches.clear()
+        self._num_reduced = 0
 
-    def _note_pushed_spans(self, members: Collection[str]) -> None:
-        """Note the parts of these members in the ring's next push."""
+    def _note_pushed_spans(self, members: Collection[str] | None) -> None:
+        """Note the parts of these members in the ring's next push; None: of all, also of those that were lost."""
         epoch = self._trainer.progress.epoch
         done = self.ring_cursor.done_spans_of(epoch)
-        spans = [span for each in self._open_batches for span in each.spans_of(members)]
+        spans = [
+            span
+            for each in self._open_batches
+            for span in each.spans_of(each.batch_shares.members if members is None else members)
+        ]
         self.samples.note_spans(epoch, epoch, [part for span in spans for part in spans_in_epoch(done, *span)])
 
     def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:

@@ -267,6 +267,11 @@ class ElasticRingWorker:
         self._client: RingClient | None = None
         self._paused_since_s: float | None = None
 
+    @property
+    def misses_samples(self) -> bool:
+        """The last step misses samples of a lost member, which come next; nothing of it is pushed before."""
+        return bool(self._trainer().accounting.missing)
+
     @torch.no_grad()
     def push_gradients(self, options: list[dict[str, OptimizerOption]]) -> None:
         """Push the gradients that the ring agrees on, and apply the next parameters."""
@@ -561,6 +566,9 @@ class ElasticRingOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a train step of the ring; `closure` computes the loss first, as in torch's optimizers."""
+        if self._worker.misses_samples:
+            self._local_optimizer.step()  # changes nothing: see `IncompleteStep`
+            return None
         if self._worker.changes is not None:
             found = self._local_optimizer.step(closure) if closure else self._local_optimizer.step()
             self._worker.changes.count_step()

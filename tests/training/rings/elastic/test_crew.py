@@ -72,6 +72,26 @@ def test_a_push_counts_for_the_samples_of_those_who_are_left(
     assert crew.is_between_steps
 
 
+def test_a_push_waits_for_the_samples_of_a_lost_member_and_has_them_all() -> None:
+    crew, inner = make()
+    inner.accounting = SampleAccounting(recomputes=True)
+    crew.record_batch(np.arange(8), 0.5, 40)
+    crew.record_batch(np.arange(8, 16), 0.25, 48)
+    crew.apply_commit(counted(crew, "1.0", of=16))
+    assert (crew.samples.num_samples, len(inner.accounting.missing)) == (0, 2)
+    inner.share_table.start_generation(inner.progress.num_drawn, ("1.0",), [None], [None], [1.0])
+    parts = []
+    for _ in range(2):
+        crew.record_missing()
+        parts.append(crew.batch_part)
+    assert parts == [0.5, 0.25]
+    crew.apply_commit(counted(crew, "1.0", of=8))
+    samples = crew.samples
+    assert (samples.num_samples, samples.num_batches, samples.batch_share) == (16, 2, 0.75)
+    assert merge_spans(samples.spans) == ((40, 16),)
+    assert inner.accounting.epoch_account().is_exact
+
+
 def test_batches_that_are_reduced_together_are_one_push_of_so_many_batches() -> None:
     crew, _ = make()
     crew.record_batch(np.arange(8), 0.5)

@@ -23,6 +23,7 @@ def made(epoch: int) -> ElasticRingLoader:
     roster = BatchShares(first_batch=0, members=("0.0",), shares=(4,))
     crew = SimpleNamespace(
         batch_part=1.0,
+        accounting=SimpleNamespace(missing=()),
         progress=place,
         share_table=SimpleNamespace(shares_of_batch=lambda _: roster),
         last_batch_shares=roster,
