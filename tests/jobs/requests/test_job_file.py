@@ -231,7 +231,7 @@ def put(old: str, new: str) -> str:
             r"name of a node: 'Small-.', expected a host name.*\[j:12: nodes\.1\.",
         ),
         (put("name: small, capacity: 5, count: 2", "name: big, capacity: 5"), r"'big', expected a name used once"),
-        (put("directory: src", "directory:"), r"directory: None, expected the folder that the script needs"),
+        (put("directory: src", "directory:"), r"directory: None, expected the folder that the program needs"),
         (put("suspend: true", "suspend: yes"), r"suspend: 'yes', expected true or false\. .*\[j:16: suspend\]"),
         (put("script: train.py", 'script: ""'), r"script: '', expected a path, such as train\.py\. .*\[j:3: script\]"),
         (put("min_per_node: 2", "min_per_node: 0"), r"minimum per node: 0, expected a whole number"),
