@@ -182,7 +182,6 @@ class HostsPlatform(Platform):
         if request.script is not None and request.directory is None:
             path = (base / request.script).absolute()
             directory, request = path.parent, replace(request, script=path.name)
-        submission.check_program(request, directory)
         existing = [self._access(name).read_entry().job for name in self._names() if name == request.name]
         job = admission.admit_job(
             request,
@@ -191,6 +190,7 @@ class HostsPlatform(Platform):
             permissions=self._permissions,
             now=self._clock(),
         )
+        submission.check_program(request, directory)
         if not dry_run:
             hosts = tuple(
                 HostSpec(node=job.node_name(node), destination=job.node_name(node), workers=job.counts[node])
