@@ -133,9 +133,10 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
 def _elastic_lines(plan: JobPlan, request: JobRequest) -> list[str]:
     if request.elastic is None:
         return []
-    first, second = [each.name for each in plan.nodes if each.workers][:2]
-    least = f"continues with {request.elastic.min} of {request.num_workers} workers or more when a node is lost"
-    return [f"elastic  {least}; coordinators on {first} and {second}"]
+    names = [each.name for each in plan.nodes if each.workers][:2]
+    lost, plural = ("a node is lost", "s") if len(names) > 1 else ("others fail", "")
+    least = f"continues with {request.elastic.min} of {request.num_workers} workers or more when {lost}"
+    return [f"elastic  {least}; coordinator{plural} on {' and '.join(names)}"]
 
 
 def _placement_text(each: NodePlacement) -> str:

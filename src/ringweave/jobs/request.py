@@ -238,13 +238,13 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
         return
     used = [(count, node.name) for count, node in zip(counts, request.nodes, strict=True) if count]
     smallest_count, smallest = min(used)
-    most = request.num_workers - smallest_count
-    if len(used) == 1:
-        do = "Leave elastic out, or share the job out over more nodes"
-        yield _problem(("elastic",), "elastic", f"one node, {smallest}", "two nodes or more: one can be lost", do)
-    elif not 1 <= elastic.min <= most:
+    most = request.num_workers - (smallest_count if len(used) > 1 else 0)
+    if not 1 <= elastic.min <= most:
         do = f"Write min: {most}, or less to survive the loss of larger nodes"
         expected = f"1 to {most}, which are left without the smallest node ({smallest}, {smallest_count} workers)"
+        if len(used) == 1:
+            do = f"Write min: {most}, or less to continue while some of them are away"
+            expected = f"1 to {most}, the workers of its one node"
         yield _problem(("elastic", "min"), "elastic.min", elastic.min, expected, do)
 
 

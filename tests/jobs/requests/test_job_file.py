@@ -189,13 +189,19 @@ def test_wrong_elastic_jobs(elastic: str, told: str) -> None:
         jobs_request.parse_request(f"{TWO_NODES}elastic: {elastic}\n", source="j")
 
 
-def test_a_job_on_one_node_cannot_lose_it() -> None:
+def test_an_elastic_job_on_one_node_goes_on_with_some_of_its_workers() -> None:
+    for least in (1, 4):
+        request = jobs_request.parse_request(f"{SHORT}elastic: {{min: {least}}}\n")
+        assert request.elastic == ElasticRequest(min=least)
     with pytest.raises(
         JobError,
-        match=r"elastic: 'one node, n0', expected two nodes or more: one can be lost\. Leave elastic out, or share the "
-        r"job out over more nodes\. \[j:5: elastic\]",
+        match=r"elastic\.min: 5, expected 1 to 4, the workers of its one node\. Write min: 4, or less to continue "
+        r"while some of them are away\. \[j:5: elastic\.min\]",
     ):
-        jobs_request.parse_request(f"{SHORT}elastic: {{min: 1}}\n", source="j")
+        jobs_request.parse_request(f"{SHORT}elastic: {{min: 5}}\n", source="j")
+
+
+def test_a_flag_says_where_a_wrong_minimum_comes_from() -> None:
     with pytest.raises(JobError, match=r"elastic\.min: 9, .*\[--elastic\]"):
         jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 9})})
 

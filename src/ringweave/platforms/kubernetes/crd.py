@@ -344,9 +344,9 @@ def _elastic_rules() -> list[ValidationRule]:
             "elastic excludes a parameter server, which fails with its node: leave elastic out, or write mode balanced",
         ),
         _make_rule(
-            f"!has(self.elastic) || self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
-            "an elastic job needs at least two nodes, since one can be lost, but one node gets all workers: leave "
-            "elastic out, or lower its capacity",
+            f"!has(self.elastic) || self.elastic.min <= {_TOTAL} || "
+            f"self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
+            "elastic.min is more than the total, which one node runs: write the total, or less",
         ),
         _make_rule(
             f"!has(self.elastic) || {_TOTAL} < 1 || {_USABLE}.size() == 0 || self.elastic.min <= {most}",
