@@ -58,7 +58,7 @@ def test_without_options_a_named_backend_stays(hosts: FakeHosts) -> None:
     assert (record["schedule"], record["order"], record["collectives_by_schedule"]) == (None, "block", {})
 
 
-def test_a_module_of_the_current_directory_goes_to_the_hosts(hosts: FakeHosts) -> None:
+def test_a_module_of_the_current_directory_runs(hosts: FakeHosts) -> None:
     folder = hosts.write_script("")
     (folder / "text").mkdir()
     (folder / "text" / "words.py").write_text("WORD = 'shipped'\n")
@@ -72,7 +72,7 @@ def test_a_module_of_the_current_directory_goes_to_the_hosts(hosts: FakeHosts) -
     assert json.loads((folder / "out" / "run.json").read_text())["command"] == ["-m", "text.train", "--lr", "1"]
 
 
-def test_a_command_starts_in_the_copied_directory(hosts: FakeHosts) -> None:
+def test_a_command_starts_in_the_current_directory(hosts: FakeHosts) -> None:
     folder = hosts.write_script(
         '#!/bin/sh\necho "$1 $RANK of $WORLD_SIZE on $RINGWEAVE_NODE"\ncat data.txt\n', "run.sh"
     )
