@@ -1,11 +1,15 @@
 """Options of `run --hosts` that workers see as on one machine, with real services on loopback addresses."""
 
 import json
+import os
+import signal
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.hosts.conftest import FakeHosts
+from tests.hosts.test_join import JOB, read_checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -103,3 +107,30 @@ def test_a_job_file_has_the_same_options(hosts: FakeHosts) -> None:
         assert "first    ring for 25MB, as the job asks, predicted " in done.stderr
         assert "  a: 2 of 2, ranks 0 2\n" in done.stderr
         assert hosts.run("delete", "optional", "--on", platform).returncode == 0
+
+
+def coordinators(hosts: FakeHosts) -> list[psutil.Process]:
+    """Coordinators of runs that were started on the user's machine."""
+    return [each for each in hosts.processes("user") if "ringweave.membership.main" in each.cmdline()]
+
+
+def test_an_elastic_run_on_this_machine_outlives_its_command_its_coordinator_and_a_worker(hosts: FakeHosts) -> None:
+    hosts.write_script(JOB.read_text())
+    checks = hosts.root / "checks"
+    words = ["train.py", str(hosts.root / "disk"), "--checks", str(checks), "--fresh", "--width", "64"]
+    started = hosts.run("run", "--workers", "3", "--elastic", "2:3", "--name", "train", "--detach", *words)
+    assert started.returncode == 0, started.stderr
+    hosts.wait(lambda: sum(len(done) > 3 for done in read_checks(checks).values()) == 3, "three workers train", 120.0)
+    (coordinator,) = coordinators(hosts)
+    assert "--other" not in coordinator.cmdline()
+    coordinator.kill()
+    (path,) = checks.glob("1.0-*.txt")
+    os.kill(int(path.stem.partition("-")[2]), signal.SIGKILL)
+    hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again", 120.0)
+    assert hosts.run("stop", "train").returncode == 0
+    assert hosts.run("attach", "train").returncode == 1
+    done = read_checks(checks)
+    assert set(done) == {"0.0", "1.0", "1.1", "2.0"}, "no other worker was started again"
+    assert set(done["0.0"]) == set(range(1, max(done["0.0"]) + 1))
+    for each in done.values():
+        assert each.items() <= done["0.0"].items() or max(each) > max(done["0.0"])
