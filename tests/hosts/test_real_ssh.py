@@ -17,7 +17,7 @@ import os, socket
 print("rank", os.environ["RANK"], "on", socket.gethostname(), "in", os.path.basename(os.getcwd()))
 open("written-here", "w").write("x")
 """
-RUN = [sys.executable, "-m", "ringweave", "run", "--hosts", "n0:2,n1,n2", "train.py"]
+RUN = [sys.executable, "-m", "ringweave", "run", "--hosts", "n0:2,n1,n2"]
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def lab(request: pytest.FixtureRequest) -> Iterator[SshLab]:
         yield made
 
 
-def run(lab: SshLab) -> tuple[int, str, str]:
-    """Exit code, output and errors of the run."""
-    words = ["sh", "-c", 'cd project && exec "$@"', "sh", *RUN]
+def run(lab: SshLab, *program: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of the run, of `train.py` if no program is named."""
+    words = ["sh", "-c", 'cd project && exec "$@"', "sh", *RUN, *(program or ("train.py",))]
     done = lab.nodes[0].run(words, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -50,6 +50,23 @@ def test_workers_run_in_a_copy_on_their_own_hosts(lab: SshLab) -> None:
     assert sorted(out.splitlines()) == [f"[{rank}] rank {rank} on {hosts[rank]} in files" for rank in range(4)]
     assert "files: 1 of /home/trainer/project" in errors
     assert not lab.nodes[0].path("/home/trainer/project/written-here").exists()
+    assert left(lab) == []
+
+
+def test_a_module_and_a_command_run_in_the_copy_too(lab: SshLab) -> None:
+    lab.nodes[0].write(
+        "project/text/train.py", f"import sys\nfrom text import names{SCRIPT}print(names.WORD, sys.argv[1:])\n"
+    )
+    lab.nodes[0].write("project/text/names.py", "WORD = 'imported'\n")
+    hosts = ["n0", "n0", "n1", "n2"]
+    told = [f"[{rank}] rank {rank} on {hosts[rank]} in files" for rank in range(4)]
+    code, out, errors = run(lab, "-m", "text.train", "--lr", "1")
+    assert code == 0, errors
+    assert sorted(out.splitlines()) == sorted([*told, *(f"[{rank}] imported ['--lr', '1']" for rank in range(4))])
+    lab.nodes[0].write("project/run.sh", 'echo "rank $RANK on $(hostname) in $(basename "$PWD")"\n')
+    code, out, errors = run(lab, "--", "sh", "run.sh")
+    assert code == 0, errors
+    assert sorted(out.splitlines()) == told
     assert left(lab) == []
 
 

@@ -120,10 +120,28 @@ def test_too_many_bytes_are_refused_with_the_largest(tmp_path: Path) -> None:
         script_files.collect_files(tmp_path)
 
 
+def test_programs_that_are_not_here_are_refused_before_any_host_is_asked(hosts: FakeHosts) -> None:
+    folder = hosts.write_script("")
+    for words, text in (
+        (("-m", "nosuch"), "module: 'nosuch', expected a module that `python -m` finds from this directory."),
+        (("--", "./nosuch"), "command: './nosuch', expected a program on the PATH, or the path of one."),
+    ):
+        done = hosts.run("run", "--hosts", "wrong", *words)
+        assert (done.returncode, text in done.stderr) == (2, True), done.stderr
+    job = "name: filed\ncpu_workers: 1\nmin_per_node: 1\nnodes: [{name: wrong, capacity: 1}]\n"
+    for program in ("script: sub/nosuch.py", "module: nosuch", "command: ./nosuch"):
+        (folder / "job.yaml").write_text(f"{job}{program}\n")
+        done = hosts.run("submit", "--on", "hosts", "--yes", "job.yaml")
+        key = program.partition(":")[0]
+        assert (done.returncode, f"error: {key}: " in done.stderr) == (2, True), done.stderr
+
+
 def test_options_that_hosts_do_not_have_are_refused(hosts: FakeHosts) -> None:
     hosts.write_script("")
     done = hosts.run("run", "--hosts", "a", "--workers", "2", "train.py")
     assert done.returncode == 2
     assert "--hosts: 'beside --workers', expected none of these. Leave --workers out" in done.stderr
+    done = hosts.run("run", "--hosts", "a", "--mode", "ps", "--standby", "train.py")
+    assert "--hosts: 'beside --standby', expected none of these. Leave --standby out" in done.stderr
     done = hosts.run("run", "--install", "train.py")
     assert "--install: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out." in done.stderr

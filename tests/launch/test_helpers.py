@@ -49,8 +49,6 @@ def test_a_server_that_was_started_again_is_stopped_by_the_run(tmp_path: Path, m
         cluster_text=PAIR,
         cluster_path=None,
         run_dir=run_dir,
-        schedule=None,
-        replace_backend=False,
         mode="ps-hra",
         has_standby=True,
         node_context=FirstOneFails(),

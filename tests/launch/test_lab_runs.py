@@ -11,8 +11,9 @@ import pytest
 
 from ringweave import lab, topology
 from ringweave.errors import LaunchError
+from ringweave.jobs import worker_options
 from ringweave.lab import Lab
-from ringweave.launcher import node_context, workers
+from ringweave.launcher import node_context
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -101,7 +102,7 @@ def test_rank_0_may_be_on_any_node(start_in, script) -> None:
 
 def node_of_rank_0(seed: int) -> int:
     """Index of rank 0's node."""
-    return workers.assign_ranks([2, 1], workers.parse_rank_order(f"shuffled:{seed}"))[0][0]
+    return worker_options.assign_ranks([2, 1], worker_options.parse_rank_order(f"shuffled:{seed}"))[0][0]
 
 
 def test_a_killed_worker_is_named_and_the_rest_is_ended(start_in, script, all_gone, trio: Lab) -> None:

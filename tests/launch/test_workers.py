@@ -5,10 +5,9 @@ import pytest
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
+from ringweave.jobs.worker_options import BLOCK_ORDER, RankOrder
 from ringweave.launcher.workers import (
-    BLOCK_ORDER,
     HostPort,
-    RankOrder,
     WorkerProgram,
     build_worker_group,
     check_program,

@@ -14,11 +14,13 @@ import click
 from ringweave import ports, topology
 from ringweave.environment import PORTS
 from ringweave.errors import UsageError, explain
+from ringweave.jobs import worker_options
+from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import local_run, run_dir, workers
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.output import write_message
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.workers import RankOrder, WorkerProgram, spread_slots
+from ringweave.launcher.workers import WorkerProgram, spread_slots
 from ringweave.membership import settings
 from ringweave.membership.settings import MemberBounds
 from ringweave.ports import PortRange
@@ -45,12 +47,8 @@ class RunOptions:
 
     program: WorkerProgram
     run_dir: str | None
-    schedule: str | None
-    tuning: bool | None
+    worker_options: WorkerOptions
     mode: str | None
-    leader_per_nic: bool
-    replace_backend: bool
-    order: RankOrder
     elastic: str | None
     has_standby: bool
 
@@ -86,12 +84,8 @@ class RunOptions:
             cluster_path=cluster_path,
             expanded_cluster=places,
             run_dir=_resolve_run_dir(self.run_dir, self.program.target),
-            schedule=self.schedule,
-            tuning=self.tuning,
+            worker_options=self.worker_options,
             mode=self.mode,
-            leader_per_nic=self.leader_per_nic,
-            replace_backend=self.replace_backend,
-            order=self.order,
             node_context=node_context,
             shares_cluster_file=tells_cluster,
             elastic=_elastic_bounds(self.elastic, cluster),
@@ -116,17 +110,16 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         options = RunOptions(
             program=program,
             run_dir=given.pop("run_dir"),
-            schedule=given.pop("schedule"),
-            tuning=given.pop("tuning"),
+            worker_options=WorkerOptions(
+                order=worker_options.parse_rank_order(given.pop("order")),
+                **{key: given.pop(key) for key in ("schedule", "tuning", "leader_per_nic", "replace_backend")},
+            ),
             mode=given.pop("mode"),
-            leader_per_nic=given.pop("leader_per_nic"),
-            replace_backend=given.pop("replace_backend"),
-            order=workers.parse_rank_order(given.pop("order")),
             elastic=given.pop("elastic"),
             has_standby=given.pop("standby"),
         )
         workers.check_program(program)
-        _check_schedule(options.schedule)
+        _check_schedule(options.worker_options.schedule)
         _check_mode(options.mode)
         return command(options=options, **given)
 
@@ -306,13 +299,7 @@ def _run_on_hosts(
     others = {
         "--workers": counts,
         "--cluster": cluster_path,
-        "--schedule": options.schedule,
-        "--leader-per-nic": options.leader_per_nic,
-        "--replace-backend": options.replace_backend,
         "--standby": options.has_standby,
-        "--order": None if options.order == workers.BLOCK_ORDER else str(options.order),
-        "-m": options.program.is_module,
-        "--": options.program.is_command,
     }
     given = [name for name, value in others.items() if value]
     if given:
@@ -320,8 +307,8 @@ def _run_on_hosts(
         raise UsageError(explain("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do))
     return start.run_on_hosts(
         start.HostsRunOptions(
-            script=options.program.target,
-            arguments=options.program.arguments,
+            program=options.program,
+            worker_options=options.worker_options,
             run_dir=options.run_dir,
             mode=options.mode,
             elastic=options.elastic,

@@ -1,9 +1,10 @@
 """`ringweave submit`: builds a job from a file and flags, shows its plan, asks, submits and follows it."""
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
 from ringweave.platforms import api, submission
-from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent import job_config, node_layout
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.api import JobView, Submission
 from ringweave.platforms.registry import with_platform_option
@@ -32,8 +33,8 @@ class NodePlacement:
     name: str
     workers: int
     capacity: int
-    first_rank: int | None
-    """Global rank of its first worker, followed by the others; None for an unused node."""
+    ranks: tuple[int, ...]
+    """Global ranks of its workers, ascending; empty for an unused node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +47,12 @@ class JobPlan:
     ring: tuple[int, ...]
     """Global ranks in the order of the ring of all workers."""
     leaders: tuple[int, ...]
-    """Global ranks that talk to other nodes, one for each node."""
+    """Global ranks that talk to other nodes: one for each node, or for each of its NICs."""
     schedule: str
-    """Schedule that is predicted to be the fastest for a bucket."""
-    predicted_s: float
-    """Predicted seconds of an allreduce of a bucket, at assumed rates; in a lab at those of its cluster file."""
+    """Schedule that is predicted to be the fastest for a bucket, or the one that the job forces."""
+    predicted_s: float | None
+    """Predicted seconds of an allreduce of a bucket, at assumed rates; in a lab at those of its cluster file. None if a
+    forced schedule has no prediction."""
     server: str | None = None
     """Node of the parameter server; None if the mode needs none."""
 
@@ -65,21 +67,22 @@ def plan_job(request: JobRequest, job: JobView) -> JobPlan:
         device=job.device,
         mode=job.mode,
         nodes=tuple(NodeConfig(index=index, name=node.name, workers=node.workers) for index, node in used),
-        script=request.script,
+        worker_options=request.worker_options,
         lab=request.lab,
         cluster=submission.lab_cluster_text(request),
     )
     cluster = node_layout.build_cluster(config, {})
-    ranks = [node.name for node in cluster.nodes for _ in node.devices]
-    group_plan = planning.plan_group(cluster, ranks)
-    choice = group_plan.choose(PLANNED_BUCKET_BYTES)
+    by_rank = {rank: name for name, ranks in config.ranks_by_node.items() for rank in ranks}
+    nodes = [by_rank[rank] for rank in range(config.world_size)]
+    group_plan = planning.plan_group(cluster, nodes, leader_per_nic=request.leader_per_nic)
+    choice = group_plan.choose(PLANNED_BUCKET_BYTES, request.schedule)
     return JobPlan(
-        nodes=tuple(_node_placements(job)),
+        nodes=tuple(_node_placements(job, config)),
         split_reason=_split_reason(request, job),
         ring=tuple(group_plan.ring_order),
         leaders=tuple(group_plan.leaders),
         schedule=choice.schedule,
-        predicted_s=choice.predicted_s,
+        predicted_s=choice.predicted_s if math.isfinite(choice.predicted_s) else None,
         server=node_layout.server_node(config),
     )
 
@@ -87,7 +90,7 @@ def plan_job(request: JobRequest, job: JobView) -> JobPlan:
 def job_plan_document(plan: JobPlan) -> dict[str, Any]:
     """Return the plan for `submit --json`."""
     nodes = [
-        {"name": each.name, "workers": each.workers, "capacity": each.capacity, "first_rank": each.first_rank}
+        {"name": each.name, "workers": each.workers, "capacity": each.capacity, "ranks": list(each.ranks)}
         for each in plan.nodes
     ]
     return {
@@ -108,45 +111,45 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
     rows = [f"  {_placement_text(each)}" for each in plan.nodes]
     size = units.format_bytes(PLANNED_BUCKET_BYTES)
     rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
+    predicted = (
+        f", predicted {plan.predicted_s * 1e3:.1f} ms at {rates}; the rates are measured when it runs"
+        if plan.predicted_s is not None
+        else ""
+    )
+    program = " ".join(replace(job_config.worker_program(request), arguments=()).command_words())
     served = [f"server   on {plan.server}, which has the best connection"] if plan.server else []
     return [
-        f"job {job.name} on {job.platform} for {job.requester}: {job.workers} {device}, {request.script}",
+        f"job {job.name} on {job.platform} for {job.requester}: {job.workers} {device}, {program}",
         f"split    {plan.split_reason}",
         *rows,
         f"rings    in each node one of its own workers; through all: {_ranks_text(plan.ring)}",
         f"leaders  {_leaders_text(plan)}",
         *served,
         *_elastic_lines(plan, request),
-        f"first    {plan.schedule} for {size}, predicted {plan.predicted_s * 1e3:.1f} ms at {rates}; "
-        "the rates are measured when it runs",
+        f"first    {plan.schedule} for {size}{'' if request.schedule is None else ', as the job asks'}{predicted}",
     ]
 
 
 def _elastic_lines(plan: JobPlan, request: JobRequest) -> list[str]:
     if request.elastic is None:
         return []
-    first, second = [each.name for each in plan.nodes if each.workers][:2]
-    least = f"continues with {request.elastic.min} of {request.num_workers} workers or more when a node is lost"
-    return [f"elastic  {least}; coordinators on {first} and {second}"]
+    names = [each.name for each in plan.nodes if each.workers][:2]
+    lost, plural = ("a node is lost", "s") if len(names) > 1 else ("others fail", "")
+    least = f"continues with {request.elastic.min} of {request.num_workers} workers or more when {lost}"
+    return [f"elastic  {least}; coordinator{plural} on {' and '.join(names)}"]
 
 
 def _placement_text(each: NodePlacement) -> str:
-    if each.first_rank is None:
+    if not each.ranks:
         return f"{each.name}: not used, of {each.capacity}"
-    return (
-        f"{each.name}: {each.workers} of {each.capacity}, ranks {each.first_rank}-{each.first_rank + each.workers - 1}"
-    )
+    first, last = each.ranks[0], each.ranks[-1]
+    ranks = f"{first}-{last}" if last - first == len(each.ranks) - 1 else _ranks_text(each.ranks)
+    return f"{each.name}: {each.workers} of {each.capacity}, ranks {ranks}"
 
 
 def _leaders_text(plan: JobPlan) -> str:
-    def node(rank: int) -> str:
-        return next(
-            each.name
-            for each in plan.nodes
-            if each.first_rank is not None and 0 <= rank - each.first_rank < each.workers
-        )
-
-    named = ", ".join(f"rank {rank} on {node(rank)}" for rank in plan.leaders[:_MAX_NAMED_RANKS])
+    nodes = {rank: each.name for each in plan.nodes for rank in each.ranks}
+    named = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in plan.leaders[:_MAX_NAMED_RANKS])
     return named + (f" and {len(plan.leaders) - _MAX_NAMED_RANKS} more" if len(plan.leaders) > _MAX_NAMED_RANKS else "")
 
 
@@ -154,13 +157,14 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks[:_MAX_NAMED_RANKS])) + (" ..." if len(ranks) > _MAX_NAMED_RANKS else "")
 
 
-def _node_placements(job: JobView) -> list[NodePlacement]:
-    found, first = [], 0
-    for node in job.nodes:
-        rank = first if node.workers else None
-        found.append(NodePlacement(name=node.name, workers=node.workers, capacity=node.capacity, first_rank=rank))
-        first += node.workers
-    return found
+def _node_placements(job: JobView, config: JobConfig) -> list[NodePlacement]:
+    ranks = config.ranks_by_node
+    return [
+        NodePlacement(
+            name=node.name, workers=node.workers, capacity=node.capacity, ranks=tuple(ranks.get(node.name, ()))
+        )
+        for node in job.nodes
+    ]
 
 
 def _split_reason(request: JobRequest, job: JobView) -> str:
@@ -179,8 +183,10 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 @click.option("--deletion", metavar="POLICY", help="Deletion policy of each: delete, keep or keep-on-failure.")
 @click.option("--min-per-node", type=int, metavar="N", help="Minimum number of workers on a used node.")
 @click.option("--script", metavar="FILE", help="Path of the script.")
-@click.option("--directory", metavar="DIR", help="Folder of the script.")
-@click.option("--arguments", metavar="WORDS", help="Arguments of the script, split as by a shell.")
+@click.option("--module", metavar="NAME", help="Module to run instead of a script, as with python -m.")
+@click.option("--command", metavar="PROGRAM", help="Program to run instead of a script, without an interpreter.")
+@click.option("--directory", metavar="DIR", help="Folder of the program.")
+@click.option("--arguments", metavar="WORDS", help="Arguments of the program, split as by a shell.")
 @click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="Environment variable of the workers.")
 @click.option("--data", metavar="WHERE", help="Location of the training data.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
@@ -192,6 +198,13 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
     metavar="MIN",
     help="Smallest number of workers with which the job continues without a lost node.",
 )
+@click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up.")
+@click.option("--tuning/--no-tuning", default=None, help="Try schedules and follow the rates, or keep the first plan.")
+@click.option("--order", metavar="ORDER", help="Order of ranks on devices: block, round-robin or shuffled[:SEED].")
+@click.option(
+    "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
+)
+@click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
 @click.option("--lab", metavar="NAME", help="Run the nodes in a lab that is up on this machine.")
 @click.option("--ttl", metavar="TIME", help="Remove the job at this time after its end, such as 3600s.")
 @click.option("--suspend", is_flag=True, default=None, help="Submit it suspended.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
+from ringweave.jobs import worker_options
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 
@@ -285,6 +286,10 @@ class Job:
 
     def node_name(self, node: int) -> str:
         return self.request.nodes[node].name
+
+    def ranks_of_node(self, node: int) -> list[int]:
+        """Return the global ranks of the workers of a node, ascending."""
+        return worker_options.ranks_by_node(self.counts, self.request.worker_options.order)[node]
 
 
 def new_job(request: JobRequest, *, requester: str, counts: tuple[int, ...], now: float) -> Job:

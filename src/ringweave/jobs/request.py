@@ -15,8 +15,9 @@ from ringweave.errors import JobError, UsageError
 from ringweave.files import problems, yaml_files
 from ringweave.files.problems import InputError, InputProblem, KeyPath, dotted_path, problems_text, suggest_closest
 from ringweave.files.yaml_files import FileKind
-from ringweave.jobs import split
+from ringweave.jobs import split, worker_options
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
+from ringweave.jobs.worker_options import ORDER_RULE, WorkerOptions
 
 MAX_NODES = 100_000
 MAX_WORKERS = 2**31 - 1
@@ -40,6 +41,9 @@ TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)
 ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
 CLAIM_RULE = "the name of a PersistentVolumeClaim: lower-case letters, digits, hyphens and dots, at most 253"
 ENVIRONMENT_RULE = "names (letters, digits, underscores) with text as values"
+PROGRAM_KEYS = ("script", "module", "command")
+"""Keys of the program; a job has one of them."""
+PROGRAM_RULE = "one of script, module and command"
 
 _NAME_PATTERN = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _NODE_NAME_PATTERN = re.compile(r"(?=.{1,63}\Z)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
@@ -93,16 +97,20 @@ class JobRequest:
     """Name of the job, unique on its platform."""
     num_workers: int
     """Total number of GPUs or CPU workers."""
-    script: str
-    """The program: a path below `directory` if that is given."""
+    script: str | None = None
+    """The program, a Python script: a path below `directory` if that is given. None: `module` or `command` names it."""
+    module: str | None = None
+    """The program, as for `python -m`: in `directory`, or installed on the nodes."""
+    command: str | None = None
+    """The program, run without an interpreter: on the PATH of the nodes, or a path below `directory`."""
     nodes: tuple[NodeRequest, ...]
     """Nodes in order; the split uses as many as it needs."""
     device: str = "cuda"
     """`cuda`: workers are GPUs. `cpu`: workers are processes without a GPU."""
     directory: str | None = None
-    """Folder that the script needs around it; None if the script stands alone."""
+    """Folder that the program needs around it; None if a script stands alone."""
     arguments: tuple[str, ...] = ()
-    """Command-line arguments of the script."""
+    """Command-line arguments of the program."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the workers."""
     data: str | None = None
@@ -116,6 +124,16 @@ class JobRequest:
     """Running lab of this machine whose nodes the job uses; None if nodes are only worker groups."""
     mode: str = "auto"
     """Training mode."""
+    schedule: str | None = None
+    """Schedule of all allreduces from 64 KiB up; None leaves the choice to the planner."""
+    tuning: bool | None = None
+    """Measured times change schedules and plans; None: only among several nodes."""
+    order: str = str(worker_options.BLOCK_ORDER)
+    """Order in which devices get ranks, as `parse_rank_order` reads it."""
+    replace_backend: bool = False
+    """ringweave also serves groups of an explicit "gloo" or "nccl"."""
+    leader_per_nic: bool = False
+    """Plan with one leader per NIC of a node instead of one per node."""
     elastic: ElasticRequest | None = None
     """Elastic training; None: after the loss of a node all nodes restart from the last checkpoint."""
     min_per_node: int = MIN_PER_NODE
@@ -139,6 +157,17 @@ class JobRequest:
         capacities = [node.capacity for node in self.nodes]
         return split.split_workers(self.num_workers, capacities, min_per_node=self.min_per_node)
 
+    @property
+    def worker_options(self) -> WorkerOptions:
+        """The options of its workers."""
+        return WorkerOptions(
+            schedule=self.schedule,
+            tuning=self.tuning,
+            order=worker_options.parse_rank_order(self.order),
+            replace_backend=self.replace_backend,
+            leader_per_nic=self.leader_per_nic,
+        )
+
 
 def _request_problems(request: JobRequest) -> Iterator[InputProblem]:
     yield from _text_problems(("name",), "name of the job", request.name, _NAME_PATTERN, NAME_RULE)
@@ -146,7 +175,7 @@ def _request_problems(request: JobRequest) -> Iterator[InputProblem]:
     yield from _count_problems(
         ("min_per_node",), "minimum per node", request.min_per_node, (1, MAX_WORKERS), COUNT_RULE
     )
-    yield from _path_problems(("script",), "script", request.script, "a path, such as train.py")
+    yield from _program_problems(request)
     for key in ("directory", "data", "image", "lab"):
         if getattr(request, key) is not None:
             yield from _path_problems((key,), key, getattr(request, key), "text on one line")
@@ -161,6 +190,7 @@ def _request_problems(request: JobRequest) -> Iterator[InputProblem]:
     if request.mode not in MODES:
         do = suggest_closest(request.mode, MODES) or "Leave it out for auto"
         yield _problem(("mode",), "mode", request.mode, MODE_RULE, do)
+    yield from _option_problems(request)
     if request.ttl_s is not None and not 0 <= request.ttl_s <= MAX_TTL_S:
         yield _problem(
             ("ttl_s",), "ttl", request.ttl_s, TTL_RULE, "Leave the key out to keep the job until it is deleted"
@@ -169,6 +199,33 @@ def _request_problems(request: JobRequest) -> Iterator[InputProblem]:
     yield from _node_problems(request.nodes)
     if request.elastic is not None:
         yield from _elastic_problems(request, request.elastic)
+
+
+def _program_problems(request: JobRequest) -> Iterator[InputProblem]:
+    given = [key for key in PROGRAM_KEYS if getattr(request, key) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none of them"
+        do = f"Leave {given[-1]} out" if given else 'Write "script: train.py"'
+        yield _problem((given[-1],) if given else (), "program of the job", got, PROGRAM_RULE, do)
+    rules = ("a path, such as train.py", "the name of a module, such as text.train", "a program, such as bash")
+    for key, rule in zip(PROGRAM_KEYS, rules, strict=True):
+        if getattr(request, key) is not None:
+            yield from _path_problems((key,), key, getattr(request, key), rule)
+
+
+def _option_problems(request: JobRequest) -> Iterator[InputProblem]:
+    if request.schedule is not None:
+        from ringweave import schedules  # brings numpy, which most jobs need not wait for
+
+        if request.schedule not in schedules.SCHEDULE_NAMES:
+            do = suggest_closest(request.schedule, schedules.SCHEDULE_NAMES) or "Leave it out for the planner's choice"
+            expected = f"one of {', '.join(schedules.SCHEDULE_NAMES)}"
+            yield _problem(("schedule",), "schedule", request.schedule, expected, do)
+    try:
+        worker_options.parse_rank_order(request.order)
+    except UsageError:
+        do = "Leave it out for block, which fits nearly all schedules"
+        yield _problem(("order",), "order", request.order, ORDER_RULE, do)
 
 
 def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[InputProblem]:
@@ -181,13 +238,13 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
         return
     used = [(count, node.name) for count, node in zip(counts, request.nodes, strict=True) if count]
     smallest_count, smallest = min(used)
-    most = request.num_workers - smallest_count
-    if len(used) == 1:
-        do = "Leave elastic out, or share the job out over more nodes"
-        yield _problem(("elastic",), "elastic", f"one node, {smallest}", "two nodes or more: one can be lost", do)
-    elif not 1 <= elastic.min <= most:
+    most = request.num_workers - (smallest_count if len(used) > 1 else 0)
+    if not 1 <= elastic.min <= most:
         do = f"Write min: {most}, or less to survive the loss of larger nodes"
         expected = f"1 to {most}, which are left without the smallest node ({smallest}, {smallest_count} workers)"
+        if len(used) == 1:
+            do = f"Write min: {most}, or less to continue while some of them are away"
+            expected = f"1 to {most}, the workers of its one node"
         yield _problem(("elastic", "min"), "elastic.min", elastic.min, expected, do)
 
 
@@ -281,9 +338,17 @@ class JobFileEntry(yaml_files.FileEntry):
     cpu_workers: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=COUNT_RULE, examples=["4"]
     )
-    script: str = Field(description="the path of a Python program", examples=["train.py"])
+    script: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description="the path of a Python program", examples=["train.py"]
+    )
+    module: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description="the name of a module, as for python -m", examples=["text.train"]
+    )
+    command: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description="a program without its arguments", examples=["bash"]
+    )
     directory: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="the folder that the script needs around it", examples=["."]
+        default=None, description="the folder that the program needs around it", examples=["."]
     )
     arguments: list[str] = Field(default=[], description=_TEXT_LIST_RULE, examples=['[--epochs, "3"]'])
     environment: dict[str, str] = Field(default={}, description=ENVIRONMENT_RULE, examples=['{SEED: "1"}'])
@@ -300,6 +365,15 @@ class JobFileEntry(yaml_files.FileEntry):
         default=None, description="the name of a lab that is up on this machine", examples=["two-racks"]
     )
     mode: str = Field(default="auto", description=MODE_RULE, examples=["auto"])
+    schedule: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description="the name of a schedule", examples=["ring"]
+    )
+    tuning: Annotated[bool | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description="true or false", examples=["false"]
+    )
+    order: str = Field(default="block", description=ORDER_RULE, examples=["round-robin"])
+    replace_backend: bool = Field(default=False, description="true or false", examples=["true"])
+    leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
     elastic: Annotated[ElasticEntry | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
     )
@@ -355,9 +429,11 @@ def request_from_flags(flags: Mapping[str, JobFlag]) -> JobRequest:
 
 def dump_request(request: JobRequest) -> str:
     """Return the job file of a request: `parse_request(dump_request(r)) == r`."""
-    content: dict[str, Any] = {"name": request.name, _total_key(request): request.num_workers, "script": request.script}
-    usual = {"mode": "auto", "min_per_node": MIN_PER_NODE, "suspend": False}
+    content: dict[str, Any] = {"name": request.name, _total_key(request): request.num_workers}
+    usual = {"mode": "auto", "order": "block", "replace_backend": False, "leader_per_nic": False}
+    usual |= {"min_per_node": MIN_PER_NODE, "suspend": False}
     content |= {
+        **{key: getattr(request, key) for key in PROGRAM_KEYS},
         "directory": request.directory,
         "arguments": list(request.arguments) or None,
         "environment": dict(request.environment) or None,
@@ -366,6 +442,7 @@ def dump_request(request: JobRequest) -> str:
         "claim": request.claim,
         "lab": request.lab,
         "mode": request.mode,
+        **{key: getattr(request, key) for key in _OPTION_KEYS},
         "elastic": None if request.elastic is None else _to_flow_map({"min": request.elastic.min}),
         "nodes": [_node_to_yaml(node) for node in request.nodes],
         "min_per_node": request.min_per_node,
@@ -411,11 +488,11 @@ def _request_builder(flags: Mapping[str, JobFlag]) -> Callable[[Any], JobRequest
 
 
 def _apply_flags(value: Any, flags: Mapping[str, JobFlag]) -> Any:
-    """Return the file's values with the flags over them; a typed total replaces one of the other kind."""
+    """Return the file's values with the flags over them; a typed total or program replaces one of another kind."""
     if not isinstance(value, dict) or not flags:
         return value
-    totals = {"gpus", "cpu_workers"}
-    hidden = totals if totals & flags.keys() else set()
+    kinds = ({"gpus", "cpu_workers"}, set(PROGRAM_KEYS))
+    hidden = {key for kind in kinds if kind & flags.keys() for key in kind}
     kept = {key: item for key, item in value.items() if key not in hidden}
     return kept | {key: _merge_flag(kept.get(key), flag.value) for key, flag in flags.items()}
 
@@ -452,8 +529,10 @@ def _build_request(value: Any) -> JobRequest:
         raise InputError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
+_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic")
 _UNCHANGED_FIELDS = {
-    "script",
+    *PROGRAM_KEYS,
+    *_OPTION_KEYS,
     "directory",
     "environment",
     "data",

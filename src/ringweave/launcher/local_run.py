@@ -13,9 +13,10 @@ from typing import Any, TextIO
 
 from ringweave import environment
 from ringweave.environment import WorkerEnvironment
+from ringweave.jobs import worker_options
 from ringweave.jobs.request import MODES, SERVER_MODES
+from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher import entry, outcome, run_dir
-from ringweave.launcher import workers as launcher_workers
 from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
@@ -33,8 +34,6 @@ from ringweave.launcher.services import (
 )
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import (
-    BLOCK_ORDER,
-    RankOrder,
     WorkerGroup,
     WorkerProgram,
     WorkerSpec,
@@ -61,20 +60,11 @@ class RunRequest:
     cluster_path: str | None
     """Path of the user's cluster file; None if there is none."""
     run_dir: RunDir
-    schedule: str | None
-    """Forced schedule; None leaves the choice to the planner."""
-    replace_backend: bool
-    """Let ringweave also serve groups of an explicit "gloo" or "nccl"."""
-    tuning: bool | None = None
-    """Let measured times change schedules and plans; None means only among several nodes."""
+    worker_options: WorkerOptions = DEFAULT_OPTIONS
     mode: str | None = None
     """Training mode of scripts that call `ringweave.prepare`; None leaves it to them."""
     has_standby: bool = False
     """Run a second parameter server that takes over when the first one dies."""
-    leader_per_nic: bool = False
-    """Plan with one leader per NIC of a node instead of one per node."""
-    order: RankOrder = BLOCK_ORDER
-    """Order in which the devices get ranks."""
     node_context: NodeContext = field(default_factory=HostContext)
     """Placement of worker processes: on this machine as it is, or inside of a lab on it."""
     shares_cluster_file: bool = True
@@ -252,25 +242,22 @@ def _report_give_up(failure: WorkerFailure, why: str, run_dir: RunDir, stderr: T
 def _build_group(
     request: RunRequest, server: JobServer | None, coordinators: CoordinatorProcesses | None
 ) -> WorkerGroup:
-    nodes = request.cluster.nodes
-    first_index, _ = launcher_workers.assign_ranks([node.num_devices for node in nodes], request.order)[0]
+    nodes, options = request.cluster.nodes, request.worker_options
+    first_index, _ = worker_options.assign_ranks([node.num_devices for node in nodes], options.order)[0]
+    environment_of_run = WorkerEnvironment(
+        cluster_path=request.run_dir.cluster_file,
+        run_dir=request.run_dir.root,
+        mode=request.mode,
+        server=server.address if server else None,
+        coordinators=coordinators.addresses if coordinators else (),
+    )
     group = build_worker_group(
         nodes,
         request.program.argv(sys.executable, entry=entry.__file__ if request.elastic else None),
         request.node_context.pick_address(nodes[first_index].name),
         num_cpus=len(os.sched_getaffinity(0)),
-        common_environment=WorkerEnvironment(
-            cluster_path=request.run_dir.cluster_file,
-            run_dir=request.run_dir.root,
-            replace_backend=request.replace_backend,
-            schedule=request.schedule,
-            tuning=request.tuning,
-            mode=request.mode,
-            leader_per_nic=request.leader_per_nic,
-            server=server.address if server else None,
-            coordinators=coordinators.addresses if coordinators else (),
-        ),
-        order=request.order,
+        common_environment=options.apply_to(environment_of_run),
+        order=options.order,
     )
     hidden = {} if request.shares_cluster_file else {environment.CLUSTER: "", environment.NODE: ""}
     workers = [
@@ -294,12 +281,9 @@ def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> di
             "nodes": [{"name": name, "workers": members} for name, members in ranks.items()],
         },
         "world_size": group.world_size,
-        "schedule": request.schedule,
-        "tuning": request.tuning,
+        **request.worker_options.to_record(),
         "mode": request.mode,
         "elastic": str(request.elastic) if request.elastic else None,
-        "leader_per_nic": request.leader_per_nic,
-        "order": str(request.order),
         "lab": request.node_context.lab_name,
     }
 

@@ -251,10 +251,10 @@ _QUERY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorPair:
-    """The two coordinators of a job."""
+    """The two coordinators of a job, or the one of a job on one node."""
 
     endpoints: Sequence[SidecarEndpoint]
-    """Endpoints of both; the first one is active at the start."""
+    """Endpoints of them; the first one is active at the start."""
     bounds: MemberBounds
     """Minimum and maximum number of members of the job."""
     expected_members: int
@@ -273,14 +273,13 @@ class CoordinatorPair:
         Only a coordinator's first process gets `initial_members`: later on these may be members already.
         """
         address = self.endpoints[index].advertised
-        host, port = self.addresses[1 - index]
+        others = [each for number, each in enumerate(self.addresses) if number != index]
         arguments = [
             "--host",
             self.endpoints[index].bind_host,
             "--port",
             str(address.port),
-            "--other",
-            f"{host}:{port}",
+            *(word for host, port in others for word in ("--other", f"{host}:{port}")),
         ]
         arguments += ["--elastic", str(self.bounds), "--expected", str(self.expected_members), "--index", str(index)]
         arguments += ["--successors", ",".join(self.initial_members)] if self.initial_members and is_first else []
@@ -332,7 +331,7 @@ class CoordinatorProcesses(ServiceProcesses):
 
     @property
     def failure_text(self) -> str:
-        """Always empty: its death ends no round, because the other one takes over and this one is restarted."""
+        """Always empty: its death ends no round. This one is restarted, and the other one, if any, takes over."""
         return ""
 
     def is_needed(self, now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Worker processes of a run, as data: command line, ranks, environment, rank order. Pure.
+"""Worker processes of a run, as data: command line, ranks, environment. Pure.
 
 Any launcher (this machine, Slurm, Kubernetes) starts the same specs, and elastic supervision can compute them again
 for another cluster.
@@ -6,71 +6,17 @@ for another cluster.
 
 import importlib.util
 import os
-import random
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankOrder:
-    """Order in which devices get ranks; `parse_rank_order` reads its text back."""
-
-    kind: Literal["block", "round-robin", "shuffled"] = "block"
-    """`block`: all devices of a node, then those of the next. `round-robin`: the first device of every node, then the
-    second of every node that has one. `shuffled`: at random."""
-    seed: int = 0
-    """Seed of `shuffled`; the same seed gives the same order."""
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.seed}" if self.kind == "shuffled" else self.kind
-
-
-BLOCK_ORDER = RankOrder()
-
-
-def parse_rank_order(text: str) -> RankOrder:
-    """Parse an order: `block`, `round-robin`, `shuffled` or `shuffled:7`.
-
-    Raises:
-        UsageError: The text is no order.
-    """
-    kind, has_seed, seed = text.partition(":")
-    if kind == "shuffled" and (not has_seed or (seed.isascii() and seed.isdigit() and len(seed) < 19)):
-        return RankOrder(kind="shuffled", seed=int(seed or 0))
-    if text in ("block", "round-robin"):
-        return RankOrder(kind=text)
-    raise UsageError(
-        explain(
-            "--order",
-            got=text,
-            expected="block, round-robin, shuffled or shuffled:SEED with a whole number",
-            do="Leave it out for block, which fits nearly all schedules",
-        )
-    )
-
-
-def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int]]:
-    """Return (node index, local rank) of every global rank.
-
-    Args:
-        counts: Number of devices of each node.
-        order: Order in which the devices get ranks.
-    """
-    slots = [(node_index, local_rank) for node_index, count in enumerate(counts) for local_rank in range(count)]
-    if order.kind == "round-robin":
-        slots.sort(key=lambda place: (place[1], place[0]))
-    elif order.kind == "shuffled":
-        random.Random(order.seed).shuffle(slots)
-    return slots
-
+from ringweave.jobs.worker_options import BLOCK_ORDER, RankOrder, assign_ranks
 
 _PYTHON_SUFFIXES = (".py", ".pyc", ".pyz", ".pyw")
 _MAX_FIRST_LINE_BYTES = 256
@@ -104,6 +50,11 @@ class WorkerProgram:
     """Run the target like `python -m`."""
     is_command: bool = False
     """The target is an executable on the PATH, run without an interpreter."""
+
+    @property
+    def is_script(self) -> bool:
+        """Return whether the target is the path of a script."""
+        return not (self.is_module or self.is_command)
 
     def argv(self, python: str, *, entry: str | None = None) -> tuple[str, ...]:
         """Return the command line, with the given interpreter and an optional file that runs first.
@@ -241,11 +192,11 @@ def check_program(program: WorkerProgram) -> None:
     Raises:
         UsageError: The script is not a file, or the module or the command cannot be found from here.
     """
-    if program.is_command:
-        if shutil.which(program.target) is None:
-            raise UsageError(unrunnable_command_text(program.target))
+    if is_program_found(program, Path.cwd()):
         return
-    if program.is_module and not is_importable(program.target.split(".")[0]):
+    if program.is_command:
+        raise UsageError(unrunnable_command_text(program.target))
+    if program.is_module:
         raise UsageError(
             explain(
                 "module",
@@ -254,16 +205,24 @@ def check_program(program: WorkerProgram) -> None:
                 do="Check its name and the current directory, or leave out -m to run a script",
             )
         )
-    if not program.is_module and not Path(program.target).is_file():
-        raise UsageError(
-            explain(
-                "script",
-                got=program.target,
-                expected="the path of a Python file",
-                do="Check the path, or put -m before the name to run a module, or -- before any other command; "
-                "options of ringweave come first",
-            )
+    raise UsageError(
+        explain(
+            "script",
+            got=program.target,
+            expected="the path of a Python file",
+            do="Check the path, or put -m before the name to run a module, or -- before any other command; "
+            "options of ringweave come first",
         )
+    )
+
+
+def is_program_found(program: WorkerProgram, directory: Path) -> bool:
+    """Return whether workers in this directory find the program: script or path in it, module, command on the PATH."""
+    if program.is_command:
+        return shutil.which(directory / program.target if "/" in program.target else program.target) is not None
+    if program.is_module:
+        return is_importable(program.target.split(".")[0], directory)
+    return (directory / program.target).is_file()
 
 
 def is_python_script(word: str) -> bool:
@@ -301,10 +260,10 @@ def is_not_executable(name: str) -> bool:
     return "/" in name and Path(name).exists()
 
 
-def is_importable(name: str) -> bool:
-    """Return whether workers can import the module: from the current directory first. Imports nothing."""
+def is_importable(name: str, directory: Path) -> bool:
+    """Return whether workers in this directory can import the module: from there first. Imports nothing."""
     try:
-        return bool(PathFinder.find_spec(name, [str(Path.cwd())]) or importlib.util.find_spec(name))
+        return bool(PathFinder.find_spec(name, [str(directory)]) or importlib.util.find_spec(name))
     except (ImportError, ValueError):
         return False
 

@@ -12,13 +12,23 @@ from ringweave import rpc
 from ringweave.errors import RingweaveError
 from ringweave.membership import membership_records, service, settings
 from ringweave.membership.membership_records import GenerationId, Membership
-from ringweave.membership.messages import STARTUP_RENDEZVOUS
+from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus
 from ringweave.membership.service import CoordinatorListener, OtherCoordinatorPoller
 from ringweave.membership.settings import MembershipSettings
 from ringweave.telemetry import EventLog, print_line
 
 TICK_S = 0.05
 COORDINATOR_ROLE = "coordinator"
+_NO_OTHER = CoordinatorStatus(
+    term=0,
+    is_active=False,
+    generation_id=membership_records.NO_GENERATION,
+    members=[],
+    committed=0,
+    present=[],
+    ended="",
+)
+"""Status in the place of another coordinator's where there is none: no member can be with it."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -32,7 +42,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--index", type=int, choices=(0, 1), required=True)
     parser.add_argument("--standby", action="store_true")
-    parser.add_argument("--other", help="HOST:PORT of the other coordinator")
+    parser.add_argument("--other", help="HOST:PORT of the other coordinator; left out if there is none")
     parser.add_argument("--successors", default="", help="members that are about to start in the place of others")
     parser.add_argument("--run-dir", type=Path)
     return parser.parse_args(argv)
@@ -135,6 +145,8 @@ class CoordinatorProcess:
             ended = ""
             while not self._stopped.wait(TICK_S):
                 self.service.tick(self.server.peer_names)
+                if not self._args.other:
+                    self.service.update_from_other(_NO_OTHER)
                 if self.service.end_reason != ended:
                     ended = self.service.end_reason
                     print_line(

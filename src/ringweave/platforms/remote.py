@@ -48,10 +48,8 @@ class RemotePlatform(Platform):
         self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
         """Pass the request on; a script that is alone travels with it, a directory has to exist at the adapter."""
-        if request.directory is None:
-            script_text = submission.read_request_script(request, base, script_text)
-        else:
-            script_text = None
+        script_text = submission.read_request_script(request, base, script_text)
+        if request.directory is not None:
             request = replace(request, directory=str((base / request.directory).absolute()))
         body = {"request": str(request), "script_text": script_text, "dry_run": dry_run}
         answer = self._request("POST", JOBS_PATH, body)

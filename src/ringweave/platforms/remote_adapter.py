@@ -94,7 +94,7 @@ class _AdapterHandler(BaseHTTPRequestHandler):
     def _submit(self, body: dict[str, Any]) -> dict[str, Any]:
         request = jobs_request.parse_request(str(body.get("request", "")), source="request")
         text = body.get("script_text")
-        if request.directory is None and not isinstance(text, str):
+        if request.script is not None and request.directory is None and not isinstance(text, str):
             do = "Send the script's text, or give the folder that it is in as directory"
             raise JobError(explain("script_text", got=text, expected="the text of the script", do=do))
         is_dry = bool(body.get("dry_run"))

@@ -3,7 +3,7 @@
 import os
 import pwd
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import platformdirs
@@ -15,6 +15,7 @@ from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import JobRequest
+from ringweave.launcher import workers
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.api import LogQuery
@@ -68,8 +69,8 @@ def os_user() -> str:
         return str(os.geteuid())
 
 
-def read_request_script(request: JobRequest, base: Path, script_text: str | None) -> str:
-    """Return the text of a script that travels with its job.
+def read_request_script(request: JobRequest, base: Path, script_text: str | None) -> str | None:
+    """Return the text of a script that travels with its job; None if it is in a directory, or no script.
 
     Args:
         request: Request of the job.
@@ -79,6 +80,8 @@ def read_request_script(request: JobRequest, base: Path, script_text: str | None
     Raises:
         JobError: The script does not exist, or cannot travel.
     """
+    if request.script is None or request.directory is not None:
+        return None
     if script_text is None:
         return job_config.read_script(base / request.script)
     job_config.check_script_text(script_text, request.script)
@@ -97,18 +100,35 @@ def create_origin(
         script_text: Script that came with the request.
 
     Raises:
-        JobError: Script or directory does not exist.
+        JobError: The program or the directory does not exist.
     """
-    if request.directory is None:
-        text = read_request_script(request, base, script_text)
-        return JobOrigin(directory=str(base.absolute()), script_text=text, environ=dict(environ))
-    directory = (base / request.directory).absolute()
-    if not (directory / request.script).is_file():
+    text = read_request_script(request, base, script_text)
+    directory = (base / (request.directory or "")).absolute()
+    if text is None:
+        check_program(request, directory)
+    return JobOrigin(directory=str(directory), script_text=text, environ=dict(environ))
+
+
+def check_program(request: JobRequest, directory: Path) -> None:
+    """Refuse a program that workers would not find in their directory, nor on the PATH or among installed modules.
+
+    Raises:
+        JobError: It is not found.
+    """
+    program = job_config.worker_program(request)
+    if directory.is_dir() and workers.is_program_found(program, directory):
+        return
+    if program.is_module:
+        what, expected = "module", f"a module in {directory}, or an installed one"
+        do = "Check its name, or give the folder that it is in as directory"
+    elif program.is_command:
+        what, expected = "command", f"a program on the PATH, or a path below {directory}"
+        do = "Check its name, and chmod +x; its arguments belong into arguments"
+    else:
+        program = replace(program, target=str(directory / program.target))
+        what, expected = "script", "the path of a Python file"
         do = "Correct the script or the directory; the script's path is below the directory"
-        expected = "the path of a Python file"
-        text = explain("script", got=str(directory / request.script), expected=expected, do=do, where=request.name)
-        raise JobError(text)
-    return JobOrigin(directory=str(directory), script_text=None, environ=dict(environ))
+    raise JobError(explain(what, got=program.target, expected=expected, do=do, where=request.name))
 
 
 def lab_cluster_text(request: JobRequest) -> str | None:

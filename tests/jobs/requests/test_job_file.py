@@ -4,7 +4,17 @@ from hypothesis import strategies as st
 
 from ringweave.errors import JobError
 from ringweave.jobs import request as jobs_request
-from ringweave.jobs.request import MODES, DeletionPolicy, ElasticRequest, JobFlag, JobRequest, NodeRequest
+from ringweave.jobs.request import (
+    MODES,
+    PROGRAM_KEYS,
+    DeletionPolicy,
+    ElasticRequest,
+    JobFlag,
+    JobRequest,
+    NodeRequest,
+)
+from ringweave.jobs.worker_options import RankOrder, WorkerOptions
+from ringweave.schedules import SCHEDULE_NAMES
 
 FULL = """\
 name: text
@@ -57,6 +67,71 @@ def test_a_short_file_asks_for_processes_without_gpus() -> None:
     assert (request.device, request.num_workers, request.nodes[0].name) == ("cpu", 4, "n0")
     assert request.split.counts == (4,)
     assert str(request) == "name: text\ncpu_workers: 4\nscript: train.py\nnodes:\n  - {name: n0, capacity: 4}\n"
+
+
+OPTIONS = "schedule: ring\ntuning: false\norder: shuffled:7\nreplace_backend: true\nleader_per_nic: true\n"
+
+
+def test_options_of_the_workers() -> None:
+    request = jobs_request.parse_request(SHORT + OPTIONS)
+    assert request.worker_options == WorkerOptions(
+        schedule="ring",
+        tuning=False,
+        order=RankOrder(kind="shuffled", seed=7),
+        replace_backend=True,
+        leader_per_nic=True,
+    )
+    assert jobs_request.parse_request(str(request)) == request
+    assert jobs_request.parse_request(SHORT).worker_options == WorkerOptions()
+    flags = {"tuning": JobFlag(name="--tuning", value=True), "order": JobFlag(name="--order", value="block")}
+    assert jobs_request.parse_request(SHORT + OPTIONS, flags).worker_options.tuning is True
+    assert jobs_request.parse_request(SHORT + OPTIONS, flags).order == "block"
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("schedule: rings", r"schedule: 'rings', expected one of ring, .*Did you mean \"ring\"\? \[j:5: schedule\]"),
+        ("schedule: x", r"schedule: 'x', expected one of .*Leave it out for the planner's choice\."),
+        ("order: blok", r"order: 'blok', expected block, round-robin, shuffled or shuffled:SEED with a whole number\."),
+        ('tuning: "no"', r"tuning: 'no', expected true or false\. Write it like \"tuning: false\"\. \[j:5: tuning\]"),
+        ("replace_backend: 1", r"replace_backend: 1, expected true or false"),
+        ("leader_per_nic:", r"leader_per_nic: None, expected true or false"),
+    ],
+)
+def test_wrong_options(option: str, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        jobs_request.parse_request(f"{SHORT}{option}\n", source="j")
+
+
+def test_a_module_or_a_command_in_the_place_of_a_script() -> None:
+    for program in ("module: text.train\n", "command: bash\narguments:\n  - train.sh\n"):
+        text = SHORT.replace("script: train.py\n", program)
+        request = jobs_request.parse_request(text)
+        assert request.script is None
+        assert program in str(request)
+        assert jobs_request.parse_request(str(request)) == request
+    flag = {"command": JobFlag(name="--command", value="bash")}
+    assert (jobs_request.parse_request(SHORT, flag).script, jobs_request.parse_request(SHORT, flag).command) == (
+        None,
+        "bash",
+    )
+
+
+def test_a_job_has_one_program() -> None:
+    with pytest.raises(
+        JobError,
+        match=r"program of the job: 'script and module', expected one of script, module and command\. "
+        r"Leave module out\. \[j:5: module\]",
+    ):
+        jobs_request.parse_request(f"{SHORT}module: m\n", source="j")
+    with pytest.raises(
+        JobError,
+        match=r"program of the job: 'none of them', expected one of .*\. Write \"script: train\.py\"\. \[j:1\]",
+    ):
+        jobs_request.parse_request(SHORT.replace("script: train.py\n", ""), source="j")
+    with pytest.raises(JobError, match=r"module: ' ', expected the name of a module, such as text\.train\."):
+        jobs_request.parse_request(SHORT.replace("script: train.py", 'module: " "'))
 
 
 def test_a_file_on_disk(tmp_path) -> None:
@@ -114,13 +189,19 @@ def test_wrong_elastic_jobs(elastic: str, told: str) -> None:
         jobs_request.parse_request(f"{TWO_NODES}elastic: {elastic}\n", source="j")
 
 
-def test_a_job_on_one_node_cannot_lose_it() -> None:
+def test_an_elastic_job_on_one_node_goes_on_with_some_of_its_workers() -> None:
+    for least in (1, 4):
+        request = jobs_request.parse_request(f"{SHORT}elastic: {{min: {least}}}\n")
+        assert request.elastic == ElasticRequest(min=least)
     with pytest.raises(
         JobError,
-        match=r"elastic: 'one node, n0', expected two nodes or more: one can be lost\. Leave elastic out, or share the "
-        r"job out over more nodes\. \[j:5: elastic\]",
+        match=r"elastic\.min: 5, expected 1 to 4, the workers of its one node\. Write min: 4, or less to continue "
+        r"while some of them are away\. \[j:5: elastic\.min\]",
     ):
-        jobs_request.parse_request(f"{SHORT}elastic: {{min: 1}}\n", source="j")
+        jobs_request.parse_request(f"{SHORT}elastic: {{min: 5}}\n", source="j")
+
+
+def test_a_flag_says_where_a_wrong_minimum_comes_from() -> None:
     with pytest.raises(JobError, match=r"elastic\.min: 9, .*\[--elastic\]"):
         jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 9})})
 
@@ -136,10 +217,10 @@ nodes = st.builds(
     deletion=st.sampled_from(DeletionPolicy),
 )
 requests = st.builds(
-    JobRequest,
+    lambda program, **rest: JobRequest(**dict([program]), **rest),
+    program=st.tuples(st.sampled_from(PROGRAM_KEYS), lines),
     name=names,
     num_workers=st.integers(1, 2**31 - 1),
-    script=lines,
     nodes=st.lists(nodes, min_size=1, max_size=4, unique_by=lambda node: node.name).map(tuple),
     device=st.sampled_from(["cpu", "cuda"]),
     directory=st.none() | lines,
@@ -149,6 +230,11 @@ requests = st.builds(
     image=st.none() | lines,
     claim=st.none() | names,
     mode=st.sampled_from(MODES),
+    schedule=st.none() | st.sampled_from(SCHEDULE_NAMES),
+    tuning=st.none() | st.booleans(),
+    order=st.sampled_from(["block", "round-robin", "shuffled:3"]),
+    replace_backend=st.booleans(),
+    leader_per_nic=st.booleans(),
     min_per_node=st.integers(1, 2**31 - 1),
     ttl_s=st.none() | st.floats(0, 3e8),
     suspend=st.booleans(),
@@ -231,7 +317,7 @@ def put(old: str, new: str) -> str:
             r"name of a node: 'Small-.', expected a host name.*\[j:12: nodes\.1\.",
         ),
         (put("name: small, capacity: 5, count: 2", "name: big, capacity: 5"), r"'big', expected a name used once"),
-        (put("directory: src", "directory:"), r"directory: None, expected the folder that the script needs"),
+        (put("directory: src", "directory:"), r"directory: None, expected the folder that the program needs"),
         (put("suspend: true", "suspend: yes"), r"suspend: 'yes', expected true or false\. .*\[j:16: suspend\]"),
         (put("script: train.py", 'script: ""'), r"script: '', expected a path, such as train\.py\. .*\[j:3: script\]"),
         (put("min_per_node: 2", "min_per_node: 0"), r"minimum per node: 0, expected a whole number"),

@@ -10,13 +10,14 @@ from ringweave.errors import JobError
 from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.worker_options import RankOrder, WorkerOptions, assign_ranks
 from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerProgram
 from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_round
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeProgress, ProgressReader
 
 MEETING = HostPort(host="10.0.0.1", port=29500)
@@ -65,6 +66,61 @@ def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Pat
         ("n2", 5, "10.0.0.3"),
     ]
     assert {device.kind for node in cluster.nodes for device in node.devices} == {"cuda"}
+
+
+def test_the_options_of_the_workers_are_those_of_the_request(tmp_path: Path) -> None:
+    nodes = tuple(NodeRequest(name=f"n{index}", capacity=2) for index in range(2))
+    words = {"schedule": "ring", "tuning": False, "replace_backend": True, "leader_per_nic": True}
+    request = JobRequest(name="job", num_workers=4, module="text.train", nodes=nodes, order="round-robin", **words)
+    job = records.new_job(request, requester="ann", counts=(2, 2), now=0.0)
+    config = job_config.job_config(job, directory="/home/ann", script_text=None)
+    assert job_config.parse_job_config(job_config.dump_job_config(config)) == config
+    assert (config.ranks_of_node(0), config.ranks_of_node(1), job.ranks_of_node(1)) == ([0, 2], [1, 3], [1, 3])
+    program = node_layout.worker_program(config, tmp_path)
+    assert program == WorkerProgram(target="text.train", is_module=True)
+    opening = RendezvousResult(round=1, master_address=MEETING)
+    group = node_layout.node_worker_group(
+        config, 1, opening, run_dir=RunDir(root=tmp_path), program=program, python="python", cpus=1
+    )
+    assert group.argv == ("python", "-m", "text.train")
+    expected = {
+        "RINGWEAVE_SCHEDULE": "ring",
+        "RINGWEAVE_TUNING": "0",
+        "RINGWEAVE_REPLACE_BACKEND": "1",
+        "RINGWEAVE_LEADER_PER_NIC": "1",
+    }
+    for rank, worker in zip((1, 3), group.workers, strict=True):
+        told = {key: worker.environ[key] for key in expected}
+        assert (worker.global_rank, worker.environ["RANK"], told) == (rank, str(rank), expected)
+
+
+def test_the_node_of_rank_0_gives_the_master_address() -> None:
+    nodes = tuple(NodeConfig(index=index, name=f"n{index}", workers=1) for index in range(3))
+    order = next(
+        order
+        for seed in range(99)
+        if assign_ranks([1, 1, 1], order := RankOrder(kind="shuffled", seed=seed))[0] == (2, 0)
+    )
+    config = JobConfig(
+        job="j", device="cpu", mode="auto", nodes=nodes, command="true", worker_options=WorkerOptions(order=order)
+    )
+    assert config.master_node == "n2"
+    offers = {
+        f"n{index}": AgentStatus(
+            round=1, phase=GroupPhase.READY, pid=1, master_address=HostPort(host=f"10.0.0.{index}", port=5)
+        )
+        for index in range(3)
+    }
+    found = agent_channel.rendezvous_result(config, 1, offers)
+    assert found is not None
+    assert found.master_address == HostPort(host="10.0.0.2", port=5)
+    assert agent_channel.rendezvous_result(config, 1, {name: offers[name] for name in ("n0", "n1")}) is None
+
+
+def test_a_command_runs_without_an_interpreter(tmp_path: Path) -> None:
+    config = JobConfig(job="j", device="cpu", mode="auto", nodes=(), command="./run.sh", arguments=("x",))
+    program = node_layout.worker_program(config, tmp_path)
+    assert program.argv("python", entry="entry.py") == ("./run.sh", "x")
 
 
 def test_a_script_that_is_alone_travels(tmp_path: Path) -> None:

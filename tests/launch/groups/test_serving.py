@@ -50,7 +50,7 @@ def test_the_server_is_on_the_node_that_is_connected_best() -> None:
 
 
 def test_ranks_are_counted_through_the_nodes() -> None:
-    assert [CONFIG.ranks_of_node(index) for index in (0, 1)] == [range(2), range(2, 3)]
+    assert [CONFIG.ranks_of_node(index) for index in (0, 1)] == [[0, 1], [2]]
 
 
 def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:

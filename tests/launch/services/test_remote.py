@@ -99,6 +99,12 @@ def test_the_script_that_travels_is_the_one_that_runs(there: RemotePlatform, tmp
         there._request("POST", remote.JOBS_PATH, body | {"script_text": None})
 
 
+def test_a_module_needs_no_script_that_travels(there: RemotePlatform, tmp_path: Path) -> None:
+    request = JobRequest(name="m", num_workers=3, module="json.tool", nodes=REQUEST.nodes)
+    made = there.submit(request, base=tmp_path, dry_run=True)
+    assert '"module": "json.tool"' in made.objects[0].text
+
+
 def test_a_directory_has_to_be_there(there: RemotePlatform, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"script: .*, expected the path of a Python file\. Correct the script"):
         there.submit(

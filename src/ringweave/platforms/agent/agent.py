@@ -35,7 +35,7 @@ from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
-from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent import job_config, node_layout
 from ringweave.platforms.agent.agent_channel import (
     AgentChannel,
     AgentStatus,
@@ -278,7 +278,7 @@ class _RoundStarter:
         self._versions = run_dir.software_versions()
         self._node = assignment.config.node(assignment.node).name
         self._services = RoundServices(assignment.config, self._node, assignment.node_context, channel, assignment.host)
-        self._program = WorkerProgram(target=self._config.script)
+        self._program = job_config.worker_program(self._config)
 
     def prepare_round(self, desired: DesiredState) -> EndpointOffer:
         """Prepare the round's files and services on this node; return the addresses that it offers."""
@@ -424,14 +424,12 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         "cluster": {
             "name": config.job,
             "path": None,
-            "nodes": [{"name": node.name, "workers": node.workers} for node in config.nodes],
+            "nodes": [{"name": name, "workers": ranks} for name, ranks in config.ranks_by_node.items()],
         },
         "world_size": config.world_size,
-        "schedule": None,
-        "tuning": None,
+        **config.worker_options.to_record(),
         "mode": config.mode,
         "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.world_size}",
         "server": {"address": f"{rendezvous.server.host}:{rendezvous.server.port}"} if rendezvous.server else None,
-        "order": "block",
         "lab": assignment.node_context.lab_name,
     }

@@ -50,7 +50,7 @@ class EndpointOffer:
     """Addresses that a ready node offers for a round."""
 
     master_address: HostPort
-    """Possible master address, used if this is the first node."""
+    """Possible master address, used if this node has rank 0."""
     server: HostPort | None = None
     """Address of the job's parameter server; None if this node has none."""
     coordinator: HostPort | None = None
@@ -63,7 +63,7 @@ class RendezvousResult:
 
     round: int
     master_address: HostPort
-    """Master address: the offer of the first node for this round."""
+    """Master address: the offer of the node of rank 0 for this round."""
     server: HostPort | None = None
     """Address of the job's parameter server in this round; None if it has none."""
     coordinators: tuple[HostPort, ...] = ()
@@ -198,7 +198,7 @@ def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, Agent
         round_: Number of the round.
         offers: Node name -> its status when it was ready; of an elastic job, late nodes may be absent.
     """
-    first_status, coordinators = offers.get(config.nodes[0].name), coordinator_addresses(config, offers)
+    first_status, coordinators = offers.get(config.master_node), coordinator_addresses(config, offers)
     if first_status is None or first_status.master_address is None or coordinators is None:
         return None
     return RendezvousResult(

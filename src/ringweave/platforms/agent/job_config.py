@@ -7,8 +7,11 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
+from ringweave.jobs import worker_options
 from ringweave.jobs.records import Job
-from ringweave.jobs.request import SERVER_MODES
+from ringweave.jobs.request import SERVER_MODES, JobRequest
+from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
+from ringweave.launcher.workers import WorkerProgram
 
 MAX_SCRIPT_BYTES = 2**20
 """Upper limit of a script that travels with the job: the capacity of a ConfigMap."""
@@ -35,12 +38,17 @@ class JobConfig:
     mode: str
     nodes: tuple[NodeConfig, ...]
     """Nodes that have workers, in the order of the request; global ranks follow it."""
-    script: str
-    """A path below `directory`, or the name of the file written from `script_text`."""
+    script: str | None = None
+    """A path below `directory`, or the name of the file written from `script_text`; None for another program."""
+    module: str | None = None
+    """A module that the workers run; None for another program."""
+    command: str | None = None
+    """A program that the workers run without an interpreter; None for another one."""
+    worker_options: WorkerOptions = DEFAULT_OPTIONS
     script_text: str | None = None
     """Text of the script if it travels with the job; None if it is in `directory`."""
     directory: str | None = None
-    """Working directory of the workers, which contains the script; None if the script travels with the job."""
+    """Working directory of the workers, which contains a script; None if the script travels with the job."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     data: str | None = None
@@ -65,10 +73,20 @@ class JobConfig:
     def world_size(self) -> int:
         return sum(node.workers for node in self.nodes)
 
-    def ranks_of_node(self, index: int) -> range:
+    @property
+    def ranks_by_node(self) -> dict[str, list[int]]:
+        """Name of each node -> global ranks of its workers, ascending."""
+        found = worker_options.ranks_by_node([node.workers for node in self.nodes], self.worker_options.order)
+        return {node.name: ranks for node, ranks in zip(self.nodes, found, strict=True)}
+
+    @property
+    def master_node(self) -> str:
+        """Name of the node of rank 0, whose address is the master address."""
+        return next(name for name, ranks in self.ranks_by_node.items() if ranks[0] == 0)
+
+    def ranks_of_node(self, index: int) -> list[int]:
         """Return the global ranks of the workers of a node, given by its index in the request."""
-        first = sum(node.workers for node in self.nodes if node.index < index)
-        return range(first, first + self.node(index).workers)
+        return self.ranks_by_node[self.node(index).name]
 
     def node(self, index: int) -> NodeConfig:
         """Return a node by its index in the request."""
@@ -92,7 +110,10 @@ def job_config(job: Job, *, directory: str | None, script_text: str | None, clus
         nodes=tuple(
             NodeConfig(index=index, name=job.node_name(index), workers=job.counts[index]) for index in job.used_nodes
         ),
-        script=request.script if script_text is None else Path(request.script).name,
+        script=Path(request.script).name if request.script and script_text is not None else request.script,
+        module=request.module,
+        command=request.command,
+        worker_options=request.worker_options,
         script_text=script_text,
         directory=directory,
         arguments=request.arguments,
@@ -101,6 +122,16 @@ def job_config(job: Job, *, directory: str | None, script_text: str | None, clus
         min_workers=request.elastic.min if request.elastic else None,
         lab=request.lab,
         cluster=cluster,
+    )
+
+
+def worker_program(work: JobRequest | JobConfig) -> WorkerProgram:
+    """Return the program of the workers; a script or path is relative to their directory."""
+    return WorkerProgram(
+        target=work.script or work.module or work.command or "",
+        arguments=work.arguments,
+        is_module=work.module is not None,
+        is_command=work.command is not None,
     )
 
 

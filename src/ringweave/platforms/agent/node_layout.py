@@ -10,6 +10,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.launcher import entry
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_group
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.topology import Cluster, Device, Nic, Node
@@ -76,6 +77,7 @@ def node_worker_group(
         python: Path of the interpreter.
         cpus: CPUs for each worker (OMP_NUM_THREADS).
     """
+    options = config.worker_options
     common = WorkerEnvironment(
         cluster_path=run_dir.cluster_file,
         run_dir=run_dir.root,
@@ -87,7 +89,12 @@ def node_worker_group(
     cluster = build_cluster(config, rendezvous.addresses)
     argv = program.argv(python, entry=entry.__file__ if config.min_workers is not None else None)
     group = build_worker_group(
-        cluster.nodes, argv, rendezvous.master_address, num_cpus=cpus * config.world_size, common_environment=common
+        cluster.nodes,
+        argv,
+        rendezvous.master_address,
+        num_cpus=cpus * config.world_size,
+        common_environment=options.apply_to(common),
+        order=options.order,
     )
     name = config.node(index).name
     return replace(group, workers=tuple(worker for worker in group.workers if worker.node == name))
@@ -95,11 +102,14 @@ def node_worker_group(
 
 def worker_program(config: JobConfig, home: Path) -> WorkerProgram:
     """Return the workers' program; write a script that travelled with its job below `home`."""
+    program = job_config.worker_program(config)
+    if config.script is None:
+        return program
     if config.script_text is None:
-        return WorkerProgram(target=str(Path(config.directory or ".") / config.script), arguments=config.arguments)
+        return replace(program, target=str(Path(config.directory or ".") / config.script))
     path = home / "script" / config.script
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(config.script_text, encoding="utf-8")
     temporary.replace(path)
-    return WorkerProgram(target=str(path), arguments=config.arguments)
+    return replace(program, target=str(path))

@@ -1,8 +1,8 @@
 """Following a run on hosts: merged output of its workers, reconnection of hosts that were away, report of the end."""
 
-import contextlib
 import io
 import re
+import shutil
 import signal
 import sys
 import tarfile
@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringweave import telemetry
 from ringweave.errors import JobError, LaunchError
-from ringweave.files import file_io
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
 from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import RunResult, WorkerFailure
 from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message
 from ringweave.launcher.run_dir import RunDir
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.hosts import host_runtime, join_protocol
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
@@ -164,6 +165,7 @@ class RunFollower:
         calls += [(opened[0], node, host) for host, node in self._known.joining if opened]
         for connection, name, host in calls:
             target = self.run_dir.root / "hosts" / name
+            shutil.rmtree(target, ignore_errors=True)  # an earlier run may have left files there
             try:
                 _, content = connection.call_for_bytes("fetch", run_id=self._known.run_id, timeout_s=120.0, host=host)
                 with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
@@ -323,36 +325,32 @@ def _failure(node: str, ended: Any, follower: RunFollower) -> WorkerFailure | No
     return WorkerFailure(global_rank=rank, node=node, exit=worker_exit, last_lines=tuple(follower.last_lines(rank)))
 
 
-def read_training(directory: RunDir) -> dict[str, Any] | None:
-    """Return what the workers trained, from the newest run.json of a host that has it; None without."""
-    paths = (directory.root / "hosts").rglob("run.json")
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            record = file_io.load_json(path, run_dir.MAX_RUN_JSON_BYTES)
-            if isinstance(record, dict) and record.get("training"):
-                return record["training"]
-    return None
+def summarize_hosts(directory: RunDir, nodes: Sequence[str]) -> dict[str, Any]:
+    """Return the summary of the last round on all hosts, under the keys of run.json, from the fetched events."""
+    paths = [path for node in nodes for path in (directory.root / "hosts" / node / node).glob("*/round-*/events.jsonl")]
+    last = max((int(path.parent.name.removeprefix("round-")) for path in paths), default=0)
+    events = [event for path in paths if path.parent.name == f"round-{last}" for event in telemetry.read_events(path)]
+    return run_dir.summarize_events(sorted(events, key=lambda event: event["time"]))
 
 
-def record_end(
-    follower: RunFollower, entry: RunEntry, result: RunResult, training: Mapping[str, Any] | None = None
-) -> None:
-    """Write the outcome into run.json of the run directory."""
+def record_end(follower: RunFollower, entry: RunEntry, result: RunResult, summary: Mapping[str, Any]) -> None:
+    """Write the outcome into run.json of the run directory; `summary` is that of all hosts."""
     job = entry.job
     content = {
         "format": run_dir.RUN_JSON_FORMAT,
         **run_dir.software_versions(),
         "job": entry.name,
-        "command": [job.request.script, *job.request.arguments],
+        "command": job_config.worker_program(job.request).command_words(),
         "cluster": {
             "name": entry.name,
             "path": None,
-            "nodes": [{"name": job.node_name(node), "workers": job.counts[node]} for node in job.used_nodes],
+            "nodes": [{"name": job.node_name(node), "workers": job.ranks_of_node(node)} for node in job.used_nodes],
         },
         "world_size": job.request.num_workers,
+        **job.request.worker_options.to_record(),
         "mode": job.request.mode,
         "elastic": str(job.request.elastic.min) if job.request.elastic else None,
-        "training": training,
+        **summary,
         "wall_s": round(follower.wall_s, 3),
         "outcome": result.outcome,
         "exit_code": result.exit_code,
@@ -398,9 +396,9 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
             return 1
         result = conclude(entry, follower)
         follower.fetch_files()
-        training = read_training(follower.run_dir)
-        record_end(follower, entry, result, training)
-        write_message(sys.stderr, run_dir.describe_training(training))
+        summary = summarize_hosts(follower.run_dir, [entry.job.node_name(node) for node in entry.job.used_nodes])
+        record_end(follower, entry, result, summary)
+        write_message(sys.stderr, run_dir.describe_training(summary["training"]))
         log_pattern = f"{_relative(follower.run_dir.root)}/logs/rank-{{rank}}.log"
         write_message(sys.stderr, end_text(entry, result, follower, log_pattern))
         if follower.remove_run():

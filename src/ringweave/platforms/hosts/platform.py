@@ -178,6 +178,10 @@ class HostsPlatform(Platform):
     ) -> Submission:
         """Start the job on the hosts that its nodes name; ssh has to reach them by these names."""
         submission.check_platform_keys(request, "hosts")
+        directory = (base / (request.directory or "")).absolute()
+        if request.script is not None and request.directory is None:
+            path = (base / request.script).absolute()
+            directory, request = path.parent, replace(request, script=path.name)
         existing = [self._access(name).read_entry().job for name in self._names() if name == request.name]
         job = admission.admit_job(
             request,
@@ -186,13 +190,13 @@ class HostsPlatform(Platform):
             permissions=self._permissions,
             now=self._clock(),
         )
+        submission.check_program(request, directory)
         if not dry_run:
             hosts = tuple(
                 HostSpec(node=job.node_name(node), destination=job.node_name(node), workers=job.counts[node])
                 for node in job.used_nodes
             )
-            directory = base / request.directory if request.directory else base / Path(request.script).parent
-            start.start_job(job, HostList(hosts=hosts), directory.absolute(), HostsOptions())
+            start.start_job(job, HostList(hosts=hosts), directory, HostsOptions())
         return Submission(job=api.job_view(job, platform="hosts"))
 
     def jobs(self) -> Sequence[JobView]:

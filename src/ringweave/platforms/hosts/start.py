@@ -16,8 +16,10 @@ from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
+from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir, software_versions
+from ringweave.launcher.workers import WorkerProgram
 from ringweave.membership import settings
 from ringweave.platforms import submission
 from ringweave.platforms.hosts import attach, host_list, install, join_protocol
@@ -314,19 +316,6 @@ def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
 
 
-def check_script(script: str) -> Path:
-    """Return the absolute path of a script.
-
-    Raises:
-        UsageError: There is no such file.
-    """
-    path = Path(script).absolute()
-    if not path.is_file():
-        do = "Give the path of a Python script; modules and other commands run on one machine only"
-        raise UsageError(explain("script", got=script, expected="the path of a Python file", do=do, where="--hosts"))
-    return path
-
-
 def default_run_name(script: str, now: float, existing: Sequence[str]) -> str:
     """Return a name for a run, `train-1127-0941`, with a number if it is taken."""
     stem = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(script).stem.lower()).strip("-") or "run"
@@ -347,8 +336,9 @@ class HostsRunOptions:
     """Options of a run on hosts."""
 
     hosts: str
-    script: str
-    arguments: tuple[str, ...]
+    program: WorkerProgram
+    """Found on this machine, by workers in `directory`."""
+    worker_options: WorkerOptions
     run_dir: str | None
     mode: str | None
     elastic: str | None
@@ -361,6 +351,11 @@ class HostsRunOptions:
     """Ports of all listeners of the run, but for torch's own; None: any."""
     join_expiry: float
     """Minutes for which the tokens of joining hosts count."""
+
+    @property
+    def directory(self) -> Path:
+        """Directory of a script; of a module and of another command the current one, in which they are found."""
+        return Path(self.program.target).absolute().parent if self.program.is_script else Path.cwd()
 
 
 def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
@@ -379,7 +374,6 @@ def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions)
 
 def run_on_hosts(options: HostsRunOptions) -> int:
     """Start a run on hosts and follow it; return the exit code."""
-    script = check_script(options.script)
     hosts = host_list.parse_hosts(options.hosts)
     _check_ports(options, hosts)
     connect_options = (
@@ -393,7 +387,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             kernel = [PortRange(*each.hello["kernel_ports"]) for each in connections.open]
             if notice := ports.outside_text(options.ports, kernel):
                 write_notice(notice)
-        job_request = _job_request(options, script, hosts, connections)
+        job_request = _job_request(options, hosts, connections)
         job = admission.admit_job(
             job_request,
             requester=submission.os_user(),
@@ -404,9 +398,9 @@ def run_on_hosts(options: HostsRunOptions) -> int:
         request = HostsRunRequest(
             job=job,
             host_list=hosts,
-            directory=script.parent,
+            directory=options.directory,
             options=connect_options,
-            run_dir=_run_dir(options.run_dir, options.script).root,
+            run_dir=_run_dir(options.run_dir, options.program.target).root,
             notify=write_notice,
             ports=options.ports,
             join_expiry_s=options.join_expiry * 60.0,
@@ -432,19 +426,27 @@ def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
         ports.check_size(options.ports, needed, f"host {host.node}")
 
 
-def _job_request(options: HostsRunOptions, script: Path, hosts: HostList, connections: HostConnections) -> JobRequest:
+def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostConnections) -> JobRequest:
     has_gpus = all(each.hello["gpus"] >= each.host.workers for each in connections.open)
     retries = ELASTIC_RETRIES if options.elastic else 0
     names = [run.name for run in list_known_runs()]
+    program, worker_options = options.program, options.worker_options
     return JobRequest(
-        name=options.name or default_run_name(options.script, time.time(), names),
+        name=options.name or default_run_name(program.target, time.time(), names),
         num_workers=hosts.num_workers,
-        script=script.name,
+        script=Path(program.target).name if program.is_script else None,
+        module=program.target if program.is_module else None,
+        command=program.target if program.is_command else None,
         directory=".",
-        arguments=options.arguments,
+        arguments=program.arguments,
         nodes=tuple(NodeRequest(name=host.node, capacity=host.workers, max_retries=retries) for host in hosts.hosts),
         device="cuda" if has_gpus else "cpu",
         mode=options.mode or "auto",
+        schedule=worker_options.schedule,
+        tuning=worker_options.tuning,
+        order=str(worker_options.order),
+        replace_backend=worker_options.replace_backend,
+        leader_per_nic=worker_options.leader_per_nic,
         elastic=_elastic_request(options.elastic, hosts.num_workers),
         min_per_node=1,
     )

@@ -381,7 +381,7 @@ def make_rendezvous(observed: ObservedJob, config: JobConfig, round_: int) -> Re
         for node, pod in current.items()
         if (report := pod_status.agent_status(pod)) is not None
     }
-    first = offers.get(config.nodes[0].name)
+    first = offers.get(config.master_node)
     coordinators = agent_channel.coordinator_addresses(config, offers)
     if coordinators is None:
         do = "Nothing to do; training workers continue, and when a node is lost all nodes join the next round"

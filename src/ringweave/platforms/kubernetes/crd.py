@@ -38,19 +38,20 @@ _VISIBLE_CHARACTER = r"[^\p{C}\p{Z}]"
 _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 IMMUTABLE_FIELDS = (
-    *("gpus", "cpuWorkers", "script", "source", "directory", "arguments", "environment", "data", "image", "claim"),
-    *("mode", "elastic", "nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
+    *("gpus", "cpuWorkers", "script", "module", "command", "source", "directory", "arguments", "environment", "data"),
+    *("image", "claim", "mode", "schedule", "tuning", "order", "replaceBackend", "leaderPerNic", "elastic", "nodes"),
+    *("minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
 )
 """Fields that never change after creation; verbs set the others."""
 
 
 def spec_schema() -> Schema:
     """Return the schema of `spec`, without its rules."""
-    properties = {**_program_fields(), **_node_fields(), **_lifecycle_fields()}
+    properties = {**_program_fields(), **_training_fields(), **_node_fields(), **_lifecycle_fields()}
     return {
         "type": "object",
         "description": "Specification of the job; only suspend, stopRun and retryRun can change.",
-        "required": ["script", "nodes"],
+        "required": ["nodes"],
         "properties": properties,
     }
 
@@ -67,14 +68,20 @@ def _program_fields() -> Schema:
         "script": _line_schema(
             "Path of the Python script: relative to directory if that is set, otherwise its name.", 4096, least=1
         ),
+        "module": _line_schema(
+            "Module to run instead of a script, in directory or installed in the image.", 4096, least=1
+        ),
+        "command": _line_schema(
+            "Program to run instead of a script, on the PATH of the image or below directory.", 4096, least=1
+        ),
         "source": _limited_text_schema(
             "Text of the script, at most 1 MiB with the rest of the ConfigMap. Absent: the image has the script.",
             MAX_SOURCE,
         ),
-        "directory": _line_schema("Folder of the script in the image.", 4096, least=1),
+        "directory": _line_schema("Folder of the program in the image.", 4096, least=1),
         "arguments": {
             "type": "array",
-            "description": "Command line arguments of the script.",
+            "description": "Command line arguments of the program.",
             "maxItems": MAX_ARGUMENTS,
             "x-kubernetes-list-type": "atomic",
             "items": _limited_text_schema("One argument.", 16384),
@@ -99,12 +106,37 @@ def _program_fields() -> Schema:
             ),
             "pattern": _HOST_NAME_PATTERN,
         },
+    }
+
+
+def _training_fields() -> Schema:
+    from ringweave import schedules  # brings numpy, which the operator need not wait for
+
+    return {
         "mode": {
             "type": "string",
             "description": "Training mode; auto lets the planner choose. ps-hra and ps use a parameter server.",
             "enum": list(request.MODES),
             "default": "auto",
         },
+        "schedule": {
+            "type": "string",
+            "description": "Schedule of allreduces from 64 KiB up. Absent: the planner chooses.",
+            "enum": list(schedules.SCHEDULE_NAMES),
+        },
+        "tuning": {
+            "type": "boolean",
+            "description": "Measured times change schedules and plans. Absent: only among several nodes.",
+        },
+        "order": {
+            "type": "string",
+            "description": f"Order in which devices get ranks: {request.ORDER_RULE}.",
+            "pattern": r"^(block|round-robin|shuffled(:[0-9]{1,18})?)$",
+            "maxLength": 30,
+            "default": "block",
+        },
+        "replaceBackend": _flag_schema('ringweave also serves groups of an explicit "gloo" or "nccl".'),
+        "leaderPerNic": _flag_schema("A leader for each NIC of a node, not one for all."),
         "elastic": {
             "type": "object",
             "description": "Absent: when a node is lost, all workers restart from the last checkpoint. Present: the "
@@ -113,6 +145,10 @@ def _program_fields() -> Schema:
             "properties": {"min": _count_schema(_ELASTIC_MIN_TEXT)},
         },
     }
+
+
+def _flag_schema(description: str) -> Schema:
+    return {"type": "boolean", "description": description, "default": False}
 
 
 def _variable_schema() -> Schema:
@@ -249,7 +285,8 @@ _FITS_LARGEST_NODES = (
     "self.nodes.map(n, n.capacity > t.capacity ? n.capacity - t.capacity : 0).sum())"
 )
 OPTIONAL_FIELDS = (
-    *("gpus", "cpuWorkers", "source", "directory", "data", "image", "claim", "elastic"),
+    *("gpus", "cpuWorkers", "script", "module", "command", "source", "directory", "data", "image", "claim"),
+    *("schedule", "tuning", "elastic"),
     *("ttlSecondsAfterFinished", "managedBy"),
 )
 
@@ -258,6 +295,10 @@ def spec_rules() -> list[ValidationRule]:
     """Return the rules of the whole spec, in reading order for users."""
     return [
         _make_rule("has(self.gpus) != has(self.cpuWorkers)", "exactly one of gpus and cpuWorkers is required"),
+        _make_rule(
+            " + ".join(f"(has(self.{key}) ? 1 : 0)" for key in request.PROGRAM_KEYS) + " == 1",
+            "exactly one of script, module and command is required",
+        ),
         _make_rule(
             f"{_TOTAL} >= self.minPerNode",
             "the total is less than minPerNode: ask for more, or lower minPerNode",
@@ -277,6 +318,7 @@ def spec_rules() -> list[ValidationRule]:
             "ringweave split prints the nearest possible totals",
         ),
         *_elastic_rules(),
+        _make_rule("!has(self.source) || has(self.script)", "source is the text of a script: name it in script"),
         _make_rule(
             "!(has(self.source) && has(self.directory))",
             "source and directory exclude each other: with a directory the image has the script",
@@ -302,9 +344,9 @@ def _elastic_rules() -> list[ValidationRule]:
             "elastic excludes a parameter server, which fails with its node: leave elastic out, or write mode balanced",
         ),
         _make_rule(
-            f"!has(self.elastic) || self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
-            "an elastic job needs at least two nodes, since one can be lost, but one node gets all workers: leave "
-            "elastic out, or lower its capacity",
+            f"!has(self.elastic) || self.elastic.min <= {_TOTAL} || "
+            f"self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
+            "elastic.min is more than the total, which one node runs: write the total, or less",
         ),
         _make_rule(
             f"!has(self.elastic) || {_TOTAL} < 1 || {_USABLE}.size() == 0 || self.elastic.min <= {most}",

@@ -18,8 +18,13 @@ from ringweave.platforms.kubernetes.crd import CONDITION_TEXTS, REFUSED_STATE
 from ringweave.platforms.registry import reason_with_platform_option, with_platform_option
 
 ResourceObject = Mapping[str, Any]
-_SHARED_FIELDS = ("script", "directory", "data", "image", "claim", "mode")
-"""Fields that are equal in spec and request."""
+_SHARED_FIELDS = {
+    **{name: name for name in ("script", "module", "command", "directory", "data", "image", "claim")},
+    **{name: name for name in ("mode", "schedule", "tuning", "order")},
+    "replaceBackend": "replace_backend",
+    "leaderPerNic": "leader_per_nic",
+}
+"""Fields of the spec whose values are equal in the request -> their names there."""
 
 
 def request_from_resource(resource: ResourceObject) -> JobRequest:
@@ -30,7 +35,7 @@ def request_from_resource(resource: ResourceObject) -> JobRequest:
     """
     spec = resource["spec"]
     is_cuda = "gpus" in spec
-    same = {name: spec[name] for name in _SHARED_FIELDS if name in spec}
+    same = {ours: spec[theirs] for theirs, ours in _SHARED_FIELDS.items() if theirs in spec}
     return JobRequest(
         name=resource["metadata"]["name"],
         num_workers=spec["gpus"] if is_cuda else spec.get("cpuWorkers", 0),
@@ -126,7 +131,7 @@ def resource_from_request(
     """
     spec: dict[str, Any] = {
         "gpus" if request.device == "cuda" else "cpuWorkers": request.num_workers,
-        **{name: getattr(request, name) for name in _SHARED_FIELDS if getattr(request, name) is not None},
+        **{theirs: value for theirs, ours in _SHARED_FIELDS.items() if (value := getattr(request, ours)) is not None},
         "nodes": [_to_node_entry(index, node) for index, node in enumerate(request.nodes)],
         "minPerNode": request.min_per_node,
         "suspend": request.suspend,

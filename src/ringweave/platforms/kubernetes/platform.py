@@ -125,9 +125,8 @@ class JobLogReader:
     def _matches_query(self, key: pod_status.AttemptKey) -> bool:
         """Return whether node, attempt and rank match the query."""
         which, job = self._which, self._job
-        first = sum(job.counts[: key[0]])
         is_node = which.node in (None, job.node_name(key[0]))
-        has_rank = which.rank is None or first <= which.rank < first + job.counts[key[0]]
+        has_rank = which.rank is None or which.rank in job.ranks_of_node(key[0])
         return is_node and has_rank and which.attempt in (None, key[1])
 
     async def _stream_pod_log(
@@ -284,9 +283,7 @@ class KubernetesPlatform(Platform):
         """Create the TrainingJob, and wait for the operator to admit it; a refused one is removed again."""
         _check_image_directory(request)
         submission.check_platform_keys(request, "kubernetes")
-        script_text_sent = (
-            None if request.directory is not None else submission.read_request_script(request, base, script_text)
-        )
+        script_text_sent = submission.read_request_script(request, base, script_text)
         return self._run_with_client(
             lambda client: self._create_job(client, request, script_text_sent, dry_run=dry_run)
         )

@@ -145,7 +145,7 @@ class FolderJobRuntime(abc.ABC):
             replace_text(folder.status, agent_channel.dump_status(failed))
 
     def _release_barrier(self, round_: int) -> None:
-        """Release the start barrier: publish the rendezvous result with the first node's offer as master address."""
+        """Release the start barrier: publish the rendezvous result whose master address the node of rank 0 offers."""
         offers = {}
         for folder in self._folder.groups():
             status, _ = folder.read_state()

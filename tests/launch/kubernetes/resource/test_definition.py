@@ -11,7 +11,13 @@ from ringweave.platforms.kubernetes import crd
 from ringweave.platforms.kubernetes.crd import custom_resource_definition
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
-RENAMED = {"cpu_workers": "cpuWorkers", "min_per_node": "minPerNode", "ttl": "ttlSecondsAfterFinished"}
+RENAMED = {
+    "cpu_workers": "cpuWorkers",
+    "min_per_node": "minPerNode",
+    "ttl": "ttlSecondsAfterFinished",
+    "replace_backend": "replaceBackend",
+    "leader_per_nic": "leaderPerNic",
+}
 OF_A_NODE = {"max_retries": "maxRetries", "deletion": "deletionPolicy"}
 HEAD = "# Rendered by ringweave.platforms.kubernetes.crd: pytest tests/launch/kubernetes --update-golden writes it.\n"
 
@@ -33,7 +39,17 @@ def test_every_key_of_the_job_file_has_its_field() -> None:
     assert {OF_A_NODE.get(key, key) for key in JobNodeEntry.model_fields} - {"count"} <= node.keys()
 
 
-@pytest.mark.parametrize(("field", "key"), [("mode", "mode"), ("minPerNode", "min_per_node"), ("suspend", "suspend")])
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [
+        ("mode", "mode"),
+        ("order", "order"),
+        ("replaceBackend", "replace_backend"),
+        ("leaderPerNic", "leader_per_nic"),
+        ("minPerNode", "min_per_node"),
+        ("suspend", "suspend"),
+    ],
+)
 def test_defaults_are_those_of_the_job_file(field: str, key: str) -> None:
     assert crd.spec_schema()["properties"][field]["default"] == JobFileEntry.model_fields[key].default
 

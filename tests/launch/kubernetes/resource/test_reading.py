@@ -32,8 +32,8 @@ def stored(resource: dict) -> dict:
     return filled
 
 
-def resource_of(request: JobRequest) -> dict:
-    made = job_resource.resource_from_request(request, namespace="ns", source="pass\n", username="ann", groups=["team"])
+def resource_of(request: JobRequest, source: str | None = "pass\n") -> dict:
+    made = job_resource.resource_from_request(request, namespace="ns", source=source, username="ann", groups=["team"])
     return stored(made)
 
 
@@ -44,9 +44,13 @@ def test_a_request_becomes_a_resource_and_back() -> None:
         {"arguments": ("--epochs", "3"), "environment": {"SEED": "1"}, "ttl_s": 2.5, "suspend": True},
         {"data": "/data", "image": "a/b:1", "claim": "mine", "mode": "balanced", "min_per_node": 5},
         {"elastic": ElasticRequest(min=10)},
+        {"schedule": "ring", "tuning": False, "order": "shuffled:7", "replace_backend": True, "leader_per_nic": True},
+        {"script": None, "module": "text.train", "directory": "/app"},
+        {"script": None, "command": "bash", "arguments": ("train.sh",)},
     ):
         request = a_request(**changes)
-        assert job_resource.request_from_resource(resource_of(request)) == request
+        source = "pass\n" if request.script is not None else None
+        assert job_resource.request_from_resource(resource_of(request, source)) == request
 
 
 def test_a_name_that_its_author_gave_is_the_host_that_is_meant() -> None:

@@ -94,3 +94,21 @@ def test_a_killed_worker_comes_back_in_its_node_and_no_retry_is_paid(here: Here,
     assert [[end.text for end in each.attempts] for each in job.nodes] == [[""], [""]]
     members = [each["member"] for each in said(here, node, 1, rank) if "member" in each]
     assert set(members) == {f"{rank}.0", f"{rank}.1"}
+
+
+SECOND_TIME = """
+    import os, pathlib, time
+    flag = pathlib.Path("began-" + os.environ["RANK"])
+    if not flag.exists():
+        flag.touch()
+        time.sleep(600)
+"""
+
+
+def test_the_only_node_of_an_elastic_job_starts_again_in_another_round(here: Here) -> None:
+    """No worker is left to train on, and the coordinator is lost with its node."""
+    here.submit(SECOND_TIME, 2, elastic=ElasticRequest(min=1), max_retries=2)
+    wait_until(lambda: all((here.folder / f"began-{rank}").exists() for rank in range(2)), "both workers")
+    kill_group(here, 0, 1)
+    job = here.wait(lambda job: job.state.is_end)
+    assert (job.state, job.round, job.nodes[0].retries) == ("Succeeded", 2, 1)

@@ -1,5 +1,6 @@
 """Names, permissions and limits of jobs on this machine; nothing runs here."""
 
+import json
 import sqlite3
 import threading
 from contextlib import closing
@@ -119,6 +120,22 @@ def test_only_own_jobs_are_listed_without_a_rule_for_all(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        (
+            {"script": None, "module": "nosuch.train"},
+            r"module: 'nosuch\.train', expected a module in .*, or an installed one\. Check its name, or give",
+        ),
+        (
+            {"script": None, "module": "json", "directory": "nosuch"},
+            r"module: 'json', expected a module in .*nosuch, or",
+        ),
+        (
+            {"script": None, "command": "bash train.sh"},
+            r"command: 'bash train\.sh', expected a program on the PATH, or a path below .*\. Check its name",
+        ),
+        (
+            {"script": None, "command": "./s.py"},
+            r"command: '\./s\.py', expected a program on the PATH, or a path below",
+        ),
         ({"directory": "nosuch"}, r"script: '.*nosuch/s\.py', expected the path of a Python file\. Correct the script"),
         ({"num_workers": 9}, r"split: 9, expected a total that nodes of \(8\) can share"),
     ],
@@ -126,6 +143,17 @@ def test_only_own_jobs_are_listed_without_a_rule_for_all(folder: Path) -> None:
 def test_what_is_refused(folder: Path, changes: dict, text: str) -> None:
     with pytest.raises(JobError, match=text):
         service(folder).submit(replace(request(), **changes), base=folder)
+
+
+def test_a_module_and_a_command_start_in_the_folder_of_the_job_file(folder: Path) -> None:
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    for name, program in (("a", {"module": "s"}), ("b", {"command": "./run.sh"}), ("c", {"command": "sh"})):
+        made = service(folder).submit(replace(request(name), script=None, **program), base=folder, dry_run=True)
+        config = json.loads(made.objects[0].text)
+        assert config["directory"] == str(folder.absolute())
+        found = {key: config[key] for key in ("script", "script_text", "module", "command")}
+        assert found == {"script": None, "script_text": None, "module": None, "command": None} | program
 
 
 def test_name_permission_and_split_come_before_all_that_the_request_names(folder: Path) -> None:

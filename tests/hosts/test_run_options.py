@@ -1,0 +1,136 @@
+"""Options of `run --hosts` that workers see as on one machine, with real services on loopback addresses."""
+
+import json
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.hosts.conftest import FakeHosts
+from tests.hosts.test_join import JOB, read_checks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DDP = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(256, 256))
+for step in range(3):
+    model(torch.full((4, 256), 1.0 + dist.get_rank())).sum().backward()
+gradient = next(model.parameters()).grad
+names = ("NODE", "SCHEDULE", "TUNING", "LEADER_PER_NIC", "REPLACE_BACKEND")
+print("told", *(os.environ.get(f"RINGWEAVE_{name}") for name in names), "mean", gradient[0, 0].item())
+dist.destroy_process_group()
+"""
+"""Gradients of 256 KiB; their sum over three steps is that of three times the ranks' mean, which is 2."""
+ALL_OPTIONS = ("--schedule", "ring", "--no-tuning", "--order", "round-robin", "--leader-per-nic", "--replace-backend")
+
+
+def run_ddp(hosts: FakeHosts, *words: str) -> tuple[list[str], dict[str, Any]]:
+    """Run on two workers on `a` and one on `b`; return the lines of the workers, and run.json."""
+    folder = hosts.root / "user" / "project"
+    done = hosts.run("run", "--hosts", "a:2,b:1", "--run-dir", "out", *words, timeout_s=240.0)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines()), json.loads((folder / "out" / "run.json").read_text())
+
+
+def test_every_option_reaches_the_workers_of_all_hosts(hosts: FakeHosts) -> None:
+    hosts.write_script(DDP)
+    lines, record = run_ddp(hosts, *ALL_OPTIONS, "train.py")
+    assert lines == [f"[{rank}] told {node} ring 0 1 1 mean 24.0" for rank, node in enumerate(("a", "b", "a"))]
+    assert {key: record[key] for key in ("schedule", "tuning", "order", "leader_per_nic")} == {
+        "schedule": "ring",
+        "tuning": False,
+        "order": "round-robin",
+        "leader_per_nic": True,
+    }
+    assert record["cluster"]["nodes"] == [{"name": "a", "workers": [0, 2]}, {"name": "b", "workers": [1]}]
+    assert record["collectives_by_schedule"]["ring"]["collectives"] >= 3
+    assert {agreed["schedule"] for agreed in record["plan"]} == {"ring"}
+
+
+def test_without_options_a_named_backend_stays(hosts: FakeHosts) -> None:
+    hosts.write_script(DDP)
+    lines, record = run_ddp(hosts, "train.py")
+    assert lines == [f"[{rank}] told {node} None None None None mean 24.0" for rank, node in enumerate(("a", "a", "b"))]
+    assert (record["schedule"], record["order"], record["collectives_by_schedule"]) == (None, "block", {})
+
+
+def test_a_module_of_the_current_directory_runs(hosts: FakeHosts) -> None:
+    folder = hosts.write_script("")
+    (folder / "text").mkdir()
+    (folder / "text" / "words.py").write_text("WORD = 'shipped'\n")
+    program = (
+        "import os, sys\nfrom text.words import WORD\nprint(WORD, os.environ['RANK'], sys.argv[1:], __package__)\n"
+    )
+    (folder / "text" / "train.py").write_text(program)
+    done = hosts.run("run", "--hosts", "a:2,b:1", "--run-dir", "out", "-m", "text.train", "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] shipped {rank} ['--lr', '1'] text" for rank in range(3)]
+    assert json.loads((folder / "out" / "run.json").read_text())["command"] == ["-m", "text.train", "--lr", "1"]
+
+
+def test_a_command_starts_in_the_current_directory(hosts: FakeHosts) -> None:
+    folder = hosts.write_script(
+        '#!/bin/sh\necho "$1 $RANK of $WORLD_SIZE on $RINGWEAVE_NODE"\ncat data.txt\n', "run.sh"
+    )
+    (folder / "run.sh").chmod(0o755)
+    (folder / "data.txt").write_text("some data\n")
+    told = [f"[{rank}] rank {rank} of 2 on {node}" for rank, node in enumerate("ab")]
+    wanted = sorted([*told, "[0] some data", "[1] some data"])
+    for command in (("./run.sh", "rank"), ("sh", "-c", "sh run.sh rank")):
+        done = hosts.run("run", "--hosts", "a,b", "--", *command)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == wanted
+
+
+def test_a_job_file_has_the_same_options(hosts: FakeHosts) -> None:
+    folder = hosts.write_script(DDP, "train.py")
+    job = (
+        "name: optional\ncpu_workers: 3\nmodule: train\ndirectory: .\nmin_per_node: 1\n"
+        "nodes: [{name: a, capacity: 2}, {name: b, capacity: 1}]\n"
+        "schedule: ring\ntuning: false\norder: round-robin\nreplace_backend: true\nleader_per_nic: true\n"
+    )
+    (folder / "job.yaml").write_text(job)
+    for platform in ("hosts", "local"):
+        done = hosts.run("submit", "--on", platform, "--yes", "job.yaml", timeout_s=240.0)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [
+            f"[{rank}] told {node} ring 0 1 1 mean 24.0" for rank, node in enumerate(("a", "b", "a"))
+        ]
+        assert "first    ring for 25MB, as the job asks, predicted " in done.stderr
+        assert "  a: 2 of 2, ranks 0 2\n" in done.stderr
+        assert hosts.run("delete", "optional", "--on", platform).returncode == 0
+
+
+def coordinators(hosts: FakeHosts) -> list[psutil.Process]:
+    """Coordinators of runs that were started on the user's machine."""
+    return [each for each in hosts.processes("user") if "ringweave.membership.main" in each.cmdline()]
+
+
+def test_an_elastic_run_on_this_machine_outlives_its_command_its_coordinator_and_a_worker(hosts: FakeHosts) -> None:
+    hosts.write_script(JOB.read_text())
+    checks = hosts.root / "checks"
+    words = ["train.py", str(hosts.root / "disk"), "--checks", str(checks), "--fresh", "--width", "64"]
+    started = hosts.run("run", "--workers", "3", "--elastic", "2:3", "--name", "train", "--detach", *words)
+    assert started.returncode == 0, started.stderr
+    hosts.wait(lambda: sum(len(done) > 3 for done in read_checks(checks).values()) == 3, "three workers train", 120.0)
+    (coordinator,) = coordinators(hosts)
+    assert "--other" not in coordinator.cmdline()
+    coordinator.kill()
+    (path,) = checks.glob("1.0-*.txt")
+    os.kill(int(path.stem.partition("-")[2]), signal.SIGKILL)
+    hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again", 120.0)
+    assert hosts.run("stop", "train").returncode == 0
+    assert hosts.run("attach", "train").returncode == 1
+    done = read_checks(checks)
+    assert set(done) == {"0.0", "1.0", "1.1", "2.0"}, "no other worker was started again"
+    assert set(done["0.0"]) == set(range(1, max(done["0.0"]) + 1))
+    for each in done.values():
+        assert each.items() <= done["0.0"].items() or max(each) > max(done["0.0"])
