@@ -88,6 +88,7 @@ def main() -> int:
 def missed(said: dict[str, Any], num_kills: int, *, of_coordinators: bool) -> list[str]:
     """Return the missed bars, in words."""
     found = lab_jobs.missed(said, are_back=True)
+    found += lab_jobs.over("samples lost", said["samples_lost"], 0)
     found += [f"{said['faults']} members were killed, not {num_kills}"] if said["faults"] != num_kills else []
     num_known = sum(each["stall_s"] is not None for each in said["each"])
     found += [f"{num_known} stalls are known, not {num_kills}"] if num_known != num_kills else []

@@ -164,7 +164,7 @@ def test_an_elastic_job_without_members_and_books_is_found_and_another_one_needs
 
 def said(**other: Any) -> dict[str, Any]:
     none: dict[str, Any] = {"wrong": [], "broken": [], "never_began": [], "at_other_moments": []}
-    return {**none, "attempts": 1, "never_back": [], "evicted": 0, "each": [], **other}
+    return {**none, "attempts": 1, "never_back": [], "evicted": 0, "samples_lost": 0, "each": [], **other}
 
 
 def test_what_a_job_missed_is_said_and_is_the_exit_code(

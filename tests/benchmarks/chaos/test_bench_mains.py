@@ -51,7 +51,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
         {"time": BEGIN_S, "kind": "training_prepared", "batch_samples": 256},
         {"time": BEGIN_S + BEFORE + 0.2, "kind": "fault_begun", "fault": line, "target": target},
         epoch(BEGIN_S + BEFORE + 0.5, ["0.0"], []),
-        lost(BEGIN_S + BEFORE + 0.9, BEFORE + 1),
+        recomputed(BEGIN_S + BEFORE + 0.9, BEFORE + 1),
         watched(1, BEGIN_S + BACK - 2),
         epoch(BEGIN_S + BACK + 0.2, ["0.0", "1.1"], ["1.1"]),
         {"time": BEGIN_S + BACK + 0.9, "kind": "members_caught_up", "members": ["1.1"]},
@@ -66,6 +66,9 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
                 said[member].append(f"done {step} {step:016x}")
                 rank = int(member.partition(".")[0])
                 events.append({"time": BEGIN_S + step, "kind": "train_step_done", "rank": rank})
+            else:  # the other one computes these too
+                total += own
+                said["0.0"].append(f"drawn {step} {own.num_samples} {own.fingerprint} {(step - 1) // 6}")
         if step % 6 == 0:
             epochs.append(accounted(BEGIN_S + step, step // 6 - 1, total))
             total = SampleAccount()
@@ -99,8 +102,9 @@ def epoch(time: float, who: list[str], newcomers: list[str]) -> dict[str, Any]:
     }
 
 
-def lost(time: float, step: int) -> dict[str, Any]:
-    return {"time": time, "kind": "samples_lost", "reduction": step, "members": ["0.0"], "samples": 128, "lost": 128}
+def recomputed(time: float, step: int) -> dict[str, Any]:
+    numbers = {"reduction": step, "members": ["0.0"], "samples": 128, "missing": 128}
+    return {"time": time, "kind": "samples_recomputed", **numbers}
 
 
 def accounted(time: float, number: int, total: SampleAccount) -> dict[str, Any]:
@@ -124,8 +128,8 @@ def test_kills(
     keep(tmp_path / "job", f"at {fault.at_s:g}s kill worker 1")
     code, found = judge(bench, monkeypatch, tmp_path, "--kills", "1", "--outside", "--seed", "5")
     said = capsys.readouterr().out
-    assert (found["steps"], found["steps_lost"], found["samples_lost"], found["attempts"]) == (STEPS, 0, 128, 1)
-    assert found["samples_counted"] == STEPS * 256 - 128
+    assert (found["steps"], found["steps_lost"], found["samples_lost"], found["attempts"]) == (STEPS, 0, 0, 1)
+    assert (found["samples_counted"], found["samples_recomputed"]) == (STEPS * 256, 128)
     assert found["checks_alike"] == 2 * STEPS - (BACK - BEFORE)
     assert (found["stall_p95_s"], found["evicted"], found["never_back"]) == (0.0, 0, [])
     assert (found["never_began"], code, "missed:" in said) == ([], 0, False)
@@ -266,11 +270,13 @@ def test_goodput(
     code, found = judge(bench, monkeypatch, tmp_path, *words)
     assert found["formula"] == bench.FORMULA
     away_s = BACK - 2 - (BEFORE + 0.2)
-    assert found["ringweave"]["goodput"] == pytest.approx(1 / (1 - away_s / 3 / (STEPS - 0.5)), abs=0.001)
+    assert found["ringweave"]["goodput"] == pytest.approx(
+        STEPS / (STEPS - 0.5) / (1 - away_s / 3 / (STEPS - 0.5)), abs=0.001
+    )
     assert found["checked"] == {
         "checks_alike": 2 * STEPS - (BACK - BEFORE),
-        "samples_counted": STEPS * 256 - 128,
-        "samples_lost": 128,
+        "samples_counted": STEPS * 256,
+        "samples_lost": 0,
         "wrong": [],
     }
     said = capsys.readouterr().out
