@@ -67,6 +67,20 @@ def test_who_complains_of_a_peer_is_not_the_cause(complaint: str) -> None:
     assert cause(death(0, 1, complaint, time_s=0.2), death(1, 1, complaint, time_s=0.1)) == 1
 
 
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        "ringweave.errors.MembershipError: job is over: no worker is left that has the parameters",
+        "ringweave.errors.CapacityError: memory of the workers: 2 of them",
+    ],
+)
+def test_what_follows_the_end_of_others_is_not_the_cause(consequence: str) -> None:
+    assert cause(death(0, 1, consequence, time_s=0.1), death(1, 1, "TypeError: x", time_s=0.4)) == 1
+    assert cause(death(0, 1, consequence, time_s=0.1), death(1, 3, time_s=0.4)) == 1
+    assert cause(death(0, 1, consequence, time_s=0.2), death(1, 1, consequence, time_s=0.1)) == 1
+    assert cause(death(0, 1, f"ValueError: {consequence}", time_s=0.1), death(1, 1, "TypeError: x", time_s=0.4)) == 0
+
+
 def test_tracebacks_as_torch_prints_them_are_understood() -> None:
     lost = WorkerFailure(
         global_rank=0,

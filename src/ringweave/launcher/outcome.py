@@ -99,6 +99,8 @@ _PEER_ERROR = re.compile(
     | heart\ ?beat | Timed\ out\ waiting | client\ socket\ has\ (?:failed|timed\ out)""",
     re.VERBOSE,
 )
+_CONSEQUENCE = re.compile(r"(?:[\w.]+\.)?(?:MembershipError|CapacityError): ")
+"""Exceptions of a worker that has lost its job, or its fellow workers, to the failure of another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +134,17 @@ class WorkerFailure:
             return any(_PEER_ERROR.search(line) for line in self.last_lines)
         return self.exit.signal_name is None and bool(_PEER_ERROR.search(self.exception or ""))
 
+    @property
+    def is_consequence(self) -> bool:
+        """True if its exception is one that follows the failure of another worker: of a peer, membership, capacity."""
+        return self.is_peer_error or (self.exit.signal_name is None and bool(_CONSEQUENCE.match(self.exception or "")))
+
 
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
     """Return the failure that most likely caused the others; None if ringweave itself ended all of them.
 
-    A failure by a signal comes before one by an exception. One that complains of a peer comes last, because the peer
-    failed first. Then the earliest counts, then the lowest rank.
+    A failure by a signal comes before one by an exception. One that follows the failure of another worker comes last
+    (`is_consequence`). Then the earliest counts, then the lowest rank.
     """
     candidates = [failure for failure in failures if not failure.exit.was_stopped and not failure.exit.is_success]
     return min(candidates, key=_cause_order, default=None)
@@ -156,7 +163,7 @@ def find_exception(lines: Sequence[str]) -> str | None:
 
 def _cause_order(failure: WorkerFailure) -> tuple[int, float, int]:
     kind_order = 0 if failure.exit.signal_name else 1
-    return 2 if failure.is_peer_error else kind_order, failure.exit.time_s, failure.global_rank
+    return 2 if failure.is_consequence else kind_order, failure.exit.time_s, failure.global_rank
 
 
 RunOutcome = Literal["done", "failed", "interrupted"]

@@ -10,9 +10,16 @@ from ringweave import environment
 from ringweave.errors import LaunchError, explain
 from ringweave.launcher.launcher import WorkerState
 from ringweave.launcher.membership_history import PastMembers
-from ringweave.launcher.outcome import RunRecorder, WorkerFailure
+from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
 from ringweave.launcher.processes import LocalLauncher
-from ringweave.launcher.restarts import NoRestartError, RestartDecision, SlotExit, WorkerRestartPolicy
+from ringweave.launcher.restarts import (
+    JOB_FINISHED,
+    JOB_OVER,
+    NoRestartError,
+    RestartDecision,
+    SlotExit,
+    WorkerRestartPolicy,
+)
 from ringweave.launcher.scale_requests import ScaleRequests
 from ringweave.launcher.services import ServiceProcesses
 from ringweave.launcher.workers import WorkerGroup, WorkerSpec
@@ -167,6 +174,7 @@ class ElasticSlots:
         self._excused_slots: set[int] = set()
         self._abandoned_slots: set[int] = set()
         self._unstarted_slots: set[int] = set()
+        self._own_failures: dict[int, WorkerFailure] = {}
 
     def handle_exit(self, state: WorkerState, states: Sequence[WorkerState], now_s: float) -> None:
         """Decide what follows from a worker's end that was observed just now."""
@@ -205,6 +213,20 @@ class ElasticSlots:
             left_out = left_out - self._abandoned_slots
         return [state for state in states if state.global_rank not in left_out]
 
+    def with_first_cause(self, failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
+        """Return the failures of a run; if the job is over for those that are left, the exceptions that led to it too.
+
+        A worker that is started again when nobody has the parameters any more fails with a MembershipError. The cause
+        is the exception of the worker that it replaces.
+        """
+        first, found = first_cause(failures), [each.exception or "" for each in failures]
+        is_over = any(JOB_OVER in each for each in found) and not any(JOB_FINISHED in each for each in found)
+        if first is None or not first.is_consequence or not is_over:
+            return list(failures)
+        known = {(each.global_rank, each.exit) for each in failures}
+        earlier = [each for each in self._own_failures.values() if (each.global_rank, each.exit) not in known]
+        return [*earlier, *failures]
+
     def running_members(self, states: Sequence[WorkerState]) -> tuple[str, ...]:
         """Return the member names of the processes that run."""
         return tuple(self._members[slot] for slot in sorted(_running_slots(states)))
@@ -230,6 +252,7 @@ class ElasticSlots:
             was_member=name in past_members.members,
             has_trained=name in past_members.trained,
         )
+        self._keep_own_failure(slot, slot_exit)
         trains = {
             each.global_rank: not each.exit and self._members[each.global_rank] in past_members.trained
             for each in states
@@ -243,6 +266,14 @@ class ElasticSlots:
         if decision == "give up" or (decision == "rest" and not (slot_exit.is_finished or slot_exit.has_left)):
             self._abandoned_slots.add(slot)
         return decision
+
+    def _keep_own_failure(self, slot: int, slot_exit: SlotExit) -> None:
+        """Keep the exception of a slot's worker until another worker of this slot has trained."""
+        if slot_exit.has_trained:
+            self._own_failures.pop(slot, None)
+        death = slot_exit.death
+        if death is not None and not (death.exit.signal_name or slot_exit.has_left or death.is_consequence):
+            self._own_failures.setdefault(slot, death)
 
     @property
     def _wanted_slots(self) -> list[int]:
@@ -455,7 +486,8 @@ class NodeWorkers:
         is_over = not is_pending and self._stop_policy.is_over(states, now_s)
         if is_over and not self._are_services_needed(decisive, now_s):
             self._stack.close()
-            return [failure for state in decisive if (failure := self._failure_of(state)) is not None]
+            failures = [failure for state in decisive if (failure := self._failure_of(state)) is not None]
+            return self._slots.with_first_cause(failures) if self._slots else failures
         counting = self._slots.unexcused(states) if self._slots else states
         if self._plan.is_node_of_job and any(_was_killed_from_outside(state) for state in counting):
             self.request_stop(signal.SIGTERM if self._slots else signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Workers of real runs whose scripts fail by themselves: a device that is broken, a mistake, a metric of their own."""
 
 import json
+import re
 
 import pytest
 
@@ -68,6 +69,20 @@ MISTAKE = """
     train(look)
 """
 
+MISTAKE_AT_THE_END = """
+    steps = 0
+
+    def look(loss):
+        global steps
+        steps += 1
+        if slot == "0" and life == "0" and steps == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return steps == 7
+
+    train(look)
+    print("steps: " + steps)
+"""
+
 OWN_COLLECTIVE = """
     steps, missed = 0, 0
 
@@ -104,6 +119,14 @@ def test_a_mistake_that_all_meet_ends_the_run_at_once_with_its_traceback(start, 
     assert max(len(event["members"]) for event in events(run, "generation_begun")) == 3
     names = {name for event in events(run, "generation_begun") for name in event["members"]}
     assert names == {"0.0", "1.0", "2.0"}, "nobody was started again to try it once more"
+
+
+def test_a_mistake_in_the_last_line_is_the_cause_though_another_worker_was_killed(start, script) -> None:
+    run = start("--elastic", "1:4", "--workers", "4", "--mode", "sync", script(TRAINS + MISTAKE_AT_THE_END))
+    assert run.wait_ended() == 1
+    assert re.search(r"rank [123] on node node0 raised TypeError: can only concatenate str", run.record["cause"])
+    assert 'print("steps: " + steps)' in run.stderr
+    assert "SIGKILL" in {event["signal"] for event in events(run, "worker_exited")}
 
 
 def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_path) -> None:

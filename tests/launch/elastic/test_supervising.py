@@ -12,13 +12,14 @@ from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.membership_history import PastMembers
-from ringweave.launcher.outcome import RunRecorder, WorkerFailure
+from ringweave.launcher.outcome import RunRecorder, WorkerFailure, conclude_run, run_failure_text
 from ringweave.launcher.processes import LocalLauncher
 from ringweave.launcher.restarts import LEFT_EXIT_CODE
 from ringweave.launcher.scale_requests import ScaleRequests
 from ringweave.launcher.services import ServiceProcesses
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+from ringweave.membership.membership_records import REASON_ALL_DONE, REASON_STATE_LOST
 
 # Longer than a file should be: every way in which a worker ends is here, each with the same workers and clock.
 
@@ -343,6 +344,48 @@ def test_a_mistake_that_comes_later_to_some_ends_what_was_started_again_meanwhil
     assert workers.pauses_at_boundary == [signal.SIGTERM], "the newcomer has nobody to read the state from"
     first = [each.exit for each in workers.failures if not each.exit.was_stopped]
     assert [each.exit_code for each in first] == [1], "what the user hears of"
+
+
+STATE_LOST = f"ringweave.errors.MembershipError: job is over: {REASON_STATE_LOST}"
+
+
+class Latecomers(Workers):
+    """Those that are started again fail 0.3 s later, since nobody has the parameters any more."""
+
+    def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
+        super().restart(worker, argv)
+        self._script.append((self.now_s + 0.3, worker.global_rank, 1))
+
+    def logs(self, slot: int, num_lines: int) -> list[str]:
+        is_first = not any(name.startswith(f"{slot}.") for _, name in self.started)
+        return ["Traceback (most recent call last):", self.says[slot] if is_first else STATE_LOST]
+
+
+@pytest.mark.parametrize("killed_s", [9.0, 10.15, 10.6])
+def test_the_cause_is_the_exception_that_failed_first_whenever_another_worker_is_killed(killed_s: float) -> None:
+    """Only those that were started again count for the outcome, and they blame their membership."""
+    ends: list[tuple[float, int, str | int | None]] = [(10.0, 3, 1), (10.1, 1, 1), (10.2, 2, 1)]
+    says = dict.fromkeys(range(4), "TypeError: unsupported operand") | {3: "TypeError: the first one"}
+    workers = Latecomers(4, [(killed_s, 0, "SIGKILL"), *ends])
+    supervise(workers, 4, members={"0.0", "1.0", "2.0", "3.0"}, says=says)
+    result = conclude_run(workers.failures, [])
+    assert (result.outcome, result.cause) == ("failed", "rank 3 on node a raised TypeError: the first one")
+    text = run_failure_text(result, wall_s=12.0, log_pattern="rank-{rank}.log")
+    assert "After it, rank 2 on node a raised TypeError: unsupported operand." in text
+    assert "raised ringweave.errors.MembershipError: job is over: no worker is left" in text
+
+
+def test_an_exception_before_others_finish_their_job_is_not_the_cause_of_anything() -> None:
+    class Late(Latecomers):
+        def logs(self, slot: int, num_lines: int) -> list[str]:
+            done = f"ringweave.errors.MembershipError: job is over: {REASON_ALL_DONE}"
+            return [line.replace(STATE_LOST, done) for line in super().logs(slot, num_lines)]
+
+    workers = Late(2, [(10.0, 0, 1), (10.1, 1, "SIGKILL")])
+    supervise(workers, 2, members={"0.0", "1.0"}, says={0: "TypeError: no", 1: ""})
+    assert {each.exception for each in workers.failures} == {
+        f"ringweave.errors.MembershipError: job is over: {REASON_ALL_DONE}"
+    }
 
 
 def test_a_slot_that_dies_whenever_it_is_started_is_given_up_and_the_others_finish() -> None:

@@ -116,6 +116,16 @@ def test_what_a_member_was_told_says_whose_doing_its_end_is(
     assert (outcome.phase, outcome.cause) == (phase, cause)
 
 
+def test_an_exception_of_the_script_counts_before_what_the_others_were_told() -> None:
+    lost = death(error("no worker is left that has the parameters", is_end=True), time_s=0.5, rank=0)
+    outcome = conclude_elastic_node([lost, death("TypeError: no", time_s=0.7)])
+    assert (outcome.phase, outcome.cause, outcome.text) == (
+        GroupPhase.FAILED,
+        EndCause.PROGRAM,
+        "rank 2 raised TypeError: no",
+    )
+
+
 def test_a_member_that_was_killed_is_the_places_doing_whatever_the_others_say() -> None:
     over = death(error("all workers are done", is_end=True), time_s=0.5, rank=3)
     outcome = conclude_elastic_node([over, death("", signal_name="SIGKILL")])
