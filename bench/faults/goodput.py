@@ -2,6 +2,7 @@
 
     python bench/faults/goodput.py --every 15 --for 120      # three minutes for each system
     python bench/faults/goodput.py --every 60 --for 600      # the bar: 0.95; with --every 15: 0.88
+    python bench/faults/goodput.py --systems ringweave --spares 1
 
     goodput = committed samples / (rate per worker-second without faults x worker-seconds that the faults leave)
 
@@ -57,7 +58,8 @@ def main() -> int:
     said = note(document, ends)
     found = missed(said, ends["ringweave"].report.goodput, options.every) if said else []
     print(f"goodput = {FORMULA}")
-    lab_jobs.conclude(options, f"goodput-{options.every:g}", document, rows)
+    name = f"goodput-{options.every:g}{'-with-spares' if options.spares else ''}"
+    lab_jobs.conclude(options, name, document, rows)
     return lab_jobs.verdict(found)
 
 

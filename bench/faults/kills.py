@@ -3,6 +3,7 @@
     python bench/faults/kills.py --kills 10                  # three minutes
     python bench/faults/kills.py --kills 50 --seed 1         # a quarter of an hour
     python bench/faults/kills.py --coordinators --kills 10   # four minutes
+    python bench/faults/kills.py --spares 1 --kills 10       # victims are replaced at once
 
 An elastic job in a lab. Each kill is a SIGKILL that a worker sends itself at a moment drawn from forward, backward,
 inside a bucket, commit (before and after) and optimizer. The report counts the moments at which workers really died; a
@@ -79,6 +80,7 @@ def main() -> int:
     rows = lab_jobs.toll_rows(found)
     rows += [(f"killed during {moment}", number, *[""] * 3) for moment, number in sorted(said["moments"].items())]
     name = "kills-of-coordinators" if options.coordinators else "kills"
+    name += "-with-spares" if options.spares else ""
     lab_jobs.conclude(
         options, name, {"seed": options.seed, **said}, [*rows, *lab_jobs.summary_rows(said, len(rows[0]))]
     )

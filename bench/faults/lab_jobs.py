@@ -172,6 +172,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--rate", default="25Mbit/s", help="of every node's NIC")
     made.add_argument("--width", type=int, default=384, help="of the model's layers; its square sets the bytes")
     made.add_argument("--mode", default="sync", choices=["sync", "balanced"], help="how the job's workers train")
+    made.add_argument("--spares", type=int, default=0, help="spares of an elastic job, see ringweave run --spares")
     made.add_argument("--again", action="store_true", help="run nothing: judge anew what --keep has kept")
     made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one, which is left")
     made.add_argument(
@@ -218,7 +219,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
         script=script,
         faults=happens,
         out=kept.absolute(),
-        options=[f"--elastic={elastic}"] if elastic else [],
+        options=[f"--elastic={elastic}", f"--spares={options.spares}"] if elastic else [],
         until_s=until_s,
         restart_s=restart_s,
     )
@@ -367,7 +368,8 @@ def show(rows: Sequence[Sequence[object]]) -> None:
 
 def whole(options: argparse.Namespace, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document of a bench with its job's options."""
-    return {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document}
+    shared = {"workers": options.workers, "nic": options.rate, "mode": options.mode, "spares": options.spares}
+    return {**shared, **document}
 
 
 def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:

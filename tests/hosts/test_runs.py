@@ -179,3 +179,19 @@ def test_workers_of_several_nodes_are_not_detached(hosts: FakeHosts) -> None:
     done = hosts.run("run", "--workers", "2,1", "--detach", "train.py")
     text = "--detach: '--workers 2,1', expected one node. Give one number of workers, or leave it out."
     assert (done.returncode, done.stderr) == (2, f"ringweave: error: {text}\n")
+
+
+def test_each_host_of_an_elastic_run_keeps_spares_and_none_is_left(hosts: FakeHosts) -> None:
+    imports_itself = 'import os\nos.environ.setdefault("OMP_NUM_THREADS", "1")\n'
+    hosts.write_script(imports_itself + UNTIL_FILE.format(path=str(hosts.root / "end")))
+    command = hosts.start("run", "--hosts", "a,b,c", "--elastic", "2:3", "--spares", "1", "train.py")
+
+    def ready(name: str) -> int:
+        logs = [path for path in hosts.run_files(name) if path.name == "events.jsonl"]
+        return sum(path.read_text().count('"spare_ready"') for path in logs)
+
+    hosts.wait(lambda: begun(hosts) and [ready(name) for name in "abc"] == [1, 1, 1], "a spare on each host", 120.0)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 1, errors
+    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)

@@ -15,6 +15,7 @@ from ringweave import ports, topology
 from ringweave.environment import PORTS
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import worker_options
+from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import local_run, run_dir, workers
 from ringweave.launcher.node_context import HostContext, NodeContext
@@ -50,6 +51,7 @@ class RunOptions:
     worker_options: WorkerOptions
     mode: str | None
     elastic: str | None
+    num_spares: int
     has_standby: bool
 
     def slots_per_node(self, counts: Sequence[int]) -> list[int]:
@@ -89,6 +91,7 @@ class RunOptions:
             node_context=node_context,
             shares_cluster_file=tells_cluster,
             elastic=_elastic_bounds(self.elastic, cluster),
+            num_spares=self.num_spares,
             has_standby=_check_standby(self.has_standby, self.mode, is_elastic=self.elastic is not None),
         )
         environ = os.environ if within is None else {**os.environ, PORTS: str(within)}
@@ -116,11 +119,13 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
             ),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
+            num_spares=given.pop("spares"),
             has_standby=given.pop("standby"),
         )
         workers.check_program(program)
         _check_schedule(options.worker_options.schedule)
         _check_mode(options.mode)
+        _check_spares(options)
         return command(options=options, **given)
 
     return functools.reduce(lambda inner, option: option(inner), reversed(_RUN_PROGRAM_OPTIONS), call)
@@ -148,6 +153,14 @@ _RUN_PROGRAM_OPTIONS = (
         metavar="MIN:MAX",
         help="Continue with at least MIN workers when others fail, and restart those; MAX is the upper limit of "
         "ringweave scale. For scripts with ringweave.prepare; other scripts restart from their checkpoint.",
+    ),
+    click.option(
+        "--spares",
+        type=click.IntRange(0, MAX_SPARES),
+        default=0,
+        metavar="N",
+        help="Keep N idle processes that have imported what the script needs, on each of several hosts: a worker of an "
+        "elastic run that dies is replaced by one of them at once.",
     ),
     click.option(
         "--standby",
@@ -180,6 +193,16 @@ def _check_mode(name: str | None) -> None:
         from ringweave.planning import modes  # brings numpy as well
 
         modes.check_mode(name, where="--mode")
+
+
+def _check_spares(options: RunOptions) -> None:
+    if options.num_spares and options.elastic is None:
+        do = "Add --elastic MIN:MAX, or leave --spares out: only an elastic run replaces workers"
+        raise UsageError(explain("--spares", got="no --elastic", expected="an elastic run", do=do))
+    if options.num_spares and options.program.is_command:
+        do = "Give the script without --, or leave --spares out"
+        got = f"the command {options.program.target} after --"
+        raise UsageError(explain("--spares", got=got, expected="a Python script or module, which a spare runs", do=do))
 
 
 def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
@@ -312,6 +335,7 @@ def _run_on_hosts(
             run_dir=options.run_dir,
             mode=options.mode,
             elastic=options.elastic,
+            num_spares=options.num_spares,
             **hosts_options,
         )
     )

@@ -22,6 +22,8 @@ from ringweave.jobs.worker_options import ORDER_RULE, WorkerOptions
 MAX_NODES = 100_000
 MAX_WORKERS = 2**31 - 1
 MAX_RETRIES = 1000
+MAX_SPARES = 64
+"""Upper limit of spares of a run or of a job's node: each takes a few hundred megabytes of memory."""
 MAX_TTL_S = 10 * 365 * 86400.0
 MODES = ("auto", "sync", "balanced", "ps-hra", "ps")
 """Training modes, as in `prepare(mode=...)` and `run --mode`; `auto` leaves the choice to the planner."""
@@ -39,6 +41,7 @@ DELETION_RULE = "one of delete, keep, keep-on-failure"
 MODE_RULE = f"one of {', '.join(MODES)}"
 TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
 ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
+SPARES_RULE = f"a whole number from 0 to {MAX_SPARES}: idle processes on each node, ready to replace a worker at once"
 CLAIM_RULE = "the name of a PersistentVolumeClaim: lower-case letters, digits, hyphens and dots, at most 253"
 ENVIRONMENT_RULE = "names (letters, digits, underscores) with text as values"
 PROGRAM_KEYS = ("script", "module", "command")
@@ -87,6 +90,8 @@ class ElasticRequest:
 
     min: int
     """Minimum number of workers with which the others continue. With fewer, all restart from the last checkpoint."""
+    spares: int = 0
+    """Number of spares on each node: idle processes that are ready to replace a worker of the node at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +238,11 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
         do = "Leave elastic out, or write mode: balanced"
         expected = "none with a parameter server, which fails with its node"
         yield _problem(("elastic",), "elastic", f"mode {request.mode}", expected, do)
+    yield from _count_problems(("elastic", "spares"), "elastic.spares", elastic.spares, (0, MAX_SPARES), SPARES_RULE)
+    if elastic.spares and request.command is not None:
+        expected = "none with a command: a spare runs a Python script or module"
+        do = "Leave spares out, or write script or module"
+        yield _problem(("elastic", "spares"), "elastic.spares", elastic.spares, expected, do)
     counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
     if counts is None:  # refused for that reason
         return
@@ -328,6 +338,7 @@ class ElasticEntry(yaml_files.FileEntry):
     """Value of `elastic` in the job file."""
 
     min: int = Field(description=COUNT_RULE, examples=["3"])
+    spares: int = Field(default=0, description=SPARES_RULE, examples=["1"])
 
 
 class JobFileEntry(yaml_files.FileEntry):
@@ -443,7 +454,7 @@ def dump_request(request: JobRequest) -> str:
         "lab": request.lab,
         "mode": request.mode,
         **{key: getattr(request, key) for key in _OPTION_KEYS},
-        "elastic": None if request.elastic is None else _to_flow_map({"min": request.elastic.min}),
+        "elastic": None if request.elastic is None else _elastic_to_yaml(request.elastic),
         "nodes": [_node_to_yaml(node) for node in request.nodes],
         "min_per_node": request.min_per_node,
         "ttl": None if request.ttl_s is None else units.format_seconds(request.ttl_s),
@@ -465,6 +476,11 @@ def _node_to_yaml(node: NodeRequest) -> CommentedMap:
     if node.deletion is not DeletionPolicy.DELETE:
         entry["deletion"] = str(node.deletion)
     return _to_flow_map(entry)
+
+
+def _elastic_to_yaml(elastic: ElasticRequest) -> CommentedMap:
+    spares = {"spares": elastic.spares} if elastic.spares else {}
+    return _to_flow_map({"min": elastic.min, **spares})
 
 
 def _to_flow_map(content: Mapping[str, Any]) -> CommentedMap:
@@ -519,7 +535,7 @@ def _build_request(value: Any) -> JobRequest:
             nodes=tuple(replace(node, name=node.name or f"n{index}") for index, node in enumerate(flat)),
             arguments=tuple(entry.arguments),
             ttl_s=None if entry.ttl is None else units.parse_seconds(entry.ttl),
-            elastic=None if entry.elastic is None else ElasticRequest(min=entry.elastic.min),
+            elastic=None if entry.elastic is None else ElasticRequest(**dict(entry.elastic)),
             **entry.model_dump(include=_UNCHANGED_FIELDS),
         )
     except InputError as error:

@@ -150,11 +150,7 @@ class Lab:
             topology.device_of_local_rank(place, device)
             group = self.control_group(node, device)
             join = f"echo $$ > {shlex.quote(group + '/cgroup.procs')} && " if group else ""
-        files = [
-            f"--net={lab_state.NETNS_FOLDER / self.layout.namespaces[node]}",
-            f"--uts={lab_state.namespace_folder(self.name) / f'{node}.uts'}",
-            f"--mount={lab_state.namespace_folder(self.name) / f'{node}.mnt'}",
-        ]
+        files = [f"--{kind}={path}" for kind, path in self.namespace_files(node).items()]
         enter = shlex.join(
             [
                 tools.find_program("nsenter") or "nsenter",
@@ -167,6 +163,15 @@ class Lab:
             ]
         )
         return ["/bin/sh", "-c", f'{join}exec {enter} "$(pwd -P)" "$@"', "rw-enter", *argv]
+
+    def namespace_files(self, node: str) -> dict[str, Path]:
+        """Return the files of a node's namespaces, by nsenter's names, in the order in which they are entered."""
+        folder = lab_state.namespace_folder(self.name)
+        return {
+            "net": lab_state.NETNS_FOLDER / self.layout.namespaces[node],
+            "uts": folder / f"{node}.uts",
+            "mount": folder / f"{node}.mnt",
+        }
 
     @property
     def probe_results_folder(self) -> Path:

@@ -23,8 +23,7 @@ def main(command_words: list[str]) -> Any:
     is_module = command_words[0] == "-m"
     target, *arguments = command_words[1:] if is_module else command_words
     sys.argv = [target, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
+    set_search_path(target, is_module=is_module)
     try:
         if is_module:
             return runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -35,6 +34,12 @@ def main(command_words: list[str]) -> Any:
         if leaving.code not in (None, 0):
             sys.last_value = leaving
         raise
+
+
+def set_search_path(target: str, *, is_module: bool) -> None:
+    """Put the folder first in which the script's own modules are found."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
 
 
 def _run_source(path: str) -> types.ModuleType:

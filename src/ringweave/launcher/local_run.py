@@ -22,7 +22,7 @@ from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole, write_message
 from ringweave.launcher.processes import LocalLauncher, ProcessContext
-from ringweave.launcher.restarts import RunRestartPolicy
+from ringweave.launcher.restarts import RunRestartPolicy, WorkerRestartPolicy
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.scale_requests import ScaleLimits, ScaleRequests
 from ringweave.launcher.services import (
@@ -32,6 +32,7 @@ from ringweave.launcher.services import (
     ServiceProcesses,
     run_coordinators,
 )
+from ringweave.launcher.spares import SpareRules
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import (
     WorkerGroup,
@@ -71,6 +72,8 @@ class RunRequest:
     """Workers get the cluster file and the name of their node; otherwise they have to find out both."""
     elastic: MemberBounds | None = None
     """Bounds within which workers may die and come back; None ends the run with the first failed worker."""
+    num_spares: int = 0
+    """Number of spares that wait to replace workers of an elastic run."""
 
 
 def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> outcome.RunResult:
@@ -134,6 +137,15 @@ def _run_attempt(
     _announce(request, group, attempt, stderr)
     server_record = {"server": {"node": server.node, "address": server.address} if server else None}
     recorder = RunRecorder(request.run_dir, group, _initial_record(request, group, attempt) | server_record)
+    if request.num_spares:
+        launcher.keep_spares(
+            SpareRules(
+                num_spares=request.num_spares,
+                node_entry=request.node_context.node_entry,
+                on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
+                on_give_up=give_up,
+            )
+        )
     failures = NodeWorkers(plan, launcher, recorder, interrupts).wait()
     result = outcome.conclude_run(failures, interrupts)
     wall_s = _close_record(recorder, result, time.monotonic() - started_s, stderr)
@@ -201,6 +213,7 @@ def _elastic_rules(
     return ElasticRules(
         slots=slots,
         past_members=history.read,
+        restarts=WorkerRestartPolicy(first_delay_s=0.0) if request.num_spares else WorkerRestartPolicy(),
         scale_requests=_scale_requests(request, request.elastic, slots, stderr),
         evicted_members=EvictionWatcher(request.run_dir.events).evicted_members,
         notify_user=lambda text: write_message(stderr, f"ringweave: {text}.\n"),
@@ -284,6 +297,7 @@ def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> di
         **request.worker_options.to_record(),
         "mode": request.mode,
         "elastic": str(request.elastic) if request.elastic else None,
+        "spares": request.num_spares,
         "lab": request.node_context.lab_name,
     }
 

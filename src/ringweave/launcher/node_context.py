@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ringweave import ports
 from ringweave.environment import FINDINGS
@@ -78,6 +79,16 @@ _FREE_PORT_PROGRAM = (
 _FREE_PORT_TIMEOUT_S = 30
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeEntry:
+    """Way of a running process into a node; empty for a node that is this machine."""
+
+    namespaces: tuple[str, ...] = ()
+    """Files of the namespaces, in the order in which they are entered."""
+    control_group: str = ""
+    """Folder of the control group that limits CPU time; empty without a limit."""
+
+
 class NodeContext(abc.ABC):
     """Runs processes on the nodes of a run, and knows their addresses."""
 
@@ -97,6 +108,10 @@ class NodeContext(abc.ABC):
     @abc.abstractmethod
     def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
         """Return the command line that becomes `argv` in the worker's place, without a process in between."""
+
+    @abc.abstractmethod
+    def node_entry(self, worker: WorkerSpec) -> NodeEntry:
+        """Return the way of a running process into the worker's place: that of `wrap_worker_command`."""
 
     @abc.abstractmethod
     def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
@@ -126,6 +141,9 @@ class HostContext(NodeContext):
 
     def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
         return argv
+
+    def node_entry(self, worker: WorkerSpec) -> NodeEntry:
+        return NodeEntry()
 
     def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         return argv
@@ -161,6 +179,12 @@ class LabContext(NodeContext):
     def wrap_worker_command(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
         """Return the command line that enters the node first."""
         return self._lab.command(worker.node, argv, device=worker.local_rank)
+
+    def node_entry(self, worker: WorkerSpec) -> NodeEntry:
+        return NodeEntry(
+            namespaces=tuple(map(str, self._lab.namespace_files(worker.node).values())),
+            control_group=self._lab.control_group(worker.node, worker.local_rank) or "",
+        )
 
     def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         """Return the command line that enters the node first."""

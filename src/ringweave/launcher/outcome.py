@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from ringweave import telemetry
+from ringweave import environment, telemetry
 from ringweave.launcher import run_dir as launcher_run_dir
 from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.run_dir import RunDir
@@ -50,6 +50,15 @@ class RunRecorder:
         self._events.write(
             "worker_started", rank=worker.global_rank, node=worker.node, local_rank=worker.local_rank, pid=pid
         )
+
+    def spare_ready(self, pid: int, import_s: float) -> None:
+        """Record that a spare waits for a slot, after imports of so many seconds."""
+        self._events.write("spare_ready", pid=pid, import_s=import_s)
+
+    def spare_used(self, worker: WorkerSpec, pid: int, waited_s: float) -> None:
+        """Record that a spare has become a worker, after it had waited for so long."""
+        member = worker.environ.get(environment.MEMBER, "")
+        self._events.write("spare_used", rank=worker.global_rank, member=member, pid=pid, waited_s=round(waited_s, 3))
 
     def worker_exited(self, state: WorkerState) -> None:
         """Record the end of a worker."""

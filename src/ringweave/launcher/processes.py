@@ -20,9 +20,10 @@ import psutil
 
 from ringweave import environment
 from ringweave.errors import LaunchError
-from ringweave.launcher import bootstrap, guard
+from ringweave.launcher import bootstrap, entry, guard
 from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
+from ringweave.launcher.spares import Spare, SparePool, SpareRules
 from ringweave.launcher.workers import USER_CONTROLLED_VARIABLES, WorkerGroup, WorkerSpec
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -248,6 +249,12 @@ class LocalLauncher:
         self._member_ranks: set[int] = set()
         self._earlier_processes = descendants()
         self._guard: subprocess.Popen[bytes] | None = None
+        self._spare_rules: SpareRules | None = None
+        self._spares: SparePool | None = None
+
+    def keep_spares(self, rules: SpareRules) -> None:
+        """Keep spares for restarts, once the workers have been started; called before that."""
+        self._spare_rules = rules
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +262,8 @@ class LocalLauncher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._spares is not None:
+            self._spares.close()
         if not all(state.exit for state in self.observe()):
             self.stop(signal.SIGKILL)
         for process in self._processes.values():
@@ -283,9 +292,15 @@ class LocalLauncher:
         for worker in group.workers:
             self._start_worker(worker, group.argv)
         self._output_reader.start()
+        if self._spare_rules is not None and entry.__file__ in group.argv[1:2]:  # another command has none
+            environ = _worker_environ(self._environ, group.workers[0])
+            self._spares = SparePool(self._spare_rules, group.argv, environ, self._start_spare, self._clock)
 
-    def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
+    def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         """Start a further worker, or replace an ended one of the same rank, of which every process is killed.
+
+        Returns:
+            The spare that has become the worker; None if a new process was started.
 
         Raises:
             LaunchError: It could not be started. The caller may retry; the earlier worker has ended.
@@ -295,15 +310,18 @@ class LocalLauncher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(previous.pid, signal.SIGKILL)
             previous.wait()
-        self._start_worker(worker, argv)
+        spare = self._start_worker(worker, argv)
         self._exits.pop(worker.global_rank, None)
+        return spare
 
     def pid(self, global_rank: int) -> int:
         """Return the process id of a worker, which is also its process group and session."""
         return self._processes[global_rank].pid
 
     def observe(self) -> Sequence[WorkerState]:
-        """Return the current state of every worker, by global rank, without waiting."""
+        """Return the current state of every worker, by global rank, without waiting; also keep the spares ready."""
+        if self._spares is not None:
+            self._spares.refill()
         for global_rank, process in self._processes.items():
             if global_rank not in self._exits:
                 self._observe_worker(global_rank, process)
@@ -318,6 +336,8 @@ class LocalLauncher:
         """
         self.observe()
         self._is_stopping = True
+        if self._spares is not None:
+            self._spares.close()
         for global_rank, process in self._processes.items():
             is_alone = global_rank in self._member_ranks - self._exits.keys() and signum is not signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
@@ -362,9 +382,9 @@ class LocalLauncher:
                 self._guard.stdin.close()
             self._guard.wait()
 
-    def _start_worker(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
+    def _start_worker(self, worker: WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         try:
-            log, process = self._open_log(worker.global_rank), self._spawn(worker, argv)
+            log, (process, spare) = self._open_log(worker.global_rank), self._spawn(worker, argv)
         except OSError as error:
             raise LaunchError(f"worker {worker.global_rank} could not be started: {error}. [{argv[0]}]") from error
         self._processes[worker.global_rank] = process
@@ -379,6 +399,7 @@ class LocalLauncher:
         for pipe, stream in streams:
             assert pipe is not None
             outputs.append(self._output_reader.add(pipe, WorkerStream(self._console, stream, worker.global_rank, log)))
+        return spare
 
     def _open_log(self, global_rank: int) -> WorkerLog:
         """Return the log of a rank, one file for all its processes: a restart can log even if no file can be opened."""
@@ -386,23 +407,28 @@ class LocalLauncher:
             self._logs[global_rank] = WorkerLog(self._log_paths(global_rank))
         return self._logs[global_rank]
 
-    def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *self._wrap_command(worker, argv)]
+    def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> tuple["subprocess.Popen[bytes]", Spare | None]:
+        """Return the worker's process, and the spare that it was, if one could be taken."""
+        command, environ = self._wrap_command(worker, argv), _worker_environ(self._environ, worker)
         credentials_fd = self._open_credentials(worker)
-        extra_environ = {} if credentials_fd is None else {environment.CREDENTIALS: f"fd:{credentials_fd}"}
         try:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=_worker_environ(self._environ, worker) | extra_environ,
-                start_new_session=True,
-                pass_fds=() if credentials_fd is None else (credentials_fd,),
-            )
+            if self._spares is not None:
+                spare = self._spares.take(worker, environ, command, credentials_fd)
+                if spare is not None:
+                    return spare.process, spare
+            extra_environ = {} if credentials_fd is None else {environment.CREDENTIALS: f"fd:{credentials_fd}"}
+            inherited = () if credentials_fd is None else (credentials_fd,)
+            return _start_process(command, environ | extra_environ, inherited), None
         finally:
             if credentials_fd is not None:
                 os.close(credentials_fd)
+
+    def _start_spare(
+        self, command: Sequence[str], environ: Mapping[str, str], inherited: Sequence[int]
+    ) -> "subprocess.Popen[bytes]":
+        process = _start_process(command, environ, inherited)
+        self._write_to_guard(b"%d\n" % process.pid)
+        return process
 
     def _observe_worker(self, global_rank: int, process: subprocess.Popen[bytes]) -> None:
         status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -415,6 +441,21 @@ class LocalLauncher:
             time_s=self._clock(),
             was_stopped=self._is_stopping,
         )
+
+
+def _start_process(
+    command: Sequence[str], environ: Mapping[str, str], inherited: Sequence[int]
+) -> "subprocess.Popen[bytes]":
+    """Start a process in its own session that ends with this one, with pipes for its output."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environ,
+        start_new_session=True,
+        pass_fds=inherited,
+    )
 
 
 def _signal_name(number: int) -> str:

@@ -101,6 +101,8 @@ JOB_FINISHED = f"{JOB_OVER}: {membership_records.REASON_ALL_DONE}"
 NO_COORDINATOR = f"{MEMBERSHIP_ERROR}this worker is no member any more: no coordinator within"
 _NOT_A_MEMBER = f"{MEMBERSHIP_ERROR}this worker is no member"
 
+_EARLY_DEATH_DELAY_S = 1.0
+"""Delay that doubles with each early death in a row."""
 RestartDecision = Literal["again", "rest", "fail", "give up"]
 _NO_OTHER_WORKERS: Mapping[int, bool] = MappingProxyType({})
 
@@ -134,7 +136,7 @@ class WorkerRestartPolicy:
     def __init__(
         self,
         *,
-        delay_s: float = 1.0,
+        first_delay_s: float = 1.0,
         max_own_failures: int = 3,
         max_failed_starts: int = 10,
         max_delay_s: float = 30.0,
@@ -145,7 +147,7 @@ class WorkerRestartPolicy:
         """Begin without any failures.
 
         Args:
-            delay_s: Delay before a worker is restarted.
+            first_delay_s: Delay before a worker is restarted, unless it died early twice in a row; 0 where spares wait.
             max_own_failures: A worker that fails by itself this often in a row is given up: probably its device is
                 broken, since an error in the script ends the others as well.
             max_failed_starts: A worker that dies this often in a row before it is a member is given up, and the others
@@ -160,7 +162,7 @@ class WorkerRestartPolicy:
                 a job's nodes with coordinators may be lost, and only another round of all nodes helps then.
         """
         self._ends_without_coordinator = ends_without_coordinator
-        self._delay_s, self._max_delay_s = delay_s, max_delay_s
+        self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
         self._reset_failures_after_s, self._reset_delay_after_s = reset_failures_after_s, reset_delay_after_s
         self._max_own_failures, self._max_failed_starts = max_own_failures, max_failed_starts
         self._own_failures: dict[int, int] = {}
@@ -231,8 +233,9 @@ class WorkerRestartPolicy:
             self._stopped_slots.add(slot)
             return "give up"
         self._early_deaths[slot] = self._early_deaths.get(slot, 0) + 1 if is_early else 0
-        delay_s = backoff_s(self._early_deaths[slot], first_s=self._delay_s, max_s=self._max_delay_s)
-        self._due_s[slot] = now_s + delay_s
+        num_early = self._early_deaths[slot]
+        delay_s = backoff_s(num_early, first_s=_EARLY_DEATH_DELAY_S, max_s=self._max_delay_s)
+        self._due_s[slot] = now_s + (delay_s if num_early > 1 else self._first_delay_s)
         return "again"
 
     def _all_have_failed(self, other_slots: Mapping[int, bool]) -> bool:

@@ -338,7 +338,7 @@ class ElasticSlots:
         worker = self._workers[slot]
         try:
             worker = self._rules.new_member(worker, self._members.get(slot, ""))
-            self._launcher.restart(worker, self._rules.slots.argv)
+            spare = self._launcher.restart(worker, self._rules.slots.argv)
         except NoRestartError:
             self._fail_run(slot)
             self._excused_slots.discard(slot)
@@ -350,6 +350,8 @@ class ElasticSlots:
         for kept in (self._excused_slots, self._abandoned_slots, self._unstarted_slots):
             kept.discard(slot)
         self._recorder.worker_started(worker, self._launcher.pid(slot))
+        if spare is not None:
+            self._recorder.spare_used(worker, spare.process.pid, now_s - spare.ready_s)
         return True
 
     def _record_start_failure(self, worker: WorkerSpec, error: LaunchError, now_s: float) -> None:

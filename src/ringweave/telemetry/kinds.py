@@ -226,6 +226,21 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "stopped": "true if it ended after the launcher had begun to stop the workers",
         },
     ),
+    "spare_ready": EventKind(
+        meaning="A spare (`--spares`) has imported what the script needs, and waits to become a worker.",
+        written_by="launcher",
+        fields={"pid": "its process id", "import_s": "seconds of its imports, at low priority, measured"},
+    ),
+    "spare_used": EventKind(
+        meaning="A spare became the worker of a slot; `worker_started` comes right before it, with the same process.",
+        written_by="launcher",
+        fields={
+            "rank": RANK_FIELD,
+            "member": "its name as a member, `SLOT.INCARNATION`",
+            "pid": "its process id",
+            "waited_s": "seconds for which it had been ready, measured",
+        },
+    ),
     "workers_scaled": EventKind(
         meaning="An elastic run has answered a request of `ringweave scale` for another number of workers.",
         written_by="launcher",

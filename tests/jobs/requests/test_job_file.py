@@ -104,6 +104,15 @@ def test_wrong_options(option: str, told: str) -> None:
         jobs_request.parse_request(f"{SHORT}{option}\n", source="j")
 
 
+def test_a_command_has_no_spares() -> None:
+    flag = {"command": JobFlag(name="--command", value="bash")}
+    text = (
+        r"elastic\.spares: 1, expected none with a command: a spare runs a Python script or module\. Leave spares out"
+    )
+    with pytest.raises(JobError, match=text):
+        jobs_request.parse_request(f"{TWO_NODES}elastic: {{min: 4, spares: 1}}\n", flag)
+
+
 def test_a_module_or_a_command_in_the_place_of_a_script() -> None:
     for program in ("module: text.train\n", "command: bash\narguments:\n  - train.sh\n"):
         text = SHORT.replace("script: train.py\n", program)
@@ -162,6 +171,9 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
     request = jobs_request.parse_request(f"{TWO_NODES}elastic: {{min: 4}}\n")
     assert request.elastic == ElasticRequest(min=4)
     assert "elastic: {min: 4}\n" in str(request)
+    with_spares = jobs_request.parse_request(f"{TWO_NODES}elastic: {{min: 4, spares: 2}}\n")
+    assert with_spares.elastic == ElasticRequest(min=4, spares=2)
+    assert jobs_request.parse_request(str(with_spares)) == with_spares
     assert jobs_request.parse_request(str(request)) == request
     assert jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 4})}) == request
 
@@ -175,7 +187,8 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
             r"Write min: 5, or less to survive the loss of larger nodes\. \[j:5: elastic\.min\]",
         ),
         ("{min: 0}", r"elastic\.min: 0, expected 1 to 5"),
-        ("{least: 3}", r"unknown key in elastic: 'least', expected one of min\."),
+        ("{least: 3}", r"unknown key in elastic: 'least', expected one of min, spares\."),
+        ("{min: 3, spares: 65}", r"elastic\.spares: 65, expected a whole number from 0 to 64"),
         ("3", r"elastic: 3, expected a map with min: the smallest number of workers with which"),
         ('{min: "3"}', r"min: '3', expected a whole number from 1 .*\[j:5: elastic\.min\]"),
         (

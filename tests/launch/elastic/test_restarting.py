@@ -34,6 +34,15 @@ def test_who_dies_again_at_once_waits_longer_but_not_for_ever() -> None:
     assert delays_s == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
+def test_where_spares_wait_the_first_delay_is_none_and_later_ones_are_as_ever() -> None:
+    restarts, delays_s = WorkerRestartPolicy(first_delay_s=0.0), []
+    for lived_s in (1.0, 1.0, 1.0, 1000.0, 1.0, 1.0):
+        restarts.decide(0, ended("SIGKILL", lived_s=lived_s), 0.0)
+        delays_s.append(restarts.pending[0])
+        restarts.take_due(1e9)
+    assert delays_s == [0.0, 2.0, 4.0, 0.0, 0.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("lived_s", "has_trained", "is_soon"),
     [(19.0, True, True), (21.0, True, False)] + [(lived_s, False, lived_s < 60.0) for lived_s in (21.0, 59.0, 61.0)],

@@ -33,6 +33,7 @@ from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.restarts import WorkerRestartPolicy
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
+from ringweave.launcher.spares import SpareRules
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import job_config, node_layout
@@ -311,6 +312,15 @@ class _RoundStarter:
         )
         launcher = self._create_launcher(run_dir, credentials, services)
         recorder = RunRecorder(run_dir, group, self._versions | _round_record(assignment, rendezvous, self._program))
+        if self._config.num_spares:
+            launcher.keep_spares(
+                SpareRules(
+                    num_spares=self._config.num_spares,
+                    node_entry=assignment.node_context.node_entry,
+                    on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
+                    on_give_up=write_warning,
+                )
+            )
         workers = NodeWorkers(plan, launcher, recorder)
         return NodeRound(workers, recorder, ProgressReader(run_dir.events), is_elastic=is_elastic)
 
@@ -358,7 +368,9 @@ class _RoundStarter:
         return ElasticRules(
             slots=group,
             past_members=MembershipHistory(run_dir.events, query.members).read,
-            restarts=WorkerRestartPolicy(ends_without_coordinator=True),
+            restarts=WorkerRestartPolicy(
+                first_delay_s=0.0 if self._config.num_spares else 1.0, ends_without_coordinator=True
+            ),
             new_member=new_member,
             evicted_members=EvictionWatcher(run_dir.events).evicted_members,
             notify_user=write_warning,
@@ -430,6 +442,7 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         **config.worker_options.to_record(),
         "mode": config.mode,
         "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.world_size}",
+        "spares": config.num_spares,
         "server": {"address": f"{rendezvous.server.host}:{rendezvous.server.port}"} if rendezvous.server else None,
         "lab": assignment.node_context.lab_name,
     }

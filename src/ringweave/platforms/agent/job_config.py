@@ -54,6 +54,8 @@ class JobConfig:
     data: str | None = None
     min_workers: int | None = None
     """Minimum number of workers with which the others go on when a node is lost; None for a job that is not elastic."""
+    num_spares: int = 0
+    """Number of spares on each node of an elastic job."""
     lab: str | None = None
     """Name of the lab that contains these nodes; None outside of a lab."""
     cluster: str | None = None
@@ -120,6 +122,7 @@ def job_config(job: Job, *, directory: str | None, script_text: str | None, clus
         environment=dict(request.environment),
         data=request.data,
         min_workers=request.elastic.min if request.elastic else None,
+        num_spares=request.elastic.spares if request.elastic else 0,
         lab=request.lab,
         cluster=cluster,
     )

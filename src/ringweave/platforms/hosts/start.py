@@ -342,6 +342,8 @@ class HostsRunOptions:
     run_dir: str | None
     mode: str | None
     elastic: str | None
+    num_spares: int
+    """Number of spares on each host."""
     python: str | None
     name: str | None
     detach: bool
@@ -447,19 +449,19 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         order=str(worker_options.order),
         replace_backend=worker_options.replace_backend,
         leader_per_nic=worker_options.leader_per_nic,
-        elastic=_elastic_request(options.elastic, hosts.num_workers),
+        elastic=_elastic_request(options.elastic, hosts.num_workers, options.num_spares),
         min_per_node=1,
     )
 
 
-def _elastic_request(text: str | None, num_workers: int) -> ElasticRequest | None:
+def _elastic_request(text: str | None, num_workers: int, num_spares: int) -> ElasticRequest | None:
     if text is None:
         return None
     bounds = settings.parse_bounds(text)
     if not bounds.min_members <= num_workers <= bounds.max_members:
         do = "Give bounds that include the number of workers"
         raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
-    return ElasticRequest(min=bounds.min_members)
+    return ElasticRequest(min=bounds.min_members, spares=num_spares)
 
 
 def _run_dir(given: str | None, script: str) -> RunDir:

@@ -137,12 +137,21 @@ def _training_fields() -> Schema:
         },
         "replaceBackend": _flag_schema('ringweave also serves groups of an explicit "gloo" or "nccl".'),
         "leaderPerNic": _flag_schema("A leader for each NIC of a node, not one for all."),
-        "elastic": {
-            "type": "object",
-            "description": "Absent: when a node is lost, all workers restart from the last checkpoint. Present: the "
-            "other workers continue without losing a train step, and only the lost Pod is replaced.",
-            "required": ["min"],
-            "properties": {"min": _count_schema(_ELASTIC_MIN_TEXT)},
+        "elastic": _elastic_schema(),
+    }
+
+
+def _elastic_schema() -> Schema:
+    spares = {"minimum": 0, "maximum": request.MAX_SPARES, "default": 0}
+    text = "Idle processes in each Pod that are ready to replace a worker at once."
+    return {
+        "type": "object",
+        "description": "Absent: when a node is lost, all workers restart from the last checkpoint. Present: the "
+        "other workers continue without losing a train step, and only the lost Pod is replaced.",
+        "required": ["min"],
+        "properties": {
+            "min": _count_schema(_ELASTIC_MIN_TEXT),
+            "spares": {"type": "integer", "format": "int64", "description": text, **spares},
         },
     }
 

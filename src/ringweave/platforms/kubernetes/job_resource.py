@@ -43,7 +43,7 @@ def request_from_resource(resource: ResourceObject) -> JobRequest:
         nodes=tuple(map(_to_node_request, spec["nodes"])),
         arguments=tuple(spec.get("arguments", ())),
         environment={item["name"]: item["value"] for item in spec.get("environment", ())},
-        elastic=ElasticRequest(min=spec["elastic"]["min"]) if "elastic" in spec else None,
+        elastic=ElasticRequest(**spec["elastic"]) if "elastic" in spec else None,
         min_per_node=spec["minPerNode"],
         ttl_s=spec.get("ttlSecondsAfterFinished"),
         suspend=spec.get("suspend", False),
@@ -140,7 +140,8 @@ def resource_from_request(
     if source is not None:
         spec["source"] = source
     if request.elastic is not None:
-        spec["elastic"] = {"min": request.elastic.min}
+        spares = {"spares": request.elastic.spares} if request.elastic.spares else {}
+        spec["elastic"] = {"min": request.elastic.min, **spares}
     if request.arguments:
         spec["arguments"] = list(request.arguments)
     if request.environment:

@@ -44,6 +44,7 @@ def test_a_request_becomes_a_resource_and_back() -> None:
         {"arguments": ("--epochs", "3"), "environment": {"SEED": "1"}, "ttl_s": 2.5, "suspend": True},
         {"data": "/data", "image": "a/b:1", "claim": "mine", "mode": "balanced", "min_per_node": 5},
         {"elastic": ElasticRequest(min=10)},
+        {"elastic": ElasticRequest(min=10, spares=2)},
         {"schedule": "ring", "tuning": False, "order": "shuffled:7", "replace_backend": True, "leader_per_nic": True},
         {"script": None, "module": "text.train", "directory": "/app"},
         {"script": None, "command": "bash", "arguments": ("train.sh",)},

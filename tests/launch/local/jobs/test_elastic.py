@@ -112,3 +112,22 @@ def test_the_only_node_of_an_elastic_job_starts_again_in_another_round(here: Her
     kill_group(here, 0, 1)
     job = here.wait(lambda job: job.state.is_end)
     assert (job.state, job.round, job.nodes[0].retries) == ("Succeeded", 2, 1)
+
+
+def test_a_spare_of_the_node_replaces_a_killed_worker(here: Here) -> None:
+    here.submit(until_back.SCRIPT, 1, 1, elastic=ElasticRequest(min=1, spares=1), mode="sync", max_retries=2)
+    wait_until(lambda: all(len(said(here, f"n{each}", 1, each)) > 5 for each in range(2)), "training")
+
+    def events(node: str, kind: str) -> list[dict]:
+        (folder,) = (here.state / "jobs").glob("job-*")
+        path = folder / "runs" / node / "1" / "round-1" / "events.jsonl"
+        return [event for event in map(json.loads, path.read_text().splitlines()) if event["kind"] == kind]
+
+    wait_until(lambda: len(events("n1", "spare_ready")) == 1, "a spare of node n1")
+    os.kill(events("n1", "worker_started")[0]["pid"], signal.SIGKILL)
+    job = here.wait(lambda job: job.state.is_end)
+    assert (job.state, [each.retries for each in job.nodes]) == ("Succeeded", [0, 0])
+    (used,) = events("n1", "spare_used")
+    assert (used["member"], used["pid"]) == ("1.1", events("n1", "spare_ready")[0]["pid"])
+    spares = [event["pid"] for node in ("n0", "n1") for event in events(node, "spare_ready")]
+    assert not [pid for pid in spares if psutil.pid_exists(pid)], "they end with the workers"

@@ -1,0 +1,255 @@
+"""Spares: real processes that wait for a slot, without the imports that take seconds unless a test is about them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringweave import environment, lab, topology
+from ringweave.launcher import entry, spares
+from ringweave.launcher.node_context import LabContext, NodeEntry
+from ringweave.launcher.spares import Spare, SparePool, SpareRules
+from ringweave.launcher.workers import WorkerSpec
+from tests.launch.conftest import is_gone, wait_until
+
+SLOT = WorkerSpec(global_rank=1, local_rank=1, node="a0", environ={})
+HERE = NodeEntry()
+IMPORTS_ITSELF = 'import os\nos.environ.setdefault("OMP_NUM_THREADS", "1")\n'
+"""Beginning of a script whose spare imports nothing before."""
+DESCRIBES = """
+    import json, sys
+    own = {name: os.environ.get(name) for name in ("RANK", "RINGWEAVE_MEMBER", "LEFT_OVER", "LONG")}
+    fd = int(os.environ["RINGWEAVE_CREDENTIALS"].removeprefix("fd:"))
+    group = "/proc/self/autogroup"
+    nice = os.getpriority(os.PRIO_PROCESS, 0), open(group).read().split()[-1] if os.path.exists(group) else "0"
+    loaded = [name for name in ("torch", "ringweave.launcher.spares") if name in sys.modules]
+    main = __name__, __file__, sys.modules["__main__"].__file__
+    place = sys.argv, sys.path[0], os.getcwd()
+    print(json.dumps([os.getpid(), own, os.read(fd, 99).decode(), nice, loaded, main, place]), flush=True)
+    raise SystemExit(3)
+"""
+
+
+class Given:
+    """A pool of spares for a script, and all that it has told."""
+
+    def __init__(
+        self, script: Path, num_spares: int = 1, node: NodeEntry = HERE, *arguments: str, program: str = ""
+    ) -> None:
+        self.ready, self.given_up, self.started = list[Spare](), list[str](), list[subprocess.Popen[bytes]]()
+        rules = SpareRules(
+            num_spares=num_spares,
+            node_entry=lambda worker: node,
+            on_ready=self.ready.append,
+            on_give_up=self.given_up.append,
+        )
+        self._program, self.folder = program, script.parent
+        argv = (sys.executable, entry.__file__, str(script), *arguments)
+        self.pool = SparePool(rules, argv, self.environ(), self._start, time.monotonic)
+
+    @staticmethod
+    def environ(**changes: str) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "RANK": "0", environment.MEMBER: "0.0", **changes}
+
+    def _start(
+        self, command: Sequence[str], environ: Mapping[str, str], inherited: Sequence[int]
+    ) -> "subprocess.Popen[bytes]":
+        if self._program:
+            command = [sys.executable, "-c", self._program]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            pass_fds=inherited,
+            start_new_session=True,
+            cwd=self.folder,
+        )
+        self.started.append(process)
+        return process
+
+    def refill_until(self, claim: Callable[[], bool], what: str) -> None:
+        def has_come() -> bool:
+            self.pool.refill()
+            return claim()
+
+        wait_until(has_come, what)
+
+    def take(self, credentials_fd: int | None = None, command: Sequence[str] = ("false",), **environ: str):
+        return self.pool.take(SLOT, self.environ(**environ), command, credentials_fd)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Iterator[Callable[..., Given]]:
+    made: list[Given] = []
+
+    def make(text: str, *args, **options) -> Given:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        made.append(Given(script, *args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pool.close()
+        for process in each.started:
+            process.kill()
+            process.communicate()
+
+
+def credentials(text: str) -> int:
+    reads, writes = os.pipe()
+    os.write(writes, text.encode())
+    os.close(writes)
+    return reads
+
+
+def test_a_spare_becomes_the_worker_that_a_new_process_would_be(given, tmp_path: Path) -> None:
+    pool = given(IMPORTS_ITSELF + textwrap.dedent(DESCRIBES), 1, HERE, "--epochs", "3")
+    pool.refill_until(lambda: len(pool.ready) == 1, "a spare that is ready")
+    secret = credentials("secret")
+    long = "x" * 100_000  # more than a socket takes at once
+    assert pool.take(secret, LONG=long) is None, "it has started without that variable, which may matter on import"
+    taken = pool.take(secret, RANK="1", RINGWEAVE_MEMBER="1.4")
+    os.close(secret)
+    assert taken is pool.ready[0]
+    said, _ = taken.process.communicate(timeout=300)
+    pid, own, told, nice, loaded, main, place = json.loads(said)
+    assert (pid, taken.process.returncode) == (taken.process.pid, 3)
+    assert own == {"RANK": "1", "RINGWEAVE_MEMBER": "1.4", "LEFT_OVER": None, "LONG": None}
+    assert told == "secret"
+    assert nice == [os.getpriority(os.PRIO_PROCESS, 0), "0"], "it has a worker's priority again"
+    assert loaded == [], "neither what the script has not imported nor the spare's own program"
+    script = str(tmp_path / "train.py")
+    assert main == ["__main__", script, script]
+    assert place == [[script, "--epochs", "3"], str(tmp_path), str(tmp_path)]
+
+
+def test_one_spare_after_another_is_started_and_the_one_that_is_taken_is_replaced(given) -> None:
+    pool = given(IMPORTS_ITSELF, 2)
+    pool.refill_until(lambda: len(pool.ready) == 2, "two spares")
+    for _ in range(5):
+        pool.pool.refill()
+    assert len(pool.started) == 2
+    taken = pool.take()
+    assert taken is pool.ready[0]
+    assert taken.process.wait(timeout=300) == 0
+    pool.refill_until(lambda: len(pool.ready) == 3, "a third one")
+    pool.pool.close()
+    pool.pool.refill()
+    assert [process.returncode for process in pool.started] == [0, -signal.SIGKILL, -signal.SIGKILL]
+    assert (len(pool.started), pool.take()) == (3, None)
+
+
+def test_a_spare_ends_with_the_process_that_keeps_it(given) -> None:
+    pool = given(IMPORTS_ITSELF)
+    pool.refill_until(lambda: len(pool.ready) == 1, "a spare")
+    pool.ready[0].channel.close()
+    wait_until(lambda: is_gone(pool.started[0].pid), "its end")
+    assert pool.started[0].wait() == 0
+
+
+def test_spares_that_end_are_given_up_after_the_third_and_the_reason_is_said(given) -> None:
+    pool = given("", program="import sys; sys.exit('no room')")
+    pool.refill_until(lambda: bool(pool.given_up), "the end of the attempts")
+    assert pool.given_up == ["no more spares are started: 3 of them ended, the last with: no room"]
+    assert len(pool.started) == 3
+    assert pool.take() is None
+
+
+def test_a_spare_that_cannot_enter_its_node_becomes_the_worker_by_its_command(given) -> None:
+    pool = given(IMPORTS_ITSELF, 1, NodeEntry(namespaces=("/nowhere/net",)))
+    pool.refill_until(lambda: len(pool.ready) == 1, "a spare")
+    secret = credentials("secret")
+    command = ("/bin/sh", "-c", "cat <&${RINGWEAVE_CREDENTIALS#fd:}; echo; echo $RANK $$")
+    taken = pool.take(secret, command, RANK="7")
+    os.close(secret)
+    said, _ = taken.process.communicate(timeout=300)
+    assert said.decode().split() == ["secret", "7", str(taken.process.pid)]
+
+
+def test_what_the_script_imports_first_is_imported_before_and_the_users_own_modules_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spares, "PRELOADED_MODULES", ())
+    monkeypatch.setattr(spares, "_PRELOADED_PACKAGES", set())
+    (tmp_path / "own_module.py").write_text("raise SystemExit('a user\\'s module was run')\n")
+    (tmp_path / "train.py").write_text(
+        "import own_module, no_such_module, colorsys\nfrom wsgiref import util, nothing\n"
+    )
+    monkeypatch.setattr(sys, "path", ["replaced", *sys.path[1:]])
+    for name in ("colorsys", "wsgiref", "wsgiref.util"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spares._preload([str(tmp_path / "train.py")])
+    assert {"colorsys", "wsgiref.util"} <= sys.modules.keys()
+    assert "own_module" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "imports", "is_harmless"),
+    [
+        ("", [], True),
+        ("this is no Python", [], True),
+        (
+            '"""Text."""\nimport a.b, c as d\nfrom e.f import g, h\nfrom . import i',
+            ["a.b", "c", "e.f:g", "e.f:h"],
+            True,
+        ),
+        ("import a\nSIZE = 3\nrank = int(os.environ['RANK'])\nimport b", ["a", "b"], True),
+        ("import a\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport b", ["a"], True),
+        ("import a\nos.environ['OMP_NUM_THREADS'] = '4'\nimport b", ["a"], False),
+        ("import a\nos.environ.setdefault('CUDA_VISIBLE_DEVICES', '0')", ["a"], False),
+        ("import a\nos.putenv('MKL_NUM_THREADS', '1')", ["a"], False),
+        ("import a\nos.environ |= {'TORCH_LOGS': 'all'}", ["a"], False),
+        ("import a\nif True:\n    del os.environ['OMP_NUM_THREADS']", ["a"], False),
+        ("import a\ndef f():\n    os.environ['OMP_NUM_THREADS'] = '4'\nimport b", ["a", "b"], True),
+    ],
+)
+def test_the_first_imports_of_a_script(source: str, imports: list[str], is_harmless: bool) -> None:
+    found, may_come_before = spares.script_imports(source.encode())
+    assert [f"{module}:{name}" if name else module for module, name in found] == imports
+    assert may_come_before is is_harmless
+
+
+@pytest.mark.slow
+def test_all_that_spares_import_is_there(given) -> None:
+    told = "import sys\nprint(*(name for name in sys.modules), sep=chr(10), flush=True)\n"
+    pool = given(told)
+    pool.refill_until(lambda: len(pool.ready) == 1, "a spare that has imported torch")
+    taken = pool.take()
+    said, _ = taken.process.communicate(timeout=300)
+    assert set(spares.PRELOADED_MODULES) <= set(said.decode().split())
+    assert taken.import_s > 0
+
+
+PLACE = """
+import json, os, socket, threading
+place = [os.stat(f"/proc/thread-self/ns/{kind}").st_ino for kind in ("net", "uts", "mnt")]
+also = [socket.gethostname(), open("/proc/self/cgroup").read(), os.getcwd(), open("/etc/hosts").read()]
+print(json.dumps([*place, *also]), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("before", ["", IMPORTS_ITSELF], ids=["with the threads of torch", "alone"])
+def test_a_spare_enters_the_node_of_its_slot_in_a_lab(given, lab_name: str, tmp_path: Path, before: str) -> None:
+    nodes = "name: pair\nnodes:\n  - {name: a, nic: 200Mbit/s, devices: 2}\n  - {name: b, nic: 200Mbit/s, devices: 1}\n"
+    context = LabContext(lab.up(topology.loads(nodes), lab_name, "always"))
+    worker = replace(SLOT, node="a")
+    pool = given(before + PLACE, 1, context.node_entry(worker))
+    pool.refill_until(lambda: len(pool.ready) == 1, "a spare")
+    said, error = pool.take().process.communicate(timeout=300)
+    command = context.wrap_worker_command(worker, [sys.executable, str(tmp_path / "train.py")])
+    fresh = subprocess.run(command, capture_output=True, check=True, cwd=tmp_path)
+    assert json.loads(said) == json.loads(fresh.stdout), error
+    assert json.loads(said)[3] == "a"
