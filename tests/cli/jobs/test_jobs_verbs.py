@@ -58,6 +58,30 @@ def test_the_plan_is_shown_and_nothing_is_submitted(ask) -> None:
     assert ask("jobs")[1] == "no jobs\n"
 
 
+def test_the_plan_follows_the_options_of_the_workers(ask) -> None:
+    words = ("--command", "sh", "--arguments", "-c true", "--order", "round-robin", "--schedule", "ring")
+    code, out, err = ask("submit", "job.yaml", *words, "--dry-run")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].endswith(": 11 CPU workers, sh")
+    assert lines[2:4] == ["  big: 8 of 10, ranks 0 2 4 6 7 8 9 10", "  small: 3 of 5, ranks 1 3 5"]
+    assert lines[6].startswith("first    ring for 25MB, as the job asks, predicted ")
+    code, out, _ = ask("submit", "job.yaml", "--module", "json.tool", "--schedule", "native", "--dry-run", "--json")
+    plan = json.loads(out)["plan"]
+    assert (code, plan["schedule"], plan["predicted_s"]) == (0, "native", None)
+    assert [node["ranks"] for node in plan["split"]] == [list(range(8)), [8, 9, 10]]
+    code, _, err = ask("submit", "job.yaml", "--schedule", "rings", "--dry-run")
+    assert (code, "schedule: 'rings', expected one of ring, " in err) == (2, True)
+    assert err.rstrip().endswith("[--schedule]")
+
+
+def test_the_plan_of_an_elastic_job_on_one_node_names_its_coordinator(ask) -> None:
+    words = ("--cpu-workers", "4", "--elastic", "2", "--dry-run")
+    _, out, _ = ask("submit", "job.yaml", *words)
+    wanted = "elastic  continues with 2 of 4 workers or more when others fail; coordinator on big"
+    assert wanted in out.splitlines()
+
+
 def test_the_plan_of_an_elastic_job_says_with_how_many_it_goes_on(ask) -> None:
     code, out, err = ask("submit", "job.yaml", "--elastic", "3", "--dry-run")
     assert (code, err) == (0, "")

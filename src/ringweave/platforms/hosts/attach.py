@@ -330,7 +330,7 @@ def summarize_hosts(directory: RunDir, nodes: Sequence[str]) -> dict[str, Any]:
     paths = [path for node in nodes for path in (directory.root / "hosts" / node / node).glob("*/round-*/events.jsonl")]
     last = max((int(path.parent.name.removeprefix("round-")) for path in paths), default=0)
     events = [event for path in paths if path.parent.name == f"round-{last}" for event in telemetry.read_events(path)]
-    return run_dir.summarize_events(sorted(events, key=lambda event: event["time"]))
+    return run_dir.summarize_events(sorted(events, key=lambda event: event.get("time", 0.0)))
 
 
 def record_end(follower: RunFollower, entry: RunEntry, result: RunResult, summary: Mapping[str, Any]) -> None:
