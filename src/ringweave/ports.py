@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringweave import relayed_address
 from ringweave.errors import LaunchError, UsageError, explain
 
 KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -91,10 +92,15 @@ def check_size(ports: PortRange, needed: int, machine: str) -> None:
 def create_server(address: str, ports: PortRange | None, *, backlog: int) -> socket.socket:
     """Listen at an address, on any free port or on one of the range.
 
+    At the address of a host that others reach by relays, any port serves: no firewall is in between. It is known to
+    the relays when this returns.
+
     Raises:
-        LaunchError: All ports of the range are taken.
+        LaunchError: All ports of the range are taken, or the relay of this host does not answer.
         OSError: The address is not available.
     """
+    if relayed_address.is_relayed(address):
+        return relayed_address.create_server(address, backlog=backlog)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if ports is None:
         return socket.create_server((address, 0), family=family, backlog=backlog)

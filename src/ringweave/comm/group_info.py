@@ -17,6 +17,7 @@ from ringweave import topology
 from ringweave.comm import peer_data
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
+from ringweave.relayed_address import is_relayed
 from ringweave.topology import cgroups, placement
 
 if TYPE_CHECKING:
@@ -120,6 +121,14 @@ class GroupInfo:
         node = self.own_info.location.node
         return frozenset(r for r, m in enumerate(self.ranks) if m.location.node == node and r != self.group_rank)
 
+    def calls(self, caller: int, callee: int) -> bool:
+        """Return True if `caller` opens the connections between two ranks, and `callee` accepts them.
+
+        A rank whose host others cannot connect to calls; else the lower rank does.
+        """
+        caller_is_relayed, callee_is_relayed = (is_relayed(self.ranks[e].location.address) for e in (caller, callee))
+        return caller < callee if caller_is_relayed == callee_is_relayed else caller_is_relayed
+
     def rank_text(self, group_rank: int) -> str:
         member = self.ranks[group_rank]
         return f"rank {member.global_rank} (node {member.location.node})"
@@ -166,7 +175,8 @@ def _locate_process(environment: WorkerEnvironment, environ: Mapping[str, str]) 
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
     if environ.get("LOCAL_RANK", "").isdecimal():
         topology.device_of_local_rank(node, int(environ["LOCAL_RANK"]))
-    address = node.address if node.address in addresses else _own_address(environ)
+    given = node.address or ""
+    address = given if given in addresses or is_relayed(given) else _own_address(environ)
     reached = _addresses_of_nics(node)
     if address not in reached or len(reached) == 1:
         return RankLocation(node.name, address, host=placement.host_id())

@@ -7,6 +7,7 @@ the script calls them, and Gloo would mistake one for the other.
 import contextlib
 import ctypes
 import math
+import os
 import threading
 import time
 import weakref
@@ -20,10 +21,12 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from ringweave import relayed_address
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.peer_data import call_with_timeout
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import CommunicationError, explain
+from ringweave.relayed_address import is_relayed
 
 _ABORT_TAG = 2**31 - 1
 """Tag that no message carries."""
@@ -38,6 +41,40 @@ enough if it is scheduled. Polls are counted instead of timed, because a stopped
 
 class StuckWorkError(RuntimeError):
     """A work does not end although its connections are closed."""
+
+
+def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGroupGloo:
+    """Make a Gloo group, connected.
+
+    Gloo publishes the address at which it listens, and the greater address calls (`isInitiator` of its TCP device). A
+    host that others reach by relays listens at its relayed address, which all others call by the same name. So both
+    ends of a pair agree.
+
+    Raises:
+        RuntimeError: Ranks cannot be reached.
+        LaunchError: The relay of this host does not answer.
+    """
+    place, address = (group.group_rank, group.group_size), group.own_info.location.address
+    if not is_relayed(address):
+        return ProcessGroupGloo(store, *place, timeout)
+    devices = _open_relayed_devices(address)
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
+    options = gloo._Options()
+    options._timeout, options._devices, options._threads = timeout, devices, 2 * len(devices)
+    return ProcessGroupGloo(store, *place, options)
+
+
+def _open_relayed_devices(address: str) -> list[Any]:
+    """Return listeners of Gloo's at a relayed address, as many as the other ranks have, which all others can call."""
+    count = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    taken: frozenset[int] = frozenset()
+    for _ in range(relayed_address.MAX_ATTEMPTS):
+        devices = [ProcessGroupGloo.create_device(hostname=address) for _ in range(count)]
+        taken = relayed_address.announce_listeners(address)
+        if not taken:
+            return devices
+        devices.clear()  # torch does not tell their ports, so they may be the taken ones
+    raise relayed_address.taken_error(address, *taken)
 
 
 def wait_for_gloo(work: Work, is_aborted: Callable[[], bool], timeout: timedelta | None = None) -> bool:
@@ -180,7 +217,6 @@ class NativeBackends:
     def _connect(self, channel: int) -> None:
         if self._is_aborted:
             raise RuntimeError(_ABORTED)
-        rank_and_size = (self._group.group_rank, self._group.group_size)
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
 
         def connect() -> Any:
@@ -188,7 +224,7 @@ class NativeBackends:
             # A separate connection to the store: waiting for a key blocks all other users of the same connection,
             # and ranks that form different groups would wait for each other.
             own: Any = self._store  # torch's stubs lack `clone`
-            return ProcessGroupGloo(PrefixStore(f"channel-native/{channel}/", own.clone()), *rank_and_size, timeout)
+            return make_gloo(PrefixStore(f"channel-native/{channel}/", own.clone()), self._group, timeout)
 
         try:
             gloo = call_with_timeout(connect, math.inf, lambda: self._is_aborted, "ringweave native")
@@ -407,8 +443,7 @@ class NativeProcessGroup(dist.ProcessGroup):
 
     def _register_native_backends(self) -> ProcessGroupGloo:
         kinds = dist.ProcessGroup.BackendType
-        place = (self.members.group_rank, self.members.group_size)
-        gloo = ProcessGroupGloo(PrefixStore("native/", self._store), *place, self._timeout)
+        gloo = make_gloo(PrefixStore("native/", self._store), self.members, self._timeout)
         gloo._set_sequence_number_for_group()
         cuda: Any = self._make_nccl() if self._uses_nccl else gloo
         cuda_kind = kinds.NCCL if self._uses_nccl else kinds.GLOO

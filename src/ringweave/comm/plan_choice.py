@@ -9,6 +9,7 @@ import torch
 
 from ringweave.comm.group_info import GroupInfo, RankLocation
 from ringweave.environment import AUTO, BRIDGE, NATIVE, WorkerEnvironment
+from ringweave.relayed_address import is_relayed
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Smaller messages go to the native backend: latency dominates there, and Python adds more of it."""
@@ -72,8 +73,10 @@ def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
 def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     """Return True if NCCL may run the collectives that the bridge does not; else Gloo runs them.
 
-    NCCL does not allow ranks that share a GPU.
+    NCCL does not allow ranks that share a GPU, and does not know of relays.
     """
+    if any(is_relayed(member.location.address) for member in group.ranks):
+        return False
     if environment.device_path != AUTO:
         return environment.device_path != BRIDGE
     return not shares_gpu([member.location for member in group.ranks])

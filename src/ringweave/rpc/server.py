@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringweave import ports
+from ringweave import ports, relayed_address
 from ringweave.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -454,13 +454,16 @@ class RpcServer:
 
         Raises:
             UsageError: The authentication does not permit that address.
-            LaunchError: All ports of the range are taken.
+            LaunchError: All ports of the range are taken, or the relays of this host cannot lead to it.
             OSError: The address or port is not available.
         """
         self._authentication.check_address(host)
         if port:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
+            if port in relayed_address.announce_listeners(host):
+                self._listener.close()
+                raise relayed_address.taken_error(host, port)
         else:
             self._listener = ports.create_server(host, within, backlog=_LISTEN_BACKLOG)
         self.port = self._listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Connections between the ranks of a group: the lower rank connects, the higher rank accepts."""
+"""Connections between the ranks of a group: one of two connects, the other one accepts (`GroupInfo.calls`)."""
 
 import contextlib
 import hmac
@@ -14,11 +14,14 @@ from ringweave import ports
 from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.ports import PortRange
+from ringweave.relayed_address import is_relayed
 
 NUM_CHANNELS = 2
 """Collectives of one group that may be in flight at once."""
 _HELLO_TIMEOUT_S = 10.0
 """Limit on receiving a hello: a process on a busy machine may pause in between."""
+_KEEPALIVE_S = 20
+"""Silence after which the kernel of a host behind address translation sends a probe."""
 _MAX_PENDING = 256
 """Connections that are read at a time; more of them wait in the kernel."""
 
@@ -204,7 +207,7 @@ class ConnectionManager:
         return tuple(map(min, self._group.own_info.location.rates, self._group.ranks[peer].location.rates))
 
     def connect_peer(self, peer: int) -> list[socket.socket]:
-        """Connect to a higher rank on every rail, or on one Unix socket if it is on this node.
+        """Connect to a rank that accepts, on every rail, or on one Unix socket if it is on this node.
 
         Raises:
             TransferFailedError: The peer cannot be reached.
@@ -228,6 +231,9 @@ class ConnectionManager:
         leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
         try:
             sock = socket.create_connection(where, timeout=self._timeout_s, source_address=leaving_by)
+            if is_relayed(own.address):  # address translation forgets connections that are silent
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
             sock.sendall(self._hello(rail))
         except OSError as cause:
             text = f"no connection to {where[0]} port {where[1]}: {cause}"
@@ -302,5 +308,6 @@ class ConnectionManager:
     def _identify(self, hello: bytes) -> tuple[int, int] | None:
         """Return the peer's group rank and rail; None if it is not admitted."""
         token, caller, rail = _HELLO.unpack(hello)
-        may_call = hmac.compare_digest(token, self._group.token) and caller < self._group.group_rank
+        is_member = hmac.compare_digest(token, self._group.token) and caller < self._group.group_size
+        may_call = is_member and self._group.calls(caller, self._group.group_rank)
         return (caller, rail) if may_call and rail < len(self.rail_rates(caller)) else None

@@ -244,8 +244,8 @@ class SocketTransport:
     def connect(self, peers: Iterable[int], timeout_s: float | None = None) -> None:
         """Make sure that there is a connection to each of `peers`; both sides have to want it.
 
-        The lower rank connects, the higher one accepts: connecting succeeds as soon as the other side listens, so there
-        is no circular wait.
+        One of two ranks connects, the other one accepts (`GroupInfo.calls`). Connecting succeeds as soon as the other
+        side listens, so there is no circular wait.
 
         Args:
             peers: Group ranks.
@@ -260,7 +260,7 @@ class SocketTransport:
             return
         deadline = self._connection_manager.deadline(timeout_s)
         for peer in missing:
-            if peer > self._group.group_rank:
+            if self._group.calls(self._group.group_rank, peer):
                 self._add_peer(peer, self._connection_manager.connect_peer(peer))
         while absent := [peer for peer in missing if peer not in self._connections]:
             accepted = self._connection_manager.accept_peer(absent[0], deadline)

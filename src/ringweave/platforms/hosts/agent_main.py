@@ -20,6 +20,7 @@ from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.agent_main import SupervisedWait
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.relayed_address import is_relayed
 
 
 def main(root: Path, node: int, attempt: int) -> None:
@@ -35,7 +36,9 @@ def main(root: Path, node: int, attempt: int) -> None:
         attempt=attempt,
         home=folder.runs(config.node(node).name, attempt),
         cpus_shared_by=config.node(node).workers,
-        node_context=HostContext(host_config.address, ports_of_environ(environ)),
+        node_context=HostContext(
+            host_config.address, None if is_relayed(host_config.address) else ports_of_environ(environ)
+        ),
         process_context=ProcessContext(
             guard_descriptors=(job_folder.INHERITED_LOCK,), is_unrelated=host_runtime.is_run_process
         ),

@@ -44,6 +44,7 @@ START_TIMEOUT_S = 15.0
 MAX_FETCHED_FILE_BYTES = 64 * 2**20
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
+RELAY_MODULE = "ringweave.platforms.hosts.relay"
 _GROUP_ACTIONS = {
     each.__name__: each for each in (records.CreateGroup, records.RestartGroup, records.StopGroup, records.DeleteGroup)
 }
@@ -137,21 +138,42 @@ def ensure_service(folder: HostFolder, environ: Mapping[str, str]) -> None:
     Raises:
         LaunchError: It cannot be started.
     """
+    _ensure_process(folder, environ, SERVICE_MODULE, folder.service_lock)
+
+
+def ensure_relay(folder: HostFolder, environ: Mapping[str, str]) -> None:
+    """Start the relay of this host if none runs, as `ensure_service` does.
+
+    Raises:
+        LaunchError: It cannot be started.
+    """
+    _ensure_process(folder, environ, RELAY_MODULE, folder.relay_lock)
+
+
+def end_relay(folder: HostFolder) -> None:
+    """Let the relay of this host end once the connections that it leads have ended."""
+    for pid in job_folder.lock_holders(folder.relay_lock):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+
+def _ensure_process(folder: HostFolder, environ: Mapping[str, str], module: str, lock_path: Path) -> None:
     try:
         if not folder.host_config.exists():
             return
-        lock = job_folder.try_lock_file(folder.service_lock)
+        lock = job_folder.try_lock_file(lock_path)
         if lock is None:
             return
         try:
-            argv = (sys.executable, "-P", "-m", SERVICE_MODULE, str(folder.root))
+            argv = (sys.executable, "-P", "-m", module, str(folder.root))
             job_folder.spawn_locked(argv, environ, lock=lock, log=folder.service_log)
         finally:
             os.close(lock)
     except OSError as error:
         if not folder.host_config.exists():
             return
-        raise LaunchError(f"host service could not be started: {error}. [{folder.root}]") from error
+        raise LaunchError(f"{module} could not be started: {error}. [{folder.root}]") from error
 
 
 def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
@@ -216,7 +238,7 @@ def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: fl
 
 def end_host(folder: HostFolder) -> None:
     """Kill what runs of a run on this host, and remove its files."""
-    locks = [folder.service_lock, *(group.alive_lock for group in folder.job.groups())]
+    locks = [folder.service_lock, folder.relay_lock, *(group.alive_lock for group in folder.job.groups())]
     folder.host_config.unlink(missing_ok=True)  # agents start no service any more
     for pid in {pid for lock in locks for pid in job_folder.lock_holders(lock)}:
         with contextlib.suppress(ProcessLookupError):
@@ -262,8 +284,8 @@ def count_gpus() -> int:
 
 
 def is_run_process(process: psutil.Process) -> bool:
-    """Return whether a process is a host service or a node agent, and so does not belong to the workers."""
-    return not {SERVICE_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
+    """Return whether a process is a host service, a relay or a node agent, and so does not belong to the workers."""
+    return not {SERVICE_MODULE, RELAY_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
 
 
 def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[list[list[Any]], bytes]:

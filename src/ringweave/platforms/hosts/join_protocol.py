@@ -31,6 +31,7 @@ from ringweave.errors import JobError, RefusedError, UsageError, explain
 from ringweave.jobs.states import JobState, Reason
 from ringweave.platforms.hosts.messages import HOST_ROLE, JOINER_ROLE, JoinAnswer, JoinRequest
 from ringweave.platforms.hosts.run_entry import HostEndpoint, JoinSeat, RunEntry, RunEvent
+from ringweave.relayed_address import is_relayed
 from ringweave.rpc import Credentials, Identity, RpcCall, RpcHandler, RpcLimits, RpcServer
 from ringweave.rpc.handshake import TurnedAwayError
 
@@ -175,8 +176,16 @@ def take_seat(entry: RunEntry, request: JoinRequest, now: float) -> tuple[RunEnt
         return entry, seat
     taken = replace(seat, used_by=request.joiner)
     old = entry.hosts[seat.host]
-    endpoint = HostEndpoint(node=old.node, destination="", address=request.address, port=request.port)
-    text = f"host {old.node} joined from {request.hostname} ({request.address})"
+    is_called = not is_relayed(request.address)
+    endpoint = HostEndpoint(
+        node=old.node,
+        destination="",
+        address=request.address,
+        port=request.port,
+        relay_port=request.relay_port if is_called else 0,
+    )
+    place = f"({request.address})" if is_called else "by relays: it calls out, and cannot be called"
+    text = f"host {old.node} joined from {request.hostname} {place}"
     event = RunEvent(key=f"host{seat.host}/joined", time_s=now, kind="HostJoined", text=text)
     changed = replace(
         entry,
@@ -226,6 +235,11 @@ def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Map
     except ValueError:
         do = "Give it with --address"
         _refuse("unfit", request.address, do, what="address of the joining host", expected="an IP address")
+    others = [host.address for host in entry.hosts if host.address and host.node != entry.hosts[seat.host].node]
+    if is_relayed(request.address) and any(":" in each or each == request.address for each in others):
+        do = "Give the address at which others reach it with --address, such as that of a VPN"
+        expected = "an address that others can call, since hosts of this run have IPv6 addresses"
+        _refuse("unfit", "none that can be called", do, what="address of the joining host", expected=expected)
     for name in ("ringweave", "torch"):
         theirs = getattr(request, name)
         if theirs != str(own[name]):
@@ -242,13 +256,11 @@ def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Map
         _refuse("unfit", request.gpus, do, what="GPUs of the joining host", expected=expected)
 
 
-def unreachable_error(request: JoinRequest, problem: str) -> JoinRefusedError:
-    """Return the error of a joiner that others cannot connect to; its token stays unused."""
+def unreachable_text(request: JoinRequest, problem: str) -> str:
+    """Return the text for a joiner that the run cannot connect to; its token stays unused."""
     do = "Open that port in its firewall, or give the address at which others reach it with --address"
     expected = f"a listener at {request.address} port {request.port}"
-    return JoinRefusedError(
-        "unreachable", explain("connection to the joining host", got=problem, expected=expected, do=do)
-    )
+    return explain("connection to the joining host", got=problem, expected=expected, do=do)
 
 
 def _refuse(reason: str, got: object, do: str, *, what: str = "token", expected: str = "") -> NoReturn:

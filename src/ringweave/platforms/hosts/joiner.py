@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringweave import units
+from ringweave import relayed_address, units
 from ringweave.environment import ports_of_environ
 from ringweave.errors import JobError, LaunchError, RefusedError, RemoteError, RpcError, explain
 from ringweave.jobs.states import JobState
@@ -29,12 +29,14 @@ from ringweave.platforms.hosts.join_protocol import JoinerAuthentication, JoinLi
 from ringweave.platforms.hosts.messages import HOST_ROLE, FileBytes, JoinAnswer, JoinRequest, ReadFile
 from ringweave.platforms.hosts.quorum_election import Ballot
 from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, parse_entry
+from ringweave.relayed_address import is_relayed
 from ringweave.rpc import Credentials, RpcClient, TlsAuthentication
 
 CALL_TIMEOUT_S = 20.0
 RETRY_S = 1.0
 PATIENCE_S = 60.0
 """Time for which a joiner asks again while no leader answers."""
+CALL_OUT_TIMEOUT_S = 5.0
 FILE_TIMEOUT_S = 120.0
 POLL_S = 0.05
 REMOVAL_TIMEOUT_S = 60.0
@@ -70,7 +72,9 @@ def join_run(text: str, address: str | None) -> int:
         admission = _ask_for_seat(line, address, interrupts)
         folder = host_runtime.run_folder(admission.entry.run_id)
         node = admission.entry.hosts[admission.answer.host].node
-        write_notice(f"joined {admission.entry.name} as host {node}, at {admission.address}")
+        is_called = not is_relayed(admission.address)
+        place = f"at {admission.address}" if is_called else "by relays: it calls the others, which cannot call it"
+        write_notice(f"joined {admission.entry.name} as host {node}, {place}")
         try:
             _fetch_files(admission, folder)
             _start(admission, folder)
@@ -80,27 +84,59 @@ def join_run(text: str, address: str | None) -> int:
 
 
 def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[signal.Signals]) -> _Admission:
-    """Return the admission of this host; a port is held open meanwhile, so that the run can try to reach it."""
-    address = address or _own_address(line.address, line.port)
-    port = node_context.free_port(random.SystemRandom(), ports_of_environ(os.environ))
-    request = _request(line, address, port)
+    """Return the admission of this host; a port is held open meanwhile, so that the run can try to reach it.
+
+    A host that the run cannot reach, but that reaches all others, asks for a relayed address.
+    """
+    rng = random.SystemRandom()
+    port, relay_port = (node_context.free_port(rng, ports_of_environ(os.environ)) for _ in range(2))
+    request = _request(line, address or _own_address(line.address, line.port), port, relay_port)
     with socket.create_server(("", port)):
-        deadline_s = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                answer = _call(line, request)
-                break
-            except (RpcError, OSError, LaunchError) as error:
-                if interrupts or isinstance(error, RefusedError) or time.monotonic() >= deadline_s:
-                    raise LaunchError(f"run at {line.address}:{line.port}: {error}") from error
-            time.sleep(RETRY_S)
+        answer = _repeat_call(line, request, interrupts)
+    if answer.unreachable:
+        problem = "" if address else _find_unreached(parse_entry(answer.entry))
+        if address or problem:
+            raise JobError("\n".join(filter(None, (answer.unreachable, problem))))
+        changes = {"address": relayed_address.draw_address(rng), "port": node_context.free_port(rng)}
+        request = request.model_copy(update=changes)
+        answer = _repeat_call(line, request, interrupts)
     return _Admission(
         answer=answer,
         entry=parse_entry(answer.entry),
         credentials=line.token.unseal(answer.sealed),
-        address=address,
-        port=port,
+        address=request.address,
+        port=request.port,
     )
+
+
+def _find_unreached(entry: RunEntry) -> str:
+    """Return a line for the first host of the run that this host cannot call either; empty if it can call all."""
+    for host in entry.hosts:
+        if not host.address or is_relayed(host.address):
+            continue
+        problem = host_runtime.connection_problem(host.address, host.port, timeout_s=CALL_OUT_TIMEOUT_S)
+        if problem:
+            do = "Open TCP to it, or join from another host: one that cannot be called has to call all others"
+            expected = f"a listener at {host.address} port {host.port}"
+            return explain(f"connection from here to host {host.node}", got=problem, expected=expected, do=do)
+    return ""
+
+
+def _repeat_call(line: JoinLine, request: JoinRequest, interrupts: Sequence[signal.Signals]) -> JoinAnswer:
+    """Return the answer of the run, which is asked again while no leader answers.
+
+    Raises:
+        JobError: The run refuses this host.
+        LaunchError: Nobody has answered in time.
+    """
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return _call(line, request)
+        except (RpcError, OSError, LaunchError) as error:
+            if interrupts or isinstance(error, RefusedError) or time.monotonic() >= deadline_s:
+                raise LaunchError(f"run at {line.address}:{line.port}: {error}") from error
+        time.sleep(RETRY_S)
 
 
 def _call(line: JoinLine, request: JoinRequest) -> JoinAnswer:
@@ -122,13 +158,14 @@ def _call(line: JoinLine, request: JoinRequest) -> JoinAnswer:
     return answer
 
 
-def _request(line: JoinLine, address: str, port: int) -> JoinRequest:
+def _request(line: JoinLine, address: str, port: int, relay_port: int) -> JoinRequest:
     versions = software_versions()
     return JoinRequest(
         proof=line.token.proof,
         joiner=secrets.token_hex(16),
         address=address,
         port=port,
+        relay_port=relay_port,
         hostname=re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "unnamed",
         ringweave=str(versions["ringweave"]),
         torch=str(versions["torch"]),
@@ -163,7 +200,7 @@ def _fetch_files(admission: _Admission, folder: HostFolder) -> None:
     authentication = TlsAuthentication(admission.credentials[0])
     errors: list[str] = []
     for index, endpoint in enumerate(admission.entry.hosts):
-        if index == admission.answer.host or not endpoint.address:
+        if index == admission.answer.host or not endpoint.address or is_relayed(endpoint.address):
             continue
         try:
             with RpcClient.connect(endpoint.address, endpoint.port, authentication, role=HOST_ROLE) as client:

@@ -181,6 +181,8 @@ class JoinAnswer(RpcMessage):
     leader: int
     environ: dict[str, str] = pydantic.Field(default_factory=dict)
     """Variables that the command hands on to the workers."""
+    unreachable: str = ""
+    """Reason why the run cannot connect to the joiner, which has no seat then: it may ask for a relayed address."""
 
 
 class JoinRequest(RpcMessage):
@@ -194,9 +196,11 @@ class JoinRequest(RpcMessage):
     joiner: str = pydantic.Field(repr=False, pattern="^[0-9a-f]{32}$")
     """Number that the joiner has drawn; it repeats a request under the same."""
     address: str = pydantic.Field(max_length=64)
-    """Address at which other hosts reach the joiner."""
+    """Address at which other hosts reach the joiner: its own, or a relayed one (`ringweave.relayed_address`)."""
     port: int = pydantic.Field(ge=1, le=65535)
     """Port of its host service."""
+    relay_port: int = pydantic.Field(default=0, ge=0, le=65535)
+    """Port at which its relay takes connections of hosts that cannot be called."""
     hostname: str = pydantic.Field(pattern="^[A-Za-z0-9._-]{1,64}$")
     ringweave: str = pydantic.Field(max_length=64)
     """Version of ringweave."""

@@ -7,7 +7,8 @@ STATE/hosts-NAME/ID/command.json     credentials of commands on this host
 STATE/hosts-NAME/ID/ballot.json      last promise of this voter
 STATE/hosts-NAME/ID/entry.json       newest known entry of the run
 STATE/hosts-NAME/ID/service.lock     held while the host service runs
-STATE/hosts-NAME/ID/service.log      its standard error
+STATE/hosts-NAME/ID/relay.lock       held while the relay runs
+STATE/hosts-NAME/ID/service.log      standard error of both
 STATE/hosts-NAME/ID/files/           working directory of the workers, if it is a copy
 STATE/hosts-NAME/ID/files.json       names, digests and modes of the copied files
 STATE/hosts-NAME/ID/job/             job folder of the local platform, for the worker groups of this host
@@ -51,6 +52,8 @@ class HostEndpoint:
     """Address at which other hosts reach it; empty for a host that has not joined yet."""
     port: int
     """Port of its host service."""
+    relay_port: int = 0
+    """Port at which its relay takes connections of hosts that cannot be called; 0 without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +205,11 @@ class HostFolder:
     def service_lock(self) -> Path:
         """File that the host service locks."""
         return self.root / "service.lock"
+
+    @property
+    def relay_lock(self) -> Path:
+        """File that the relay locks."""
+        return self.root / "relay.lock"
 
     @property
     def service_log(self) -> Path:

@@ -129,7 +129,8 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
 
 def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: str) -> KnownRun:
     directories = prepare_files(request, connections.open, run_id)
-    endpoints = run_parallel(lambda each: open_endpoint(each, request.ports), connections.open)
+    has_relay = any(host.joins for host in request.host_list.hosts)
+    endpoints = run_parallel(lambda each: open_endpoint(each, request.ports, has_relay=has_relay), connections.open)
     reached = [index for index, host in enumerate(request.host_list.hosts) if not host.joins]
     authority = CertificateAuthority(run_id)
     invitations = _invite(request, connections, endpoints, authority)
@@ -226,13 +227,19 @@ def _all_endpoints(hosts: Sequence[HostSpec], reached: Sequence[HostEndpoint]) -
     )
 
 
-def open_endpoint(connection: SshConnection, within: PortRange | None = None) -> HostEndpoint:
-    """Let the host listen on a free port until its service starts; return where others reach it."""
+def open_endpoint(
+    connection: SshConnection, within: PortRange | None = None, *, has_relay: bool = False
+) -> HostEndpoint:
+    """Let the host listen on free ports until its service starts; return where others reach it.
+
+    `has_relay` says that it may have to take connections of hosts that cannot be called.
+    """
     return HostEndpoint(
         node=connection.host.node,
         destination=connection.host.destination,
         address=connection.host.address or _reachable_address(connection),
         port=connection.call("open_port", ports=str(within or ""))["port"],
+        relay_port=connection.call("open_port", ports=str(within or ""))["port"] if has_relay else 0,
     )
 
 

@@ -1,0 +1,680 @@
+"""Relay of a host: leads connections to hosts that others cannot connect to. One process per host, for a run.
+
+    python -m ringweave.platforms.hosts.relay RUN_FOLDER
+
+A host that only calls out (`ringweave.relayed_address`) keeps a control connection to the relay of each host that can
+be called, a *gateway*, and says there which of its ports listen. The gateway listens at the same address and ports, on
+its own loopback network. For each connection there, it asks the host over the control connection for another one, which
+carries the bytes. Two hosts that both only call out meet at a gateway.
+
+All connections between relays use mutual TLS under the authority of the run. A control connection has a JSON object per
+line; a carrying one has frames of four bytes with the length, then the content. A frame of length 0 ends one direction.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ringweave import relayed_address
+from ringweave.errors import RingweaveError, UsageError
+from ringweave.platforms.hosts.messages import HOST_ROLE
+from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
+from ringweave.platforms.local import job_folder
+from ringweave.relayed_address import is_relayed
+from ringweave.rpc import Credentials, Identity
+
+PING_S = 1.0
+SILENCE_S = 10.0
+"""Silence after which a control connection counts as broken."""
+OFFER_TIMEOUT_S = 10.0
+"""Time in which the other end opens listeners; after that its connection is closed."""
+CONNECT_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 5.0
+RECONNECT_S = 0.3
+FIRST_CONTACT_S = 10.0
+"""Time after the start in which an announcement waits for gateways that have not answered yet."""
+SCAN_S = 0.2
+"""Interval between two looks for listeners that nobody has announced."""
+DRAIN_S = 2.0
+"""Time that connections get to end after the end of the service."""
+ORPHAN_TIMEOUT_S = 900.0
+"""Time without a host service after which the relay ends."""
+_PIECE_BYTES = 2**18
+_BUFFER_BYTES = 2**20
+_LENGTH = struct.Struct(">I")
+_RESET = struct.pack("ii", 1, 0)
+_LISTEN_STATE = "0A"
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+Table = Mapping[str, frozenset[int]]
+"""Relayed address -> ports that listen there."""
+
+
+def find_listeners(address: str, table: str | None = None) -> frozenset[int]:
+    """Return the ports at which processes of this user listen at exactly this address.
+
+    Args:
+        address: IPv4 address.
+        table: Text of `/proc/net/tcp`; None: of this process's network namespace.
+    """
+    text = table if table is not None else Path("/proc/self/net/tcp").read_text(encoding="ascii")
+    wanted, uid, found = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}", str(os.geteuid()), set()
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        host, _, port = words[1].partition(":")
+        if words[3] == _LISTEN_STATE and host == wanted and words[7] == uid:
+            found.add(int(port, 16))
+    return frozenset(found)
+
+
+class ByteStream(Protocol):
+    """One end of a connection that is led on."""
+
+    async def read(self) -> bytes:
+        """Return the next bytes; none at the end of this direction."""
+        ...
+
+    async def write(self, content: bytes) -> None: ...
+
+    async def write_end(self) -> None:
+        """End this direction; the other one goes on."""
+        ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None:
+        """Reset the connection: the other end sees that it is broken."""
+        ...
+
+
+class PlainStream:
+    """Connection of this host."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+
+    async def read(self) -> bytes:
+        return await self._reader.read(_PIECE_BYTES)
+
+    async def write(self, content: bytes) -> None:
+        self._writer.write(content)
+        await self._writer.drain()
+
+    async def write_end(self) -> None:
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._writer.transport.abort()
+
+
+class FramedStream:
+    """Carrying connection between relays. TLS has no half-close that all libraries offer, so frames say the end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        keep_alive(writer)
+
+    async def read(self) -> bytes:
+        """Return the next frame.
+
+        Raises:
+            asyncio.IncompleteReadError: The connection ended before the end of the direction.
+            ConnectionError: A frame is longer than any relay sends.
+        """
+        (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        if size > _PIECE_BYTES:
+            raise ConnectionError(f"frame of {size} bytes, expected at most {_PIECE_BYTES}")
+        return await self._reader.readexactly(size)
+
+    async def write(self, content: bytes) -> None:
+        self._writer.writelines((_LENGTH.pack(len(content)), content))
+        await self._writer.drain()
+
+    async def write_end(self) -> None:
+        await self.write(b"")
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Let the kernel send something now and then: address translation forgets connections that are silent."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def lead(one: ByteStream, other: ByteStream) -> None:
+    """Copy both directions between two streams until both have ended; a broken one breaks the other."""
+
+    async def copy(source: ByteStream, target: ByteStream) -> None:
+        while content := await source.read():
+            await target.write(content)
+        await target.write_end()
+
+    tasks = [asyncio.ensure_future(copy(one, other)), asyncio.ensure_future(copy(other, one))]
+    try:
+        await asyncio.gather(*tasks)
+    except (OSError, asyncio.IncompleteReadError):
+        one.abort()
+        other.abort()
+    except asyncio.CancelledError:
+        one.abort()
+        other.abort()
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        one.close()
+        other.close()
+
+
+class ControlLink:
+    """Control connection to the relay of another host."""
+
+    def __init__(self, host: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.host = host
+        self._reader, self._writer = reader, writer
+        self._serials = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[frozenset[int]]] = {}
+        self._offered: Table | None = None
+        self._taken: frozenset[int] = frozenset()
+        self._offer_lock = asyncio.Lock()
+        keep_alive(writer)
+
+    def send(self, **fields: object) -> None:
+        self._writer.write(json.dumps(fields).encode() + b"\n")
+
+    async def offer(self, find_table: Callable[[], Table]) -> frozenset[int]:
+        """Let the other end listen at addresses and ports; return the ports that are taken there.
+
+        The table is found when its turn has come, so that an older one never follows a newer one. An end that does not
+        answer in time is cut off; it takes nothing.
+        """
+        async with self._offer_lock:
+            table = find_table()
+            if table == self._offered:
+                return self._taken
+            serial = next(self._serials)
+            answer = self._answers[serial] = asyncio.get_running_loop().create_future()
+            self.send(listen={address: sorted(ports) for address, ports in table.items()}, serial=serial)
+            try:
+                self._taken = await asyncio.wait_for(answer, OFFER_TIMEOUT_S)
+                self._offered = table
+            except (TimeoutError, ConnectionError):
+                self.close()
+                return frozenset()
+            finally:
+                self._answers.pop(serial, None)
+            return self._taken
+
+    async def serve(self, handle: Callable[["ControlLink", dict[str, Any]], None]) -> None:
+        """Hand each message over until the connection ends or is silent."""
+        ping = asyncio.ensure_future(self._ping())
+        try:
+            while line := await asyncio.wait_for(self._reader.readline(), SILENCE_S):
+                message = json.loads(line)
+                if (serial := message.get("done")) is not None:
+                    answer = self._answers.get(serial)
+                    if answer is not None and not answer.done():
+                        answer.set_result(frozenset(map(int, message["taken"])))
+                elif "ping" not in message:
+                    handle(self, message)
+        except (OSError, TimeoutError, ValueError):
+            return
+        finally:
+            ping.cancel()
+            self.close()
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ConnectionResetError("control connection ended"))
+
+    async def _ping(self) -> None:
+        while True:
+            self.send(ping=1)
+            await asyncio.sleep(PING_S)
+
+
+class Relay:
+    """Relay of one host; everything runs in one event loop."""
+
+    # A long constructor: it begins with empty tables.
+    def __init__(
+        self,
+        index: int,
+        credentials: Credentials,
+        load_hosts: Callable[[], Sequence[HostEndpoint]],
+        *,
+        listen_at: Callable[[str], str] = lambda address: address,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create a relay that does nothing yet.
+
+        Args:
+            index: Index of this host.
+            credentials: Credentials of its host service.
+            load_hosts: Returns the hosts of the run as this host knows them.
+            listen_at: Returns the address at which this relay listens for a relayed one: the same, unless several
+                hosts are on one machine.
+            clock: Monotonic seconds.
+        """
+        self._index, self._credentials, self._load_hosts, self._clock = index, credentials, load_hosts, clock
+        self._own, self._listen_at = load_hosts()[index], listen_at
+        self._client_context = credentials.tls_context(is_server=False)
+        self._links: dict[int, ControlLink] = {}
+        self._tables: dict[int, Table] = {}
+        """Host -> the ports that its relay leads to."""
+        self._listeners: dict[tuple[str, int], asyncio.Server] = {}
+        self._listeners_lock, self._publish_lock = asyncio.Lock(), asyncio.Lock()
+        self._is_known = asyncio.Condition()
+        self._seen_s: dict[int, float] = {}
+        """Gateway -> time at which it appeared."""
+        self._reached: set[int] = set()
+        """Gateways that have answered once."""
+        self._carried: dict[int, tuple[str, asyncio.Future[FramedStream]]] = {}
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leading: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+
+    @property
+    def num_led(self) -> int:
+        """Number of connections that are led now."""
+        return len(self._leading)
+
+    async def start(self) -> None:
+        """Listen for other relays, or call the gateways and find what listens here.
+
+        Raises:
+            OSError: The port of this relay is not available.
+        """
+        if is_relayed(self._own.address):
+            name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            name.bind(relayed_address.socket_name(self._own.address))
+            self._servers.append(await asyncio.start_unix_server(self._answer_announcement, sock=name))
+            self._spawn(self._scan())
+        else:
+            context = self._credentials.tls_context(is_server=True)
+            self._servers.append(
+                await asyncio.start_server(
+                    self._accept,
+                    self._own.address,
+                    self._own.relay_port,
+                    ssl=context,
+                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+                    limit=_BUFFER_BYTES,
+                    backlog=1024,
+                )
+            )
+
+    async def close(self) -> None:
+        """Take no more connections, give those that are led some time to end, and end them."""
+        for server in (*self._servers, *self._listeners.values()):
+            server.close()
+        if self._leading:
+            await asyncio.wait(self._leading, timeout=DRAIN_S)
+        tasks = [*self._tasks, *self._leading]
+        for task in tasks:
+            task.cancel()
+        for link in list(self._links.values()):
+            link.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]] | None = None) -> None:
+        tasks = self._tasks if among is None else among
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    # Of a host that only calls out.
+
+    async def _keep_link(self, host: int) -> None:
+        """Keep a control connection to a gateway."""
+        while True:
+            try:
+                reader, writer = await self._call_gateway(host, kind="control")
+            except (OSError, TimeoutError, UsageError):
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            link = self._links[host] = ControlLink(host, reader, writer)
+            serving = asyncio.ensure_future(link.serve(self._handle))
+            await link.offer(self._own_table)
+            await self._note_reached(host)
+            await serving
+            await self._drop_link(link)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _call_gateway(self, host: int, **hello: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        endpoint = self._load_hosts()[host]
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(
+                endpoint.address,
+                endpoint.relay_port,
+                ssl=self._client_context,
+                limit=_BUFFER_BYTES,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+            ),
+            CONNECT_TIMEOUT_S,
+        )
+        if peer_name(writer) != (self._credentials.identity.job, endpoint.node):
+            writer.transport.abort()
+            raise ConnectionError(f"another process answers at {endpoint.address} port {endpoint.relay_port}")
+        writer.write(json.dumps({"token": self._credentials.token, **hello}).encode() + b"\n")
+        return reader, writer
+
+    async def _note_reached(self, host: int) -> None:
+        async with self._is_known:
+            self._reached.add(host)
+            self._is_known.notify_all()
+
+    def _own_table(self) -> Table:
+        return {self._own.address: find_listeners(self._own.address)}
+
+    async def _scan(self) -> None:
+        """Call gateways that have appeared, and publish listeners that nobody has announced."""
+        while True:
+            for host, endpoint in enumerate(self._load_hosts()):
+                if endpoint.relay_port and host not in self._seen_s:
+                    self._seen_s[host] = self._clock()
+                    self._spawn(self._keep_link(host))
+            await self._publish()
+            await asyncio.sleep(SCAN_S)
+
+    async def _publish(self) -> frozenset[int]:
+        """Offer the ports of this host to all connected gateways; return those that are taken somewhere."""
+        taken = await asyncio.gather(*(link.offer(self._own_table) for link in list(self._links.values())))
+        return frozenset().union(*taken)
+
+    async def _answer_announcement(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Publish what listens now, and answer once the others lead to it."""
+        try:
+            peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if struct.unpack("3i", peer)[1] not in (0, os.geteuid()):
+                return
+            await self._wait_first_contact()
+            taken = await self._publish()
+            writer.write(json.dumps(sorted(taken)).encode())
+            await writer.drain()
+        except OSError:
+            return
+        finally:
+            writer.close()
+
+    async def _wait_first_contact(self) -> None:
+        """Wait for gateways that are new, and have not answered yet."""
+        new = {host: each for host, each in self._seen_s.items() if host not in self._reached}
+        left_s = max(new.values(), default=0.0) + FIRST_CONTACT_S - self._clock()
+        if new and left_s > 0.0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s), self._is_known:
+                    await self._is_known.wait_for(lambda: new.keys() <= self._reached)
+
+    async def _carry(self, link: ControlLink, number: int, address: str, port: int) -> None:
+        """Connect what a gateway asks for: a listener of this host with a fresh connection to the gateway."""
+        try:
+            if address != self._own.address:
+                raise ConnectionRefusedError(f"{address} is no address of this host")
+            local = PlainStream(*await asyncio.wait_for(open_local(address, port), CONNECT_TIMEOUT_S))
+        except (OSError, TimeoutError):
+            link.send(failed=number)
+            return
+        try:
+            carried = FramedStream(*await self._call_gateway(link.host, kind="carry", number=number))
+        except (OSError, TimeoutError):
+            local.abort()
+            link.send(failed=number)
+            return
+        await lead(local, carried)
+
+    # Of a gateway.
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection of another relay."""
+        try:
+            hello = json.loads(await asyncio.wait_for(reader.readline(), HANDSHAKE_TIMEOUT_S))
+            hosts = self._load_hosts()
+            job, name = peer_name(writer)
+            known = [each.node for each in hosts]
+            is_known = job == self._credentials.identity.job and name in known
+            if not is_known or not hmac.compare_digest(str(hello["token"]), self._credentials.token):
+                raise ConnectionRefusedError("no host of this run")
+            host = known.index(name)
+            await self._serve_relay(host, hosts[host], hello, reader, writer)
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError, UsageError) as error:
+            print(f"relay: connection refused: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            writer.transport.abort()
+
+    async def _serve_relay(
+        self,
+        host: int,
+        endpoint: HostEndpoint,
+        hello: Mapping[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        match hello["kind"]:
+            case "control" if is_relayed(endpoint.address):
+                if host in self._links:
+                    self._links[host].close()
+                link = self._links[host] = ControlLink(host, reader, writer)
+                self._spawn(self._serve_control(link))
+            case "carry":
+                name, waiting = self._carried.pop(int(hello["number"]))
+                if name != endpoint.node or waiting.done():
+                    raise ConnectionRefusedError("nobody waits for this connection")
+                waiting.set_result(FramedStream(reader, writer))
+            case "call":
+                caller = FramedStream(reader, writer)
+                self._spawn(self._lead_to(caller, str(hello["address"]), int(hello["port"])), self._leading)
+            case _:
+                raise ConnectionRefusedError(f"kind {hello['kind']!r} of {endpoint.node}")
+
+    async def _serve_control(self, link: ControlLink) -> None:
+        serving = asyncio.ensure_future(link.serve(self._handle))
+        await link.offer(lambda: self._table_for(link.host))
+        await serving
+        await self._drop_link(link)
+
+    def _table_for(self, host: int) -> Table:
+        """Return what this gateway leads to, but for the host itself."""
+        merged: dict[str, frozenset[int]] = {}
+        for each, table in self._tables.items():
+            if each != host:
+                merged.update(table)
+        return merged
+
+    # Of both.
+
+    def _handle(self, link: ControlLink, message: dict[str, Any]) -> None:
+        if "listen" in message:
+            table = {str(address): frozenset(map(int, ports)) for address, ports in message["listen"].items()}
+            self._spawn(self._take_table(link, int(message["serial"]), table))
+        elif "open" in message:
+            work = self._carry(link, int(message["open"]), str(message["address"]), int(message["port"]))
+            self._spawn(work, self._leading)
+        elif "failed" in message:
+            name, waiting = self._carried.pop(int(message["failed"]), ("", None))
+            if waiting is not None and name == self._load_hosts()[link.host].node and not waiting.done():
+                waiting.set_exception(ConnectionRefusedError("refused there"))
+
+    async def _take_table(self, link: ControlLink, serial: int, table: Table) -> None:
+        """Listen for what another relay leads to; answer when it is done here and at the hosts behind this one."""
+        async with self._publish_lock:
+            if self._links.get(link.host) is not link:
+                return
+            hosts = self._load_hosts()
+            is_gateway = not is_relayed(self._own.address)
+            own = {hosts[link.host].address} if is_gateway else {each.address for each in hosts} - {self._own.address}
+            self._tables[link.host] = {address: ports for address, ports in table.items() if address in own}
+            taken = await self._open_listeners()
+            if is_gateway:
+                taken = taken.union(*await self._offer_others(link.host))
+        link.send(done=serial, taken=sorted(port for port in taken if any(port in ports for ports in table.values())))
+
+    async def _drop_link(self, link: ControlLink) -> None:
+        """Refuse connections to a host whose control connection has ended."""
+        if self._links.get(link.host) is not link:
+            return
+        del self._links[link.host]
+        async with self._publish_lock:
+            if link.host not in self._links and self._tables.pop(link.host, None):
+                await self._open_listeners()
+                if not is_relayed(self._own.address):
+                    await self._offer_others(link.host)
+
+    async def _offer_others(self, host: int) -> Sequence[frozenset[int]]:
+        """Tell all other hosts behind this gateway what it leads to; return the ports that are taken there."""
+
+        def offer(link: ControlLink) -> Awaitable[frozenset[int]]:
+            return link.offer(lambda: self._table_for(link.host))
+
+        return await asyncio.gather(*(offer(link) for link in list(self._links.values()) if link.host != host))
+
+    async def _open_listeners(self) -> frozenset[int]:
+        """Listen at exactly the addresses and ports of all tables; return the ports that are taken here."""
+        wanted = {(a, p) for table in self._tables.values() for a, ports in table.items() for p in ports}
+        taken: set[int] = set()
+        async with self._listeners_lock:
+            for where in [each for each in self._listeners if each not in wanted]:
+                self._listeners.pop(where).close()
+            for address, port in sorted(wanted - self._listeners.keys()):
+                handler = self._local_handler(address, port)
+                try:
+                    where = (self._listen_at(address), port)
+                    server = await asyncio.start_server(handler, *where, limit=_BUFFER_BYTES, backlog=1024)
+                except OSError:
+                    taken.add(port)
+                else:
+                    self._listeners[address, port] = server
+        return frozenset(taken)
+
+    def _local_handler(
+        self, address: str, port: int
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._spawn(self._lead_to(PlainStream(reader, writer), address, port), self._leading)
+
+        return handle
+
+    async def _lead_to(self, caller: ByteStream, address: str, port: int) -> None:
+        """Lead a connection to a relayed address."""
+        try:
+            reached = await asyncio.wait_for(self._reach(address, port), CONNECT_TIMEOUT_S)
+        except (OSError, TimeoutError):
+            caller.abort()
+            return
+        await lead(caller, reached)
+
+    async def _reach(self, address: str, port: int) -> FramedStream:
+        """Return a fresh connection to a relayed address.
+
+        Raises:
+            OSError: Its host does not answer, or refuses.
+        """
+        found = (host for host, table in sorted(self._tables.items()) if port in table.get(address, ()))
+        host = next(found, None)
+        link = self._links.get(host) if host is not None else None
+        if link is None:
+            raise ConnectionRefusedError(f"nobody leads to {address} port {port}")
+        if is_relayed(self._own.address):
+            return FramedStream(*await self._call_gateway(link.host, kind="call", address=address, port=port))
+        number = next(self._ids)
+        waiting: asyncio.Future[FramedStream] = asyncio.get_running_loop().create_future()
+        self._carried[number] = (self._load_hosts()[link.host].node, waiting)
+        try:
+            link.send(open=number, address=address, port=port)
+            return await waiting
+        finally:
+            self._carried.pop(number, None)
+
+
+async def open_local(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a listener of this host."""
+    return await asyncio.open_connection(address, port, limit=_BUFFER_BYTES)
+
+
+def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:
+    """Return job and name of the host service whose certificate the other end has shown.
+
+    Raises:
+        UsageError: The certificate names something else.
+    """
+    names = [value for kind, value in writer.get_extra_info("peercert").get("subjectAltName", ()) if kind == "URI"]
+    identity = Identity.parse(str(names[0]) if len(names) == 1 else "")
+    return (identity.job, identity.name) if identity.role == HOST_ROLE else ("", "")
+
+
+class _HostsReader:
+    """Reads the hosts of the entry again once its file is another one."""
+
+    def __init__(self, folder: HostFolder) -> None:
+        self._folder = folder
+        self._read_mtime_ns = 0
+        self._hosts: Sequence[HostEndpoint] = ()
+
+    def read(self) -> Sequence[HostEndpoint]:
+        with contextlib.suppress(FileNotFoundError):  # the run is being removed
+            mtime_ns = self._folder.entry.stat().st_mtime_ns
+            if mtime_ns != self._read_mtime_ns:
+                self._hosts, self._read_mtime_ns = self._folder.load_entry().hosts, mtime_ns
+        return self._hosts
+
+
+async def run_relay(folder: HostFolder) -> None:
+    """Run the relay of this host until the run is removed, or its service ends it by SIGTERM."""
+    config = folder.load_config()
+    hosts = _HostsReader(folder)
+    relay = Relay(config.index, Credentials.load(folder.credentials), hosts.read)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    await relay.start()
+    served_s = time.monotonic()
+    while not ended.is_set() and folder.host_config.exists():
+        if job_folder.is_lock_held(folder.service_lock):
+            served_s = time.monotonic()
+        if time.monotonic() - served_s > ORPHAN_TIMEOUT_S:
+            break
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 1.0)
+    await relay.close()
+
+
+def main(root: Path) -> None:
+    """Run the relay of a run's folder with the inherited lock."""
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    os.chdir("/")
+    try:
+        asyncio.run(run_relay(HostFolder(root=root)))
+    except (RingweaveError, OSError) as error:
+        print(f"relay: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""Addresses of hosts that others cannot connect to: they call out, and relays lead connections to them.
+
+Such a host has one address for the length of a run, of the loopback network. Its processes listen there. On every other
+host of the run, a relay process listens at the same address and ports, and hands each connection on to the host, over
+connections that the host has opened. So a port has one name everywhere, and nobody has to know of the relay.
+"""
+
+import contextlib
+import ipaddress
+import json
+import os
+import random
+import socket
+import struct
+import time
+
+from ringweave.errors import LaunchError, explain
+
+NETWORK = ipaddress.IPv4Network("127.64.0.0/10")
+"""Part of the loopback network from which these addresses are drawn; every user may listen there."""
+ANNOUNCE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 10.0
+"""Time that a relay may take to start."""
+_RETRY_S = 0.05
+MAX_ATTEMPTS = 8
+"""Listeners to try until one has a port that is free on all hosts."""
+_CREDENTIALS = struct.Struct("3i")
+_MAX_ANSWER_BYTES = 65_536
+
+
+def draw_address(rng: random.Random) -> str:
+    """Return an address that no other run has, by chance: one of four million."""
+    return str(NETWORK[rng.randrange(1, NETWORK.num_addresses - 1)])
+
+
+def is_relayed(address: str) -> bool:
+    """Return whether an IP address is one of a host that others reach by relays alone."""
+    try:
+        return ipaddress.ip_address(address) in NETWORK
+    except ValueError:
+        return False
+
+
+def socket_name(address: str) -> bytes:
+    """Return the name of the Unix socket of the relay on the host with this address; it has no file."""
+    return b"\0ringweave-relay-" + address.encode()
+
+
+def announce_listeners(address: str) -> frozenset[int]:
+    """Let the relay of this host lead connections to everything that listens at its relayed address now.
+
+    Call it when a process has begun to listen, before others learn the port. The relay finds listeners by itself too,
+    but later. Does nothing for other addresses.
+
+    Returns:
+        Ports of this address that another process has on another host, so that they cannot be used.
+
+    Raises:
+        LaunchError: The relay of this host does not answer.
+    """
+    if not is_relayed(address):
+        return frozenset()
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            return _ask_relay(address)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline_s:
+                time.sleep(_RETRY_S)  # it is being started
+                continue
+            do = "See the service.log of the run on this host; its host service starts the relay"
+            what, got = f"relay of this host, {address}", str(error) or type(error).__name__
+            raise LaunchError(explain(what, got=got, expected="an answer", do=do)) from error
+
+
+def _ask_relay(address: str) -> frozenset[int]:
+    """Return the ports that are taken on other hosts, once the relays lead to all others."""
+    content = b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(ANNOUNCE_TIMEOUT_S)
+        sock.connect(socket_name(address))
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(peer)[1] != os.geteuid():
+            raise PermissionError("another user's process answers")
+        while piece := sock.recv(_MAX_ANSWER_BYTES):
+            content += piece
+    return frozenset(map(int, json.loads(content)))
+
+
+def create_server(address: str, *, backlog: int) -> socket.socket:
+    """Listen at a relayed address on a port that is free on all hosts of the run, and that they can call.
+
+    Raises:
+        LaunchError: The relay of this host does not answer, or each of several ports is taken on another host.
+        OSError: The address is not available.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        listener = socket.create_server((address, 0), backlog=backlog)
+        with contextlib.ExitStack() as stack:
+            stack.callback(listener.close)
+            if listener.getsockname()[1] not in announce_listeners(address):
+                stack.pop_all()
+                return listener
+    raise taken_error(address)
+
+
+def taken_error(address: str, *ports: int) -> LaunchError:
+    """Return the error of a host whose ports are taken on another one."""
+    named = "ports" if not ports else f"port {', '.join(map(str, sorted(ports)))}"
+    do = "End programs that listen at all addresses of the other hosts: ss -ltn"
+    return LaunchError(explain(f"{named} of {address}", got="taken on another host", expected="free ones", do=do))
