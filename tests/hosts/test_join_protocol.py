@@ -246,12 +246,34 @@ def test_a_host_without_gpus_cannot_join_a_run_on_gpus() -> None:
     )
 
 
-def test_an_unreachable_host_does_not_use_the_token_up() -> None:
-    error = join_protocol.unreachable_error(request_of(), "Connection refused")
-    assert (error.reason, str(error)) == (
-        "unreachable",
+def test_a_host_that_cannot_be_called_is_told_so() -> None:
+    assert join_protocol.unreachable_text(request_of(), "Connection refused") == (
         "connection to the joining host: 'Connection refused', expected a listener at 127.0.0.9 port 4001. Open that "
-        "port in its firewall, or give the address at which others reach it with --address.",
+        "port in its firewall, or give the address at which others reach it with --address."
+    )
+
+
+def test_a_host_that_only_calls_out_gets_its_seat_at_a_relayed_address() -> None:
+    request = request_of(address="127.64.1.2", relay_port=77)
+    entry = entry_with_seat()
+    join_protocol.check_joiner(request, entry, entry.seats[0], OWN, NOW)
+    changed, _ = join_protocol.take_seat(entry, request, NOW)
+    assert changed.hosts[2] == HostEndpoint(node="join-1", destination="", address="127.64.1.2", port=4001)
+    assert changed.events[-1].text == ("host join-1 joined from box1 by relays: it calls out, and cannot be called")
+    called, _ = join_protocol.take_seat(entry, request_of(relay_port=77), NOW)
+    assert called.hosts[2].relay_port == 77
+
+
+@pytest.mark.parametrize("other", ["fd00::1", "127.64.1.2"])
+def test_a_relayed_address_needs_others_that_can_have_it_too(other: str) -> None:
+    entry = entry_with_seat()
+    entry = replace(entry, hosts=(replace(entry.hosts[0], address=other), *entry.hosts[1:]))
+    with pytest.raises(JoinRefusedError) as caught:
+        join_protocol.check_joiner(request_of(address="127.64.1.2"), entry, entry.seats[0], OWN, NOW)
+    assert str(caught.value) == (
+        "address of the joining host: 'none that can be called', expected one that others can call, or another "
+        "relayed one, and IPv4 addresses of all hosts. Give the address at which others reach it with --address, "
+        "such as that of a VPN."
     )
 
 

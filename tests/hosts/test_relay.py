@@ -91,6 +91,7 @@ class Hosts:
     def end(self) -> None:
         for name in list(self.relays):
             self.stop(name)
+        self.call(asyncio.sleep(0.1))  # transports close in the next rounds of the loop
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(TIMEOUT_S)
         self._loop.close()
@@ -143,10 +144,10 @@ def connected(hosts: Hosts, source: str, target: str) -> Iterator[tuple[socket.s
 
 
 def read_all(sock: socket.socket) -> bytes:
-    content = b""
-    while piece := sock.recv(65536):
+    content = bytearray()
+    while piece := sock.recv(2**20):
         content += piece
-    return content
+    return bytes(content)
 
 
 def test_an_announced_listener_is_reached_at_its_own_port(make_hosts: Callable[[str], Hosts]) -> None:

@@ -13,7 +13,11 @@ from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.relayed_address import is_relayed
 from ringweave.topology import Cluster, Device, Nic, Node
+
+RELAY_NIC = "relay"
+"""Name of the link of a host that others cannot call: it opens all connections, and relays lead others to it."""
 
 
 def build_cluster(config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
@@ -26,12 +30,13 @@ def build_cluster(config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
     """
     if config.cluster is not None:
         return _restrict_cluster(topology.loads(config.cluster), config, addresses)
-    nics = (Nic(name="lo", rate_bytes_per_s=topology.ASSUMED_RATE_BYTES_PER_S),)
     device = Device(kind=config.device)
-    nodes = [
-        Node(name=node.name, devices=(device,) * node.workers, nics=nics, address=addresses.get(node.name))
-        for node in config.nodes
-    ]
+    nodes = []
+    for node in config.nodes:
+        address = addresses.get(node.name)
+        name = RELAY_NIC if is_relayed(address or "") else "lo"
+        nics = (Nic(name=name, rate_bytes_per_s=topology.ASSUMED_RATE_BYTES_PER_S),)
+        nodes.append(Node(name=node.name, devices=(device,) * node.workers, nics=nics, address=address))
     return Cluster(name=config.job, nodes=tuple(nodes))
 
 

@@ -27,6 +27,7 @@ from ringweave.platforms.hosts.messages import (
     FetchFiles,
     HostAction,
     HostReport,
+    JoinRequest,
     LogPieces,
     ReadLogs,
     RunStatus,
@@ -35,10 +36,12 @@ from ringweave.platforms.hosts.quorum_election import Ballot
 from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder, save_durably
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
+from ringweave.relayed_address import is_relayed
 
 MAX_LOG_ANSWER_BYTES = 4 * 2**20
 """Upper limit of the log text in one answer."""
 LOCAL_CALL_TIMEOUT_S = 8.0
+JOINER_PROBE_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 100.0
 START_TIMEOUT_S = 15.0
 MAX_FETCHED_FILE_BYTES = 64 * 2**20
@@ -141,13 +144,14 @@ def ensure_service(folder: HostFolder, environ: Mapping[str, str]) -> None:
     _ensure_process(folder, environ, SERVICE_MODULE, folder.service_lock)
 
 
-def ensure_relay(folder: HostFolder, environ: Mapping[str, str]) -> None:
-    """Start the relay of this host if none runs, as `ensure_service` does.
+def ensure_relay(folder: HostFolder, entry: RunEntry, environ: Mapping[str, str]) -> None:
+    """Start the relay of this host if a host of the run needs one and none runs here, as `ensure_service` does.
 
     Raises:
         LaunchError: It cannot be started.
     """
-    _ensure_process(folder, environ, RELAY_MODULE, folder.relay_lock)
+    if any(is_relayed(host.address) for host in entry.hosts):
+        _ensure_process(folder, environ, RELAY_MODULE, folder.relay_lock)
 
 
 def end_relay(folder: HostFolder) -> None:
@@ -183,6 +187,14 @@ def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
     except OSError as error:
         return str(error) or type(error).__name__
     return ""
+
+
+def find_joiner_problem(request: JoinRequest) -> str:
+    """Return the text for a joiner that cannot be called; empty if it can, or if it asks for a relayed address."""
+    if is_relayed(request.address):
+        return ""
+    problem = connection_problem(request.address, request.port, timeout_s=JOINER_PROBE_TIMEOUT_S)
+    return join_protocol.unreachable_text(request, problem) if problem else ""
 
 
 def is_service_running(folder: HostFolder) -> bool:

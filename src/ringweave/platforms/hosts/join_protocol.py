@@ -238,7 +238,7 @@ def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Map
     others = [host.address for host in entry.hosts if host.address and host.node != entry.hosts[seat.host].node]
     if is_relayed(request.address) and any(":" in each or each == request.address for each in others):
         do = "Give the address at which others reach it with --address, such as that of a VPN"
-        expected = "an address that others can call, since hosts of this run have IPv6 addresses"
+        expected = "one that others can call, or another relayed one, and IPv4 addresses of all hosts"
         _refuse("unfit", "none that can be called", do, what="address of the joining host", expected=expected)
     for name in ("ringweave", "torch"):
         theirs = getattr(request, name)

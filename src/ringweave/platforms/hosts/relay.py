@@ -39,7 +39,7 @@ SILENCE_S = 10.0
 """Silence after which a control connection counts as broken."""
 OFFER_TIMEOUT_S = 10.0
 """Time in which the other end opens listeners; after that its connection is closed."""
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 20.0
 HANDSHAKE_TIMEOUT_S = 5.0
 RECONNECT_S = 0.3
 FIRST_CONTACT_S = 10.0
@@ -301,6 +301,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._leading: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
+        self._is_closing = False
 
     @property
     def num_led(self) -> int:
@@ -334,6 +335,7 @@ class Relay:
 
     async def close(self) -> None:
         """Take no more connections, give those that are led some time to end, and end them."""
+        self._is_closing = True
         for server in (*self._servers, *self._listeners.values()):
             server.close()
         if self._leading:
@@ -445,10 +447,13 @@ class Relay:
             return
         try:
             carried = FramedStream(*await self._call_gateway(link.host, kind="carry", number=number))
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, UsageError):
             local.abort()
             link.send(failed=number)
             return
+        except asyncio.CancelledError:
+            local.abort()
+            raise
         await lead(local, carried)
 
     # Of a gateway.
@@ -577,6 +582,9 @@ class Relay:
         self, address: str, port: int
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._is_closing:
+                writer.transport.abort()
+                return
             self._spawn(self._lead_to(PlainStream(reader, writer), address, port), self._leading)
 
         return handle
@@ -585,9 +593,12 @@ class Relay:
         """Lead a connection to a relayed address."""
         try:
             reached = await asyncio.wait_for(self._reach(address, port), CONNECT_TIMEOUT_S)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, UsageError):
             caller.abort()
             return
+        except asyncio.CancelledError:
+            caller.abort()
+            raise
         await lead(caller, reached)
 
     async def _reach(self, address: str, port: int) -> FramedStream:
@@ -609,6 +620,10 @@ class Relay:
         try:
             link.send(open=number, address=address, port=port)
             return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                waiting.result().abort()
+            raise
         finally:
             self._carried.pop(number, None)
 

@@ -7,7 +7,6 @@ controls the run. It may be killed at any time: the host's node agent starts ano
 """
 
 import contextlib
-import math
 import os
 import shutil
 import signal
@@ -50,18 +49,10 @@ from ringweave.platforms.hosts.messages import (
     VoteRequest,
 )
 from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, is_quorum
-from ringweave.platforms.hosts.run_entry import (
-    HostFolder,
-    JoinSeat,
-    RunEntry,
-    StaleEntryError,
-    dump_entry,
-    parse_entry,
-)
+from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, StaleEntryError, dump_entry, parse_entry
 from ringweave.platforms.hosts.script_files import FileOffer
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import Wakeup
-from ringweave.relayed_address import is_relayed
 from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
 
 TICK_S = 0.1
@@ -70,8 +61,6 @@ CONTACT_WAIT_S = 0.5
 """Time for which a host may hold a contact of its leader until its report changes."""
 CONTACT_TIMEOUT_S = 2.0
 RECONNECT_S = 0.25
-RELAY_LOOK_S = 0.5
-"""Interval between two looks whether the relay of this host runs."""
 COMMIT_TIMEOUT_S = 3.0
 ACTION_TIMEOUT_S = 10.0
 VOTE_TIMEOUT_S = 1.0
@@ -79,7 +68,6 @@ ORPHAN_TIMEOUT_S = 900.0
 """Silence of all leaders after which a host without worker groups ends its service: the run may be over elsewhere."""
 MAX_CHANGE_ATTEMPTS = 20
 """Attempts at a change of the entry that other threads change at the same time."""
-JOINER_PROBE_TIMEOUT_S = 3.0
 FILE_PIECE_BYTES = 4 * 2**20
 LINGER_S = 15.0
 """Time after the end of the run for which the service stays, for commands that read its outcome."""
@@ -207,7 +195,6 @@ class HostService:
         self._links_term = -1
         self._controller: RunController | None = None
         self._is_forgotten = False
-        self._relay_look_s = -math.inf
         self._finished_s: float | None = None
         self._used_s = self._leads_since_s = clock()
         folder.job.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -224,26 +211,20 @@ class HostService:
         )
         joins = JoinListener(rpc.Credentials.load(self._folder.credentials), self.admit_joiner)
         try:
-            self._keep_relay()
+            host_runtime.ensure_relay(self._folder, self.entry, os.environ)
             with server.start(self._config.address, self._config.port):
                 if self._config.join_port:
                     joins.start(self._config.address, self._config.join_port)
                 self._observe()
                 while not self._is_over():
                     joins.cut_late()
-                    self._keep_relay()
+                    host_runtime.ensure_relay(self._folder, self.entry, os.environ)
                     self._wakeup.wait(self._tick())
         finally:
             joins.close()
             host_runtime.end_relay(self._folder)
         if self._is_forgotten:
             shutil.rmtree(self._folder.root, ignore_errors=True)
-
-    def _keep_relay(self) -> None:
-        """Start the relay of this host if one is needed and none runs."""
-        if any(is_relayed(host.address) for host in self.entry.hosts) and self._clock() >= self._relay_look_s:
-            self._relay_look_s = self._clock() + RELAY_LOOK_S
-            host_runtime.ensure_relay(self._folder, os.environ)
 
     # What the controller uses.
 
@@ -583,39 +564,23 @@ class HostService:
         return answer
 
     def _give_seat(self, request: JoinRequest) -> JoinAnswer:
-        """Commit that the joiner has its seat, then answer with its credentials.
-
-        A joiner that this host cannot call gets no seat, but the reason and the hosts of the run: if it can call all
-        of them, it asks again for a relayed address.
-        """
+        """Commit that the joiner has its seat, then answer with its credentials; or tell why it cannot be called."""
         if not self._leadership.holds_lease(self._clock()):
             raise _no_leader_error()
         entry, now = self.entry, time.time()
         seat = join_protocol.find_seat(entry, request, now)
         join_protocol.check_joiner(request, entry, seat, software_versions(), now)
-        unreachable = self._find_problem(request)
-        if unreachable:
-            return self._join_answer(replace(seat, sealed=""), unreachable=unreachable)
-        # Also the seat of a joiner that asks again: its commit may have failed.
-        self._change_entry(lambda entry: join_protocol.take_seat(entry, request, time.time())[0])
-        return self._join_answer(seat)
-
-    def _find_problem(self, request: JoinRequest) -> str:
-        """Return the reason why a joiner cannot be called; empty if it can, or asks for a relayed address."""
-        if is_relayed(request.address):
-            return ""
-        problem = host_runtime.connection_problem(request.address, request.port, timeout_s=JOINER_PROBE_TIMEOUT_S)
-        return join_protocol.unreachable_text(request, problem) if problem else ""
-
-    def _join_answer(self, seat: JoinSeat, unreachable: str = "") -> JoinAnswer:
+        problem = host_runtime.find_joiner_problem(request)
+        if not problem:  # also the seat of a joiner that asks again: its commit may have failed
+            self._change_entry(lambda entry: join_protocol.take_seat(entry, request, time.time())[0])
         return JoinAnswer(
             entry=dump_entry(self.entry),
             host=seat.host,
-            sealed=seat.sealed,
+            sealed="" if problem else seat.sealed,
             term=self._leadership.ballot.term,
             leader=self.index,
             environ=dict(self._config.environ),
-            unreachable=unreachable,
+            unreachable=problem,
         )
 
     def _apply_verb(self, verb: str) -> None:
