@@ -11,8 +11,10 @@ import json
 import os
 import random
 import socket
+import stat
 import struct
 import time
+from pathlib import Path
 
 from ringweave.errors import LaunchError, explain
 
@@ -22,6 +24,8 @@ ANNOUNCE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 10.0
 """Time that a relay may take to start."""
 _RETRY_S = 0.05
+KEEPALIVE_S = 20
+"""Silence after which the kernel sends a probe; address translation bears more."""
 MAX_ATTEMPTS = 8
 """Listeners to try until one has a port that is free on all hosts."""
 _CREDENTIALS = struct.Struct("3i")
@@ -39,6 +43,22 @@ def is_relayed(address: str) -> bool:
         return ipaddress.ip_address(address) in NETWORK
     except ValueError:
         return False
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let the kernel send something after some silence: address translation forgets silent connections."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+
+
+def keep_all_alive() -> None:
+    """Do so with all TCP connections of this process, such as those that C++ code has opened."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            if stat.S_ISSOCK(entry.stat().st_mode):
+                with socket.socket(fileno=os.dup(int(entry.name))) as sock:
+                    keep_alive(sock)
 
 
 def socket_name(address: str) -> bytes:

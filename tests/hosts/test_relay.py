@@ -341,3 +341,12 @@ def test_relayed_addresses_are_a_part_of_the_loopback_network() -> None:
     assert all(map(relayed_address.is_relayed, drawn))
     others = ("127.0.0.1", "127.0.1.1", "10.0.0.1", "127.128.0.1", "::1", "n0", "")
     assert not any(map(relayed_address.is_relayed, others))
+
+
+def test_connections_that_others_have_opened_are_kept_alive() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as caller, accept(listener) as callee:
+        relayed_address.keep_all_alive()
+        for sock in (caller, callee):
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == relayed_address.KEEPALIVE_S

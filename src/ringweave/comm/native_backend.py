@@ -61,7 +61,9 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._timeout, options._devices, options._threads = timeout, devices, 2 * len(devices)
-    return ProcessGroupGloo(store, *place, options)
+    made = ProcessGroupGloo(store, *place, options)
+    relayed_address.keep_all_alive()
+    return made
 
 
 def _open_relayed_devices(address: str) -> list[Any]:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ringweave import ports
+from ringweave import ports, relayed_address
 from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.ports import PortRange
@@ -20,8 +20,6 @@ NUM_CHANNELS = 2
 """Collectives of one group that may be in flight at once."""
 _HELLO_TIMEOUT_S = 10.0
 """Limit on receiving a hello: a process on a busy machine may pause in between."""
-_KEEPALIVE_S = 20
-"""Silence after which the kernel of a host behind address translation sends a probe."""
 _MAX_PENDING = 256
 """Connections that are read at a time; more of them wait in the kernel."""
 
@@ -231,9 +229,8 @@ class ConnectionManager:
         leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
         try:
             sock = socket.create_connection(where, timeout=self._timeout_s, source_address=leaving_by)
-            if is_relayed(own.address):  # address translation forgets connections that are silent
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            if is_relayed(own.address):
+                relayed_address.keep_alive(sock)
             sock.sendall(self._hello(rail))
         except OSError as cause:
             text = f"no connection to {where[0]} port {where[1]}: {cause}"

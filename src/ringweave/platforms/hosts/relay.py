@@ -55,7 +55,6 @@ _BUFFER_BYTES = 2**20
 _LENGTH = struct.Struct(">I")
 _RESET = struct.pack("ii", 1, 0)
 _LISTEN_STATE = "0A"
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 Table = Mapping[str, frozenset[int]]
 """Relayed address -> ports that listen there."""
 
@@ -130,7 +129,7 @@ class FramedStream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-        keep_alive(writer)
+        relayed_address.keep_alive(writer.get_extra_info("socket"))
 
     async def read(self) -> bytes:
         """Return the next frame.
@@ -156,14 +155,6 @@ class FramedStream:
 
     def abort(self) -> None:
         self._writer.transport.abort()
-
-
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel send something now and then: address translation forgets connections that are silent."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def lead(one: ByteStream, other: ByteStream) -> None:
@@ -202,7 +193,7 @@ class ControlLink:
         self._offered: Table | None = None
         self._taken: frozenset[int] = frozenset()
         self._offer_lock = asyncio.Lock()
-        keep_alive(writer)
+        relayed_address.keep_alive(writer.get_extra_info("socket"))
 
     def send(self, **fields: object) -> None:
         self._writer.write(json.dumps(fields).encode() + b"\n")
@@ -221,7 +212,8 @@ class ControlLink:
             answer = self._answers[serial] = asyncio.get_running_loop().create_future()
             self.send(listen={address: sorted(ports) for address, ports in table.items()}, serial=serial)
             try:
-                self._taken = await asyncio.wait_for(answer, OFFER_TIMEOUT_S)
+                async with asyncio.timeout(OFFER_TIMEOUT_S):
+                    self._taken = await answer
                 self._offered = table
             except (TimeoutError, ConnectionError):
                 self.close()
@@ -234,7 +226,7 @@ class ControlLink:
         """Hand each message over until the connection ends or is silent."""
         ping = asyncio.ensure_future(self._ping())
         try:
-            while line := await asyncio.wait_for(self._reader.readline(), SILENCE_S):
+            while line := await self._read_line():
                 message = json.loads(line)
                 if (serial := message.get("done")) is not None:
                     answer = self._answers.get(serial)
@@ -247,6 +239,10 @@ class ControlLink:
         finally:
             ping.cancel()
             self.close()
+
+    async def _read_line(self) -> bytes:
+        async with asyncio.timeout(SILENCE_S):
+            return await self._reader.readline()
 
     def close(self) -> None:
         self._writer.transport.abort()
@@ -364,25 +360,23 @@ class Relay:
                 await asyncio.sleep(RECONNECT_S)
                 continue
             link = self._links[host] = ControlLink(host, reader, writer)
-            serving = asyncio.ensure_future(link.serve(self._handle))
-            await link.offer(self._own_table)
-            await self._note_reached(host)
-            await serving
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(link.serve(self._handle))
+                await link.offer(self._own_table)
+                await self._note_reached(host)
             await self._drop_link(link)
             await asyncio.sleep(RECONNECT_S)
 
     async def _call_gateway(self, host: int, **hello: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         endpoint = self._load_hosts()[host]
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(
                 endpoint.address,
                 endpoint.relay_port,
                 ssl=self._client_context,
                 limit=_BUFFER_BYTES,
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-            ),
-            CONNECT_TIMEOUT_S,
-        )
+            )
         if peer_name(writer) != (self._credentials.identity.job, endpoint.node):
             writer.transport.abort()
             raise ConnectionError(f"another process answers at {endpoint.address} port {endpoint.relay_port}")
@@ -441,7 +435,8 @@ class Relay:
         try:
             if address != self._own.address:
                 raise ConnectionRefusedError(f"{address} is no address of this host")
-            local = PlainStream(*await asyncio.wait_for(open_local(address, port), CONNECT_TIMEOUT_S))
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                local = PlainStream(*await asyncio.open_connection(address, port, limit=_BUFFER_BYTES))
         except (OSError, TimeoutError):
             link.send(failed=number)
             return
@@ -461,7 +456,8 @@ class Relay:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection of another relay."""
         try:
-            hello = json.loads(await asyncio.wait_for(reader.readline(), HANDSHAKE_TIMEOUT_S))
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = json.loads(await reader.readline())
             hosts = self._load_hosts()
             job, name = peer_name(writer)
             known = [each.node for each in hosts]
@@ -495,14 +491,14 @@ class Relay:
                 waiting.set_result(FramedStream(reader, writer))
             case "call":
                 caller = FramedStream(reader, writer)
-                self._spawn(self._lead_to(caller, str(hello["address"]), int(hello["port"])), self._leading)
+                await self._lead_to(caller, str(hello["address"]), int(hello["port"]))
             case _:
                 raise ConnectionRefusedError(f"kind {hello['kind']!r} of {endpoint.node}")
 
     async def _serve_control(self, link: ControlLink) -> None:
-        serving = asyncio.ensure_future(link.serve(self._handle))
-        await link.offer(lambda: self._table_for(link.host))
-        await serving
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(link.serve(self._handle))
+            await link.offer(lambda: self._table_for(link.host))
         await self._drop_link(link)
 
     def _table_for(self, host: int) -> Table:
@@ -532,10 +528,13 @@ class Relay:
         async with self._publish_lock:
             if self._links.get(link.host) is not link:
                 return
-            hosts = self._load_hosts()
             is_gateway = not is_relayed(self._own.address)
-            own = {hosts[link.host].address} if is_gateway else {each.address for each in hosts} - {self._own.address}
-            self._tables[link.host] = {address: ports for address, ports in table.items() if address in own}
+            theirs = self._load_hosts()[link.host].address
+            self._tables[link.host] = {
+                address: ports
+                for address, ports in table.items()
+                if (address == theirs if is_gateway else is_relayed(address) and address != self._own.address)
+            }
             taken = await self._open_listeners()
             if is_gateway:
                 taken = taken.union(*await self._offer_others(link.host))
@@ -582,17 +581,21 @@ class Relay:
         self, address: str, port: int
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if self._is_closing:
-                writer.transport.abort()
-                return
-            self._spawn(self._lead_to(PlainStream(reader, writer), address, port), self._leading)
+            await self._lead_to(PlainStream(reader, writer), address, port)
 
         return handle
 
     async def _lead_to(self, caller: ByteStream, address: str, port: int) -> None:
-        """Lead a connection to a relayed address."""
+        """Lead a connection to a relayed address, in the task that has accepted it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._leading.add(task)
+        task.add_done_callback(self._leading.discard)
         try:
-            reached = await asyncio.wait_for(self._reach(address, port), CONNECT_TIMEOUT_S)
+            if self._is_closing:
+                raise ConnectionAbortedError("this relay ends")
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reached = await self._reach(address, port)
         except (OSError, TimeoutError, UsageError):
             caller.abort()
             return
@@ -626,11 +629,6 @@ class Relay:
             raise
         finally:
             self._carried.pop(number, None)
-
-
-async def open_local(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a listener of this host."""
-    return await asyncio.open_connection(address, port, limit=_BUFFER_BYTES)
 
 
 def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:
@@ -675,7 +673,8 @@ async def run_relay(folder: HostFolder) -> None:
         if time.monotonic() - served_s > ORPHAN_TIMEOUT_S:
             break
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await ended.wait()
     await relay.close()
 
 

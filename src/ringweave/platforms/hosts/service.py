@@ -222,7 +222,7 @@ class HostService:
                     self._wakeup.wait(self._tick())
         finally:
             joins.close()
-            host_runtime.end_relay(self._folder)
+        host_runtime.end_relay(self._folder)
         if self._is_forgotten:
             shutil.rmtree(self._folder.root, ignore_errors=True)
 

@@ -431,6 +431,7 @@ def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
     if options.ports is not None:
         host = max(hosts.hosts, key=lambda host: host.workers)
         num_services = 4 if options.elastic else 2  # the host service, the store of the process group, coordinators
+        num_services += 2 * any(host.joins for host in hosts.hosts)  # the listener for joiners, the relay
         needed = ports.needed_ports(host.workers, is_elastic=options.elastic is not None, num_services=num_services)
         ports.check_size(options.ports, needed, f"host {host.node}")
 
