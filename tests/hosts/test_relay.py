@@ -122,6 +122,8 @@ def make_hosts() -> Iterator[Callable[[str], Hosts]]:
             stack.callback(hosts.end)
             for name in names:
                 hosts.start(name)
+            gateways = sum(name in "ab" for name in names)
+            wait_until(lambda: all(hosts.relays[name].num_links == gateways for name in names if name not in "ab"))
             return hosts
 
         yield make
@@ -259,6 +261,8 @@ def is_refused(hosts: Hosts, source: str, target: str, port: int) -> bool:
         hosts.connect(source, target, port).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:
+        return False  # it ends just now
     return False
 
 

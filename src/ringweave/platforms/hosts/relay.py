@@ -24,11 +24,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ringweave import relayed_address
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.platforms.hosts.messages import HOST_ROLE
+from ringweave.platforms.hosts.relay_streams import BUFFER_BYTES, ByteStream, FramedStream, PlainStream, lead
 from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.relayed_address import is_relayed
@@ -40,7 +41,7 @@ SILENCE_S = 10.0
 OFFER_TIMEOUT_S = 10.0
 """Time in which the other end opens listeners; after that its connection is closed."""
 CONNECT_TIMEOUT_S = 20.0
-HANDSHAKE_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 15.0
 RECONNECT_S = 0.3
 FIRST_CONTACT_S = 10.0
 """Time after the start in which an announcement waits for gateways that have not answered yet."""
@@ -50,10 +51,6 @@ DRAIN_S = 2.0
 """Time that connections get to end after the end of the service."""
 ORPHAN_TIMEOUT_S = 900.0
 """Time without a host service after which the relay ends."""
-_PIECE_BYTES = 2**18
-_BUFFER_BYTES = 2**20
-_LENGTH = struct.Struct(">I")
-_RESET = struct.pack("ii", 1, 0)
 _LISTEN_STATE = "0A"
 Table = Mapping[str, frozenset[int]]
 """Relayed address -> ports that listen there."""
@@ -74,112 +71,6 @@ def find_listeners(address: str, table: str | None = None) -> frozenset[int]:
         if words[3] == _LISTEN_STATE and host == wanted and words[7] == uid:
             found.add(int(port, 16))
     return frozenset(found)
-
-
-class ByteStream(Protocol):
-    """One end of a connection that is led on."""
-
-    async def read(self) -> bytes:
-        """Return the next bytes; none at the end of this direction."""
-        ...
-
-    async def write(self, content: bytes) -> None: ...
-
-    async def write_end(self) -> None:
-        """End this direction; the other one goes on."""
-        ...
-
-    def close(self) -> None: ...
-
-    def abort(self) -> None:
-        """Reset the connection: the other end sees that it is broken."""
-        ...
-
-
-class PlainStream:
-    """Connection of this host."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-
-    async def read(self) -> bytes:
-        return await self._reader.read(_PIECE_BYTES)
-
-    async def write(self, content: bytes) -> None:
-        self._writer.write(content)
-        await self._writer.drain()
-
-    async def write_end(self) -> None:
-        if self._writer.can_write_eof():
-            self._writer.write_eof()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def abort(self) -> None:
-        with contextlib.suppress(OSError):
-            self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._writer.transport.abort()
-
-
-class FramedStream:
-    """Carrying connection between relays. TLS has no half-close that all libraries offer, so frames say the end."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-        relayed_address.keep_alive(writer.get_extra_info("socket"))
-
-    async def read(self) -> bytes:
-        """Return the next frame.
-
-        Raises:
-            asyncio.IncompleteReadError: The connection ended before the end of the direction.
-            ConnectionError: A frame is longer than any relay sends.
-        """
-        (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-        if size > _PIECE_BYTES:
-            raise ConnectionError(f"frame of {size} bytes, expected at most {_PIECE_BYTES}")
-        return await self._reader.readexactly(size)
-
-    async def write(self, content: bytes) -> None:
-        self._writer.writelines((_LENGTH.pack(len(content)), content))
-        await self._writer.drain()
-
-    async def write_end(self) -> None:
-        await self.write(b"")
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def abort(self) -> None:
-        self._writer.transport.abort()
-
-
-async def lead(one: ByteStream, other: ByteStream) -> None:
-    """Copy both directions between two streams until both have ended; a broken one breaks the other."""
-
-    async def copy(source: ByteStream, target: ByteStream) -> None:
-        while content := await source.read():
-            await target.write(content)
-        await target.write_end()
-
-    tasks = [asyncio.ensure_future(copy(one, other)), asyncio.ensure_future(copy(other, one))]
-    try:
-        await asyncio.gather(*tasks)
-    except (OSError, asyncio.IncompleteReadError):
-        one.abort()
-        other.abort()
-    except asyncio.CancelledError:
-        one.abort()
-        other.abort()
-        raise
-    finally:
-        for task in tasks:
-            task.cancel()
-        one.close()
-        other.close()
 
 
 class ControlLink:
@@ -300,6 +191,11 @@ class Relay:
         self._is_closing = False
 
     @property
+    def num_links(self) -> int:
+        """Number of relays that this one has a control connection with."""
+        return len(self._links)
+
+    @property
     def num_led(self) -> int:
         """Number of connections that are led now."""
         return len(self._leading)
@@ -314,6 +210,7 @@ class Relay:
             name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             name.bind(relayed_address.socket_name(self._own.address))
             self._servers.append(await asyncio.start_unix_server(self._answer_announcement, sock=name))
+            self._call_new_gateways()
             self._spawn(self._scan())
         else:
             context = self._credentials.tls_context(is_server=True)
@@ -324,7 +221,7 @@ class Relay:
                     self._own.relay_port,
                     ssl=context,
                     ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                    limit=_BUFFER_BYTES,
+                    limit=BUFFER_BYTES,
                     backlog=1024,
                 )
             )
@@ -332,8 +229,7 @@ class Relay:
     async def close(self) -> None:
         """Take no more connections, give those that are led some time to end, and end them."""
         self._is_closing = True
-        for server in (*self._servers, *self._listeners.values()):
-            server.close()
+        await close_servers([*self._servers, *self._listeners.values()])
         if self._leading:
             await asyncio.wait(self._leading, timeout=DRAIN_S)
         tasks = [*self._tasks, *self._leading]
@@ -374,7 +270,7 @@ class Relay:
                 endpoint.address,
                 endpoint.relay_port,
                 ssl=self._client_context,
-                limit=_BUFFER_BYTES,
+                limit=BUFFER_BYTES,
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
             )
         if peer_name(writer) != (self._credentials.identity.job, endpoint.node):
@@ -392,14 +288,17 @@ class Relay:
         return {self._own.address: find_listeners(self._own.address)}
 
     async def _scan(self) -> None:
-        """Call gateways that have appeared, and publish listeners that nobody has announced."""
+        """Find gateways that have appeared, and publish listeners that nobody has announced."""
         while True:
-            for host, endpoint in enumerate(self._load_hosts()):
-                if endpoint.relay_port and host not in self._seen_s:
-                    self._seen_s[host] = self._clock()
-                    self._spawn(self._keep_link(host))
+            self._call_new_gateways()
             await self._publish()
             await asyncio.sleep(SCAN_S)
+
+    def _call_new_gateways(self) -> None:
+        for host, endpoint in enumerate(self._load_hosts()):
+            if endpoint.relay_port and host not in self._seen_s:
+                self._seen_s[host] = self._clock()
+                self._spawn(self._keep_link(host))
 
     async def _publish(self) -> frozenset[int]:
         """Offer the ports of this host to all connected gateways; return those that are taken somewhere."""
@@ -436,7 +335,7 @@ class Relay:
             if address != self._own.address:
                 raise ConnectionRefusedError(f"{address} is no address of this host")
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                local = PlainStream(*await asyncio.open_connection(address, port, limit=_BUFFER_BYTES))
+                local = PlainStream(*await asyncio.open_connection(address, port, limit=BUFFER_BYTES))
         except (OSError, TimeoutError):
             link.send(failed=number)
             return
@@ -564,13 +463,12 @@ class Relay:
         wanted = {(a, p) for table in self._tables.values() for a, ports in table.items() for p in ports}
         taken: set[int] = set()
         async with self._listeners_lock:
-            for where in [each for each in self._listeners if each not in wanted]:
-                self._listeners.pop(where).close()
+            await close_servers([self._listeners.pop(each) for each in self._listeners.keys() - wanted])
             for address, port in sorted(wanted - self._listeners.keys()):
                 handler = self._local_handler(address, port)
                 try:
                     where = (self._listen_at(address), port)
-                    server = await asyncio.start_server(handler, *where, limit=_BUFFER_BYTES, backlog=1024)
+                    server = await asyncio.start_server(handler, *where, limit=BUFFER_BYTES, backlog=1024)
                 except OSError:
                     taken.add(port)
                 else:
@@ -629,6 +527,16 @@ class Relay:
             raise
         finally:
             self._carried.pop(number, None)
+
+
+async def close_servers(servers: Sequence[asyncio.Server]) -> None:
+    """Close servers once the connections that they have accepted are set up; asyncio would forget those unclosed."""
+    for sock in [sock for server in servers for sock in server.sockets]:
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+    for _ in range(2):
+        await asyncio.sleep(0)
+    for server in servers:
+        server.close()
 
 
 def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:
