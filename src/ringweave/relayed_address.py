@@ -13,6 +13,7 @@ import random
 import socket
 import stat
 import struct
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +30,7 @@ KEEPALIVE_S = 20
 MAX_ATTEMPTS = 8
 """Listeners to try until one has a port that is free on all hosts."""
 _CREDENTIALS = struct.Struct("3i")
+_LISTEN_STATE = "0A"
 _MAX_ANSWER_BYTES = 65_536
 
 
@@ -43,6 +45,23 @@ def is_relayed(address: str) -> bool:
         return ipaddress.ip_address(address) in NETWORK
     except ValueError:
         return False
+
+
+def find_listeners(address: str, table: str | None = None) -> frozenset[int]:
+    """Return the ports at which processes of this user listen at exactly this address.
+
+    Args:
+        address: IPv4 address.
+        table: Text of `/proc/net/tcp`; None: of this process's network namespace.
+    """
+    text = table if table is not None else Path("/proc/self/net/tcp").read_text(encoding="ascii")
+    wanted, uid, found = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}", str(os.geteuid()), set()
+    for line in text.splitlines()[1:]:
+        words = line.split()
+        host, _, port = words[1].partition(":")
+        if words[3] == _LISTEN_STATE and host == wanted and words[7] == uid:
+            found.add(int(port, 16))
+    return frozenset(found)
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -17,8 +17,9 @@ from ringweave import ports, relayed_address
 from ringweave.errors import LaunchError
 from ringweave.platforms.hosts import relay
 from ringweave.platforms.hosts.messages import HOST_ROLE
-from ringweave.platforms.hosts.relay import Relay, find_listeners
+from ringweave.platforms.hosts.relay import Relay
 from ringweave.platforms.hosts.run_entry import HostEndpoint
+from ringweave.relayed_address import find_listeners
 from ringweave.rpc import CertificateAuthority, Credentials, RpcServer, TlsAuthentication
 from tests.membership.waiting import wait_until
 

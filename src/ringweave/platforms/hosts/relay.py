@@ -24,12 +24,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ringweave import relayed_address
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.platforms.hosts.messages import HOST_ROLE
-from ringweave.platforms.hosts.relay_streams import BUFFER_BYTES, ByteStream, FramedStream, PlainStream, lead
 from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.relayed_address import is_relayed
@@ -51,26 +50,118 @@ DRAIN_S = 2.0
 """Time that connections get to end after the end of the service."""
 ORPHAN_TIMEOUT_S = 900.0
 """Time without a host service after which the relay ends."""
-_LISTEN_STATE = "0A"
+BUFFER_BYTES = 2**20
+_PIECE_BYTES = 2**18
+_LENGTH = struct.Struct(">I")
+_RESET = struct.pack("ii", 1, 0)
 Table = Mapping[str, frozenset[int]]
 """Relayed address -> ports that listen there."""
 
 
-def find_listeners(address: str, table: str | None = None) -> frozenset[int]:
-    """Return the ports at which processes of this user listen at exactly this address.
+class ByteStream(Protocol):
+    """One end of a connection that is led on."""
 
-    Args:
-        address: IPv4 address.
-        table: Text of `/proc/net/tcp`; None: of this process's network namespace.
-    """
-    text = table if table is not None else Path("/proc/self/net/tcp").read_text(encoding="ascii")
-    wanted, uid, found = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}", str(os.geteuid()), set()
-    for line in text.splitlines()[1:]:
-        words = line.split()
-        host, _, port = words[1].partition(":")
-        if words[3] == _LISTEN_STATE and host == wanted and words[7] == uid:
-            found.add(int(port, 16))
-    return frozenset(found)
+    async def read(self) -> bytes:
+        """Return the next bytes; none at the end of this direction."""
+        ...
+
+    async def write(self, content: bytes) -> None: ...
+
+    async def write_end(self) -> None:
+        """End this direction; the other one goes on."""
+        ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None:
+        """Reset the connection: the other end sees that it is broken."""
+        ...
+
+
+class PlainStream:
+    """Connection of this host."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+
+    async def read(self) -> bytes:
+        return await self._reader.read(_PIECE_BYTES)
+
+    async def write(self, content: bytes) -> None:
+        self._writer.write(content)
+        await self._writer.drain()
+
+    async def write_end(self) -> None:
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._writer.transport.abort()
+
+
+class FramedStream:
+    """Carrying connection between relays. TLS has no half-close that all libraries offer, so frames say the end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        relayed_address.keep_alive(writer.get_extra_info("socket"))
+
+    async def read(self) -> bytes:
+        """Return the next frame.
+
+        Raises:
+            asyncio.IncompleteReadError: The connection ended before the end of the direction.
+            ConnectionError: A frame is longer than any relay sends.
+        """
+        (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        if size > _PIECE_BYTES:
+            raise ConnectionError(f"frame of {size} bytes, expected at most {_PIECE_BYTES}")
+        return await self._reader.readexactly(size)
+
+    async def write(self, content: bytes) -> None:
+        self._writer.writelines((_LENGTH.pack(len(content)), content))
+        await self._writer.drain()
+
+    async def write_end(self) -> None:
+        await self.write(b"")
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+
+async def lead(one: ByteStream, other: ByteStream) -> None:
+    """Copy both directions between two streams until both have ended; a broken one breaks the other."""
+
+    async def copy(source: ByteStream, target: ByteStream) -> None:
+        while content := await source.read():
+            await target.write(content)
+        await target.write_end()
+
+    tasks = [asyncio.ensure_future(copy(one, other)), asyncio.ensure_future(copy(other, one))]
+    try:
+        await asyncio.gather(*tasks)
+    except (OSError, asyncio.IncompleteReadError):
+        one.abort()
+        other.abort()
+    except asyncio.CancelledError:
+        one.abort()
+        other.abort()
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        one.close()
+        other.close()
 
 
 class ControlLink:
@@ -285,7 +376,7 @@ class Relay:
             self._is_known.notify_all()
 
     def _own_table(self) -> Table:
-        return {self._own.address: find_listeners(self._own.address)}
+        return {self._own.address: relayed_address.find_listeners(self._own.address)}
 
     async def _scan(self) -> None:
         """Find gateways that have appeared, and publish listeners that nobody has announced."""
