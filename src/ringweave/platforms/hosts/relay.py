@@ -188,7 +188,7 @@ class ControlLink:
         """
         async with self._offer_lock:
             table = find_table()
-            if table == self._offered:
+            if table == self._offered or self._writer.transport.is_closing():
                 return self._taken
             serial = next(self._serials)
             answer = self._answers[serial] = asyncio.get_running_loop().create_future()
@@ -216,8 +216,8 @@ class ControlLink:
                         answer.set_result(frozenset(map(int, message["taken"])))
                 elif "ping" not in message:
                     handle(self, message)
-        except (OSError, TimeoutError, ValueError):
-            return
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
+            return  # it ended, is silent, or speaks another language
         finally:
             ping.cancel()
             self.close()
