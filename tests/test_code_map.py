@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "code-map.md"
 MIN_PAIRS = 50
 _FOLDERS = ("bench", "deploy", "docs", "tests", "tools")
-_PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|toml)|environment\.py|errors\.py|pyproject\.toml)`")
+_PATH = re.compile(
+    r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|toml)|(?:environment|errors|relayed_address)\.py|pyproject\.toml)`"
+)
 _PAIR = re.compile(r"`([\w/.-]+\.py)`:\s+(`\w+`(?:,\s+`\w+`)*)")
 
 

@@ -117,3 +117,11 @@ def test_a_failure_orders_no_stream() -> None:
     with pytest.raises(RuntimeError, match="a rank died"):
         work.get_future().wait()
     assert result.ordered == 0
+
+
+def test_no_nccl_in_a_group_with_a_host_that_only_calls_out() -> None:
+    infos = members("ab", [("0",), ("0",)]).ranks
+    relayed = RankLocation("b", "127.64.0.9", gpus=("0",))
+    group = GroupInfo((infos[0], RankInfo(1, relayed, ())), 0, b"")
+    assert not allows_nccl(group, WorkerEnvironment())
+    assert not allows_nccl(group, WorkerEnvironment(device_path="native"))

@@ -116,3 +116,12 @@ def test_a_peer_that_does_not_come_is_looked_for_ever_more_rarely(
     assert len([when_s for when_s in looks if when_s < 2.0]) >= 3
     assert len(looks) <= 20
     assert looks[-1] > 54.0
+
+
+def test_of_two_ranks_the_one_that_only_calls_out_calls_else_the_lower_one() -> None:
+    addresses = ("10.0.0.1", "127.64.0.9", "10.0.0.2", "127.64.0.10")
+    ranks = tuple(RankInfo(rank, RankLocation(f"n{rank}", each), ()) for rank, each in enumerate(addresses))
+    group = GroupInfo(ranks, 0, TOKEN)
+    pairs = [(caller, callee) for caller in range(4) for callee in range(4) if caller != callee]
+    calls = {pair for pair in pairs if group.calls(*pair)}
+    assert calls == {(0, 2), (1, 0), (1, 2), (1, 3), (3, 0), (3, 2)}

@@ -123,6 +123,11 @@ def test_a_command_runs_without_an_interpreter(tmp_path: Path) -> None:
     assert program.argv("python", entry="entry.py") == ("./run.sh", "x")
 
 
+def test_the_link_of_a_node_that_others_reach_by_relays_says_so(config: JobConfig) -> None:
+    cluster = node_layout.build_cluster(config, {"n0": "10.0.0.1", "n2": "127.64.0.9"})
+    assert [nic.name for node in cluster.nodes for nic in node.nics] == ["lo", "relay"]
+
+
 def test_a_script_that_is_alone_travels(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('é')")
