@@ -461,9 +461,11 @@ class RpcServer:
         if port:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
-            if port in relayed_address.announce_listeners(host):
-                self._listener.close()
-                raise relayed_address.taken_error(host, port)
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._listener.close)
+                if port in relayed_address.announce_listeners(host):
+                    raise relayed_address.taken_error(host, port)
+                stack.pop_all()
         else:
             self._listener = ports.create_server(host, within, backlog=_LISTEN_BACKLOG)
         self.port = self._listener.getsockname()[1]

@@ -88,8 +88,9 @@ def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[sign
 
     A host that the run cannot reach, but that reaches all others, asks for a relayed address.
     """
-    rng = random.SystemRandom()
-    port, relay_port = (node_context.free_port(rng, ports_of_environ(os.environ)) for _ in range(2))
+    rng, within = random.SystemRandom(), ports_of_environ(os.environ)
+    port = node_context.free_port(rng, within)
+    relay_port = node_context.free_port(rng, within, avoided=[port])
     request = _request(line, address or _own_address(line.address, line.port), port, relay_port)
     with socket.create_server(("", port)):
         answer = _repeat_call(line, request, interrupts)
