@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "ringweave"
 
+_SIDE_CHANNEL = NUM_CHANNELS
+"""Channel of the native backend that no allreduce uses."""
 _EXIT_TIMEOUT_S = 0.5
 """Limit on waiting for each channel of a group that was not destroyed, at process exit."""
 _RELEASE_S = 0.1
@@ -156,6 +158,24 @@ class RingweaveProcessGroup(NativeProcessGroup):
             CommunicationError: A rank is dead or silent, or the group has failed before.
         """
         return self._engine.allgather_small(row, self._gloo.options._timeout.total_seconds())
+
+    def connect_side_channel(self) -> None:
+        """Connect a channel beside all others, for `allgather_aside`; all ranks call this together."""
+        try:
+            self._native.prepare(_SIDE_CHANNEL, lambda: None)
+        except TransferFailedError as failure:
+            raise self.fail(failure, "connection of the side channel") from failure
+
+    def allgather_aside(self, row: Tensor) -> Tensor:
+        """Return the row of each rank as `allgather_small` does, whatever the other channels still wait for.
+
+        Raises:
+            CommunicationError: A rank is dead or silent, or the group has failed before.
+        """
+        try:
+            return self._native.allgather(_SIDE_CHANNEL, row, self._gloo.options._timeout.total_seconds())
+        except TransferFailedError as failure:
+            raise self.fail(failure, f"allgather ({row.numel()} x {row.dtype}) on the side channel") from failure
 
     def wait_for_plan(self) -> None:
         """Wait until this rank has the group's plan from the first rank; otherwise the first collective waits.

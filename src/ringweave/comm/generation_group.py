@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -38,6 +38,9 @@ COLLECTIVE_TIMEOUT = timedelta(days=1)
 _set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 """torch's function for the timeout of a group; its public name is of torch 2.14."""
 _STORE_BACKLOG = 1024
+_MAX_TREE_BYTES = 4096
+"""Longest row that goes through the tree of `allgather_small`, whose root sends all rows to each of its branches."""
+_caller = threading.local()
 _AnswerT = TypeVar("_AnswerT")
 
 
@@ -55,6 +58,8 @@ class GenerationGroups:
         self._group: dist.ProcessGroup | None = None
         self._reduce_group: dist.ProcessGroup | None = None
         self._num_aborts = 0
+        self.prepare_default_group: Callable[[RingweaveProcessGroup], None] = lambda _: None
+        """Called with each default group before the script sees it."""
         self._first_form_timeout_s = self._form_timeout_s = form_timeout_s
 
     @property
@@ -83,6 +88,28 @@ class GenerationGroups:
         group = self._reduce_group or dist.group.WORLD
         assert isinstance(group, RingweaveProcessGroup), "made here"
         return group.allgather_small(row)
+
+    def allgather_rows(self, row: Tensor) -> Tensor:
+        """Return the row of each member as `allgather_small` does; rows may be long.
+
+        A reduction whose messages were started may wait for this: in a generation with a group for sums, those of a
+        recovering member are all under way before the others have any.
+
+        Raises:
+            RuntimeError: The group is broken.
+
+        Cost:
+            A row of up to 4 KiB: one message up and one down for each member. A longer one: num_members - 1 rows.
+        """
+        if self._reduce_group is not None:
+            assert isinstance(self._reduce_group, RingweaveProcessGroup), "made here"
+            return self._reduce_group.allgather_aside(row)
+        if row.nbytes <= _MAX_TREE_BYTES:
+            return self.allgather_small(row)
+        rows = row.new_empty((dist.get_world_size(), *row.shape))
+        with direct_collectives():
+            dist.all_gather_into_tensor(rows, row[None])
+        return rows
 
     def all_agree(self, *, agrees: bool) -> bool:
         """Return True if all members agree; a barrier.
@@ -133,6 +160,8 @@ class GenerationGroups:
             """Make a group together with its plan, so that no collective has to wait for the plan."""
             group = _make_group(PrefixStore(f"{prefix}/{name}/", store), group_name, what, rank, world_size, timeout)
             group.wait_for_plan()
+            if prefix == "reduce":
+                group.connect_side_channel()
             if num_aborts != self._num_aborts:  # no caller waits for it any more
                 group.abort()
             return group
@@ -142,6 +171,7 @@ class GenerationGroups:
             group = self._call_first_member(
                 lambda: make("generation", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
             )
+            self.prepare_default_group(group)
             _set_default_group(group)
             groups: list[dist.ProcessGroup] = [group]
             if has_reduce_group:
@@ -253,6 +283,21 @@ def _abort_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     for group in groups:
         if group is not None:
             group.abort()
+
+
+@contextlib.contextmanager
+def direct_collectives() -> Iterator[None]:
+    """Context in which this thread's collectives of the default group are ringweave's own, and not the script's."""
+    was_direct, _caller.is_direct = is_direct(), True
+    try:
+        yield
+    finally:
+        _caller.is_direct = was_direct
+
+
+def is_direct() -> bool:
+    """Return True inside of `direct_collectives`."""
+    return getattr(_caller, "is_direct", False)
 
 
 def is_generation_group() -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.distributed.distributed_c10d import AllgatherOptions, ProcessGroupGloo
 
 from ringweave import relayed_address
 from ringweave.comm.group_info import GroupInfo
@@ -200,6 +200,19 @@ class NativeBackends:
         self._convert_errors(
             lambda: self._wait(self._by_channel[channel], self._by_channel[channel].allreduce([message], options))
         )
+
+    def allgather(self, channel: int, row: Tensor, timeout_s: float) -> Tensor:
+        """Return the row of each rank, (group_size, width), from each rank's (width,) on the CPU; blocks.
+
+        Raises:
+            TransferFailedError: The backend failed.
+        """
+        rows = row.new_empty((self._group.group_size, *row.shape))
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        gloo = self._by_channel[channel]
+        self._convert_errors(lambda: self._wait(gloo, gloo._allgather_base(rows, row[None], options)))
+        return rows
 
     def abort(self) -> None:
         """Fail everything in flight, from any thread."""

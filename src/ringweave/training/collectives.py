@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringweave.comm import peer_data
+from ringweave.comm import generation_group, peer_data
 from ringweave.errors import DisagreementError, explain
 from ringweave.planning.balancing import SampleAccount, Speed
 
@@ -56,7 +56,8 @@ class ControlGroup:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Broadcast one rank's tensor to all ranks, in place."""
-        dist.broadcast(tensor, source, group=self._group)
+        with generation_group.direct_collectives():
+            dist.broadcast(tensor, source, group=self._group)
         return tensor
 
     def start_sum(self, own: float) -> Callable[[], float]:

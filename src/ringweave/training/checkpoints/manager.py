@@ -317,7 +317,8 @@ class Checkpoints:
         if _rank_and_world_size()[0] == 0:
             self._remove_all()
         if dist.is_initialized():
-            dist.barrier()
+            with generation_group.direct_collectives():
+                dist.barrier()
         return 0
 
     def _remove_all(self) -> None:

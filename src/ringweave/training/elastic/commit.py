@@ -1,4 +1,4 @@
-"""Commit protocol of one reduction or broadcast: from the first bucket to the commit that all members know of."""
+"""Commit protocol of one operation (a reduction, a broadcast, a collective of the script), until all have committed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ringweave.membership.member_rules import resolve_reduction
 from ringweave.membership.membership_records import Membership
-from ringweave.training.elastic import retained_reductions, trainer_interface
+from ringweave.training.elastic import recovery, retained_reductions, script_collectives, trainer_interface
+from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import (
     Commit,
     FetchedJson,
@@ -19,6 +20,12 @@ from ringweave.training.elastic.retained_reductions import (
     ReductionRow,
     RetainedReduction,
     SumBuffers,
+)
+from ringweave.training.elastic.script_collectives import (
+    CollectiveCall,
+    CollectiveResult,
+    OperationHeader,
+    ScriptCollective,
 )
 from ringweave.training.elastic.session_state import SessionState
 
@@ -32,6 +39,14 @@ class _PreparedCommit:
     commit: Commit
     buffers: Sequence[tuple[Tensor, Tensor]]
     """(buffer of the model, its new value)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedCollective:
+    """Result of a collective of the script, applied when it is committed."""
+
+    collective: ScriptCollective
+    result: CollectiveResult
 
 
 class CommitProtocol:
@@ -53,7 +68,7 @@ class CommitProtocol:
         self._state, self._buffers, self._is_mean, self._partial_sums = state, buffers, is_mean, partial_sums
         self._num_parameters = num_parameters
         self._sum_buffers = SumBuffers()
-        self._prepared: _PreparedCommit | None = None
+        self._prepared: _PreparedCommit | _PreparedCollective | None = None
         self._is_delivering = False
         """A reduction is committed and the script does not have it yet; guarded by the lock."""
         self.buffer_source = 0
@@ -97,7 +112,7 @@ class CommitProtocol:
         state = self._state
         if state.catch_up is not None:
             return state.catch_up.current_backward()
-        reduction = state.reduction or RetainedReduction(number=state.status.committed + 1)
+        reduction = state.reduction or RetainedReduction(number=state.num_reductions + 1)
         assert isinstance(reduction, RetainedReduction), "what is spread is waited for"
         state.reduction = reduction
         return reduction
@@ -107,7 +122,7 @@ class CommitProtocol:
         state = self._state
         with state.lock:
             state.num_progress += 1
-            broadcast = FetchOnceBroadcast(state.status.committed + 1, fetch, tensors, lambda: state.abort_count)
+            broadcast = FetchOnceBroadcast(state.num_reductions + 1, fetch, tensors, lambda: state.abort_count)
             state.reduction, state.is_waiting = broadcast, True
             state.status = replace(
                 state.status, at_step_boundary=False
@@ -129,22 +144,154 @@ class CommitProtocol:
             if state.reduction is not None or state.error is not None:
                 state.raise_if_stopped()
 
+    def run_collective(self, call: CollectiveCall) -> CollectiveResult:
+        """Return the result of a collective of the script, once all members have committed it.
+
+        Raises:
+            MembershipError: It never will be: this member was evicted, or the job is over.
+        """
+        state = self._state
+        with state.saves_final_checkpoint(), state.lock:
+            state.num_progress += 1
+            # Only another thread of the script can have handed in what comes before.
+            state.lock.wait_for(
+                lambda: state.has_ended or (state.collective is None and not state.is_reduction_complete)
+            )
+            state.raise_if_stopped()
+            collective = state.collective = ScriptCollective(call)
+            state.is_waiting = True
+            state.status = replace(
+                state.status, at_step_boundary=False
+            )  # a member that joined now would have no part in it
+            state.lock.notify_all()
+            state.lock.wait_for(lambda: collective.result is not None or state.has_ended)
+            if collective.result is None:
+                state.raise_if_stopped()
+            assert collective.result is not None, "it is committed"
+            return collective.result
+
     # The session's own thread.
 
-    def commit_reduction(self, reduction: RetainedReduction | FetchOnceBroadcast, abort_count: int) -> None:
+    def commit_next(
+        self, operation: RetainedReduction | FetchOnceBroadcast | ScriptCollective, abort_count: int
+    ) -> None:
+        """Commit the next operation: this member's, or the others' collective if it is recovering.
+
+        Raises:
+            TrainingError: Members are in different operations.
+        """
+        state = self._state
+        is_announced = isinstance(operation, ScriptCollective) or state.groups.reduce_group is not None
+        try:
+            headers = self._announce(operation) if is_announced else []
+            if any(header.is_collective for header in headers):
+                collective = operation if isinstance(operation, ScriptCollective) else ScriptCollective(None)
+                self._commit_collective(collective, headers, abort_count)
+                return
+        except RuntimeError as error:
+            state.report_broken_group(error, abort_count)
+            return
+        assert not isinstance(operation, ScriptCollective), "all members are in the same"
+        self._commit_reduction(operation, abort_count)
+
+    def _announce(self, operation: RetainedReduction | FetchOnceBroadcast | ScriptCollective) -> list[OperationHeader]:
+        """Tell the others the operation of this member, and return the headers of all."""
+        state = self._state
+        assert state.membership is not None, "a group is up"
+        members = state.membership.members
+        if isinstance(operation, ScriptCollective):
+            assert operation.call is not None, "the script has called it"
+            header = OperationHeader.of_call(operation.call, members)
+        else:
+            header = OperationHeader.of_gradients(is_neutral=_contributes_zeros(operation))
+        words = header.to_tensor(retained_reductions.row_width(self._num_parameters))
+        return script_collectives.check_same_operation(state.groups.allgather_rows(words), members)
+
+    def _commit_collective(
+        self, collective: ScriptCollective, headers: Sequence[OperationHeader], abort_count: int
+    ) -> None:
+        """Exchange the inputs, learn that all members have them, and commit."""
+        state = self._state
+        assert state.membership is not None, "a group is up"
+        header = next(each for each in headers if each.is_collective)
+        payload = self._payload(collective, headers, header, abort_count)
+        rows = state.groups.allgather_rows(payload) if header.num_bytes else payload.new_empty((len(headers), 0))
+        result = script_collectives.result_of_rows(headers, state.membership.members, rows)
+        with state.lock:
+            if abort_count != state.abort_count:
+                return
+            prepared = self._prepared = _PreparedCollective(collective, result)
+            state.status = replace(state.status, is_prepared=True)
+            wants_pause = state.wants_pause and collective.call is not None
+        pauses = bool(state.groups.allgather_rows(torch.tensor([wants_pause], dtype=torch.uint8)).all())
+        with state.lock:
+            if abort_count != state.abort_count:
+                return  # an order came first: the next generation decides about this collective
+            state.pauses_at_boundary = pauses
+            self._apply_collective(prepared)
+
+    def _payload(
+        self,
+        collective: ScriptCollective,
+        headers: Sequence[OperationHeader],
+        header: OperationHeader,
+        abort_count: int,
+    ) -> Tensor:
+        """Return the input of this member: zeros if it is recovering, unless it is the source of a broadcast.
+
+        The script of a recovering source comes to the broadcast later. The others wait for it.
+        """
+        state = self._state
+        assert state.membership is not None, "a group is up"
+        if collective.call is not None:
+            return collective.call.payload
+        catch_up, own_rank = state.catch_up, state.membership.members.index(state.member)
+        sources = {each.source for each in headers if not each.is_neutral}
+        if header.kind != "broadcast" or sources != {own_rank} or catch_up is None:
+            return torch.zeros(header.num_bytes, dtype=torch.uint8)
+        with state.lock:
+            self._wait_for_replay(catch_up, abort_count)
+            if catch_up.waiting_call is None or catch_up.waiting_call.digest != header.digest:
+                raise recovery.replay_error("another operation", header.text)
+            return catch_up.waiting_call.payload
+
+    def _apply_collective(self, prepared: _PreparedCollective) -> None:
+        """Apply the commit of a collective to this member; needs the lock."""
+        state, collective, result = self._state, prepared.collective, prepared.result
+        state.num_collectives += 1
+        state.status = replace(
+            state.status, committed=state.status.committed + 1, is_prepared=False, at_step_boundary=False
+        )
+        state.num_progress += 1
+        if collective.call is None:
+            assert state.catch_up is not None, "a recovering member has a log"
+            state.catch_up.log_collective(result)
+        else:
+            state.trainer.unpublish_state()  # the script may change the state by the result
+            state.startup_log.record(result)
+            state.collective, state.is_waiting = None, False
+            collective.result = result
+        state.lock.notify_all()
+
+    def _commit_reduction(self, reduction: RetainedReduction | FetchOnceBroadcast, abort_count: int) -> None:
         """Sum the rest, learn that all members have all sums, and commit."""
         state = self._state
         assert state.membership is not None, "a group is up"
         try:
             if _contributes_zeros(reduction):
+                with state.lock:
+                    if state.catch_up is not None and state.catch_up.is_blocking_others:  # others wait for its script
+                        self._wait_for_replay(state.catch_up, abort_count)
                 reduction.wait_done()  # its script may have caught up by then, which the row reports
             with state.lock:
                 row = self._own_row(reduction)
             received = state.groups.allgather_small(
                 retained_reductions.row_to_tensor(row, reduction.used_bits, self._num_parameters)
             )
+            script_collectives.check_same_operation(received, state.membership.members)
             every, used_bits = retained_reductions.rows_of_tensor(received)
-            commit = Commit(number=reduction.number, members=state.membership.members, rows=every, used_bits=used_bits)
+            number = state.num_reductions + 1
+            commit = Commit(number=number, members=state.membership.members, rows=every, used_bits=used_bits)
             reduction.wait_done()  # the others wait for everything that follows
             buffers = self._sync_buffers(self._buffers() if isinstance(reduction, RetainedReduction) else ())
             with state.lock:
@@ -175,23 +322,33 @@ class CommitProtocol:
             reduction, outcome = state.reduction, resolve_reduction(state.current_status(), membership)
         if reduction is not None:
             reduction.detach_from_group()
-        if outcome != "commit":
-            with state.lock:
-                if abort_count != state.abort_count:
-                    return False
+        prepared = self._prepared
+        with state.lock:
+            if abort_count != state.abort_count:
+                return False
+            if outcome != "commit" or isinstance(prepared, _PreparedCollective):
+                if outcome == "commit" and isinstance(prepared, _PreparedCollective):
+                    self._apply_collective(prepared)
                 state.status = replace(state.status, is_prepared=False)
                 if _contributes_zeros(reduction):
                     state.reduction = None  # another one will be created
                 return True
-        prepared = self._prepared
-        assert reduction is not None, "it was prepared"
-        assert prepared is not None, "it was prepared"
-        with state.lock:
-            if abort_count != state.abort_count:
-                return False
+            assert reduction is not None, "it was prepared"
+            assert prepared is not None, "it was prepared"
             self._apply_commit(prepared, reduction)
         self._deliver(prepared, reduction)
         return True
+
+    def _wait_for_replay(self, catch_up: CatchUp, abort_count: int) -> None:
+        """Wait until the script of a recovering member has replayed everything; needs the lock.
+
+        Raises:
+            RuntimeError: The generation is over.
+        """
+        state = self._state
+        state.lock.wait_for(lambda: abort_count != state.abort_count or state.has_ended or catch_up.has_replayed_all)
+        if abort_count != state.abort_count or state.has_ended:
+            raise RuntimeError("the generation is over")
 
     def _own_row(self, reduction: RetainedReduction | FetchOnceBroadcast) -> ReductionRow:
         """Return this member's row; needs the lock."""
@@ -210,7 +367,7 @@ class CommitProtocol:
         state.trainer.apply_commit(commit)
         self._is_delivering = True  # not before: an error above ends training, and the script raises it
         state.reduction = None
-        state.status = replace(state.status, committed=commit.number, is_prepared=False)
+        state.status = replace(state.status, committed=state.status.committed + 1, is_prepared=False)
         state.num_progress += 1
         state.num_delivered += 1
         state.is_waiting = False  # the script wakes up when the result is delivered, and not before
@@ -223,7 +380,7 @@ class CommitProtocol:
         state.reduction = None
         state.status = replace(
             state.status,
-            committed=commit.number,
+            committed=state.status.committed + 1,
             is_prepared=False,
             has_state=is_caught_up,
             is_recovering=not is_caught_up,

@@ -29,6 +29,7 @@ from ringweave.training.data import order
 from ringweave.training.data.shared_loader import SampleWeightTable
 from ringweave.training.elastic import ddp, trainer_interface
 from ringweave.training.elastic.elastic_loader import ElasticLoader, ElasticLoaderParts
+from ringweave.training.elastic.script_collectives import STARTUP_STATE, StartupLog
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
@@ -157,10 +158,9 @@ def _join_job(
     )
     recorder = ElasticRecorder(environment, lambda: session.is_primary)
     share_table = ShareTable(must_match["batch_samples"], is_balanced=must_match["mode"] == modes.BALANCED)
-    transport = StateTransport(state_server=state_server, authentication=authentication)
-    trainer = ElasticTrainerState(
-        description, share_table, timer, TrainingState(model, optimizer, options.extra_state), transport, recorder
-    )
+    transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
+    training_state = TrainingState(model, optimizer, {**options.extra_state, STARTUP_STATE: startup_log})
+    trainer = ElasticTrainerState(description, share_table, timer, training_state, transport, recorder)
     session = ElasticSession(
         own_name,
         groups,
@@ -170,6 +170,7 @@ def _join_job(
         num_parameters=must_match["num_parameters"],
         recomputes=must_match["on_failure"] == "recompute",
     )
+    session.repeat_collectives(startup_log)
     membership_client = MembershipClient(
         own_name,
         environment.coordinators,

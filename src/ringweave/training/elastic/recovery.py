@@ -29,12 +29,15 @@ from ringweave.membership.membership_records import Membership
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction
+from ringweave.training.elastic.script_collectives import CollectiveCall, CollectiveResult
 from ringweave.training.elastic.trainer_interface import TrainerState, describe_validation_error
 
 MAX_RETAINED_REDUCTIONS = 16
 """Limit of logged reductions; with more, the others wait. During so many steps, the state of an optimizer with two
 moments can be read at a pace that leaves the others most of the link."""
 _MIN_RETAINED_REDUCTIONS = 2
+_MAX_COLLECTIVE_BYTES = 64 << 20
+"""Limit of logged collectives of the script; with more, the others wait."""
 _MEMORY_FRACTION = 0.5
 """Fraction of the free memory that the log may use."""
 
@@ -72,7 +75,9 @@ class ReplayLog:
         free = _MEMORY_FRACTION * psutil.virtual_memory().available if max_bytes is None else max_bytes
         self.max_retained = max(_MIN_RETAINED_REDUCTIONS, min(MAX_RETAINED_REDUCTIONS, int(free // each_bytes)))
         """Limit of logged reductions; with more, the others wait."""
-        self._log: deque[LoggedReduction | GenerationStart] = deque()
+        self._log: deque[LoggedReduction | CollectiveResult | GenerationStart] = deque()
+        self.num_collective_bytes = 0
+        """Bytes of the logged collectives."""
         self._free_sums: list[list[Tensor]] = []
         self.last_replayed = committed
         """Number of the last reduction that the script has replayed."""
@@ -103,6 +108,10 @@ class ReplayLog:
         if not self._is_on_cpu:
             self._free_sums.append(reduction.sums)
 
+    def append_collective(self, result: CollectiveResult) -> None:
+        self._log.append(result)
+        self.num_collective_bytes += result.rows.nbytes
+
     def append_generation_start(self, start: GenerationStart) -> None:
         """Append a generation start, to be applied after the entries before it."""
         self._log.append(start)
@@ -116,16 +125,47 @@ class ReplayLog:
         return head
 
     def pop_reduction(self) -> LoggedReduction:
-        """Remove and return the next reduction."""
+        """Remove and return the next reduction.
+
+        Raises:
+            TrainingError: The others' scripts called a collective there.
+        """
         logged = self._log.popleft()
+        if isinstance(logged, CollectiveResult):
+            raise replay_error("gradients", logged.text)
         assert isinstance(logged, LoggedReduction), "epochs are taken first"
         self.last_replayed = logged.commit.number
         return logged
+
+    def pop_collective(self, call: CollectiveCall) -> CollectiveResult:
+        """Remove and return the result of the collective that this member's script calls.
+
+        Raises:
+            TrainingError: The others' scripts did something else there.
+        """
+        logged = self._log.popleft()
+        if not isinstance(logged, CollectiveResult):
+            raise replay_error(call.signature, "gradients")
+        if logged.digest != call.digest:
+            raise replay_error(call.signature, logged.text)
+        self.num_collective_bytes -= logged.rows.nbytes
+        return logged
+
+    @property
+    def num_operations(self) -> int:
+        """Reductions and collectives in the log."""
+        return sum(not isinstance(each, GenerationStart) for each in self._log)
 
     def recycle_sums(self, logged: LoggedReduction) -> None:
         """Reuse the memory of sums that the script has taken over."""
         if self._is_on_cpu:
             self._free_sums.append(logged.sums)
+
+
+def replay_error(own: str, others: str) -> TrainingError:
+    """Return the error for a script that replays another operation than the others did."""
+    do = "Let what a script calls depend on nothing that a worker that joins does not have: give it as extra_state"
+    return TrainingError(explain("operation of a worker that catches up", got=own, expected=others, do=do))
 
 
 BucketLayout = Sequence[Sequence[Any]]
@@ -248,7 +288,10 @@ class CatchUp:
             self._stopped,
         )
         self._reader: threading.Thread | None = None
-        self._is_blocking_others = False
+        self.is_blocking_others = False
+        """The log was full once: the others wait for this member in every step, until it has caught up."""
+        self.waiting_call: CollectiveCall | None = None
+        """Collective that the script waits for."""
         self.is_loaded = False
         """The state is loaded, and the script may continue."""
         self.has_announced = False
@@ -266,19 +309,27 @@ class CatchUp:
         Until then the others wait. Otherwise a script slower than theirs would delay each of their steps and never
         catch up.
         """
-        self._is_blocking_others = self._is_blocking_others or self._log.num_retained >= self._log.max_retained
-        return self.is_caught_up or not self._is_blocking_others
+        self.is_blocking_others = self.is_blocking_others or self._log.num_retained >= self._log.max_retained
+        return self.has_replayed_all or not self.is_blocking_others
+
+    def has_room_for_collectives(self) -> bool:
+        """Return whether the log has room for another collective, if that is the next operation."""
+        return not self._log.num_operations or self._log.num_collective_bytes < _MAX_COLLECTIVE_BYTES
 
     @property
-    def is_caught_up(self) -> bool:
-        """The script has replayed all committed reductions, and waits for the same reduction as all others.
+    def has_replayed_all(self) -> bool:
+        """The script has replayed all committed operations, and waits for the next one.
 
         A generation that has begun meanwhile does not matter, applied or not: it is applied when the script wakes up,
         and that wakes no thread that waits for this property.
         """
-        return (
-            self.is_loaded and not self._log.num_retained and self._backward is not None and self._backward.is_complete
-        )
+        is_waiting = self.waiting_call is not None or (self._backward is not None and self._backward.is_complete)
+        return self.is_loaded and not self._log.num_operations and is_waiting
+
+    @property
+    def is_caught_up(self) -> bool:
+        """The script has replayed all committed operations, and waits for the same reduction as all others."""
+        return self.has_replayed_all and self.waiting_call is None
 
     def announce_if_caught_up(self) -> bool:
         """Return whether this member has caught up; if so, the others may rely on it from now on."""
@@ -307,13 +358,17 @@ class CatchUp:
         self._others_stepped.set()
         return self._member in commit.caught_up
 
+    def log_collective(self, result: CollectiveResult) -> None:
+        """Log a committed collective for the script."""
+        self._log.append_collective(result)
+
     def begin_generation(self, start: GenerationStart) -> None:
         self._is_urgent = RecoveryPlan.of_membership(start.membership).urgent_member == self._member
         self.has_announced = False
         self._log.append_generation_start(start)
 
     def is_behind(self) -> bool:
-        """Return whether a reduction has to be replayed; first apply the generation starts before it."""
+        """Return whether an operation has to be replayed; first apply the generation starts before it."""
         while (start := self._log.pop_generation_start()) is not None:
             enter_generation(self._trainer, start)
         return bool(self._log)
@@ -322,7 +377,7 @@ class CatchUp:
         """Return the script's own reduction, the logged one, and whether this member has then caught up.
 
         Raises:
-            TrainingError: The buckets of this member differ from the others'.
+            TrainingError: The buckets of this member differ from the others', or they called a collective instead.
         """
         logged, backward, self._backward = self._log.pop_reduction(), self._backward, None
         assert backward is not None, "the script has handed it in"
@@ -335,6 +390,15 @@ class CatchUp:
         if is_last:
             self.is_behind()
         return backward, logged, is_last
+
+    def take_collective(self, call: CollectiveCall) -> CollectiveResult:
+        """Return the logged result of the collective that the script calls.
+
+        Raises:
+            TrainingError: The others' scripts did something else there.
+        """
+        self.waiting_call = None
+        return self._log.pop_collective(call)
 
     def recycle_sums(self, logged: LoggedReduction) -> None:
         self._log.recycle_sums(logged)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ringweave.comm import generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import MembershipError, RingweaveError, RpcError, TrainingError
 from ringweave.membership import membership_records
@@ -19,10 +20,16 @@ from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
-from ringweave.training.elastic import recovery, trainer_interface
+from ringweave.training.elastic import recovery, script_collectives, trainer_interface
 from ringweave.training.elastic.commit import CommitProtocol
 from ringweave.training.elastic.recovery import CatchUp, GenerationStart, RecoveryPlan, ReplayLog
 from ringweave.training.elastic.retained_reductions import FetchedJson, PartialSums
+from ringweave.training.elastic.script_collectives import (
+    CollectiveCall,
+    CollectiveInterceptor,
+    CollectiveResult,
+    StartupLog,
+)
 from ringweave.training.elastic.session_state import SessionState
 from ringweave.training.elastic.trainer_interface import TrainerState
 from ringweave.training.elastic.training_state import StateRead
@@ -63,6 +70,26 @@ class MemberRecovery:
         with state.lock:
             catch_up.recycle_sums(logged)
 
+    def replay_collective(self, catch_up: CatchUp, call: CollectiveCall) -> CollectiveResult:
+        """Return the logged result of the script's collective; wait for it if the log is empty.
+
+        Raises:
+            MembershipError: There will be none: this member was evicted, or the job is over.
+            TrainingError: The others' scripts did something else there.
+        """
+        state = self._state
+        with state.saves_final_checkpoint(), state.lock:
+            state.num_progress += 1
+            catch_up.waiting_call, state.is_waiting = call, True
+            state.lock.notify_all()  # the others may wait for its input
+            state.lock.wait_for(lambda: catch_up.is_behind() or state.has_ended)
+            if not catch_up.is_behind() or state.status.is_leaving:
+                state.raise_if_stopped()
+            result = catch_up.take_collective(call)
+            state.is_waiting = False
+            state.lock.notify_all()
+        return result
+
     def pass_step_boundary(self, catch_up: CatchUp, draw: Callable[[], None]) -> None:
         """Pass a step boundary of a recovering member: its own script's, unless it has replayed everything.
 
@@ -92,7 +119,7 @@ class MemberRecovery:
         """Start the zero reduction; return the error if the group is broken."""
         state = self._state
         assert state.catch_up is not None, "it is due"
-        state.reduction = state.catch_up.zero_reduction(state.status.committed + 1)
+        state.reduction = state.catch_up.zero_reduction(state.num_reductions + 1)
         return state.start_reduction()
 
     def begin_generation(self, start: GenerationStart, plan: RecoveryPlan) -> None:
@@ -104,8 +131,11 @@ class MemberRecovery:
             else:
                 self._state_read.cancel()
         committed = max(start.membership.last_committed, state.status.committed)
+        if start.is_joining:
+            state.num_collectives = start.details[plan.owner_ranks[0]]["collectives"]
         if start.is_joining and plan.layout:
-            state.catch_up = CatchUp(state.member, state.trainer, ReplayLog(plan.layout, committed))
+            num_reductions = committed - state.num_collectives
+            state.catch_up = CatchUp(state.member, state.trainer, ReplayLog(plan.layout, num_reductions))
             state.status = replace(state.status, is_recovering=True)
         has_state = not state.status.is_recovering
         state.status = replace(state.status, has_state=has_state, committed=committed)
@@ -165,7 +195,7 @@ class MemberRecovery:
 
 
 class SessionThread:
-    """Session's own thread: forms ordered generations and sums complete reductions, until this member stops."""
+    """Session's own thread: forms ordered generations and commits operations, until this member stops."""
 
     def __init__(self, state: SessionState, commits: CommitProtocol, recovery: MemberRecovery) -> None:
         self._state, self._commits, self._recovery = state, commits, recovery
@@ -181,13 +211,14 @@ class SessionThread:
 
     def _run(self) -> None:
         try:
-            while self._run_once():
-                pass
+            with generation_group.direct_collectives():
+                while self._run_once():
+                    pass
         except Exception as error:  # any error: only the script can report it
             self._state.fail_script(error)
 
     def _run_once(self) -> bool:
-        """Wait for an order or a complete reduction, and process it; return False at the end."""
+        """Wait for an order or an operation that is due, and process it; return False at the end."""
         state, recovery = self._state, self._recovery
         with state.lock:
             state.lock.wait_for(
@@ -201,19 +232,21 @@ class SessionThread:
                 else None
             )
             membership, state.next_membership = state.next_membership, None
-            reduction, abort_count, num_aborts = state.reduction, state.abort_count, state.groups.num_aborts
+            operation = state.collective or state.reduction
+            abort_count, num_aborts = state.abort_count, state.groups.num_aborts
         with torch.inference_mode(mode=False), torch.no_grad():
             if error is not None:
                 state.report_broken_group(error, abort_count)
             elif membership is not None:
                 self._form_generation(membership, abort_count, num_aborts)
-            elif reduction is not None:
-                self._commits.commit_reduction(reduction, abort_count)
+            elif operation is not None:
+                self._commits.commit_next(operation, abort_count)
         return True
 
     def _is_ready(self) -> bool:
         state = self._state
-        return state.is_group_up and state.reduction is not None and state.reduction.is_complete
+        has_room = state.catch_up is None or not state.status.is_recovering or state.catch_up.has_room_for_collectives()
+        return state.is_group_up and (state.collective is not None or (state.is_reduction_complete and has_room))
 
     def _form_generation(self, membership: Membership, abort_count: int, num_aborts: int) -> None:
         """Form the next generation, and settle the unfinished reduction of the one before.
@@ -225,6 +258,8 @@ class SessionThread:
         details = [trainer_interface.parse_details(each.member, each.note) for each in membership.statuses]
         rank = membership.members.index(state.member)
         state.trainer.check_membership(membership, details)
+        operations = [each["operation"] for each in details]
+        script_collectives.check_reported_operations(membership.statuses, operations)
         if membership.statuses[rank].is_recovering and not state.status.is_recovering:
             error = MembershipError("it starts again: the state could not be read")
             state.report_broken_group(error, abort_count, membership)
@@ -417,7 +452,28 @@ class ElasticSession:
     def num_committed(self) -> int:
         """Committed reductions since the start of the job that the script has applied."""
         state = self._state
-        return state.catch_up.last_replayed if state.catch_up else state.status.committed
+        return state.catch_up.last_replayed if state.catch_up else state.num_reductions
+
+    def repeat_collectives(self, startup_log: StartupLog) -> None:
+        """Repeat the script's small collectives of each default group when a member is lost in them.
+
+        Args:
+            startup_log: Results before the first step boundary; part of the state that joining members read.
+        """
+        self._state.startup_log = startup_log
+        interceptor = CollectiveInterceptor(self._run_collective, lambda: self.membership.members)
+        self._state.groups.prepare_default_group = interceptor.attach
+
+    def _run_collective(self, call: CollectiveCall) -> None:
+        """Run a collective of the script; on a member that has joined late, give it the result that the others had."""
+        state = self._state
+        if state.startup_log.is_replaying:
+            result = state.startup_log.take(call)
+        elif state.catch_up is not None:
+            result = self._recovery.replay_collective(state.catch_up, call)
+        else:
+            result = self._commits.run_collective(call)
+        call.finish(result)
 
     def wait_committed(self) -> None:
         """Wait until the reduction is committed; called at the end of a backward pass, before DDP reads the sums.
@@ -438,6 +494,7 @@ class ElasticSession:
             SystemExit: It has left, as requested.
         """
         state, status = self._state, None
+        state.startup_log.end()
         membership_client = state.client
         if state.catch_up is not None:
             self._recovery.pass_step_boundary(state.catch_up, draw)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ringweave.comm import generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import CapacityError, MembershipError, RingweaveError
 from ringweave.membership.client import MembershipClient
@@ -14,6 +15,7 @@ from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import FetchOnceBroadcast, RetainedReduction
+from ringweave.training.elastic.script_collectives import ScriptCollective, StartupLog
 from ringweave.training.elastic.trainer_interface import TrainerState
 
 LEFT_EXIT_CODE = 143
@@ -49,6 +51,11 @@ class SessionState:
         self.is_paused, self.is_generation_pending, self.is_group_up = True, False, False
         self.wants_pause, self.pauses_at_boundary = False, False
         self.reduction: RetainedReduction | FetchOnceBroadcast | None = None
+        self.collective: ScriptCollective | None = None
+        """Collective that the script waits for. It comes before a reduction that is not complete."""
+        self.num_collectives = 0
+        """Committed collectives of the script; they are numbered together with the reductions."""
+        self.startup_log = StartupLog()
         self.layout: list[list[object]] = []
         self.catch_up: CatchUp | None = None
         """Present until the script has replayed everything; only the script ends it."""
@@ -65,6 +72,23 @@ class SessionState:
     def has_ended(self) -> bool:
         """This member was evicted, or the job is over, or it cannot continue."""
         return self.stop is not None or self.error is not None
+
+    @property
+    def num_reductions(self) -> int:
+        """Committed reductions since the start of the job: operations that are no collectives of the script."""
+        return self.status.committed - self.num_collectives
+
+    @property
+    def is_reduction_complete(self) -> bool:
+        return self.reduction is not None and self.reduction.is_complete
+
+    @property
+    def operation_text(self) -> str:
+        """Text of the operation that the script waits for; empty if it waits for none."""
+        if self.collective is not None and self.collective.call is not None:
+            return self.collective.call.signature
+        is_own = not self.status.is_recovering and self.is_reduction_complete
+        return "gradients" if is_own and isinstance(self.reduction, RetainedReduction) else ""
 
     def pause(self) -> None:
         self.is_paused, self.is_group_up = True, False
@@ -85,7 +109,8 @@ class SessionState:
 
     def current_status(self) -> MemberStatus:
         """Return the status that the others receive."""
-        details = {"store": self.groups.store_address, **self.trainer.status_details()}
+        operation = {"collectives": self.num_collectives, "operation": self.operation_text}
+        details = {"store": self.groups.store_address, **operation, **self.trainer.status_details()}
         layout = recovery.layout_to_text(self.layout) if self.trainer.supports_replay else ""
         status = self.status
         if status.is_recovering and self.catch_up is not None:
@@ -112,7 +137,8 @@ class SessionState:
         """Start to sum the available buckets; return the error if the group is broken."""
         if self.is_group_up and self.reduction is not None:
             try:
-                self.reduction.start(self.groups.reduce_group)
+                with generation_group.direct_collectives():
+                    self.reduction.start(self.groups.reduce_group)
             except RuntimeError as error:
                 return error
         return None

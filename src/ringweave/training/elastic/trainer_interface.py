@@ -183,6 +183,8 @@ class _SessionDetails(pydantic.BaseModel):
     model_config = _STRICT
 
     store: _ADDRESS
+    collectives: _NON_NEGATIVE_INT = 0
+    operation: str = ""
 
 
 class _TrainerDetails(pydantic.BaseModel):
