@@ -100,6 +100,10 @@ class Checks:
             self._file.write(f"{line}\n")
             self._file.flush()
 
+    def logged(self, reduction: int, value: float) -> None:
+        """Write the value that an allreduce of the script's own gave after this reduction."""
+        self._say(f"logged {reduction} {value.hex()}")
+
     def end(self, train_step: int) -> None:
         """Write the losses on held-out and on training samples to a file."""
         if self._folder is None:
@@ -125,8 +129,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--s-per-sample", type=float, default=0.0, help="sleep for so long a sample, as if a device computed it"
     )
+    parser.add_argument("--log", action="store_true", help="log the mean loss in every step, by an allreduce")
     parser.add_argument("--checks", type=Path, help="folder for the check of the parameters after each step")
     return parser.parse_args()
+
+
+def log_mean(reduction: int, loss: torch.Tensor, checks: Checks, *, is_on: bool) -> None:
+    """Log the mean of the workers' losses, as trainers do: by an allreduce of the script's own."""
+    if is_on:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        checks.logged(reduction, mean.item())
 
 
 def main() -> None:
@@ -157,6 +170,7 @@ def main() -> None:
             time.sleep(options.s_per_sample * len(own))
             loss.backward()
             optimizer.step()
+            log_mean(reduction, loss, checks, is_on=options.log)
             if is_elastic and loader.misses_samples:
                 continue  # those of a lost worker: they are the next batch, of the same step
             train_step += 1

@@ -59,6 +59,8 @@ class Ended:
     """Train steps after which it was to end; None: it was to run for a fixed time."""
     is_elastic: bool = True
     """True if its workers were to be members."""
+    has_logs: bool = False
+    """True if the script logs by an allreduce of its own after every step."""
 
     def wrong_end(self) -> list[str]:
         """Return texts about a wrong end of the job; none if it ended as it should."""
@@ -85,6 +87,22 @@ class Ended:
         assert num_pairs > len(known), f"parameters: {num_pairs} checks of {len(known)} steps, none to compare with"
         return num_pairs
 
+    def check_logs(self) -> int:
+        """Count the (process, step) pairs that have logged the same value as the others after that step.
+
+        Raises:
+            AssertionError: Two differ, or there are no pairs.
+        """
+        known: dict[str, str] = {}
+        num_pairs = 0
+        for member, (word, step, *rest) in self._said():
+            if word == "logged" and rest:
+                num_pairs += 1
+                if known.setdefault(step, rest[0]) != rest[0]:
+                    raise AssertionError(f"{member} logged {rest[0]} after step {step}, not {known[step]}")
+        assert num_pairs > len(known), f"logs: {num_pairs} values of {len(known)} steps, none to compare with"
+        return num_pairs
+
     def check_samples(self) -> tuple[int, int]:
         """Return (samples committed, samples lost) in complete passes over the data, by the processes' draws.
 
@@ -104,7 +122,8 @@ class Ended:
         epoch_of: dict[int, int] = {}
         for reduction, member, own, epoch in self._drawn():
             epoch_of[reduction] = epoch
-            if member in (within.get(reduction) or _members_at(epochs, reduction) or [member]):
+            number = 2 * reduction - 1 if self.has_logs else reduction  # collectives are numbered together with them
+            if member in (within.get(reduction) or _members_at(epochs, number) or [member]):
                 totals[epoch] = totals.get(epoch, SampleAccount()) + own
         books = {event["epoch"]: event for event in self.events if event["kind"] == "samples_accounted"}
         num_counted = num_lost = 0
@@ -159,9 +178,9 @@ class Ended:
             yield from ((member, line.split()) for line in lines if line.count(" ") > 1)
 
 
-def _members_at(epochs: Sequence[telemetry.Event], reduction: int) -> list[str]:
-    """Return the members of the last generation that began before that step was committed; empty if there is none."""
-    before = [event for event in epochs if event["committed"] < reduction]
+def _members_at(epochs: Sequence[telemetry.Event], number: int) -> list[str]:
+    """Return the members of the last generation that began before the operation of that number was committed."""
+    before = [event for event in epochs if event["committed"] < number]
     return max(before, key=lambda event: (event["term"], event["number"]), default={"members": []})["members"]
 
 
@@ -173,6 +192,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--width", type=int, default=384, help="of the model's layers; its square sets the bytes")
     made.add_argument("--mode", default="sync", choices=["sync", "balanced"], help="how the job's workers train")
     made.add_argument("--spares", type=int, default=0, help="spares of an elastic job, see ringweave run --spares")
+    made.add_argument("--log", action="store_true", help="workers log by an allreduce of their own in every step")
     made.add_argument("--again", action="store_true", help="run nothing: judge anew what --keep has kept")
     made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one, which is left")
     made.add_argument(
@@ -212,6 +232,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     if system == TORCHFT:
         script = [str(JOB.with_name("torchft_job.py")), "--width", str(options.width), "--mended"]
     script += ["--fresh"] if elastic else []
+    script += ["--log"] if options.log else []
     script += ["--steps", str(steps)] if steps else []
     script += more
     plan = ChaosPlan(
@@ -238,6 +259,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
         end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,
         asked_steps=steps,
         is_elastic=elastic is not None,
+        has_logs=options.log,
     )
 
 
@@ -260,9 +282,10 @@ def summary(ended: Ended, found: Sequence[FaultImpact]) -> dict[str, Any]:
     not have, and a wrong end are in `wrong`, in words; `missed` includes them.
     """
     report, wrong = ended.report, []
-    num_counted = num_lost = num_alike = None
+    num_counted = num_lost = num_alike = num_logged = None
     try:
         num_alike = ended.check_alike()
+        num_logged = ended.check_logs() if ended.has_logs else None
     except AssertionError as error:
         wrong.append(str(error))
     try:
@@ -287,6 +310,7 @@ def summary(ended: Ended, found: Sequence[FaultImpact]) -> dict[str, Any]:
         "samples_lost": num_lost,
         "samples_recomputed": sum(event["missing"] for event in ended.events if event["kind"] == "samples_recomputed"),
         "checks_alike": num_alike,
+        "logs_alike": num_logged,
         "wrong": [*wrong, *ended.wrong_end()],
         "broken": list(report.broken),
         **kept,
@@ -342,6 +366,7 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
         "evicted": "members evicted though no fault hit them",
         "never_went_on": "faults after which a survivor made no step",
         "checks_alike": "parameters after a step, alike bit by bit",
+        "logs_alike": "values logged after a step, alike bit by bit",
         "join_stall_steps_p50": f"stall of peers when workers joined ({len(said['joins'])}), in steps, p50",
         "join_stall_steps_p95": "the same, p95",
         "caught_up_p50_s": "newcomers caught up after, s, p50",

@@ -272,7 +272,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "reported_in_term": "term of the reporting coordinator: a later one if members went to another and back",
             "members": "names of the members by rank, `SLOT.INCARNATION`",
             "newcomers": "members that have to read the state of a peer first",
-            "committed": "number of the last reduction of gradients that is committed",
+            "committed": "number of the last committed operation: a reduction, or a collective of the scripts",
             "part": "`ring N` where rings have memberships of their own; else empty",
         },
     ),

@@ -137,7 +137,7 @@ class ReplayLog:
         self.last_replayed = logged.commit.number
         return logged
 
-    def pop_collective(self, call: CollectiveCall) -> CollectiveResult:
+    def pop_collective(self, call: CollectiveCall, member: str) -> CollectiveResult:
         """Remove and return the result of the collective that this member's script calls.
 
         Raises:
@@ -146,7 +146,7 @@ class ReplayLog:
         logged = self._log.popleft()
         if not isinstance(logged, CollectiveResult):
             raise replay_error(call.signature, "gradients")
-        if logged.digest != call.digest:
+        if not call.is_same(logged, member):
             raise replay_error(call.signature, logged.text)
         self.num_collective_bytes -= logged.rows.nbytes
         return logged
@@ -398,7 +398,7 @@ class CatchUp:
             TrainingError: The others' scripts did something else there.
         """
         self.waiting_call = None
-        return self._log.pop_collective(call)
+        return self._log.pop_collective(call, self._member)
 
     def recycle_sums(self, logged: LoggedReduction) -> None:
         self._log.recycle_sums(logged)

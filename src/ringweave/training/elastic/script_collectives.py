@@ -47,8 +47,7 @@ class CollectiveResult:
 
     digest: int
     """Digest of the call's signature."""
-    text: str
-    """Text of the operation, for errors."""
+    kind: str
     members: tuple[str, ...]
     """Members of the generation that committed it, by rank."""
     has_part: tuple[bool, ...]
@@ -57,6 +56,11 @@ class CollectiveResult:
     """Input of each member, (num_members, num_bytes) uint8; of the source alone for a broadcast, (1, num_bytes)."""
     error: str = ""
     """Reason why there is no result, on all members alike."""
+
+    @property
+    def text(self) -> str:
+        """Text of the operation, for errors."""
+        return f"{self.kind} of {self.rows.shape[1]} bytes"
 
     def rows_in_order(self, members_at_call: Sequence[str], num_rows: int) -> list[Tensor]:
         """Return one row, (num_bytes,) uint8, for each output that the script has made for an allgather.
@@ -78,7 +82,7 @@ class CollectiveResult:
         """Return the result as JSON values."""
         return {
             "digest": self.digest,
-            "text": self.text,
+            "kind": self.kind,
             "members": list(self.members),
             "has_part": list(self.has_part),
             "shape": list(self.rows.shape),
@@ -98,7 +102,7 @@ class CollectiveResult:
         num_rows, num_bytes = map(int, document["shape"])
         return cls(
             digest=int(document["digest"]),
-            text=str(document["text"]),
+            kind=str(document["kind"]),
             members=tuple(map(str, document["members"])),
             has_part=tuple(map(bool, document["has_part"])),
             rows=rows.reshape(num_rows, num_bytes),
@@ -125,16 +129,26 @@ class CollectiveCall:
         """Digest of the signature."""
         return int.from_bytes(hashlib.blake2b(self.signature.encode(), digest_size=8).digest(), "little", signed=True)
 
+    def is_same(self, result: CollectiveResult, member: str) -> bool:
+        """Return whether a logged result is of this call, on the member that replays it.
+
+        A member that joined may be the source of a broadcast by its rank. Its object may be longer or shorter than the
+        one that the others received then, from the source before it.
+        """
+        is_source = self.kind == result.kind == "broadcast" and self.source == member
+        return self.digest == result.digest or is_source
+
     def finish(self, result: CollectiveResult) -> None:
-        """Write the committed result into the script's tensors.
+        """Write the committed result into the script's tensors, unless they are the source's and of another size.
 
         Raises:
             CommunicationError: There is none: the source of a broadcast is lost.
         """
         if result.error:
             raise CommunicationError(result.error)
-        with torch.inference_mode():  # tensors of either kind may be written in it
-            self.write(result)
+        if result.digest == self.digest:
+            with torch.inference_mode():  # tensors of either kind may be written in it
+                self.write(result)
 
 
 class ScriptCollective:
@@ -218,7 +232,8 @@ def check_same_operation(received: Tensor, members: Sequence[str]) -> list[Opera
     for header, member in own[1:]:
         first, first_member = own[0]
         if replace(header, source=first.source) != first:
-            raise _mismatch_error(member, header.text, f"{first.text}, as on worker {first_member}")
+            got = header.text if header.text != first.text else f"{header.text}, with another operation or dtype"
+            raise _mismatch_error(member, got, f"{first.text}, as on worker {first_member}")
     return headers
 
 
@@ -260,7 +275,7 @@ def result_of_rows(headers: Sequence[OperationHeader], members: Sequence[str], r
         rows = rows[max(source, 0)][None].clone()
     return CollectiveResult(
         digest=header.digest,
-        text=header.text,
+        kind=header.kind,
         members=tuple(members),
         has_part=tuple(not each.is_neutral for each in headers),
         rows=rows,
@@ -300,7 +315,7 @@ class StartupLog:
                 self._num_bytes += result.rows.nbytes
                 self._results += [result] if self._num_bytes <= MAX_STARTUP_BYTES else []
 
-    def take(self, call: CollectiveCall) -> CollectiveResult:
+    def take(self, call: CollectiveCall, member: str) -> CollectiveResult:
         """Return the next result of a call like this one. Others before it are passed over, as a script may leave out.
 
         Raises:
@@ -309,7 +324,7 @@ class StartupLog:
         with self._lock:
             first = self._next or 0
             for index, result in enumerate(self._results[first:], first):
-                if result.digest == call.digest:
+                if call.is_same(result, member):
                     self._next = index + 1
                     return result
             known = ", ".join(each.text for each in self._results[first:]) or "no more"
@@ -367,10 +382,10 @@ class CollectiveInterceptor:
         *args: Any,
         **kwargs: Any,
     ) -> dist.Work | None:
-        group = reference()
-        assert group is not None, "its method is called"
         made = None if generation_group.is_direct() else make_call(self._members(), *args, **kwargs)
         if made is None:
+            group = reference()
+            assert group is not None, "its caller holds it"
             return getattr(type(group), method)(group, *args, **kwargs)
         call, outputs = made
         self._run(call)

@@ -468,7 +468,7 @@ class ElasticSession:
         """Run a collective of the script; on a member that has joined late, give it the result that the others had."""
         state = self._state
         if state.startup_log.is_replaying:
-            result = state.startup_log.take(call)
+            result = state.startup_log.take(call, state.member)
         elif state.catch_up is not None:
             result = self._recovery.replay_collective(state.catch_up, call)
         else:

@@ -21,6 +21,8 @@ NOTE: dict[str, Any] = {
     "position": [0, 32, 33, 0],
     "accounts": [[64, 2**64 - 1], [32, 5], [0, 0]],
     "ring": [1, 2, 3, 4, None, None],
+    "collectives": 3,
+    "operation": "gradients",
 }
 
 
