@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.utils.data import DataLoader
 
 import ringweave
+from ringweave.comm.generation_group import GenerationGroups
 from tests.fakes.elastic_job import own_member, send_message
 from tests.training.elastic.elastic_functions import (
     BATCH,
@@ -18,6 +20,7 @@ from tests.training.elastic.elastic_functions import (
     HIDDEN,
     WIDE,
     WIDE_CAP_MB,
+    kill_self,
     make_data,
     make_model,
     stand_still,
@@ -107,6 +110,8 @@ def call_each_kind(own: float) -> dict[str, Any]:
     assert work.is_completed()
     assert work.get_future().value()[0] is tensor
     found["asynchronous"] = tensor.item()
+    functional = funcol.all_reduce(torch.tensor([own]), "sum", dist.group.WORLD)
+    found["functional"] = functional.item()
     world_size = dist.get_world_size()
     rows = [torch.empty(2) for _ in range(world_size)]
     dist.all_gather(rows, torch.tensor([own, -own]))
@@ -126,6 +131,40 @@ def call_each_kind(own: float) -> dict[str, Any]:
     found["texts"] = texts
     dist.barrier()
     return found
+
+
+def die_in(victim: str, moment: str) -> float:
+    """Train a few steps, each with an allreduce; the victim dies in the third one, at a moment of its commit."""
+    model, optimizer, loader = prepared()
+    total = torch.tensor(0.0)
+    for _ in loader.epochs(1):
+        for batch in loader:
+            train_step(model, optimizer, batch)
+            if own_member() == victim and loader.num_train_steps == 3:
+                arm_exchange(moment)
+            total = torch.tensor(1.0)
+            dist.all_reduce(total)
+            send_message(("total", loader.num_train_steps, total.item()))
+    return total.item()
+
+
+def arm_exchange(moment: str) -> None:
+    """Die in one of the three exchanges of the next collective, or when the last one is over."""
+    number, real, num_begun = (
+        ("header", "rows", "last byte", "committed").index(moment),
+        GenerationGroups.allgather_rows,
+        0,
+    )
+
+    def exchange(groups: GenerationGroups, row: torch.Tensor) -> torch.Tensor:
+        nonlocal num_begun
+        if num_begun == number:
+            kill_self()
+        num_begun += 1
+        rows = real(groups, row)
+        return kill_self() if num_begun == number == 3 else rows
+
+    GenerationGroups.allgather_rows = exchange
 
 
 def differ(victim_is_extra: bool, hidden: int) -> None:

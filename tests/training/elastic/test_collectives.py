@@ -74,7 +74,7 @@ def test_every_kind_of_collective_has_the_values_of_those_that_took_part(victim:
                 assert found[f"MIN {dtype}"] == [min(own)]
                 assert found[f"PRODUCT {dtype}"] == [own[0] * own[1]]
             assert found["flag"] is (victim != "0.0")
-            assert found["asynchronous"] == sum(own)
+            assert found["asynchronous"] == found["functional"] == sum(own)
             assert {tuple(row) for row in found["rows"]} == {(each, -each) for each in own}
             assert set(found["table"]) == set(own)
             assert {each["own"] for each in found["objects"]} == set(own)
@@ -84,6 +84,24 @@ def test_every_kind_of_collective_has_the_values_of_those_that_took_part(victim:
         for outcome in outcomes:
             assert outcome.value["rows"] == [[each, -each] for each in own], "by rank, once all know who is left"
             assert outcome.value["members"] == tuple(left)
+
+
+@pytest.mark.parametrize("moment", ["header", "rows", "last byte", "committed"])
+@pytest.mark.parametrize("victim", ["0.0", "1.0"])
+def test_a_death_at_any_moment_of_the_commit_leaves_the_same_value_on_all(victim: str, moment: str) -> None:
+    with ElasticJob(collective_functions.die_in, 3, victim, moment) as job:
+        left = [member for member in job.members if member != victim]
+        outcomes = [job.outcome(member) for member in left]
+        assert [each.error for each in outcomes] == ["", ""]
+        assert [each.value for each in outcomes] == [2.0, 2.0]
+        for member in left:
+            job.read_messages(member)
+        totals = [said(job, member, "total") for member in left]
+        assert totals[0] == totals[1]
+        assert [step for _, step, _ in totals[0]] == list(range(1, 9))
+        third = totals[0][2][2]
+        possible = {"last byte": (2.0, 3.0), "committed": (3.0,)}.get(moment, (2.0,))
+        assert third in possible, "whether all others have its input decides"
 
 
 def test_a_worker_that_joins_gets_the_values_that_the_others_had() -> None:
