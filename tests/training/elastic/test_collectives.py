@@ -98,7 +98,9 @@ def test_a_death_at_any_moment_of_the_commit_leaves_the_same_value_on_all(victim
             job.read_messages(member)
         totals = [said(job, member, "total") for member in left]
         assert totals[0] == totals[1]
-        assert [step for _, step, _ in totals[0]] == list(range(1, 9))
+        steps = [step for _, step, _ in totals[0]]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) in (8, 9), "one more if the lost member had drawn samples that the others compute"
         third = totals[0][2][2]
         possible = {"last byte": (2.0, 3.0), "committed": (3.0,)}.get(moment, (2.0,))
         assert third in possible, "whether all others have its input decides"
