@@ -195,6 +195,7 @@ _RINGWEAVE_VARIABLES = (
     environment.REPLACE_BACKEND,
     environment.SCHEDULE,
     environment.TUNING,
+    environment.LEADER_PER_NIC,
     environment.MODE,
     environment.SERVER,
     environment.CREDENTIALS,
