@@ -27,8 +27,8 @@ import psutil
 import ring_runs
 from ring_runs import Done, Run, longest_s, usual_s
 
-from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import FolderLeadershipLog
 from ringweave_bench.chaos import chaos_session
 from ringweave_bench.chaos.member_impacts import quantile
 
@@ -64,7 +64,7 @@ def wait_claim(run: Run, after: int) -> LeadershipRecord:
     """Wait until both servers are up to date; return the newest leadership record."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s and not run.is_over:
-        newest = LeadershipLog(run.run_dir / "claims").latest()
+        newest = FolderLeadershipLog(run.run_dir / "claims").latest()
         if newest is not None and newest.number > after and len(newest.members) == 2:
             return newest
         time.sleep(0.05)

@@ -23,8 +23,8 @@ from ring_runs import Run, longest_s, usual_s
 from ring_servers import Stall, wait_claim
 
 from ringweave import topology
-from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import FolderLeadershipLog
 from ringweave_bench.chaos import chaos_session
 from ringweave_bench.chaos.job_history import parse_member
 
@@ -57,7 +57,7 @@ def one(options: argparse.Namespace, way: str, folder: Path) -> tuple[Stall, dic
         at_s = time.monotonic()
         run.lab.cut(SERVER, way)
         time.sleep(CUT_S)
-        newest = LeadershipLog(run.run_dir / "claims").latest()
+        newest = FolderLeadershipLog(run.run_dir / "claims").latest()
         run.lab.reconnect(SERVER)
         whole = wait_claim(run, before.number)
         ring_runs.wait_whole(run, options)

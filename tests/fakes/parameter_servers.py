@@ -14,8 +14,8 @@ from ringweave import rpc, telemetry
 from ringweave.errors import RpcError
 from ringweave.launcher.node_context import free_port
 from ringweave.param_server.client import RingClient
-from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import FolderLeadershipLog
 from ringweave.param_server.messages import LeaderStatus, LeaderStatusRequest
 
 _SERVER_POLL_S = 0.02
@@ -126,7 +126,7 @@ class ReplicatedServers:
 
     def newest_leadership(self) -> LeadershipRecord | None:
         """Return the newest leadership record."""
-        return LeadershipLog(self._folder / "claims").latest()
+        return FolderLeadershipLog(self._folder / "claims").latest()
 
     def wait_leadership(self, num_members: int | None = None, *, after: int = -1) -> LeadershipRecord:
         """Wait for a record after number `after` with this number of members, restarting servers meanwhile."""

@@ -1,11 +1,14 @@
 """Training modes on hosts, with real services on loopback addresses and real workers."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.conftest import FakeHosts
+from tests.launch.small_training import SUM, epoch, prepared
 from tests.launch.test_serving_runs import SCRIPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -43,3 +46,62 @@ def test_shares_and_the_planners_choice(hosts: FakeHosts, mode: str) -> None:
     assert mode in ("auto", trained["mode"])
     assert f"ringweave: trained in mode {trained['mode']}: " in said
     assert ". 390 samples in 3 epochs, each exactly once.\n" in said
+
+
+RINGS_SCRIPT = f"""{prepared(num_samples=96, batch=24, lr=0.1, shuffles=True)}
+here = pathlib.Path({{folder!r}})
+for epoch in loader.epochs(4):
+{epoch(indent=4)}
+    if epoch in (0, 2):
+        (here / f"waits-{{{{epoch}}}}-{{{{os.environ['RANK']}}}}").touch()
+        while not (here / f"killed-{{{{epoch}}}}").exists():
+            time.sleep(0.05)
+{SUM}"""
+
+
+def events_on(hosts: FakeHosts, *names: str) -> list[dict]:
+    paths = [path for name in names for path in hosts.run_files(name) if path.name == "events.jsonl"]
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def last_leader(hosts: FakeHosts) -> tuple[int, int, int]:
+    """Server, term and number of members of the newest leadership record."""
+    found = [each for each in events_on(hosts, "a", "b") if each["kind"] == "params_leader_changed"]
+    newest = max(found, key=lambda each: each["record"], default=None)
+    return (newest["server"], newest["term"], len(newest["members"])) if newest else (-1, -1, 0)
+
+
+def test_a_worker_and_the_leading_server_are_killed_and_the_standby_takes_over(hosts: FakeHosts) -> None:
+    folder = hosts.write_script(RINGS_SCRIPT.format(folder=str(hosts.root)))
+    words = ("run", "--hosts", "a,b,c", "--mode", "ps-hra", "--elastic", "1:3", "--standby", "--run-dir", "out")
+    command = hosts.start(*words, "train.py")
+
+    def wait(number: int, ranks: range, leader: tuple[int, int, int]) -> None:
+        paths = [hosts.root / f"waits-{number}-{rank}" for rank in ranks]
+
+        def holds() -> bool:
+            assert command.poll() is None, command.communicate()
+            return all(path.exists() for path in paths) and last_leader(hosts) == leader
+
+        hosts.wait(holds, f"all wait after epoch {number}, and {leader} leads", 240.0)
+
+    def kill(name: str, kind: str) -> None:
+        os.kill([each for each in events_on(hosts, name) if each["kind"] == kind][-1]["pid"], signal.SIGKILL)
+
+    wait(0, range(3), (0, 0, 2))
+    kill("c", "worker_started")
+    kill("a", "server_started")
+    wait(0, range(3), (1, 1, 2))  # the killed one follows
+    (hosts.root / "killed-0").touch()
+    wait(2, range(2), (1, 1, 2))
+    kill("b", "server_started")
+    wait(2, range(2), (0, 2, 2))
+    (hosts.root / "killed-2").touch()
+    output, errors = command.communicate(timeout=240.0)
+    assert command.returncode == 0, errors
+    assert len({line.split()[-1] for line in output.splitlines() if " sum " in line}) == 1
+    events = events_of(folder / "out")
+    accounted = {each["epoch"]: each["samples"] for each in events if each["kind"] == "samples_accounted"}
+    assert accounted == dict.fromkeys(range(4), 96)
+    counted = max((each for each in events if each["kind"] == "params_counted"), key=lambda each: each["version"])
+    assert counted["version"] >= 4 * 96 // 24, "a batch of all rings is at least one push"

@@ -141,7 +141,10 @@ def test_options_that_hosts_do_not_have_are_refused(hosts: FakeHosts) -> None:
     done = hosts.run("run", "--hosts", "a", "--workers", "2", "train.py")
     assert done.returncode == 2
     assert "--hosts: 'beside --workers', expected none of these. Leave --workers out" in done.stderr
-    done = hosts.run("run", "--hosts", "a", "--mode", "ps", "--standby", "train.py")
-    assert "--hosts: 'beside --standby', expected none of these. Leave --standby out" in done.stderr
     done = hosts.run("run", "--install", "train.py")
     assert "--install: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out." in done.stderr
+    words = ("run", "--hosts", "a,b", "--standby")
+    done = hosts.run(*words, "--mode", "ps-hra", "train.py")
+    assert "--standby: 'no --elastic', expected an elastic run on hosts. Add --elastic MIN:MAX, or leave" in done.stderr
+    done = hosts.run(*words, "--elastic", "1:2", "--mode", "sync", "train.py")
+    assert "--standby with --mode: 'sync', expected ps-hra or ps. Leave --standby out" in done.stderr

@@ -63,8 +63,6 @@ ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
         {"elastic": {"min": 16}, "nodes": [{**NODE, "capacity": 15}, {"name": "b", "capacity": 5}]},
         "elastic.min is more than the total, which one node runs: write the total, or less",
     ),
-    "elastic with a parameter server": ({"elastic": {"min": 3}, "mode": "ps"}, "elastic excludes a parameter server"),
-    "elastic with rings": ({"elastic": {"min": 3}, "mode": "ps-hra"}, "elastic excludes a parameter server"),
 }
 
 

@@ -9,8 +9,12 @@ from ringweave.errors import LaunchError
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import JobServer, SidecarEndpoint
-from ringweave.rpc import CertificateAuthority
+from ringweave.rpc import CertificateAuthority, Credentials
 from tests.launch.conftest import wait_until
+
+
+def issue(index: int) -> Credentials:
+    return CertificateAuthority("job").issue("server", str(index))
 
 
 class FailsOnB(HostContext):
@@ -26,7 +30,7 @@ def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp
     site, said, now_s = FailsOnB(), [], [0.0]
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     run_dir = RunDir(root=tmp_path)
-    server = JobServer(posts, site, run_dir, CertificateAuthority("job"), give_up=said.append, clock=lambda: now_s[0])
+    server = JobServer(posts, site, run_dir, issue, give_up=said.append, clock=lambda: now_s[0])
 
     def look() -> bool:
         now_s[0] += 1.0
@@ -63,9 +67,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     (tmp_path / "logs").mkdir()
     site, said, now_s = StartsOnce(), [], [0.0]
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
-    server = JobServer(
-        posts, site, RunDir(root=tmp_path), CertificateAuthority("job"), give_up=said.append, clock=lambda: now_s[0]
-    )
+    server = JobServer(posts, site, RunDir(root=tmp_path), issue, give_up=said.append, clock=lambda: now_s[0])
 
     def look() -> bool:
         now_s[0] += 1.0

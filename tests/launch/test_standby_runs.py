@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import FolderLeadershipLog
 from tests.ending import ended
 from tests.launch.conftest import wait_until
 from tests.launch.small_training import SUM, epoch, prepared
@@ -36,7 +36,7 @@ def test_a_run_goes_on_when_its_parameter_server_is_killed(tmp_path: Path) -> No
     argv = [sys.executable, "-m", "ringweave", "run", "--workers", "2", "--mode", "ps-hra", "--standby"]
     argv += ["--run-dir", "run", "train.py"]
     asked = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    claims = LeadershipLog(tmp_path / "run" / "claims")
+    claims = FolderLeadershipLog(tmp_path / "run" / "claims")
     before: LeadershipRecord | None = None
 
     def is_ready() -> bool:

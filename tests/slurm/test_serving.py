@@ -1,11 +1,16 @@
 """Jobs with a parameter server on a real Slurm: credentials by the shared file system, the server on one machine."""
 
+import json
+import os
+import signal
 from collections import Counter
 
 import pytest
 
 from ringweave.lab import lab_processes
-from tests.launch.small_training import PREPARED
+from ringweave.param_server.leadership_log import FolderLeadershipLog
+from tests.launch.small_training import PREPARED, SUM, epoch, prepared
+from tests.slurm.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]
 TRAINS = PREPARED
@@ -41,4 +46,41 @@ def test_a_parameter_server_is_on_a_machine_of_the_job(jobs):
     assert [node.retries for node in view.used_nodes] == [0, 0]
     sums = Counter(line for line in jobs.lines() if line.startswith("sum"))
     assert list(sums.values()) == [2], "all have the same parameters at the end of an epoch"
+    jobs.wait_idle()
+
+
+RINGS = f"""{prepared(num_samples=96, batch=24, lr=0.1, shuffles=True)}
+for epoch in loader.epochs(3):
+{epoch(indent=4)}
+    print("epoch", epoch, os.environ["RANK"], flush=True)
+    while epoch == 0 and not Path("go").exists():
+        time.sleep(0.05)
+{SUM}"""
+
+
+def test_a_killed_step_with_the_leading_server_is_replaced_while_the_standby_leads(jobs):
+    nodes = "[{name: big, capacity: 2}, {name: small, capacity: 1}]"
+    extra = "mode: ps-hra\nelastic: {min: 1}\nstandby: true\nmin_per_node: 1\n"
+    jobs.submit(RINGS, extra, gpus=3, nodes=nodes)
+    for rank in range(3):
+        jobs.wait_printed(f"epoch 0 {rank}", 1)
+    (job,) = (jobs.folder / "state" / "jobs").iterdir()
+    log = FolderLeadershipLog(job / "claims" / "round-1")
+    wait_until(lambda: (found := log.latest()) is not None and found.members == (0, 1), jobs.story)
+    (pid,) = servers(jobs, "big")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: (found := log.latest()) is not None and (found.leader, found.members) == (1, (1, 0)), jobs.story)
+    there = jobs.cluster.lab.processes()["small"]
+    (agent,) = [pid for pid in there if "ringweave.platforms.slurm.agent_main" in lab_processes.command_line(pid)]
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: (found := log.latest()) is not None and (found.leader, found.term) == (0, 2), jobs.story)
+    (jobs.folder / "go").touch()
+    view = jobs.wait("Succeeded")
+    assert (view.round, [node.retries for node in view.used_nodes]) == (1, [0, 1])
+    found = [
+        json.loads(line) for path in job.glob("runs/*/*/round-1/events.jsonl") for line in path.read_text().splitlines()
+    ]
+    accounted = {each["epoch"]: each["samples"] for each in found if each["kind"] == "samples_accounted"}
+    assert accounted == dict.fromkeys(range(3), 96)
+    assert len({line.split()[-1] for line in jobs.lines() if line.startswith("sum ")}) == 1
     jobs.wait_idle()

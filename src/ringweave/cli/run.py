@@ -322,12 +322,15 @@ def _run_on_hosts(
     others = {
         "--workers": counts,
         "--cluster": cluster_path,
-        "--standby": options.has_standby,
     }
     given = [name for name, value in others.items() if value]
     if given:
         do = f"Leave {given[0]} out; the hosts and their workers are in --hosts"
         raise UsageError(explain("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do))
+    if options.has_standby and options.elastic is None:
+        do = "Add --elastic MIN:MAX, or leave --standby out: without it the loss of a host ends the run anyway"
+        raise UsageError(explain("--standby", got="no --elastic", expected="an elastic run on hosts", do=do))
+    _check_standby(options.has_standby, options.mode, is_elastic=True)
     return start.run_on_hosts(
         start.HostsRunOptions(
             program=options.program,
@@ -336,6 +339,7 @@ def _run_on_hosts(
             mode=options.mode,
             elastic=options.elastic,
             num_spares=options.num_spares,
+            has_standby=options.has_standby,
             **hosts_options,
         )
     )

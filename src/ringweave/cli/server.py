@@ -27,7 +27,11 @@ _SERVER_MAIN = "ringweave.param_server.main"
 @click.option("--term", type=int, default=0, help="Term of this server; messages of another term are refused.")
 @click.option("--other", metavar="HOST:PORT", help="Address of the other server of a pair with a standby.")
 @click.option("--index", type=click.IntRange(0, 1), default=0, help="Index in the pair; 0 leads at the start.")
-@click.option("--claims", metavar="DIR", help="Folder of the leadership log of both servers.")
+@click.option(
+    "--claims",
+    metavar="WHERE",
+    help="Folder of the leadership log of both servers, or fd:N, an inherited socket to a node agent that has it.",
+)
 @click.option("--lease-s", type=float, default=LEASE_S, help=f"Lease of the leader in seconds. Default: {LEASE_S:g}.")
 def command(**given: object) -> int:
     """Run the parameter server of a job in mode ps-hra: hold the parameters, and apply pushed gradients.

@@ -53,8 +53,8 @@ class JobPlan:
     predicted_s: float | None
     """Predicted seconds of an allreduce of a bucket, at assumed rates; in a lab at those of its cluster file. None if a
     forced schedule has no prediction."""
-    server: str | None = None
-    """Node of the parameter server; None if the mode needs none."""
+    servers: tuple[str, ...] = ()
+    """Nodes of the parameter server and of its standby; empty if the mode needs none."""
 
 
 def plan_job(request: JobRequest, job: JobView) -> JobPlan:
@@ -66,6 +66,8 @@ def plan_job(request: JobRequest, job: JobView) -> JobPlan:
         job=job.name,
         device=job.device,
         mode=job.mode,
+        min_workers=request.elastic.min if request.elastic else None,
+        has_standby=request.standby,
         nodes=tuple(NodeConfig(index=index, name=node.name, workers=node.workers) for index, node in used),
         worker_options=request.worker_options,
         lab=request.lab,
@@ -83,7 +85,7 @@ def plan_job(request: JobRequest, job: JobView) -> JobPlan:
         leaders=tuple(group_plan.leaders),
         schedule=choice.schedule,
         predicted_s=choice.predicted_s if math.isfinite(choice.predicted_s) else None,
-        server=node_layout.server_node(config),
+        servers=node_layout.server_nodes(config),
     )
 
 
@@ -101,7 +103,8 @@ def job_plan_document(plan: JobPlan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "bytes": PLANNED_BUCKET_BYTES,
         "predicted_s": plan.predicted_s,
-        "server": plan.server,
+        "server": plan.servers[0] if plan.servers else None,
+        "standby": plan.servers[1] if len(plan.servers) > 1 else None,
     }
 
 
@@ -117,7 +120,9 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
         else ""
     )
     program = " ".join(replace(job_config.worker_program(request), arguments=()).command_words())
-    served = [f"server   on {plan.server}, which has the best connection"] if plan.server else []
+    place = "which has the best connection" if request.elastic is None else "the first node"
+    standby = f"; its standby on {plan.servers[1]}" if len(plan.servers) > 1 else ""
+    served = [f"server   on {plan.servers[0]}, {place}{standby}"] if plan.servers else []
     return [
         f"job {job.name} on {job.platform} for {job.requester}: {job.workers} {device}, {program}",
         f"split    {plan.split_reason}",
@@ -205,6 +210,12 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
     "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
 )
 @click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
+@click.option(
+    "--standby",
+    is_flag=True,
+    default=None,
+    help="A second parameter server of an elastic job, on the second node, that takes over when the first one is lost.",
+)
 @click.option("--lab", metavar="NAME", help="Run the nodes in a lab that is up on this machine.")
 @click.option("--ttl", metavar="TIME", help="Remove the job at this time after its end, such as 3600s.")
 @click.option("--suspend", is_flag=True, default=None, help="Submit it suspended.")

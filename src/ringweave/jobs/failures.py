@@ -100,6 +100,8 @@ SHARED_CAUSE_S = 60.0
 def can_continue(job: Job, record: JobRecord, observed: ObservedJobState, groups: GroupsByAttempt) -> bool:
     """Return whether enough workers train in this round and no group has to return to the barrier.
 
+    Without a node that has a parameter server they cannot: the server's state is lost with it.
+
     Args:
         job: Any job; False if it is not elastic.
         record: With the attempt ends that were just judged.
@@ -111,10 +113,11 @@ def can_continue(job: Job, record: JobRecord, observed: ObservedJobState, groups
     current = list(_groups_of_round(job, record, groups))
     if any(group.phase is GroupPhase.INTERRUPTED for group in current):
         return False
-    num_left = sum(
-        job.counts[group.node] for group in current if group.phase is GroupPhase.RUNNING and not group.is_terminating
-    )
-    return num_left >= job.request.elastic.min
+    running = {group.node for group in current if group.phase is GroupPhase.RUNNING and not group.is_terminating}
+    servers = job.elastic_server_nodes
+    if servers and running.isdisjoint(servers):
+        return False
+    return sum(job.counts[node] for node in running) >= job.request.elastic.min
 
 
 def is_program_error(

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
 from ringweave.jobs import worker_options
-from ringweave.jobs.request import JobRequest
+from ringweave.jobs.request import SERVER_MODES, JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 
 
@@ -283,6 +283,16 @@ class Job:
     def used_nodes(self) -> tuple[int, ...]:
         """Return the indices of the nodes that get workers."""
         return tuple(node for node, count in enumerate(self.counts) if count)
+
+    @property
+    def elastic_server_nodes(self) -> tuple[int, ...]:
+        """Return the indices of the nodes with a parameter server of an elastic job; empty for other jobs.
+
+        It is the first node and, with a standby, the second: both have a coordinator too, so that the job depends on
+        no further node.
+        """
+        has_server = self.request.elastic is not None and self.request.mode in SERVER_MODES
+        return self.used_nodes[: 1 + self.request.standby] if has_server else ()
 
     def node_name(self, node: int) -> str:
         return self.request.nodes[node].name

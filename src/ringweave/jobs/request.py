@@ -141,6 +141,8 @@ class JobRequest:
     """Plan with one leader per NIC of a node instead of one per node."""
     elastic: ElasticRequest | None = None
     """Elastic training; None: after the loss of a node all nodes restart from the last checkpoint."""
+    standby: bool = False
+    """A second parameter server of an elastic job, on another node, takes over when the first one is lost."""
     min_per_node: int = MIN_PER_NODE
     """Minimum number of workers on a used node."""
     ttl_s: float | None = None
@@ -204,6 +206,8 @@ def _request_problems(request: JobRequest) -> Iterator[InputProblem]:
     yield from _node_problems(request.nodes)
     if request.elastic is not None:
         yield from _elastic_problems(request, request.elastic)
+    if request.standby:
+        yield from _standby_problems(request)
 
 
 def _program_problems(request: JobRequest) -> Iterator[InputProblem]:
@@ -234,10 +238,6 @@ def _option_problems(request: JobRequest) -> Iterator[InputProblem]:
 
 
 def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[InputProblem]:
-    if request.mode in SERVER_MODES:
-        do = "Leave elastic out, or write mode: balanced"
-        expected = "none with a parameter server, which fails with its node"
-        yield _problem(("elastic",), "elastic", f"mode {request.mode}", expected, do)
     yield from _count_problems(("elastic", "spares"), "elastic.spares", elastic.spares, (0, MAX_SPARES), SPARES_RULE)
     if elastic.spares and request.command is not None:
         expected = "none with a command: a spare runs a Python script or module"
@@ -256,6 +256,17 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
             do = f"Write min: {most}, or less to continue while some of them are away"
             expected = f"1 to {most}, the workers of its one node"
         yield _problem(("elastic", "min"), "elastic.min", elastic.min, expected, do)
+
+
+def _standby_problems(request: JobRequest) -> Iterator[InputProblem]:
+    counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
+    if request.elastic is None or request.mode not in SERVER_MODES:
+        got = f"mode {request.mode}" + ("" if request.elastic else " without elastic")
+        do = "Leave standby out, or add elastic and write mode: ps-hra"
+        yield _problem(("standby",), "standby", got, "an elastic job with mode ps-hra or ps", do)
+    elif counts is not None and sum(count > 0 for count in counts) == 1:
+        do = "Leave standby out, or share the job out over more nodes"
+        yield _problem(("standby",), "standby", "one node", "two nodes or more: one can be lost", do)
 
 
 def _environment_problems(environment: Mapping[str, str]) -> Iterator[InputProblem]:
@@ -389,6 +400,7 @@ class JobFileEntry(yaml_files.FileEntry):
         default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
     )
     nodes: list[JobNodeEntry] = Field(description="a list of nodes", examples=["[{capacity: 10}, {capacity: 5}]"])
+    standby: bool = Field(default=False, description="true or false", examples=["true"])
     min_per_node: int = Field(default=MIN_PER_NODE, description=COUNT_RULE, examples=["3"])
     ttl: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(default=None, description=TTL_RULE, examples=["3600s"])
     suspend: bool = Field(default=False, description="true or false", examples=["false"])
@@ -441,7 +453,7 @@ def request_from_flags(flags: Mapping[str, JobFlag]) -> JobRequest:
 def dump_request(request: JobRequest) -> str:
     """Return the job file of a request: `parse_request(dump_request(r)) == r`."""
     content: dict[str, Any] = {"name": request.name, _total_key(request): request.num_workers}
-    usual = {"mode": "auto", "order": "block", "replace_backend": False, "leader_per_nic": False}
+    usual = {"mode": "auto", "standby": False, "order": "block", "replace_backend": False, "leader_per_nic": False}
     usual |= {"min_per_node": MIN_PER_NODE, "suspend": False}
     content |= {
         **{key: getattr(request, key) for key in PROGRAM_KEYS},
@@ -455,6 +467,7 @@ def dump_request(request: JobRequest) -> str:
         "mode": request.mode,
         **{key: getattr(request, key) for key in _OPTION_KEYS},
         "elastic": None if request.elastic is None else _elastic_to_yaml(request.elastic),
+        "standby": request.standby,
         "nodes": [_node_to_yaml(node) for node in request.nodes],
         "min_per_node": request.min_per_node,
         "ttl": None if request.ttl_s is None else units.format_seconds(request.ttl_s),
@@ -556,6 +569,7 @@ _UNCHANGED_FIELDS = {
     "claim",
     "lab",
     "mode",
+    "standby",
     "min_per_node",
     "suspend",
 }

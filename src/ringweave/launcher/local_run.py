@@ -121,8 +121,8 @@ def _run_attempt(
     def give_up(text: str) -> None:
         write_message(stderr, f"ringweave: {text}\n")
 
-    server = _create_server(request, give_up)
-    authority = server.authority if server else CertificateAuthority(f"run-{os.getpid()}")
+    authority = CertificateAuthority(f"run-{os.getpid()}")
+    server = _create_server(request, authority, give_up)
     coordinators = None
     if request.elastic is not None:
         coordinators = run_coordinators(
@@ -233,12 +233,20 @@ def _scale_requests(request: RunRequest, bounds: MemberBounds, slots: WorkerGrou
     )
 
 
-def _create_server(request: RunRequest, give_up: Callable[[str], object]) -> JobServer | None:
+def _create_server(
+    request: RunRequest, authority: CertificateAuthority, give_up: Callable[[str], object]
+) -> JobServer | None:
     """Create the parameter server if the mode needs or may need it; an elastic run in mode `auto` never chooses one."""
     is_balanced = request.elastic is not None and request.mode == _AUTO_MODE
     mode = None if is_balanced else request.mode
     return JobServer.for_mode(
-        mode, request.cluster, request.node_context, request.run_dir, has_standby=request.has_standby, give_up=give_up
+        mode,
+        request.cluster,
+        request.node_context,
+        request.run_dir,
+        authority,
+        has_standby=request.has_standby,
+        give_up=give_up,
     )
 
 

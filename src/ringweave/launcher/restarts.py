@@ -99,6 +99,7 @@ JOB_OVER = f"{MEMBERSHIP_ERROR}job is over"
 JOB_FINISHED = f"{JOB_OVER}: {membership_records.REASON_ALL_DONE}"
 """Error of a worker that joins when the others have finished."""
 NO_COORDINATOR = f"{MEMBERSHIP_ERROR}this worker is no member any more: no coordinator within"
+NO_SERVER = f"{MEMBERSHIP_ERROR}this worker is no member: no parameter server answers"
 _NOT_A_MEMBER = f"{MEMBERSHIP_ERROR}this worker is no member"
 
 _EARLY_DEATH_DELAY_S = 1.0
@@ -142,7 +143,7 @@ class WorkerRestartPolicy:
         max_delay_s: float = 30.0,
         reset_failures_after_s: float = 60.0,
         reset_delay_after_s: float = 20.0,
-        ends_without_coordinator: bool = False,
+        ends_without_services: bool = False,
     ) -> None:
         """Begin without any failures.
 
@@ -158,10 +159,10 @@ class WorkerRestartPolicy:
                 row.
             reset_delay_after_s: A worker that trained and lived this long has not died early: the next one waits no
                 longer than the first time.
-            ends_without_coordinator: A worker that finds no coordinator ends the restarts, as if the job were over:
-                a job's nodes with coordinators may be lost, and only another round of all nodes helps then.
+            ends_without_services: A worker that finds no coordinator, or no parameter server, ends the restarts, as if
+                the job were over: a job's nodes with them may be lost, and only another round of all nodes helps then.
         """
-        self._ends_without_coordinator = ends_without_coordinator
+        self._ends_without_services = ends_without_services
         self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
         self._reset_failures_after_s, self._reset_delay_after_s = reset_failures_after_s, reset_delay_after_s
         self._max_own_failures, self._max_failed_starts = max_own_failures, max_failed_starts
@@ -198,7 +199,8 @@ class WorkerRestartPolicy:
             return "rest"
         assert slot_exit.death is not None
         exception = slot_exit.death.exception or ""
-        if JOB_OVER in exception or (self._ends_without_coordinator and NO_COORDINATOR in exception):
+        is_without_services = NO_COORDINATOR in exception or NO_SERVER in exception
+        if JOB_OVER in exception or (self._ends_without_services and is_without_services):
             self._is_over = True  # for all: no new worker is admitted
             self._due_s.clear()
         if slot_exit.has_left or self._is_over:

@@ -20,7 +20,7 @@ from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest, is_ring_part
 from ringweave.membership.settings import MemberBounds
-from ringweave.rpc import CertificateAuthority, Credentials, Identity
+from ringweave.rpc import CertificateAuthority, Credentials
 from ringweave.topology import Cluster
 
 
@@ -48,7 +48,7 @@ def start_sidecar(
     node_context: NodeContext,
     environ: Mapping[str, str],
     log: Path,
-    credentials_fd: int,
+    inherited_fds: Sequence[int],
 ) -> "subprocess.Popen[bytes]":
     """Start a sidecar process on its node, in its own session; the kernel kills it when this process dies.
 
@@ -59,7 +59,7 @@ def start_sidecar(
         node_context: Context that runs processes on the node.
         environ: Inherited environment; the node's own variables override it.
         log: File to which its output is appended.
-        credentials_fd: Descriptor of its credentials, which it inherits; closed here.
+        inherited_fds: Descriptors that it inherits, such as that of its credentials; closed here.
 
     Raises:
         LaunchError: It could not be started.
@@ -81,12 +81,13 @@ def start_sidecar(
                 stderr=subprocess.STDOUT,
                 env={**environ, **node_context.node_environ(endpoint.node)},
                 start_new_session=True,
-                pass_fds=(credentials_fd,),
+                pass_fds=tuple(inherited_fds),
             )
     except OSError as error:
         raise LaunchError(f"{description} could not be started: {error}. [node {endpoint.node}]") from error
     finally:
-        os.close(credentials_fd)
+        for descriptor in inherited_fds:
+            os.close(descriptor)
 
 
 class ServiceProcesses(abc.ABC):
@@ -188,6 +189,10 @@ class ServiceProcesses(abc.ABC):
     def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
         """Return the command line; `credentials` names their descriptor."""
 
+    def _take_inherited(self) -> list[int]:
+        """Return the descriptors that the command line just made refers to, beside that of the credentials."""
+        return []
+
     @abc.abstractmethod
     def _record_start(self, index: int, pid: int) -> None: ...
 
@@ -196,14 +201,15 @@ class ServiceProcesses(abc.ABC):
 
     def _start_process(self, index: int, *, is_first: bool) -> None:
         secret = self._credentials(index).to_descriptor()
+        argv, inherited = self._argv(index, f"fd:{secret}", is_first=is_first), self._take_inherited()
         process = self._processes[index] = start_sidecar(
             self._name,
-            self._argv(index, f"fd:{secret}", is_first=is_first),
+            argv,
             endpoint=self._own_endpoints[index],
             node_context=self._node_context,
             environ=self._environ,
             log=self._log(index),
-            credentials_fd=secret,
+            inherited_fds=[secret, *inherited],
         )
         self._restart_policies[index].record_start(self._clock())
         self._record_start(index, process.pid)
@@ -432,11 +438,20 @@ without a goodbye. A member that lost its connection is back within seconds."""
 _SUMMARY_PREFIX, _SUMMARY_MARK = "parameter server: ", "pushes applied"
 
 
-class JobServer(ServiceProcesses):
-    """Parameter server of one run, on the best connected node, with an optional standby on another node.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerPairMember:
+    """One of the two parameter servers of a job, on its node."""
 
-    The key of its job's certificate authority stays in this process. With a standby, the one of the two that dies is
-    restarted and follows the other.
+    index: int
+    """Index of the server; 0 leads at the start."""
+    open_log: Callable[[], int]
+    """Returns a descriptor for a new process: a socket to the leadership log of both servers."""
+
+
+class JobServer(ServiceProcesses):
+    """Parameter server of one run or of one node of a job, with an optional standby on another node.
+
+    With a standby, the one of the two that dies is restarted and follows the other.
     """
 
     _name = "parameter server"
@@ -448,17 +463,28 @@ class JobServer(ServiceProcesses):
         endpoints: Sequence[SidecarEndpoint],
         node_context: NodeContext,
         run_dir: RunDir,
-        authority: CertificateAuthority,
+        credentials: Callable[[int], Credentials],
         *,
+        member: ServerPairMember | None = None,
         give_up: Callable[[str], object] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`endpoints` are the endpoints of the server and, if there is one, of its standby.
+        """Create the object; starts no process yet.
 
-        `give_up` gets a text about one that dies time after time; it is not restarted.
+        Args:
+            endpoints: Endpoints of the server and, if there is one, of its standby.
+            node_context: Context that runs processes on a node.
+            run_dir: Gets their logs and events.
+            credentials: Index -> credentials of its next process.
+            member: The one of a job's two servers that runs on this node; None: all servers run here.
+            give_up: Gets a text about one that dies time after time; it is not restarted.
+            clock: Monotonic seconds.
         """
-        super().__init__(dict(enumerate(endpoints)), node_context, run_dir, give_up, clock)
-        self._endpoints, self.authority = tuple(endpoints), authority
+        own = {index: each for index, each in enumerate(endpoints) if member is None or member.index == index}
+        super().__init__(own, node_context, run_dir, give_up, clock)
+        self._endpoints, self._issue = tuple(endpoints), credentials
+        self._member = member
+        self._inherited: list[int] = []
         self._events = telemetry.EventLog(run_dir.events)
         self._last_connected_s: float | None = None
 
@@ -469,11 +495,14 @@ class JobServer(ServiceProcesses):
         cluster: Cluster,
         node_context: NodeContext,
         run_dir: RunDir,
+        authority: CertificateAuthority,
         *,
         has_standby: bool = False,
         give_up: Callable[[str], object] = lambda text: None,
     ) -> "JobServer | None":
-        """Create the server that a mode needs, or may come to need (`auto`); return None if it needs none.
+        """Create the server that a mode needs, or may come to need (`auto`), on the best connected node of a run.
+
+        Returns None if the mode needs none. The authority of the run issues the credentials.
 
         Raises:
             LaunchError: There is no free port.
@@ -485,9 +514,12 @@ class JobServer(ServiceProcesses):
         best_node = group_planner.find_best_connected(cluster).node
         others = [node.name for node in cluster.nodes if node.name != best_node]
         nodes = [best_node, *([*others, best_node][:1] if has_standby else ())]
-        job = Identity(job=f"run-{os.getpid()}", role=SERVER_ROLE, name="0").job
         endpoints = [SidecarEndpoint(node=node, advertised=node_context.pick_address(node)) for node in nodes]
-        return cls(endpoints, node_context, run_dir, CertificateAuthority(job), give_up=give_up)
+
+        def issue(index: int) -> Credentials:
+            return authority.issue(SERVER_ROLE, str(index))
+
+        return cls(endpoints, node_context, run_dir, issue, give_up=give_up)
 
     @property
     def node(self) -> str:
@@ -518,7 +550,7 @@ class JobServer(ServiceProcesses):
 
         The server ends by itself when all rings have left it.
         """
-        if self.exit_code is not None:
+        if self.exit_code is not None or {process.poll() for process in self._processes.values()} == {0}:
             return False
         if self._last_connected_s is None or self.num_connections:
             self._last_connected_s = now_s
@@ -545,17 +577,28 @@ class JobServer(ServiceProcesses):
         return self._run_dir.server_log(index)
 
     def _credentials(self, index: int) -> Credentials:
-        return self.authority.issue(SERVER_ROLE, str(index))
+        return self._issue(index)
 
     def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
         endpoint = self._endpoints[index]
-        serve = [sys.executable, "-m", "ringweave", "server", "--host", endpoint.advertised.host]
+        serve = [sys.executable, "-m", "ringweave", "server", "--host", endpoint.bind_host]
         serve += ["--port", str(endpoint.advertised.port), "--credentials", credentials]
         serve += ["--node", endpoint.node, "--run-dir", str(self._run_dir.root)]
         if len(self._endpoints) > 1:
             serve += ["--other", _host_port_text(self._endpoints[1 - index]), "--index", str(index)]
-            serve += ["--claims", str(self._run_dir.leadership_log)]
+            serve += ["--claims", self._open_log()]
         return serve
+
+    def _open_log(self) -> str:
+        """Return the place of the leadership log for the next process."""
+        if self._member is None:
+            return str(self._run_dir.leadership_log)
+        self._inherited.append(self._member.open_log())
+        return f"fd:{self._inherited[-1]}"
+
+    def _take_inherited(self) -> list[int]:
+        inherited, self._inherited = self._inherited, []
+        return inherited
 
     def _record_start(self, index: int, pid: int) -> None:
         endpoint = self._endpoints[index]

@@ -493,7 +493,9 @@ class NodeWorkers:
         counting = self._slots.unexcused(states) if self._slots else states
         if self._plan.is_node_of_job and any(_was_killed_from_outside(state) for state in counting):
             self.request_stop(signal.SIGTERM if self._slots else signal.SIGKILL)
-        interrupts = [signal.SIGTERM] * len(self._interrupts) if self._slots else list(self._interrupts)
+        # Members finish their step, but not without a service that each step needs.
+        finishes_step = self._slots is not None and not self.service_failure
+        interrupts = [signal.SIGTERM] * len(self._interrupts) if finishes_step else list(self._interrupts)
         signum = self._stop_policy.decide(counting, interrupts, now_s)
         if signum is not None:
             self._launcher.stop(signum)

@@ -8,20 +8,16 @@ nothing.
 """
 
 import contextlib
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
-from pathlib import Path
 from typing import Protocol
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, NotLeaderError, RpcError, explain
-from ringweave.files import file_io
 from ringweave.param_server.leadership import LEASE_S, FailoverRules, LeadershipRecord, Reachability
+from ringweave.param_server.leadership_log import LeadershipLog
 from ringweave.param_server.messages import Push
 from ringweave.param_server.replication import (
     CopyState,
@@ -32,67 +28,6 @@ from ringweave.param_server.replication import (
     message_of_fact,
 )
 from ringweave.rpc.state_transfer import StateServer
-
-_MAX_RECORD_BYTES = 1 << 16
-"""Maximum size of a record's file."""
-
-
-class LeadershipLog:
-    """Log of leadership records in a folder that both servers share."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def latest(self) -> LeadershipRecord | None:
-        """Return the record with the highest number; None before the first.
-
-        Raises:
-            LeadershipError: The folder cannot be read.
-        """
-        try:
-            names = [each.name for each in self._folder.iterdir() if each.match("claim-*.json")]
-            return _read_record(self._folder / max(names)) if names else None
-        except (OSError, ValueError, TypeError, KeyError) as cause:
-            raise self._log_error(cause) from cause
-
-    def append(self, record: LeadershipRecord) -> bool:
-        """Append a record; False if there is another one of that number already.
-
-        Raises:
-            LeadershipError: The folder cannot be written. The record may or may not exist then.
-        """
-        partial = self._folder / f"partial-{os.getpid()}-{record.leader}-{record.number}"
-        path = self._folder / f"claim-{record.number:08d}.json"
-        try:
-            try:
-                partial.write_text(json.dumps(asdict(record)), encoding="ascii")
-                os.link(partial, path)
-            except FileExistsError:
-                return _read_record(path) == record  # written by an earlier attempt with unknown outcome
-            finally:
-                partial.unlink(missing_ok=True)
-        except (OSError, ValueError, TypeError, KeyError) as cause:
-            raise self._log_error(cause) from cause
-        return True
-
-    def _log_error(self, cause: Exception) -> NotLeaderError:
-        return NotLeaderError(
-            explain(
-                "leadership log",
-                got=str(cause),
-                expected="a folder that both servers can read and write",
-                do="Look at that disk",
-                where=str(self._folder),
-            )
-        )
-
-
-def _read_record(path: Path) -> LeadershipRecord:
-    found = file_io.load_json(path, _MAX_RECORD_BYTES)
-    members = tuple(found["members"])
-    return LeadershipRecord(number=found["number"], term=found["term"], leader=found["leader"], members=members)
-
 
 SERVER_STATE_NAME = "server"
 """Name under which the leader publishes its state."""
@@ -372,6 +307,7 @@ class ServerLeadership:
         Raises:
             LeadershipError: The log cannot be used.
         """
+        should_go_on = self._should_go_on()  # before the log is read, which may take longer than rings count as heard
         newest = self._log.latest()
         if newest is None:
             raise _not_leading_error("one whose leadership log is empty", "one that can read it")
@@ -379,7 +315,7 @@ class ServerLeadership:
         if record is None:
             superseding = f"server {newest.leader} leads without it in term {newest.term}"
             self.superseded = f"one that died, was paused or was cut off: {superseding}"
-        elif self._should_go_on() and not self._append_record(record, reason):
+        elif should_go_on and not self._append_record(record, reason):
             self.superseded = "one that came too late: the other server has gone on without it"
 
     def _should_go_on(self) -> bool:

@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--term", type=int, default=0)
     parser.add_argument("--other", metavar="HOST:PORT")
     parser.add_argument("--index", type=int, choices=(0, 1), default=0)
-    parser.add_argument("--claims", type=Path)
+    parser.add_argument("--claims")
     parser.add_argument("--lease-s", type=float, default=LEASE_S)
     return parser.parse_args(argv)
 

@@ -9,10 +9,10 @@ from functools import singledispatchmethod
 
 from ringweave import rpc
 from ringweave.errors import NotLeaderError, RefusedError, RpcError, UsageError, explain
-from ringweave.param_server import snapshots
+from ringweave.param_server import leadership_log, snapshots
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.data_shards import DataShard
-from ringweave.param_server.failover import SERVER_STATE_NAME, LeadershipLog, ServerLeadership
+from ringweave.param_server.failover import SERVER_STATE_NAME, ServerLeadership
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.job import ServerJob
 from ringweave.param_server.leadership import LeadershipRecord, Reachability, RingReachability
@@ -282,7 +282,7 @@ class ServerPair:
         """Create the leadership from the arguments of the process.
 
         Raises:
-            UsageError: There is no folder for leadership records, or no address.
+            UsageError: There is no log of leadership records, or no address.
         """
         host, _, port = args.other.rpartition(":")
         if args.claims is None or not host or not port.isdigit():
@@ -293,7 +293,7 @@ class ServerPair:
         self._reachability = ReachabilityMonitor(args.host, args.lease_s)
         self.leadership = ServerLeadership(
             args.index,
-            LeadershipLog(args.claims),
+            leadership_log.open_log(args.claims),
             self._connect,
             lease_s=args.lease_s,
             reachability=self._reachability.reachability,

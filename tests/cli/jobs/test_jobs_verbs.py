@@ -93,6 +93,20 @@ def test_the_plan_of_an_elastic_job_says_with_how_many_it_goes_on(ask) -> None:
     assert err.rstrip().endswith("[--elastic]")
 
 
+def test_the_plan_says_where_the_parameter_servers_of_an_elastic_job_are(ask) -> None:
+    words = ("submit", "job.yaml", "--mode", "ps-hra", "--elastic", "3", "--dry-run")
+    assert "server   on big, the first node" in ask(*words)[1].splitlines()
+    code, out, _ = ask(*words, "--standby")
+    assert (code, "server   on big, the first node; its standby on small" in out.splitlines()) == (0, True)
+    plan = json.loads(ask(*words, "--standby", "--json")[1])["plan"]
+    assert (plan["server"], plan["standby"]) == ("big", "small")
+    code, _, err = ask("submit", "job.yaml", "--mode", "ps-hra", "--standby", "--dry-run")
+    assert code == 2
+    assert (
+        "standby: 'mode ps-hra without elastic', expected an elastic job with mode ps-hra or ps. Leave standby" in err
+    )
+
+
 def test_dry_run_full_has_what_the_job_becomes(ask) -> None:
     code, out, _ = ask("submit", "job.yaml", "--dry-run=full", "--json")
     document = json.loads(out)

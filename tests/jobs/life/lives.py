@@ -20,6 +20,8 @@ def a_job(
     ttl_s: float | None = None,
     suspend: bool = False,
     least: int | None = None,
+    mode: str = "auto",
+    standby: bool = False,
 ) -> Job:
     """A job that gets three workers on each of its nodes, elastic if it is said how many go on at least."""
     nodes = tuple(
@@ -29,7 +31,15 @@ def a_job(
     elastic = None if least is None else ElasticRequest(min=least)
     total = 3 * len(nodes)
     request = JobRequest(
-        name="text", num_workers=total, script="s.py", nodes=nodes, ttl_s=ttl_s, suspend=suspend, elastic=elastic
+        name="text",
+        num_workers=total,
+        script="s.py",
+        nodes=nodes,
+        ttl_s=ttl_s,
+        suspend=suspend,
+        elastic=elastic,
+        mode=mode,
+        standby=standby,
     )
     counts = request.split.counts
     assert counts is not None

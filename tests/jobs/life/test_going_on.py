@@ -58,6 +58,29 @@ def test_with_too_few_left_all_begin_again_as_in_any_job() -> None:
     assert place.groups[0, 1].round == 2, "it is called back"
 
 
+@pytest.mark.parametrize(
+    ("standby", "lost", "goes_on"),
+    [
+        (False, (0,), False),
+        (False, (1, 2), True),
+        (True, (0,), True),
+        (True, (1,), True),
+        (True, (0, 2), True),
+        (True, (0, 1), False),
+    ],
+)
+def test_without_a_node_that_has_a_parameter_server_nobody_goes_on(
+    standby: bool, lost: tuple[int, ...], goes_on: bool
+) -> None:
+    """The first node has it, and the second one its standby."""
+    place = running(*THREE, least=3, mode="ps-hra", standby=standby)
+    for node in lost:
+        place.end_group((node, 1), EndCause.PLATFORM, "its agent was killed")
+    lives.settle(place)
+    assert record_of(place).round == (1 if goes_on else 2)
+    assert retries(place) == [int(node in lost) for node in range(3)]
+
+
 @pytest.mark.parametrize("text", ["killed", "vanished"])
 def test_before_the_gate_was_open_nobody_goes_on(text: str) -> None:
     place = FakeJobRuntime(job=lives.a_job(THREE, least=3))

@@ -178,6 +178,18 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
     assert jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 4})}) == request
 
 
+def test_an_elastic_job_may_have_a_standby_server() -> None:
+    request = jobs_request.parse_request(f"{TWO_NODES}mode: ps\nelastic: {{min: 4}}\nstandby: true\n")
+    assert request.standby
+    assert jobs_request.parse_request(str(request)) == request
+    for rest, got in (("mode: ps\n", "'mode ps without elastic'"), ("elastic: {min: 4}\n", "'mode auto'")):
+        with pytest.raises(JobError, match=rf"standby: {got}, expected an elastic job with mode ps-hra or ps\."):
+            jobs_request.parse_request(f"{TWO_NODES}{rest}standby: true\n")
+    one_node = "name: a\ncpu_workers: 3\nscript: a.py\nnodes: [{capacity: 3}]\nmode: ps\nelastic: {min: 2}\n"
+    with pytest.raises(JobError, match=r"standby: 'one node', expected two nodes or more: one can be lost\."):
+        jobs_request.parse_request(f"{one_node}standby: true\n")
+
+
 @pytest.mark.parametrize(
     ("elastic", "told"),
     [
@@ -191,10 +203,6 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
         ("{min: 3, spares: 65}", r"elastic\.spares: 65, expected a whole number from 0 to 64"),
         ("3", r"elastic: 3, expected a map with min: the smallest number of workers with which"),
         ('{min: "3"}', r"min: '3', expected a whole number from 1 .*\[j:5: elastic\.min\]"),
-        (
-            "{min: 4}\nmode: ps",
-            r"elastic: 'mode ps', expected none with a parameter server, which fails with its node\.",
-        ),
     ],
 )
 def test_wrong_elastic_jobs(elastic: str, told: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import FolderLeadershipLog
 from tests.launch.conftest import Run, wait_until
 from tests.launch.small_training import SUM, epoch, prepared
 
@@ -52,7 +52,7 @@ def pid_of_coordinator(run: Run, index: int) -> int:
 
 def wait_whole(run: Run, folder: Path, number: int, after: int = -1) -> LeadershipRecord:
     """Until both workers wait after that epoch, and both servers have everything."""
-    claims, found = LeadershipLog(run.run_dir / "claims"), []
+    claims, found = FolderLeadershipLog(run.run_dir / "claims"), []
 
     def is_whole() -> bool:
         assert run.process.poll() is None, run.stderr
@@ -75,7 +75,7 @@ def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, scr
     (tmp_path / "killed-2").touch()
     assert run.process.wait(LIMIT_S) == 0, run.stderr
     assert second.term > first.term
-    last = LeadershipLog(run.run_dir / "claims").latest()
+    last = FolderLeadershipLog(run.run_dir / "claims").latest()
     assert last is not None
     assert last.term > second.term
     assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1

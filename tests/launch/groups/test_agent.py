@@ -62,7 +62,7 @@ class FakePost(AgentChannel):
     def publish_credentials(self, *_: object) -> None:
         raise AssertionError("no job of these tests has credentials")
 
-    take_credentials = publish_credentials  # type: ignore[assignment]
+    take_credentials = leadership_log = publish_credentials  # type: ignore[assignment]
 
     def order(self, **changes) -> None:
         self.now = replace(self.now, **changes)

@@ -9,7 +9,7 @@ import pytest
 
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import COORDINATOR_LINGER_S, CoordinatorProcesses
+from ringweave.launcher.services import COORDINATOR_LINGER_S, CoordinatorProcesses, JobServer
 from ringweave.launcher.workers import HostPort
 from ringweave.membership import main
 from ringweave.platforms.agent.agent_channel import (
@@ -47,16 +47,17 @@ def channel(folder: Path) -> FileAgentChannel:
     return FileAgentChannel(job, job.group(0, 1), lambda seconds: None)
 
 
-def opening(desks: dict[str, RoundServices], round_: int = 1) -> RendezvousResult:
+def opening(
+    desks: dict[str, RoundServices], round_: int = 1, config: JobConfig = CONFIG, host: str = "h"
+) -> RendezvousResult:
     """The gate as it is opened when all have offered."""
+    here = HostPort(host=host, port=1)
     offers = {
-        name: AgentStatus(
-            round=round_, phase="Ready", pid=1, master_address=HostPort(host="h", port=1), coordinator=meeting
-        )
+        name: AgentStatus(round=round_, phase="Ready", pid=1, master_address=here, **offered)
         for name, desk in desks.items()
-        for meeting in [desk.prepare_round(DesiredState(round=round_)).get("coordinator")]
+        for offered in [desk.prepare_round(DesiredState(round=round_))]
     }
-    found = rendezvous_result(CONFIG, round_, offers)
+    found = rendezvous_result(config, round_, offers)
     assert found is not None
     return found
 
@@ -145,3 +146,55 @@ def test_it_stays_a_while_for_workers_of_other_nodes(
     count[0] = 1
     assert not coordinator.is_needed(100.0), "the other coordinator alone"
     assert coordinator.failure_text == ""
+
+
+SERVED = replace(CONFIG, mode="ps-hra")
+
+
+def started(desk: RoundServices, found: RendezvousResult, folder: Path) -> list[list[str]]:
+    """The command lines of the servers that this desk starts."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    servers = [
+        each
+        for each in desk.create_services(found, RunDir(root=folder), initial_members=["0.0"])
+        if isinstance(each, JobServer)
+    ]
+    site = desk._node_context
+    del site.told[:]
+    for each in servers:
+        with each.running({}):
+            pass
+    return [words[1:] for words in site.told]
+
+
+def test_the_first_node_has_coordinator_and_server_and_one_that_replaces_it_has_no_server(tmp_path: Path) -> None:
+    """A new server would have no state."""
+    desks = {name: RoundServices(SERVED, name, Noted(), channel(tmp_path)) for name in "abc"}
+    assert SERVED.credential_holders(0) == {"worker-0", "worker-1", "coordinator-0", "server-0"}
+    assert SERVED.credential_holders(1) == {"worker-2", "worker-3", "coordinator-1"}
+    found = opening(desks, config=SERVED)
+    assert (len(found.servers), len(found.coordinators)) == (1, 2)
+    (words,) = started(desks["a"], found, tmp_path)
+    assert words[words.index("--port") + 1] == str(found.servers[0].port)
+    assert "--other" not in words
+    assert [started(desks[name], found, tmp_path) for name in "bc"] == [[], []]
+    later = RoundServices(SERVED, "a", Noted(), channel(tmp_path))
+    assert later.prepare_round(DesiredState(round=1, rendezvous=found)) == {}
+    assert started(later, found, tmp_path) == []
+
+
+def test_of_a_pair_each_node_starts_its_own_and_so_does_one_that_replaces_it(tmp_path: Path) -> None:
+    config = replace(SERVED, has_standby=True)
+    desks = {name: RoundServices(config, name, Noted(), channel(tmp_path), host=f"{name}.job") for name in "abc"}
+    found = opening(desks, config=config)
+    assert [server.host for server in found.servers] == ["a.job", "b.job"]
+    later = RoundServices(config, "a", Noted(), channel(tmp_path), host="a.job")
+    for desk, index in ((desks["a"], 0), (desks["b"], 1), (later, 0)):
+        (words,) = started(desk, found, tmp_path)
+        other = found.servers[1 - index]
+        assert words[words.index("--index") + 1] == str(index)
+        assert words[words.index("--other") + 1] == f"{other.host}:{other.port}"
+        assert words[words.index("--host") + 1] == "127.0.0.1", "its name may still be that of a lost node"
+        assert words[words.index("--claims") + 1].startswith("fd:")
+    assert started(desks["c"], found, tmp_path) == []
+    assert rendezvous_result(config, 1, {}) is None

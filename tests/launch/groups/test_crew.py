@@ -50,13 +50,16 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     (tmp_path / "s.py").write_text("raise SystemExit(3)")
     meeting = HostPort(host="127.0.0.1", port=9)
     program = WorkerProgram(target=str(tmp_path / "s.py"))
-    opening = RendezvousResult(round=1, master_address=meeting, server=meeting)
+    opening = RendezvousResult(round=1, master_address=meeting, servers=(meeting,))
     group = node_layout.node_worker_group(
         CONFIG, 0, opening, run_dir=run_dir, program=program, python=sys.executable, cpus=1
     )
     record = {"attempt": 1, "command": ["s.py"], "world_size": 1, "cluster": {"name": "job"}}
     server = JobServer(
-        [SidecarEndpoint(node="a", advertised=meeting)], StaysForEver(), run_dir, CertificateAuthority("job")
+        [SidecarEndpoint(node="a", advertised=meeting)],
+        StaysForEver(),
+        run_dir,
+        lambda index: CertificateAuthority("job").issue("server", str(index)),
     )
     context = ProcessContext(is_unrelated=lambda process: process.pid in server.pids)
     launcher = LocalLauncher(run_dir.worker_log, OutputConsole({}, os.environ), os.environ, process_context=context)

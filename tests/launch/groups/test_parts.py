@@ -268,6 +268,18 @@ def back(member: str) -> dict[str, object]:
 FINISHED = "it has finished"
 
 
+def test_rings_have_memberships_of_their_own(tmp_path: Path) -> None:
+    results = ProgressReader(tmp_path / "events.jsonl")
+    first = [epoch(1, "0.0", "1.0") | {"part": "ring 0"}, epoch(1, "2.0", "3.0") | {"part": "ring 1"}]
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in first))
+    assert results.read() == NodeProgress(generation=(1, 1)), "members of another ring are not evicted"
+    later = [lost("1.0"), epoch(2, "0.0") | {"part": "ring 0"}, lost("3.0"), lost("2.0", FINISHED)]
+    with path.open("a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in later))
+    assert results.read() == NodeProgress(generation=(1, 2), evicted=("1.0", "3.0"))
+
+
 @pytest.mark.parametrize(
     ("events", "newest", "out"),
     [

@@ -44,9 +44,11 @@ switches:
 
 
 def test_the_server_is_on_the_node_that_is_connected_best() -> None:
-    assert node_layout.server_node(CONFIG) == "a", "of equals the first"
-    assert node_layout.server_node(replace(CONFIG, cluster=RACK)) in ("a", "b")
-    assert node_layout.server_node(replace(CONFIG, mode="sync")) is None
+    assert node_layout.server_nodes(CONFIG) == ("a",), "of equals the first"
+    assert node_layout.server_nodes(replace(CONFIG, cluster=RACK)) in (("a",), ("b",))
+    described = replace(CONFIG, cluster=RACK.replace("nic: 100", "nic: 10"), min_workers=1)
+    assert node_layout.server_nodes(described) == ("a",), "an elastic job has it where its first coordinator is"
+    assert node_layout.server_nodes(replace(CONFIG, mode="sync")) == ()
 
 
 def test_ranks_are_counted_through_the_nodes() -> None:
@@ -65,7 +67,9 @@ def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
 
 
 def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
-    opening = RendezvousResult(round=1, master_address=HostPort(host="h", port=1), server=HostPort(host="h", port=7))
+    opening = RendezvousResult(
+        round=1, master_address=HostPort(host="h", port=1), servers=(HostPort(host="h", port=7),)
+    )
     group = node_layout.node_worker_group(
         CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), python="python", cpus=1
     )
@@ -98,7 +102,7 @@ def test_credentials_are_handed_over_once_with_one_more_in_case_they_are_lost(tm
         handover.take_credentials(3, "worker-1")
     desk.prepare_round(DesiredState(round=3))
     assert handover.take_credentials(3, "worker-1").authority_pem != credentials.authority_pem
-    begun = [RendezvousResult(round=round_, master_address=meeting, server=meeting) for round_ in (2, 3)]
+    begun = [RendezvousResult(round=round_, master_address=meeting, servers=(meeting,)) for round_ in (2, 3)]
     counts = [len(desk.create_services(each, RunDir(root=tmp_path), initial_members=[])) for each in begun]
     assert counts == [0, 1]
 
@@ -123,7 +127,9 @@ class FakeServer(JobServer):
 
 def test_a_server_is_wanted_while_somebody_talks_to_it(tmp_path: Path) -> None:
     here = SidecarEndpoint(node="a", advertised=HostPort(host="h", port=7))
-    server = fake = FakeServer([here], HostContext(), RunDir(root=tmp_path), CertificateAuthority("job"))
+    server = fake = FakeServer(
+        [here], HostContext(), RunDir(root=tmp_path), lambda index: CertificateAuthority("job").issue("server", "0")
+    )
     assert server.is_needed(100.0)
     fake.num_connections = 1
     assert server.is_needed(200.0)

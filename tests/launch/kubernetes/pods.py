@@ -1,12 +1,14 @@
 """A service on the fake API server, an operator, and Pods that are real processes; for tests of whole jobs."""
 
 import asyncio
+import json
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,15 @@ class Place:
         listed = self.kubelet.client.list(api_client.SECRETS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
         found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
         return [each["metadata"]["name"] for each in found]
+
+    def leadership(self, job: str) -> dict[str, Any] | None:
+        """The latest leadership record of a job, with its round."""
+        assert self.kubelet is not None
+        listed = self.kubelet.client.list(api_client.CONFIG_MAPS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
+        found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
+        notes = [each["metadata"].get("annotations", {}) for each in found]
+        texts = [each[names.LEADERSHIP_ANNOTATION] for each in notes if names.LEADERSHIP_ANNOTATION in each]
+        return json.loads(texts[0]) if texts else None
 
     def remove(self, kind: api_client.ResourceKind, name: str) -> None:
         """As somebody does who is not the operator."""

@@ -12,6 +12,7 @@ from ringweave.platforms.api import LogQuery
 from ringweave.platforms.kubernetes import names
 from tests.launch import until_back
 from tests.launch.kubernetes.pods import SOON_S, Place, place
+from tests.launch.small_training import SUM, epoch, prepared
 
 __all__ = ["place"]
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1800)]
@@ -86,3 +87,52 @@ def check_steps(place: Place, job: str, node: int) -> None:
         assert name == f"n{node}"
         assert any(membership_records.REASON_ALL_DONE in line for line in lines), (name, rank, lines[-5:])
     assert len({each for sums in ends.values() for each in sums}) == 1, ends
+
+
+RINGS_SCRIPT = f"""{prepared(num_samples=96, batch=24, lr=0.1, shuffles=True)}
+here = pathlib.Path({{folder!r}})
+for epoch in loader.epochs(3):
+{epoch(indent=4)}
+    if epoch == 0:
+        (here / ("waits-" + os.environ["RANK"])).touch()
+        while not (here / "killed").exists():
+            time.sleep(0.05)
+{SUM}"""
+
+
+def test_the_pod_of_the_leading_server_is_killed_and_the_standby_takes_over(place: Place, tmp_path: Path) -> None:
+    """The first Pod has the leading server and the coordinator that decides."""
+    (tmp_path / "train.py").write_text(RINGS_SCRIPT.format(folder=str(tmp_path)))
+    nodes = tuple(NodeRequest(name=f"n{index}", capacity=1, max_retries=2) for index in range(3))
+    request = JobRequest(
+        name="rings",
+        num_workers=3,
+        device="cpu",
+        script="train.py",
+        nodes=nodes,
+        min_per_node=1,
+        mode="ps-hra",
+        elastic=ElasticRequest(min=1),
+        standby=True,
+    )
+    place.service.submit(request, base=tmp_path)
+
+    def leads() -> dict:
+        found = place.leadership("rings")
+        return found["record"] if found and found["round"] == 1 else {}
+
+    place.wait(lambda: len(leads().get("members", ())) == 2, SOON_S)
+    assert (leads()["leader"], leads()["term"]) == (0, 0)
+    place.wait(lambda: all((tmp_path / f"waits-{rank}").exists() for rank in range(3)), SOON_S)
+    assert place.kubelet is not None
+    place.kubelet.signal_pod(names.pod_name("rings", 0, 1))
+    place.wait(lambda: leads()["leader"] == 1, SOON_S)
+    (tmp_path / "killed").touch()
+    place.wait(lambda: place.service.job("rings").state is JobState.SUCCEEDED, 3 * SOON_S)
+    seen = place.service.job("rings")
+    assert (seen.round, [each.retries for each in seen.nodes]) == (1, [1, 0, 0])
+    lines = [line.text for node in (1, 2) for line in place.service.logs("rings", LogQuery(node=f"n{node}", rank=node))]
+    sums = {line.split()[-1] for line in lines if line.startswith("sum ")}
+    assert len(sums) == 1
+    assert place.service.act("rings", "delete").name == "rings"
+    place.wait(lambda: place.service.jobs() == [])

@@ -1,17 +1,19 @@
 """Which of two servers may answer, when what they tell each other is lost and the register fails."""
 
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.errors import NotLeaderError
-from ringweave.param_server.failover import LeadershipLog
 from ringweave.param_server.leadership import LeadershipRecord, Reachability
+from ringweave.param_server.leadership_log import FolderLeadershipLog, LogServer, SocketLeadershipLog
 from tests import effort
 from tests.params.standby.worlds import LEASE_S, World
 
@@ -60,7 +62,7 @@ MOVES = st.tuples(
 )
 
 
-def move(world: World, register: Register, what: str, own: int, push: int) -> None:
+def move(world: World, register: Any, what: str, own: int, push: int) -> None:
     if what in FAILURES or what == "register is repaired":
         register.fails = FAILURES.get(what, "")
     elif what in LINES:
@@ -80,11 +82,11 @@ def move(world: World, register: Register, what: str, own: int, push: int) -> No
         world.restart(own)
 
 
-@settings(max_examples=effort.share_of(1000))
-@given(st.lists(MOVES, min_size=20, max_size=60))
-def test_whoever_may_go_on_has_all_that_was_acknowledged(moves: list[tuple[str, int]]) -> None:
-    register = Register()
-    world = World(register)
+def play(world: World, register: Any, moves: list[tuple[str, int]]) -> None:
+    """Let it all happen to both servers; at every moment whoever may go on has all that was acknowledged.
+
+    `register` is at the end of the world's: it fails as it is told to, and has all claims.
+    """
     try:
         world.join(1)
         for number, (what, own) in enumerate(moves):
@@ -92,6 +94,21 @@ def test_whoever_may_go_on_has_all_that_was_acknowledged(moves: list[tuple[str, 
             world.check(register.claims[-1])
     finally:
         world.close()
+
+
+@settings(max_examples=effort.share_of(1000))
+@given(st.lists(MOVES, min_size=20, max_size=60))
+def test_whoever_may_go_on_has_all_that_was_acknowledged(moves: list[tuple[str, int]]) -> None:
+    register = Register()
+    play(World(register), register, moves)
+
+
+@settings(max_examples=effort.share_of(300))
+@given(st.lists(MOVES, min_size=20, max_size=60))
+def test_so_it_is_with_a_register_beyond_a_socket(moves: list[tuple[str, int]]) -> None:
+    register = Register()
+    with closing(SocketLeadershipLog(socket.socket(fileno=LogServer(register).open()))) as remote:
+        play(World(remote), register, moves)
 
 
 class Disk:
@@ -127,7 +144,7 @@ def _fill(path: Path) -> None:
 @pytest.fixture
 def pair(disk: Disk) -> Iterator[World]:
     """A leader with a standby, which have applied one push."""
-    world = World(LeadershipLog(disk.folder))
+    world = World(FolderLeadershipLog(disk.folder))
     world.join(1)
     assert world.push(0, 1)
     assert world.servers[1].log == [1]

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, NotLeaderError, RemoteError, RpcError
-from ringweave.param_server.failover import LeadershipLog, ServerLeadership
+from ringweave.param_server.failover import ServerLeadership
 from ringweave.param_server.leadership import LeadershipRecord, Reachability
+from ringweave.param_server.leadership_log import FolderLeadershipLog
 from ringweave.param_server.messages import Push
 from ringweave.param_server.replication import CopyState, RenewLease, ReplicatePush
 
@@ -101,7 +102,7 @@ class World:
 
     def __init__(self, register: Any) -> None:
         """`register` has the methods of `Claims`."""
-        self.register: LeadershipLog = register
+        self.register: FolderLeadershipLog = register
         self.now_s = 0.0
         self.lines = ""
         """`cut`: nothing gets through between the servers; `answers lost`: no answer does."""

@@ -369,7 +369,7 @@ class _RoundStarter:
             slots=group,
             past_members=MembershipHistory(run_dir.events, query.members).read,
             restarts=WorkerRestartPolicy(
-                first_delay_s=0.0 if self._config.num_spares else 1.0, ends_without_coordinator=True
+                first_delay_s=0.0 if self._config.num_spares else 1.0, ends_without_services=True
             ),
             new_member=new_member,
             evicted_members=EvictionWatcher(run_dir.events).evicted_members,
@@ -382,7 +382,7 @@ class _RoundStarter:
 
         Empty if there is neither.
         """
-        if not rendezvous.coordinators and rendezvous.server is None:
+        if not rendezvous.coordinators and not rendezvous.servers:
             return {}
         ranks = [worker.global_rank for worker in group.workers]
         take = self._channel.take_credentials
@@ -425,6 +425,10 @@ def _build_node_group(
     return replace(group, workers=tuple(workers))
 
 
+def _addresses_text(rendezvous: RendezvousResult) -> str:
+    return ",".join(f"{each.host}:{each.port}" for each in rendezvous.servers)
+
+
 def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, program: WorkerProgram) -> dict[str, Any]:
     config = assignment.config
     return {
@@ -443,6 +447,6 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         "mode": config.mode,
         "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.world_size}",
         "spares": config.num_spares,
-        "server": {"address": f"{rendezvous.server.host}:{rendezvous.server.port}"} if rendezvous.server else None,
+        "server": {"address": _addresses_text(rendezvous)} if rendezvous.servers else None,
         "lab": assignment.node_context.lab_name,
     }

@@ -1,8 +1,8 @@
 """Channel between a node agent and its platform: desired state in, status out, credentials between agents.
 
 The agent with the parameter server, or with the first coordinator of an elastic job, issues the credentials of all
-processes of a round; their holders are `worker-RANK` and `coordinator-INDEX`. Each is used once, so a holder has
-several where its process may be started again. The issuer forgets the authority's key
+processes of a round; their holders are `worker-RANK`, `coordinator-INDEX` and `server-INDEX`. Each is used once, so a
+holder has several where its process may be started again. The issuer forgets the authority's key
 (docs/explanation/job-lifecycle.md): a key in a file would open everything, and a key in one process's memory is lost
 with its node, which is what an elastic job survives. Desired state and status are JSON on every platform.
 """
@@ -17,6 +17,7 @@ from ringweave.errors import explain
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
 from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
+from ringweave.param_server.leadership_log import LeadershipLog
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.rpc import Credentials
 
@@ -52,7 +53,7 @@ class EndpointOffer:
     master_address: HostPort
     """Possible master address, used if this node has rank 0."""
     server: HostPort | None = None
-    """Address of the job's parameter server; None if this node has none."""
+    """Address of this node's parameter server; None if it has none."""
     coordinator: HostPort | None = None
     """Address of this node's coordinator of an elastic job; None if it has none."""
 
@@ -64,8 +65,8 @@ class RendezvousResult:
     round: int
     master_address: HostPort
     """Master address: the offer of the node of rank 0 for this round."""
-    server: HostPort | None = None
-    """Address of the job's parameter server in this round; None if it has none."""
+    servers: tuple[HostPort, ...] = ()
+    """Addresses of the job's parameter servers in this round, the one that leads first; empty if it has none."""
     coordinators: tuple[HostPort, ...] = ()
     """Addresses of an elastic job's coordinators in this round, the active one first; empty for other jobs."""
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +100,7 @@ class AgentStatus:
     master_address: HostPort | None = None
     """Possible master address, of a ready node."""
     server: HostPort | None = None
-    """Address of the job's parameter server, of a ready node that has it."""
+    """Address of a parameter server, of a ready node that has one."""
     coordinator: HostPort | None = None
     """Address of an elastic job's coordinator, of a ready node that has one."""
     cause: EndCause | None = None
@@ -180,6 +181,10 @@ class AgentChannel(abc.ABC):
         """
 
     @abc.abstractmethod
+    def leadership_log(self, round_: int) -> LeadershipLog:
+        """Return the log of leadership records of a round's two parameter servers, which outlives each node."""
+
+    @abc.abstractmethod
     def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
         """Take the next credentials of a holder, each once; only one process at a time may be a holder's agent.
 
@@ -199,12 +204,13 @@ def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, Agent
         offers: Node name -> its status when it was ready; of an elastic job, late nodes may be absent.
     """
     first_status, coordinators = offers.get(config.master_node), coordinator_addresses(config, offers)
-    if first_status is None or first_status.master_address is None or coordinators is None:
+    servers = server_addresses(config, offers)
+    if first_status is None or first_status.master_address is None or coordinators is None or servers is None:
         return None
     return RendezvousResult(
         round=round_,
         master_address=first_status.master_address,
-        server=next((status.server for status in offers.values() if status.server), None),
+        servers=servers,
         coordinators=coordinators,
         addresses=node_addresses(offers),
         late_nodes=tuple(node.name for node in config.nodes if node.name not in offers),
@@ -227,6 +233,18 @@ def coordinator_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) 
     offered = [offers[name].coordinator if name in offers else None for name in config.coordinator_nodes]
     addresses = tuple(address for address in offered if address is not None)
     return addresses if len(addresses) == len(config.coordinator_nodes) else None
+
+
+def server_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) -> tuple[HostPort, ...] | None:
+    """Return the parameter servers' addresses, the one that leads first; empty without any, None if one is missing.
+
+    Args:
+        config: Config of the job.
+        offers: Node name -> its status when it was ready.
+    """
+    offered = [offers[node.name].server for node in config.nodes if node.name in offers]
+    addresses = tuple(address for address in offered if address is not None)
+    return addresses if len(addresses) == config.num_servers else None
 
 
 def dump_status(status: AgentStatus) -> str:

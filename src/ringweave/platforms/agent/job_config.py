@@ -56,6 +56,8 @@ class JobConfig:
     """Minimum number of workers with which the others go on when a node is lost; None for a job that is not elastic."""
     num_spares: int = 0
     """Number of spares on each node of an elastic job."""
+    has_standby: bool = False
+    """A second parameter server takes over when the first one is lost; only in an elastic job."""
     lab: str | None = None
     """Name of the lab that contains these nodes; None outside of a lab."""
     cluster: str | None = None
@@ -70,6 +72,24 @@ class JobConfig:
     def coordinator_nodes(self) -> tuple[str, ...]:
         """Names of the nodes with a coordinator: the first two of an elastic job, the active one first."""
         return () if self.min_workers is None else tuple(node.name for node in self.nodes[:2])
+
+    @property
+    def elastic_server_nodes(self) -> tuple[str, ...]:
+        """Names of the nodes of `Job.elastic_server_nodes`."""
+        is_elastic = self.min_workers is not None
+        return tuple(node.name for node in self.nodes[: 1 + self.has_standby]) if is_elastic and self.has_server else ()
+
+    @property
+    def num_servers(self) -> int:
+        """Number of parameter servers."""
+        return len(self.elastic_server_nodes) or int(self.has_server)
+
+    def credential_holders(self, index: int) -> frozenset[str]:
+        """Return the holders of issued credentials on a node: its workers, and the services of an elastic job."""
+        name = self.node(index).name
+        services = {"coordinator": self.coordinator_nodes, "server": self.elastic_server_nodes}
+        holders = {f"{role}-{names.index(name)}" for role, names in services.items() if name in names}
+        return frozenset(holders | {f"worker-{rank}" for rank in self.ranks_of_node(index)})
 
     @property
     def world_size(self) -> int:
@@ -123,6 +143,7 @@ def job_config(job: Job, *, directory: str | None, script_text: str | None, clus
         data=request.data,
         min_workers=request.elastic.min if request.elastic else None,
         num_spares=request.elastic.spares if request.elastic else 0,
+        has_standby=request.standby,
         lab=request.lab,
         cluster=cluster,
     )

@@ -52,13 +52,16 @@ def _restrict_cluster(whole: Cluster, config: JobConfig, addresses: Mapping[str,
     return replace(whole, nodes=tuple(nodes), switches=switches)
 
 
-def server_node(config: JobConfig) -> str | None:
-    """Return the node of the parameter server, the best connected one; None if the job needs no server."""
-    if not config.has_server:
-        return None
+def server_nodes(config: JobConfig) -> tuple[str, ...]:
+    """Return the nodes with a parameter server, the one that leads first; empty if the job needs none.
+
+    The server of a job that is not elastic is on the best connected node.
+    """
+    if not config.has_server or config.elastic_server_nodes:
+        return config.elastic_server_nodes
     from ringweave.planning import group_planner  # brings numpy, which most jobs need not wait for
 
-    return group_planner.find_best_connected(build_cluster(config, {})).node
+    return (group_planner.find_best_connected(build_cluster(config, {})).node,)
 
 
 def node_worker_group(
@@ -89,7 +92,7 @@ def node_worker_group(
         mode=None if config.mode == "auto" else config.mode,
         data=config.data,
         coordinators=tuple((address.host, address.port) for address in rendezvous.coordinators),
-        server=f"{rendezvous.server.host}:{rendezvous.server.port}" if rendezvous.server else None,
+        server=",".join(f"{each.host}:{each.port}" for each in rendezvous.servers) or None,
     )
     cluster = build_cluster(config, rendezvous.addresses)
     argv = program.argv(python, entry=entry.__file__ if config.min_workers is not None else None)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ringweave import telemetry
 from ringweave.jobs.records import EndCause, GroupPhase, cause_of_exit
 from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
-from ringweave.launcher.restarts import JOB_FINISHED, JOB_OVER, MEMBERSHIP_ERROR, NO_COORDINATOR
+from ringweave.launcher.restarts import JOB_FINISHED, JOB_OVER, MEMBERSHIP_ERROR, NO_COORDINATOR, NO_SERVER
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import (
     COORDINATOR_ROLE,
@@ -18,13 +18,16 @@ from ringweave.launcher.services import (
     CoordinatorPair,
     CoordinatorProcesses,
     JobServer,
+    ServerPairMember,
     ServiceProcesses,
     SidecarEndpoint,
 )
 from ringweave.launcher.supervise import NodeWorkers
 from ringweave.launcher.workers import HostPort
 from ringweave.membership.membership_records import REASON_FINISHED
+from ringweave.membership.messages import WHOLE_JOB
 from ringweave.membership.settings import MemberBounds
+from ringweave.param_server.leadership_log import LogServer
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import (
     NUM_SERVER_INCARNATIONS,
@@ -35,7 +38,7 @@ from ringweave.platforms.agent.agent_channel import (
     never_stop,
 )
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.rpc import CertificateAuthority, Credentials, Identity
+from ringweave.rpc import CertificateAuthority, Credentials
 from ringweave.telemetry import Event
 
 _READ_EVENT_KINDS = (b'"iterations_done"', b'"generation_begun"', b'"member_lost"', b'"member_returned"')
@@ -57,14 +60,38 @@ class NodeProgress:
     """Earlier members that are not in that generation and have not finished, as far as known here."""
 
 
+@dataclass(slots=True)
+class _PartProgress:
+    """Membership of a part of the job, as its coordinator has reported it here."""
+
+    generation: tuple[int, int] = (0, 0)
+    current: frozenset[str] = frozenset()
+    """Members of that generation."""
+    known: frozenset[str] = frozenset()
+    """Members of that generation and of earlier ones."""
+
+    def begin_generation(self, generation: tuple[int, int], members: Sequence[str]) -> None:
+        """Take over a generation, unless a newer one is known."""
+        if generation >= self.generation:
+            self.generation, self.current = generation, frozenset(members)
+            self.known |= self.current
+
+    def evicted(self, lost: Set[str], finished: Set[str]) -> set[str]:
+        """Return the members excluded from a generation; if no member is left, those that were lost before the end."""
+        gone = set(self.known - self.current)
+        if self.current <= lost | finished:
+            gone |= lost
+        slots = {member.partition(".")[0] for member in self.current - lost}
+        return {each for each in gone - finished if each.partition(".")[0] not in slots}
+
+
 class ProgressReader:
     """Reads the new lines of an event log, each once."""
 
     def __init__(self, path: Path) -> None:
         self._lines = telemetry.LineReader(path)
         self._progress = NodeProgress()
-        self._known_members: set[str] = set()
-        self._current_members: set[str] = set()
+        self._parts: dict[str, _PartProgress] = {}
         self._finished_members: set[str] = set()
         self._lost_members: set[str] = set()
 
@@ -80,35 +107,35 @@ class ProgressReader:
         try:
             if event["kind"] == "iterations_done":
                 self._progress = replace(self._progress, iterations=event["iterations"], last_loss=event["loss"])
-            elif event["kind"] == "generation_begun":
-                self._begin_generation(event)
-            elif event["kind"] == "member_returned" and event["term"] >= self._progress.generation[0]:
+                return
+            if event["kind"] == "generation_begun":
+                part = self._parts.setdefault(event.get("part", WHOLE_JOB), _PartProgress())
+                part.begin_generation((event["term"], event["number"]), event["members"])
+            elif event["kind"] == "member_returned" and event["term"] >= self._term_of(event["member"]):
                 self._lost_members.discard(event["member"])
-                self._progress = replace(self._progress, evicted=self._evicted())
             elif event["kind"] == "member_lost":
                 (self._finished_members if event["reason"] == REASON_FINISHED else self._lost_members).add(
                     event["member"]
                 )
-                self._progress = replace(self._progress, evicted=self._evicted())
+            self._progress = replace(self._progress, generation=self._newest_generation(), evicted=self._evicted())
         except (KeyError, TypeError):  # a line of another program
             return
 
-    def _begin_generation(self, event: Event) -> None:
-        generation = (event["term"], event["number"])
-        if generation < self._progress.generation:
-            return
-        self._current_members = set(event["members"])
-        self._known_members |= self._current_members
-        self._progress = replace(self._progress, generation=generation)
-        self._progress = replace(self._progress, evicted=self._evicted())
+    def _newest_generation(self) -> tuple[int, int]:
+        return max((part.generation for part in self._parts.values()), default=(0, 0))
+
+    def _term_of(self, member: str) -> int:
+        """Return the term of the newest generation in the member's part of the job."""
+        return max((part.generation[0] for part in self._parts.values() if member in part.known), default=0)
 
     def _evicted(self) -> tuple[str, ...]:
-        """Return the members excluded from a generation; if no member is left, those that were lost before the end."""
-        gone = self._known_members - self._current_members
-        if self._current_members <= self._lost_members | self._finished_members:
-            gone |= self._lost_members
-        slots = {member.partition(".")[0] for member in self._current_members - self._lost_members}
-        return tuple(sorted(each for each in gone - self._finished_members if each.partition(".")[0] not in slots))
+        """Return the evicted members of all parts: the whole job, or each ring with a membership of its own."""
+        known = {member for part in self._parts.values() for member in part.known}
+        evicted = [
+            part.evicted(self._lost_members - (known - part.known), self._finished_members)
+            for part in self._parts.values()
+        ]
+        return tuple(sorted(set().union(*evicted)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,13 +203,24 @@ def conclude_elastic_node(failures: Sequence[WorkerFailure]) -> NodeOutcome:
     if JOB_FINISHED in exception:
         return NodeOutcome(phase=GroupPhase.SUCCEEDED, exit_code=0, text="the other nodes had finished")
     text = f"rank {first.global_rank} {first.reason}"
-    if JOB_OVER in exception or NO_COORDINATOR in exception:
+    if any(each in exception for each in (JOB_OVER, NO_COORDINATOR, NO_SERVER)):
         return NodeOutcome(phase=GroupPhase.INTERRUPTED, cause=EndCause.PEER, exit_code=first.exit.exit_code, text=text)
     return NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, exit_code=first.exit.exit_code, text=text)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PreparedRound:
+    """Addresses and credentials that an agent has prepared for a round."""
+
+    round: int
+    addresses: Mapping[str, HostPort]
+    """Role -> offered address of the service on this node."""
+    server_credentials: Callable[[int], Credentials]
+    """Index of a parameter server -> credentials of its next process."""
+
+
 class RoundServices:
-    """Prepares and creates the services that run on this node in each round: parameter server or coordinator."""
+    """Prepares and creates the services that run on this node in each round: parameter server and coordinator."""
 
     def __init__(
         self,
@@ -196,42 +234,49 @@ class RoundServices:
 
         Args:
             config: Config of the job.
-            node: Name of any node of the job; the best connected one has its server, the first two have coordinators.
+            node: Name of any node of the job. The best connected one has its server; in an elastic job the first node
+                has it, and the first two have coordinators.
             node_context: Context that runs processes on the node.
             channel: Channel that distributes credentials.
             host: Name of this node that stays valid when another agent replaces this one; None: its address stays.
         """
         self._config, self._node, self._node_context = config, node, node_context
         self._channel, self._host = channel, host
-        self._has_server = node_layout.server_node(config) == node
-        self._prepared: tuple[int, HostPort, CertificateAuthority] | None = None
+        self._server_nodes = node_layout.server_nodes(config)
+        self._prepared: _PreparedRound | None = None
 
     def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> dict[str, HostPort]:
-        """Return the address of the round's `server` or `coordinator` here; empty if this node has neither.
+        """Return the addresses of the round's `server` and `coordinator` here; empty if this node has neither.
 
-        The node of the server, and the first node of an elastic job, also issue the credentials of all processes of the
-        round. After the start of a round no coordinator is prepared: an agent that replaces another one takes over its
-        address.
+        The node of the server or, in an elastic job, its first node also issues the credentials of all processes of the
+        round. After the start of a round nothing is prepared in an elastic job: an agent that replaces another one
+        takes over its addresses.
 
         Raises:
             RoundOverError: The round is obsolete, as `stop_reason` says.
             LaunchError: There is no free port, or no receiver of the credentials.
             OSError: The credentials cannot be written.
         """
+        coordinators = self._config.coordinator_nodes
         is_open = desired.rendezvous is not None and desired.rendezvous.round == desired.round
-        coordinators = () if is_open else self._config.coordinator_nodes
-        if not self._has_server and self._node not in coordinators:
+        nodes_by_role = {SERVER_ROLE: self._server_nodes, COORDINATOR_ROLE: coordinators}
+        roles = [role for role, nodes in nodes_by_role.items() if self._node in nodes]
+        if not roles or (coordinators and is_open):
             return {}
-        role = SERVER_ROLE if self._has_server else COORDINATOR_ROLE
-        identity = Identity(job=f"{self._config.job}-{desired.round}-{os.getpid()}", role=role, name="0")
-        authority = CertificateAuthority(identity.job)
-        if self._has_server or self._node == coordinators[0]:
+        authority = CertificateAuthority(f"{self._config.job}-{desired.round}-{os.getpid()}")
+        if self._node == (coordinators or self._server_nodes)[0]:
             self._channel.publish_credentials(desired.round, self._issue_credentials(authority), stop_reason)
-        address = self._node_context.pick_address(self._node)
-        if not self._has_server:
-            address = replace(address, host=self._host or address.host)
-        self._prepared = (desired.round, address, authority)
-        return {role: address}
+        addresses = {role: self._node_context.pick_address(self._node) for role in roles}
+        if coordinators and self._host is not None:
+            addresses = {role: replace(address, host=self._host) for role, address in addresses.items()}
+        self._prepared = _PreparedRound(
+            round=desired.round,
+            addresses=addresses,
+            server_credentials=self._credential_source(desired.round, SERVER_ROLE)
+            if coordinators
+            else lambda index: authority.issue(SERVER_ROLE, str(index)),
+        )
+        return addresses
 
     def create_services(
         self, rendezvous: RendezvousResult, run_dir: RunDir, *, initial_members: Sequence[str]
@@ -243,30 +288,50 @@ class RoundServices:
             run_dir: Run directory of this round on this node.
             initial_members: Member names of this node's workers, if the job is elastic.
         """
-        prepared = self._prepared if self._prepared is not None and self._prepared[0] == rendezvous.round else None
-        if self._has_server:
-            if prepared is None:
-                return []
-            _, address, authority = prepared
-            endpoint = SidecarEndpoint(node=self._node, advertised=address)
-            return [JobServer([endpoint], self._node_context, run_dir, authority)]
+        prepared = self._prepared if self._prepared is not None and self._prepared.round == rendezvous.round else None
+        services: list[ServiceProcesses] = []
+        has_pair = len(self._server_nodes) > 1
+        if self._node in self._server_nodes and has_pair:
+            services.append(self._create_server_of_pair(rendezvous, run_dir))
+        elif self._node in self._server_nodes and prepared is not None:
+            services.append(self._create_server(run_dir, prepared))
         coordinators = self._config.coordinator_nodes
-        if self._node not in coordinators or len(rendezvous.coordinators) < len(coordinators):
-            return []
-        index = coordinators.index(self._node)
-        has_offered = prepared is not None and prepared[1] == rendezvous.coordinators[index]
-        return [
-            CoordinatorProcesses(
-                self._coordinator_pair(rendezvous, initial_members),
-                self._node_context,
-                run_dir,
-                credentials=lambda which: self._channel.take_credentials(
-                    rendezvous.round, f"{COORDINATOR_ROLE}-{which}"
-                ),
-                standby_by_index={index: index > 0 or not has_offered},
-                give_up=write_warning,
+        if self._node in coordinators and len(rendezvous.coordinators) == len(coordinators):
+            index = coordinators.index(self._node)
+            offered = prepared.addresses.get(COORDINATOR_ROLE) if prepared is not None else None
+            services.append(
+                CoordinatorProcesses(
+                    self._coordinator_pair(rendezvous, initial_members),
+                    self._node_context,
+                    run_dir,
+                    credentials=self._credential_source(rendezvous.round, COORDINATOR_ROLE),
+                    standby_by_index={index: index > 0 or offered != rendezvous.coordinators[index]},
+                    give_up=write_warning,
+                )
             )
-        ]
+        return services
+
+    def _create_server_of_pair(self, rendezvous: RendezvousResult, run_dir: RunDir) -> JobServer:
+        """Create the server of this node; it follows the other one if that leads already."""
+        log_server = LogServer(self._channel.leadership_log(rendezvous.round))
+        pairs = zip(self._server_nodes, rendezvous.servers, strict=True)
+        return JobServer(
+            [self._endpoint(node, address) for node, address in pairs],
+            self._node_context,
+            run_dir,
+            self._credential_source(rendezvous.round, SERVER_ROLE),
+            member=ServerPairMember(index=self._server_nodes.index(self._node), open_log=log_server.open),
+            give_up=write_warning,
+        )
+
+    def _create_server(self, run_dir: RunDir, prepared: _PreparedRound) -> JobServer:
+        """Create the server of this node; only of the agent that has offered it, since another one has no state."""
+        endpoint = self._endpoint(self._node, prepared.addresses[SERVER_ROLE])
+        return JobServer([endpoint], self._node_context, run_dir, prepared.server_credentials, give_up=write_warning)
+
+    def _credential_source(self, round_: int, role: str) -> Callable[[int], Credentials]:
+        """Return a function that takes the next credentials of a process of this role, by its index."""
+        return lambda index: self._channel.take_credentials(round_, f"{role}-{index}")
 
     def _coordinator_pair(self, rendezvous: RendezvousResult, initial_members: Sequence[str]) -> CoordinatorPair:
         assert self._config.min_workers is not None, "it has coordinators"
@@ -279,12 +344,11 @@ class RoundServices:
         )
 
     def _endpoint(self, node: str, address: HostPort) -> SidecarEndpoint:
-        """Return a coordinator's endpoint.
+        """Return the endpoint of a service.
 
-        This node's own coordinator listens at the node's present address; its advertised name may still resolve to a
-        lost node.
+        Those of this node listen at the node's present address; the advertised name may still resolve to a lost node.
         """
-        is_named = node == self._node and self._host is not None
+        is_named = node == self._node and address.host == self._host
         return SidecarEndpoint(
             node=node, advertised=address, listen_host=self._node_context.pick_address(node).host if is_named else None
         )
@@ -304,10 +368,13 @@ class RoundServices:
             ]
             for rank in range(self._config.world_size)
         }
-        for index in range(len(self._config.coordinator_nodes)):
-            issued[f"{COORDINATOR_ROLE}-{index}"] = [
-                authority.issue(COORDINATOR_ROLE, str(index)) for _ in incarnations
-            ]
+        counts = {
+            COORDINATOR_ROLE: len(self._config.coordinator_nodes),
+            SERVER_ROLE: len(self._config.elastic_server_nodes),
+        }
+        for role, count in counts.items():
+            for index in range(count):
+                issued[f"{role}-{index}"] = [authority.issue(role, str(index)) for _ in incarnations]
         return issued
 
 

@@ -12,15 +12,24 @@ from pathlib import Path
 from ringweave.environment import ports_of_environ
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
+from ringweave.param_server.leadership_log import LeadershipLog
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
 from ringweave.platforms.hosts import host_runtime
+from ringweave.platforms.hosts.leadership_record import HostLeadershipLog
 from ringweave.platforms.hosts.run_entry import HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.agent_main import SupervisedWait
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.relayed_address import is_relayed
+
+
+class HostAgentChannel(FileAgentChannel):
+    """Channel over the files of this host; other hosts do not see them, so the run's entry has what all share."""
+
+    def leadership_log(self, round_: int) -> LeadershipLog:
+        return HostLeadershipLog(HostFolder(root=self._job.root.parent), round_)
 
 
 def main(root: Path, node: int, attempt: int) -> None:
@@ -45,7 +54,7 @@ def main(root: Path, node: int, attempt: int) -> None:
         echoes_output=False,
     )
     os.chdir(config.directory or root)
-    run_agent(assignment, FileAgentChannel(folder, group, supervised.wait), environ)
+    run_agent(assignment, HostAgentChannel(folder, group, supervised.wait), environ)
     host_runtime.ensure_service(host, environ)  # somebody has to report the end
 
 

@@ -277,9 +277,6 @@ def find_issuer(entry: RunEntry, offers: Mapping[str, AgentStatus]) -> int | Non
 
 
 def select_secrets(config: JobConfig, node: int, secrets: Mapping[str, str]) -> dict[str, str]:
-    """Return the credentials of the processes of one node: its workers, and its coordinator."""
-    holders = {f"worker-{rank}" for rank in config.ranks_of_node(node)}
-    name = config.node(node).name
-    if name in config.coordinator_nodes:
-        holders.add(f"coordinator-{config.coordinator_nodes.index(name)}")
+    """Return the credentials of the processes of one node."""
+    holders = config.credential_holders(node)
     return {file: text for file, text in secrets.items() if file.split(".")[0] in holders}

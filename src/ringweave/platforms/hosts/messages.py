@@ -145,6 +145,28 @@ class RunVerb(RpcMessage):
     verb: str
 
 
+class LeadershipAnswer(RpcMessage):
+    """Latest leadership record of a round."""
+
+    kind: ClassVar[str] = "hosts.leadership"
+
+    record: str | None
+    """JSON of the record; None before the first."""
+    is_appended: bool
+    """The requested record is the latest."""
+
+
+class LeadershipRequest(RpcMessage):
+    """Asks for the latest record of which parameter server leads in a round; a host that does not lead passes it on."""
+
+    kind: ClassVar[str] = "hosts.get_leadership"
+    reply: ClassVar[type[RpcMessage]] = LeadershipAnswer
+
+    round: int = pydantic.Field(ge=0)
+    record: str | None = pydantic.Field(default=None, max_length=4096)
+    """JSON of a record to append, if it is the next one."""
+
+
 class LogPieces(RpcMessage):
     """New text of the logs of one host; its bytes follow in one buffer."""
 

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ringweave.errors import NotLeaderError, explain
+
 LEASE_S = 2.0
 """Time for which a contact with a quorum counts."""
 ELECTION_TIMEOUT_S = 2.4
@@ -43,6 +45,12 @@ def is_quorum(present: Collection[int], voters: Sequence[int]) -> bool:
     """Return whether these hosts are a quorum of the voters; two quorums always have a host in common."""
     count = len(set(present) & set(voters))
     return 2 * count > len(voters) or (2 * count == len(voters) and voters[0] in present)
+
+
+def no_leader_error() -> NotLeaderError:
+    """Return the error of a request that only the leader of the run can answer."""
+    do = "Repeat the command in a few seconds"
+    return NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
 
 
 class Leadership:

@@ -30,6 +30,7 @@ from ringweave.errors import LaunchError, UnknownJobError, explain
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobEvent, JobRecord
+from ringweave.param_server.leadership_log import RoundLeadership
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion
@@ -105,6 +106,8 @@ class RunEntry:
     """Result of the last rendezvous; hosts that come later in the same round get it too."""
     events: tuple[RunEvent, ...] = ()
     """Latest events, oldest first."""
+    leadership: RoundLeadership | None = None
+    """Latest record of which parameter server leads; None without a standby."""
     seats: tuple[JoinSeat, ...] = ()
     """Places of hosts that join by a token, taken or not."""
 

@@ -22,7 +22,7 @@ from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError,
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
-from ringweave.platforms.hosts import host_runtime, join_protocol
+from ringweave.platforms.hosts import host_runtime, join_protocol, leadership_record, quorum_election
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
 from ringweave.platforms.hosts.join_protocol import JoinListener
@@ -37,6 +37,7 @@ from ringweave.platforms.hosts.messages import (
     JoinAnswer,
     JoinRequest,
     LeaderContact,
+    LeadershipRequest,
     LogPieces,
     ReadFile,
     ReadLogs,
@@ -86,12 +87,9 @@ class LeaderLink:
         threading.Thread(target=self._run, name=f"link to host {host}", daemon=True).start()
 
     def push_entry(self) -> None:
-        """Hand the newest entry over now.
-
-        Raises:
-            RpcError: The host does not answer.
-        """
-        self._contact(self._connected(), wait_s=0.0)
+        """Hand the newest entry over now, if the host answers; else the link's own thread connects again."""
+        with contextlib.suppress(RingweaveError, OSError):
+            self._contact(self._connected(), wait_s=0.0)
 
     def call(self, message: rpc.RpcMessage, timeout_s: float) -> rpc.RpcMessage:
         """Call the host.
@@ -371,8 +369,8 @@ class HostService:
         self.commit_entry(replace(entry, voters=changed))
 
     def _wait_for_quorum(self, version: EntryVersion) -> None:
-        for link in list(self._links.values()):
-            threading.Thread(target=_push_quietly, args=(link,), daemon=True).start()
+        for link in [each for each in self._links.values() if each.entry_version < version]:
+            threading.Thread(target=link.push_entry, daemon=True).start()
         with self._changed:
             is_saved = self._changed.wait_for(
                 lambda: not self._leadership.is_leader or is_quorum(self._hosts_with(version), self._leadership.voters),
@@ -461,6 +459,7 @@ class HostService:
             RpcHandler(message=TakeSecrets, handle=self._handle_secrets),
             RpcHandler(message=RunStatusRequest, handle=self._handle_status),
             RpcHandler(message=RunVerb, handle=self._handle_verb),
+            RpcHandler(message=LeadershipRequest, handle=self._handle_leadership),
             RpcHandler(message=ReadLogs, handle=self._handle_logs),
             RpcHandler(message=JoinRequest, handle=lambda call: self._give_seat(call.message)),  # passed on
             RpcHandler(message=ReadFile, handle=self._handle_file),
@@ -522,12 +521,20 @@ class HostService:
         if self._leadership.holds_lease(self._clock()):
             self._apply_verb(message.verb)
             return self._status()
-        leader = self._leadership.leader
-        if leader is None or leader == self.index or call.peer.role == HOST_ROLE:
-            raise _no_leader_error()
-        status = self._pass_on(leader, message)
+        status = self._ask_leader(call)
         assert isinstance(status, RunStatus)
         return status
+
+    def _handle_leadership(self, call: RpcCall) -> rpc.RpcMessage:
+        if self._leadership.holds_lease(self._clock()):
+            return leadership_record.commit_record(call.message, self._change_entry)
+        return self._ask_leader(call)
+
+    def _ask_leader(self, call: RpcCall) -> rpc.RpcMessage:
+        leader = self._leadership.leader
+        if leader is None or leader == self.index or call.peer.role == HOST_ROLE:
+            raise quorum_election.no_leader_error()
+        return self._pass_on(leader, call.message)
 
     def _handle_logs(self, call: RpcCall) -> RpcReply:
         message: ReadLogs = call.message
@@ -566,7 +573,7 @@ class HostService:
     def _give_seat(self, request: JoinRequest) -> JoinAnswer:
         """Commit that the joiner has its seat, then answer with its credentials; or tell why it cannot be called."""
         if not self._leadership.holds_lease(self._clock()):
-            raise _no_leader_error()
+            raise quorum_election.no_leader_error()
         entry, now = self.entry, time.time()
         seat = join_protocol.find_seat(entry, request, now)
         join_protocol.check_joiner(request, entry, seat, software_versions(), now)
@@ -591,10 +598,15 @@ class HostService:
         self.wake()
 
     def _change_entry(self, change: Callable[[RunEntry], RunEntry]) -> None:
-        """Commit a change of the newest entry; it is computed again where another thread was faster."""
+        """Commit a change of the newest entry; it is computed again where another thread was faster.
+
+        An entry without a change is only waited for, until a quorum has saved it.
+        """
         for attempt in range(1, MAX_CHANGE_ATTEMPTS + 1):
             try:
-                self.commit_entry(change(self.entry))
+                entry = self.entry
+                changed = change(entry)
+                self._wait_for_quorum(entry.version) if changed is entry else self.commit_entry(changed)
             except StaleEntryError:
                 if attempt == MAX_CHANGE_ATTEMPTS:
                     raise
@@ -668,18 +680,6 @@ class HostService:
         if peer.role == HOST_ROLE and peer.name in names:
             with self._lock:
                 self._leadership.mark_leader_gone(names.index(peer.name))
-
-
-def _no_leader_error() -> NotLeaderError:
-    do = "Repeat the command in a few seconds"
-    return NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
-
-
-def _push_quietly(link: LeaderLink) -> None:
-    try:
-        link.push_entry()
-    except (RingweaveError, OSError):
-        return  # the link's own thread connects again
 
 
 def _print_handler_error(peer: rpc.Identity, kind: str, error: Exception) -> None:

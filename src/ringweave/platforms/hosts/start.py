@@ -351,6 +351,7 @@ class HostsRunOptions:
     elastic: str | None
     num_spares: int
     """Number of spares on each host."""
+    has_standby: bool
     python: str | None
     name: str | None
     detach: bool
@@ -430,7 +431,8 @@ def run_on_hosts(options: HostsRunOptions) -> int:
 def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
     if options.ports is not None:
         host = max(hosts.hosts, key=lambda host: host.workers)
-        num_services = 4 if options.elastic else 2  # the host service, the store of the process group, coordinators
+        # The host service, the store of the process group; then a coordinator and a parameter server.
+        num_services = 4 if options.elastic else 2
         num_services += 2 * any(host.joins for host in hosts.hosts)  # the listener for joiners, the relay
         needed = ports.needed_ports(host.workers, is_elastic=options.elastic is not None, num_services=num_services)
         ports.check_size(options.ports, needed, f"host {host.node}")
@@ -458,6 +460,7 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         replace_backend=worker_options.replace_backend,
         leader_per_nic=worker_options.leader_per_nic,
         elastic=_elastic_request(options.elastic, hosts.num_workers, options.num_spares),
+        standby=options.has_standby,
         min_per_node=1,
     )
 

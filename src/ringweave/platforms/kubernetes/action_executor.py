@@ -383,17 +383,19 @@ def make_rendezvous(observed: ObservedJob, config: JobConfig, round_: int) -> Re
     }
     first = offers.get(config.master_node)
     coordinators = agent_channel.coordinator_addresses(config, offers)
-    if coordinators is None:
+    servers = agent_channel.server_addresses(config, offers)
+    if coordinators is None or (servers is None and config.elastic_server_nodes):
         do = "Nothing to do; training workers continue, and when a node is lost all nodes join the next round"
+        missing = "coordinators" if coordinators is None else "parameter servers"
         expected = f"the addresses that nodes {' and '.join(config.coordinator_nodes)} offered before they started"
-        text = explain(f"barrier of round {round_}", got="no addresses of coordinators", expected=expected, do=do)
+        text = explain(f"barrier of round {round_}", got=f"no addresses of {missing}", expected=expected, do=do)
         raise LaunchError(text)
     return RendezvousResult(
         round=round_,
         master_address=first.master_address
         if first and first.master_address
         else HostPort(host=next(iter(addresses.values())), port=0),
-        server=next((report.server for report in offers.values() if report.server), None),
+        servers=servers or (),
         coordinators=coordinators,
         addresses=addresses,
     )

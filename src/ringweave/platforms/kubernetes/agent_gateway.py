@@ -20,6 +20,9 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
 from ringweave.jobs.records import GroupPhase
+from ringweave.param_server import leadership_log
+from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.kubernetes import (
@@ -193,6 +196,53 @@ def _is_kept_pod(pod: Mapping[str, Any]) -> bool:
     return names.STOPPED_ANNOTATION in metadata.get("annotations", {}) and "deletionTimestamp" not in metadata
 
 
+_MAX_STALE_READS = 5
+"""Attempts at a change of an object that others change at the same time."""
+
+
+class LeadershipStore:
+    """Latest leadership record of each job's two parameter servers, in an annotation of its ConfigMap.
+
+    The API server changes the ConfigMap only if it is still the one that was read, so of two records with one number
+    the first counts.
+    """
+
+    def __init__(self, client: KubernetesClient) -> None:
+        self._client = client
+
+    async def append(self, owner: JobOwner, round_: int, record: LeadershipRecord | None) -> LogAnswer:
+        """Append a record if it is the next one; None only reads.
+
+        Raises:
+            UploadRejectedError: The job has no config any more.
+            ApiError: The API server does not answer, or others change the ConfigMap. The record may be appended or not.
+        """
+        attempt = 0
+        while True:
+            found = await self._client.find(api_client.CONFIG_MAPS, owner.namespace, names.config_name(owner.name))
+            if found is None or not owner.owns(found):
+                raise UploadRejectedError(f"leadership of job {owner.name}: it has no config, so no round runs")
+            text = found["metadata"].get("annotations", {}).get(names.LEADERSHIP_ANNOTATION)
+            known = None if text is None else _LEADERSHIP_ADAPTER.validate_json(text)
+            answer = leadership_log.append_to(known, round_, record)
+            if record is None or not answer.is_appended or (known is not None and known.record == record):
+                return answer
+            try:
+                await self._write(found, RoundLeadership(round=round_, record=record))
+            except ApiError as error:
+                attempt += 1
+                if not error.is_stale or attempt == _MAX_STALE_READS:
+                    raise
+            else:
+                return answer
+
+    async def _write(self, found: Object, leadership: RoundLeadership) -> None:
+        metadata = found["metadata"]
+        annotations = {names.LEADERSHIP_ANNOTATION: _LEADERSHIP_ADAPTER.dump_json(leadership).decode()}
+        body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "annotations": annotations}}
+        await self._client.patch(api_client.CONFIG_MAPS, metadata["namespace"], metadata["name"], body)
+
+
 LONG_POLL_S = 25.0
 """Duration of a long poll for the desired state; proxies close a connection after a silent minute."""
 PROGRESS_WRITE_INTERVAL_S = 10.0
@@ -233,7 +283,7 @@ class AgentGateway:
     def __init__(self, client: KubernetesClient, clock: Callable[[], float]) -> None:
         """`clock` returns seconds since 1970."""
         self._client, self._clock = client, clock
-        self._credential_store = CredentialStore(client)
+        self._credential_store, self._leadership_store = CredentialStore(client), LeadershipStore(client)
         self._pod_states: dict[PodKey, _PodState] = {}
         self._tokens: dict[tuple[str, str], _JobToken] = {}
         """(namespace, job) -> token."""
@@ -274,6 +324,7 @@ class AgentGateway:
         app.router.add_put(path + "/status", self._put_status)
         app.router.add_put(path + r"/credentials/{round:\d{1,9}}/{of:\d{1,9}}", self._put_credentials)
         app.router.add_post(path + r"/credentials/{round:\d{1,9}}", self._take_credentials)
+        app.router.add_post(path + r"/leadership/{round:\d{1,9}}", self._append_leadership)
         app.router.add_put(path + "/log", self._put_log)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -348,6 +399,19 @@ class AgentGateway:
         if texts is None:
             return web.Response(status=404, text=f"no credentials of round {round_} were uploaded yet; retry")
         return web.json_response(texts)
+
+    async def _append_leadership(self, request: web.Request) -> web.Response:
+        """Append the record in the body; without one, return the latest."""
+        uploader, round_ = self._uploader(await self._authenticate(request)), int(request.match_info["round"])
+        text = (await request.read()).decode("utf-8", "replace")
+        try:
+            record = leadership_log.parse_record(text) if text else None
+            answer = await self._leadership_store.append(uploader.owner, round_, record)
+        except ValueError:
+            return web.Response(status=400, text="not a leadership record")
+        except LaunchError as error:
+            return _error_response(error)
+        return web.json_response(text=leadership_log.dump_answer(answer))
 
     async def _put_log(self, request: web.Request) -> web.Response:
         uploader = self._uploader(await self._authenticate(request))
@@ -451,3 +515,4 @@ def _content_tag(text: str) -> str:
 
 
 _CREDENTIAL_TEXTS_ADAPTER = TypeAdapter(dict[str, str])
+_LEADERSHIP_ADAPTER = TypeAdapter(RoundLeadership)

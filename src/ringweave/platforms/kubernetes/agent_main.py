@@ -23,6 +23,9 @@ from pydantic import TypeAdapter
 from ringweave.errors import LaunchError, explain
 from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.node_context import HostContext
+from ringweave.param_server import leadership_log
+from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import LeadershipLog, LogAnswer
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
 from ringweave.platforms.agent.agent_channel import (
@@ -40,6 +43,8 @@ from ringweave.rpc import Credentials
 TAG_HEADER = "X-Ringweave-Tag"
 _REQUEST_TIMEOUT_S = 60.0
 """The gateway answers within 25 s."""
+_LEADERSHIP_TIMEOUT_S = 3.0
+"""Time for an answer about leadership; shorter than that of the server's process for its node agent."""
 GATEWAY_RETRY_S = 0.5
 """Delay before the next try to reach the gateway."""
 FINAL_STATUS_TIMEOUT_S = 10.0
@@ -68,7 +73,14 @@ class GatewayClient:
     certificate: str = ""
     """Certificate of the gateway, as PEM; empty without TLS."""
 
-    def request(self, method: str, path: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: str | None = None,
+        tag: str = "",
+        timeout_s: float = _REQUEST_TIMEOUT_S,
+    ) -> tuple[int, str, str]:
         """Send a request; return status, text and tag of the answer.
 
         Raises:
@@ -80,9 +92,9 @@ class GatewayClient:
         connection: http.client.HTTPConnection
         if url.scheme == "https":
             context = ssl.create_default_context(cadata=self.certificate)
-            connection = http.client.HTTPSConnection(host, port, timeout=_REQUEST_TIMEOUT_S, context=context)
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {self.token()}", **({TAG_HEADER: tag} if tag else {})}
         try:
             content = None if body is None else body.encode()  # http.client would write Latin-1
@@ -138,6 +150,31 @@ GATEWAY_TIMEOUT_S = 120.0
 """Tolerated outage of the gateway: the lease of a lost operator, and the start of the next one."""
 _OK_STATUSES = (200, 204)
 _GONE_STATUS = 410
+
+
+class GatewayLeadershipLog:
+    """Log of a round's two servers at the gateway, which keeps it in the API server."""
+
+    def __init__(self, gateway: GatewayClient, round_: int) -> None:
+        self._gateway, self._path = gateway, f"leadership/{round_}"
+
+    def latest(self) -> LeadershipRecord | None:
+        return self._ask(None).latest
+
+    def append(self, record: LeadershipRecord) -> bool:
+        return self._ask(record).is_appended
+
+    def _ask(self, record: LeadershipRecord | None) -> LogAnswer:
+        body = "" if record is None else leadership_log.dump_record(record)
+        try:
+            status, text, _ = self._gateway.request("POST", self._path, body, timeout_s=_LEADERSHIP_TIMEOUT_S)
+            if status in _OK_STATUSES:
+                return leadership_log.parse_answer(text)
+            got = f"{status} {text}"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            got = str(error) or type(error).__name__
+        do = "Nothing: it is asked again; without the operator no other server can lead"
+        raise leadership_log.log_error(got, expected="an answer of the agent gateway", do=do)
 
 
 class GatewayChannel(AgentChannel):
@@ -218,16 +255,16 @@ class GatewayChannel(AgentChannel):
     ) -> None:
         """Upload the credentials node by node. Repeating it is safe."""
         for node in self._config.nodes:
-            holders = {f"worker-{rank}" for rank in self._config.ranks_of_node(node.index)}
-            if node.name in self._config.coordinator_nodes:
-                holders.add(f"coordinator-{self._config.coordinator_nodes.index(node.name)}")
             texts = {
                 f"{holder}.{incarnation}": each.to_text()
-                for holder in sorted(holders)
+                for holder in sorted(self._config.credential_holders(node.index))
                 for incarnation, each in enumerate(credentials[holder])
             }
             path = f"credentials/{round_}/{node.index}"
             self._request_credentials("PUT", path, json.dumps(texts), round_=round_, stop_reason=stop_reason)
+
+    def leadership_log(self, round_: int) -> LeadershipLog:
+        return GatewayLeadershipLog(self._gateway, round_)
 
     def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
         """Return the holder's next credentials, taken for all workers of this node at once.

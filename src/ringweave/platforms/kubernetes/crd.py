@@ -39,8 +39,8 @@ _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 IMMUTABLE_FIELDS = (
     *("gpus", "cpuWorkers", "script", "module", "command", "source", "directory", "arguments", "environment", "data"),
-    *("image", "claim", "mode", "schedule", "tuning", "order", "replaceBackend", "leaderPerNic", "elastic", "nodes"),
-    *("minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
+    *("image", "claim", "mode", "schedule", "tuning", "order", "replaceBackend", "leaderPerNic", "elastic", "standby"),
+    *("nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
 )
 """Fields that never change after creation; verbs set the others."""
 
@@ -138,6 +138,9 @@ def _training_fields() -> Schema:
         "replaceBackend": _flag_schema('ringweave also serves groups of an explicit "gloo" or "nccl".'),
         "leaderPerNic": _flag_schema("A leader for each NIC of a node, not one for all."),
         "elastic": _elastic_schema(),
+        "standby": _flag_schema(
+            "A second parameter server of an elastic job, on the second node, takes over when the first one is lost."
+        ),
     }
 
 
@@ -349,8 +352,9 @@ def _elastic_rules() -> list[ValidationRule]:
     most = _max_elastic_min()
     return [
         _make_rule(
-            f"!has(self.elastic) || !({served})",
-            "elastic excludes a parameter server, which fails with its node: leave elastic out, or write mode balanced",
+            f"!self.standby || (has(self.elastic) && ({served}))",
+            "standby needs an elastic job with a parameter server: leave standby out, or add elastic and write mode "
+            "ps-hra",
         ),
         _make_rule(
             f"!has(self.elastic) || self.elastic.min <= {_TOTAL} || "

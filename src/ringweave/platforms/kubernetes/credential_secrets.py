@@ -17,8 +17,8 @@ _MAX_CREDENTIALS = 512
 """Credentials of about 1,700 bytes in one Secret, which holds 1 MiB."""
 MAX_SERVER_WORKERS_PER_NODE = _MAX_CREDENTIALS // NUM_SERVER_INCARNATIONS
 """Limit for a node of a job with a parameter server."""
-MAX_ELASTIC_WORKERS_PER_NODE = _MAX_CREDENTIALS // NUM_INCARNATIONS - 1
-"""Limit for a node of an elastic job: the Secret also holds the credentials of its coordinator, if it has one."""
+MAX_ELASTIC_WORKERS_PER_NODE = _MAX_CREDENTIALS // NUM_INCARNATIONS - 2
+"""Limit for a node of an elastic job: the Secret also holds the credentials of its coordinator and its server."""
 
 UploadVersion = tuple[int, int]
 """Round, and attempt of the uploading node; a later upload has the larger version."""

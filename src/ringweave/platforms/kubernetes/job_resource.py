@@ -44,6 +44,7 @@ def request_from_resource(resource: ResourceObject) -> JobRequest:
         arguments=tuple(spec.get("arguments", ())),
         environment={item["name"]: item["value"] for item in spec.get("environment", ())},
         elastic=ElasticRequest(**spec["elastic"]) if "elastic" in spec else None,
+        standby=spec.get("standby", False),
         min_per_node=spec["minPerNode"],
         ttl_s=spec.get("ttlSecondsAfterFinished"),
         suspend=spec.get("suspend", False),
@@ -142,6 +143,8 @@ def resource_from_request(
     if request.elastic is not None:
         spares = {"spares": request.elastic.spares} if request.elastic.spares else {}
         spec["elastic"] = {"min": request.elastic.min, **spares}
+    if request.standby:
+        spec["standby"] = True
     if request.arguments:
         spec["arguments"] = list(request.arguments)
     if request.environment:

@@ -25,6 +25,10 @@ BARRIER_CONDITION = f"{API_GROUP}/AtBarrier"
 """Condition of a Pod, in its readiness gates: the status of its agent."""
 
 
+LEADERSHIP_ANNOTATION = f"{API_GROUP}/leadership"
+"""Annotation of a job's ConfigMap: the latest leadership record of its parameter servers, with its round, as JSON."""
+
+
 def config_name(job: str) -> str:
     """Return the name of the ConfigMap and of the Secret."""
     return f"{job}-config"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from ringweave.param_server.leadership_log import FolderLeadershipLog, LeadershipLog
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import (
     NUM_INCARNATIONS,
@@ -91,6 +92,10 @@ class FileAgentChannel(AgentChannel):
         for holder, incarnations in credentials.items():
             for number, each in enumerate(incarnations):
                 each.save(self._job.secrets / f"round-{round_}" / f"{holder}.{number}.json")
+
+    def leadership_log(self, round_: int) -> LeadershipLog:
+        """Return a log in the job's folder."""
+        return FolderLeadershipLog(self._job.root / "claims" / f"round-{round_}")
 
     def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
         """Read the next credentials, and remove their file."""
