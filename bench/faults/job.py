@@ -86,14 +86,14 @@ class Checks:
         account = SampleAccount.from_indices(indices.numpy())
         self._say(f"drawn {reduction} {account.num_samples} {account.fingerprint} {epoch}")
 
-    def done(self, train_step: int) -> None:
-        """Write the checksum of all parameters, and the time."""
+    def done(self, reduction: int) -> None:
+        """Write the checksum of all parameters after this reduction, and the time."""
         if self._file is None:
             return
         digest = xxhash.xxh3_64()
         for each in self._model.parameters():
             digest.update(each.detach().numpy().data)
-        self._say(f"done {train_step} {digest.hexdigest()} {time.time():.3f}")
+        self._say(f"done {reduction} {digest.hexdigest()} {time.time():.3f}")
 
     def _say(self, line: str) -> None:
         if self._file is not None:
@@ -171,10 +171,10 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             log_mean(reduction, loss, checks, is_on=options.log)
+            checks.done(reduction)
             if is_elastic and loader.misses_samples:
                 continue  # those of a lost worker: they are the next batch, of the same step
             train_step += 1
-            checks.done(reduction)
             if train_step % options.checkpoint_every == 0:
                 checkpoints.save(reduction)
             if train_step >= options.steps:
