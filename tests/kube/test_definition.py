@@ -95,7 +95,7 @@ def test_the_manifest_of_the_examples_is_legal_to_the_last_field(kube: Kube) -> 
 def test_the_manifest_of_an_elastic_job_is_legal(kube: Kube) -> None:
     manifest = YAML(typ="safe").load(EXAMPLES / "elastic.yaml")
     spec = dry(kube, manifest["metadata"]["name"], manifest["spec"], fieldValidation="Strict")["spec"]
-    assert spec["elastic"] == {"min": 4}
+    assert spec["elastic"] == {"min": 4, "spares": 0}
     assert {path.name for path in EXAMPLES.iterdir()} == {"text.yaml", "elastic.yaml"}, "all of them are here"
 
 
