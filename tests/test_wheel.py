@@ -40,7 +40,16 @@ PACKAGES = {
     "topology",
     "training",
 }
-MODULES = {"__init__.py", "__main__.py", "environment.py", "errors.py", "ports.py", "units.py", "py.typed"}
+MODULES = {
+    "__init__.py",
+    "__main__.py",
+    "environment.py",
+    "errors.py",
+    "ports.py",
+    "relayed_address.py",
+    "units.py",
+    "py.typed",
+}
 TEST_HELPERS = {"__init__.py", "clusters.py", "ranks.py"}
 
 
