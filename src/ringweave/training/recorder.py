@@ -139,31 +139,27 @@ class ElasticRecorder:
         else:
             self._deferred_writes.append(write)
 
-    def _write_lost(self, commit: Commit, num_lost: int) -> None:
-        num_samples = commit.account.num_samples
-        _LOGGER.info("reduction %d: mean over %d samples, %d lost", commit.number, num_samples, num_lost)
+    def _write_partial(self, kind: str, commit: Commit, **num_absent: int) -> None:
+        """Write the event of a reduction that lacks samples of lost members; `num_absent` is its field for them."""
         if self._log:
             self._log.write(
-                "samples_lost",
-                rank=0,
-                reduction=commit.number,
-                members=list(commit.members),
-                samples=num_samples,
-                lost=num_lost,
-            )
-
-    def _write_missing(self, commit: Commit, num_missing: int) -> None:
-        text = "reduction %d: %d samples of lost workers are computed by the others in the same train step"
-        _LOGGER.info(text, commit.number, num_missing)
-        if self._log:
-            self._log.write(
-                "samples_recomputed",
+                kind,
                 rank=0,
                 reduction=commit.number,
                 members=list(commit.members),
                 samples=commit.account.num_samples,
-                missing=num_missing,
+                **num_absent,
             )
+
+    def _write_lost(self, commit: Commit, num_lost: int) -> None:
+        num_samples = commit.account.num_samples
+        _LOGGER.info("reduction %d: mean over %d samples, %d lost", commit.number, num_samples, num_lost)
+        self._write_partial("samples_lost", commit, lost=num_lost)
+
+    def _write_missing(self, commit: Commit, num_missing: int) -> None:
+        text = "reduction %d: %d samples of lost workers are computed by the others in the same train step"
+        _LOGGER.info(text, commit.number, num_missing)
+        self._write_partial("samples_recomputed", commit, missing=num_missing)
 
     def _write_caught_up(self, commit: Commit, batch_number: int) -> None:
         names = ", ".join(commit.caught_up)

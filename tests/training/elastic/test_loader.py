@@ -176,6 +176,18 @@ def test_a_step_that_misses_samples_goes_back_and_hands_them_out_again() -> None
     assert job.accounts[0].is_exact
 
 
+def test_what_the_script_advances_is_set_back_for_each_loss_in_one_step() -> None:
+    job, restored = Job(recomputes=True), list[int]()
+    for number, _ in enumerate(job.loader):
+        job.loader._parts.incomplete_step.restore = lambda at=number: restored.append(at)  # pyrefly: ignore
+        if number == 3:
+            job.step(MEMBERS[:1])  # both have their parts of what is missing, and the second one is lost again
+        else:
+            job.step(MEMBERS[:1] if number == 4 else MEMBERS)
+    assert restored == [3, 4]
+    assert job.accounts[0].is_exact
+
+
 def test_a_script_that_breaks_off_at_a_step_that_misses_samples_takes_it_without_them() -> None:
     job, scales = Job(recomputes=True), list[float]()
     job.loader._parts.incomplete_step.take_without_missing = scales.append  # pyrefly: ignore

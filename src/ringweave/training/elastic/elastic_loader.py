@@ -48,18 +48,22 @@ class DataProgress:
 
     def repeat_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
-        self.position -= sum(len(missing.batch) for missing in batches if missing.epoch == self.epoch)
+        self.position -= self._samples_of_epoch(batches)
 
     def record_missing(self, missing: MissingBatch) -> None:
         """Record that missing samples of this batch are handed out."""
-        self.position += len(missing.batch) if missing.epoch == self.epoch else 0
+        self.position += self._samples_of_epoch([missing])
         self.num_drawn += 1
         self.num_since_commit += 1
 
     def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go on after that step without its missing samples."""
-        self.position += sum(len(missing.batch) for missing in batches if missing.epoch == self.epoch)
+        self.position += self._samples_of_epoch(batches)
         self.committed = (self.epoch, self.position)
+
+    def _samples_of_epoch(self, batches: Iterable[MissingBatch]) -> int:
+        """Return the samples of these whole batches, without batches of the epoch before."""
+        return sum(len(each.batch) for each in batches if each.epoch == self.epoch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,8 +303,8 @@ class ElasticLoader(PreparedLoader):
     def _iterate_missing(self) -> Iterator[Any]:
         """Yield this member's part of the missing samples, batch by batch as in the step that misses them."""
         parts = self._parts
-        parts.incomplete_step.restore()
         while parts.accounting.missing:
+            parts.incomplete_step.restore()  # again, if another member was lost in the step with the missing samples
             parts.measure_step()
             parts.session.pass_step_boundary(self._record_missing)
             parts.timer.begin_step()

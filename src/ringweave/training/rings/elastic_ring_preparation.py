@@ -52,6 +52,7 @@ from ringweave.rpc.state_transfer import StateServer
 from ringweave.training import collectives, timing
 from ringweave.training.data import order
 from ringweave.training.data.order import LoaderSpec
+from ringweave.training.data.shared_loader import SampleWeightTable
 from ringweave.training.elastic import ddp, elastic_preparation, trainer_interface
 from ringweave.training.elastic.elastic_loader import check_elastic_data
 from ringweave.training.elastic.elastic_preparation import PrepareOptions
@@ -259,6 +260,7 @@ class _ScriptInputs:
     parameters: Sequence[torch.Tensor]
     must_match: dict[str, Any]
     """Values that must be the same on all workers."""
+    sample_weights: SampleWeightTable | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,9 +314,7 @@ def prepare_elastic_rings(
         ),
         record_account=joined.recorder.epoch_accounted,
     )
-    loader = ElasticRingLoader(
-        inputs.loader, inputs.reading, inputs.must_match["seed"], parts, options.elastic.sample_weights
-    )
+    loader = ElasticRingLoader(inputs.loader, inputs.reading, inputs.must_match["seed"], parts, inputs.sample_weights)
     return parallel, ElasticRingOptimizer(inputs.optimizer, joined.worker), loader
 
 
@@ -323,7 +323,6 @@ def _read_inputs(triple: tuple[nn.Module, Optimizer, DataLoader], options: Elast
     ring_preparation.check_optimizer_fresh(optimizer, options.settings)
     spec = order.read_loader(loader)
     check_elastic_data(spec)
-    _ = options.elastic.sample_weights
     must_match = {
         **asdict(spec),
         "num_prefetched": 0,  # the next shard is known only when the ring has agreed on it
@@ -338,7 +337,13 @@ def _read_inputs(triple: tuple[nn.Module, Optimizer, DataLoader], options: Elast
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return _ScriptInputs(
-        model=model, optimizer=optimizer, loader=loader, reading=spec, parameters=parameters, must_match=must_match
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        reading=spec,
+        parameters=parameters,
+        must_match=must_match,
+        sample_weights=options.elastic.sample_weights,
     )
 
 
