@@ -24,8 +24,11 @@ from ringweave.rpc import Credentials
 
 T = TypeVar("T")
 _MAX_INCARNATIONS = 64
-_MAX_CREDENTIALS = 400
-"""Credentials of all workers together, about 1,400 bytes each: a run on hosts sends them in one message of 1 MiB."""
+_MAX_CREDENTIALS = 480
+"""Credentials of all processes together, about 1,760 bytes of JSON each: a run on hosts sends them in one message of
+1 MiB."""
+_MAX_SERVICES = 4
+"""Processes beside the workers: two coordinators and two parameter servers."""
 
 
 class FileAgentChannel(AgentChannel):
@@ -81,7 +84,7 @@ class FileAgentChannel(AgentChannel):
         self._wait(timeout_s)
 
     def num_incarnations(self, num_workers: int) -> int:
-        return max(NUM_INCARNATIONS, min(_MAX_INCARNATIONS, _MAX_CREDENTIALS // num_workers))
+        return max(NUM_INCARNATIONS, min(_MAX_INCARNATIONS, _MAX_CREDENTIALS // (num_workers + _MAX_SERVICES)))
 
     def publish_credentials(
         self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
