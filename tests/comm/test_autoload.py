@@ -90,7 +90,7 @@ def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected:
 
 
 def test_loading_imports_no_planner_and_no_yaml() -> None:
-    names = ("comm", "comm.autoload", "environment", "errors", "ports")
+    names = ("comm", "comm.autoload", "environment", "errors", "ports", "relayed_address")
     expected = [f"ringweave.{name}" for name in names]
     assert run_python(LOADED).stdout.strip() == str(expected)
 

@@ -38,8 +38,8 @@ class StepCounter:
 
     def count_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer:
-            return
+        if optimizer is not self._optimizer or not _has_gradients(optimizer):
+            return  # without gradients it changed nothing: a step that misses samples is yet to be done
         self._count += 1
         self._log.write("train_step_done", rank=self._rank, steps_since_start=self._count)
         moment = kill_requests.take_kill_request(self._kill_request, os.getpid())
@@ -51,6 +51,10 @@ class StepCounter:
         with suppress(OSError):  # it dies all the same
             kill_requests.confirm_kill(self._kill_request, os.getpid(), reached)
         moments.kill_self()
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def steady_clock(environ: Mapping[str, str]) -> Callable[[], float]:
