@@ -141,7 +141,8 @@ def _elastic_lines(plan: JobPlan, request: JobRequest) -> list[str]:
     names = [each.name for each in plan.nodes if each.workers][:2]
     lost, plural = ("a node is lost", "s") if len(names) > 1 else ("others fail", "")
     least = f"continues with {request.elastic.min} of {request.num_workers} workers or more when {lost}"
-    return [f"elastic  {least}; coordinator{plural} on {' and '.join(names)}"]
+    spares = f"; {request.elastic.spares} spares on each node" if request.elastic.spares else ""
+    return [f"elastic  {least}; coordinator{plural} on {' and '.join(names)}{spares}"]
 
 
 def _placement_text(each: NodePlacement) -> str:
@@ -203,6 +204,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
     metavar="MIN",
     help="Smallest number of workers with which the job continues without a lost node.",
 )
+@click.option("--spares", type=int, metavar="N", help="Number of spares on each node; needs --elastic.")
 @click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up.")
 @click.option("--tuning/--no-tuning", default=None, help="Try schedules and follow the rates, or keep the first plan.")
 @click.option("--order", metavar="ORDER", help="Order of ranks on devices: block, round-robin or shuffled[:SEED].")
@@ -288,6 +290,7 @@ def _read_request(path: str | None, flags: dict[str, Any]) -> tuple[JobRequest, 
 def _read_flags(flags: dict[str, Any], *, in_file: bool) -> dict[str, JobFlag]:
     flags = dict(flags)
     given = _node_flags(flags.pop("capacity"), flags.pop("max_retries"), flags.pop("deletion"))
+    given |= _elastic_flags(flags.pop("elastic"), flags.pop("spares"))
     for key, value in flags.items():
         if value is None or value == ():
             continue
@@ -299,8 +302,19 @@ def _read_flags(flags: dict[str, Any], *, in_file: bool) -> dict[str, JobFlag]:
         elif key == "directory" or (key == "script" and in_file and flags["directory"] is None):
             given[key] = JobFlag(name=name, value=str(Path(value).absolute()))
         else:
-            given[key] = JobFlag(name=name, value={"min": value} if key == "elastic" else value)
+            given[key] = JobFlag(name=name, value=value)
     return given
+
+
+def _elastic_flags(min_workers: int | None, num_spares: int | None) -> dict[str, JobFlag]:
+    if min_workers is None:
+        if num_spares is not None:
+            do = "Add --elastic MIN, or write elastic.spares into the file"
+            raise UsageError(explain("--spares", got="no --elastic", expected="an elastic job", do=do))
+        return {}
+    spares = {} if num_spares is None else {"spares": num_spares}
+    name = "--elastic, --spares" if spares else "--elastic"
+    return {"elastic": JobFlag(name=name, value={"min": min_workers, **spares})}
 
 
 def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | None) -> dict[str, JobFlag]:

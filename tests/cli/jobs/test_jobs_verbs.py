@@ -87,6 +87,12 @@ def test_the_plan_of_an_elastic_job_says_with_how_many_it_goes_on(ask) -> None:
     assert (code, err) == (0, "")
     wanted = "elastic  continues with 3 of 11 workers or more when a node is lost; coordinators on big and small"
     assert wanted in out.splitlines()
+    code, out, err = ask("submit", "job.yaml", "--elastic", "3", "--spares", "2", "--dry-run")
+    assert (code, err) == (0, "")
+    assert f"{wanted}; 2 spares on each node" in out.splitlines()
+    code, out, err = ask("submit", "job.yaml", "--spares", "2", "--dry-run")
+    assert (code, out) == (2, "")
+    assert "--spares: 'no --elastic', expected an elastic job. Add --elastic MIN" in err
     code, out, err = ask("submit", "job.yaml", "--elastic", "9", "--dry-run")
     assert (code, out) == (2, "")
     assert "elastic.min: 9, expected 1 to 8, which are left without the smallest node (small, 3 workers)." in err
