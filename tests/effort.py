@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 _DAILY, _THOROUGH = "daily", "thorough"
 # How long examples take to make and to run depends on what else runs; pytest's own time-out ends what hangs.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(_DAILY, _PATIENT, max_examples=40, derandomize=True)
+settings.register_profile(_DAILY, _PATIENT, max_examples=20, derandomize=True)
 settings.register_profile(_THOROUGH, _PATIENT, max_examples=200)
 
 
@@ -28,7 +28,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
                 item.add_marker(skipped)
 
 
-def only_one_daily(request: pytest.FixtureRequest, life: str, daily: str) -> None:
+def only_one_daily(request: pytest.FixtureRequest, life: object, daily: object) -> None:
     """Skips lives of a job that is killed at every boundary, but for the one of every day; --all-crashes takes all."""
     if life != daily and not request.config.getoption("--all-crashes"):
         pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")

@@ -217,6 +217,7 @@ def test_interrupted_it_leaves_nothing(bench, tmp_path: Path) -> None:
     assert not [rank for rank in ranks if rank.is_running()]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_in_a_lab(bench, lab_problems: list[str], tmp_path: Path) -> None:

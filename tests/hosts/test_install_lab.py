@@ -22,6 +22,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_installs_ringweave_on_nodes_that_have_none(request: pytest.FixtureRequest) -> None:

@@ -149,6 +149,7 @@ def test_a_host_joins_an_elastic_run_that_trains(hosts: FakeHosts) -> None:
     assert not any(joined_files_left(hosts, name) for name in (*hosts.names, "j"))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_the_run(hosts: FakeHosts) -> None:
     hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
     command, (line,) = start_run(hosts, "--hosts", "a,join", "--name", "train", "train.py")

@@ -66,6 +66,7 @@ def wait_until_idle(node: SshNode) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_a_node_that_ssh_does_not_reach_trains(trio: SshLab) -> None:
     first, _, third = trio.nodes
     trio.block_port("n0", "n2", 22)
@@ -155,6 +156,7 @@ def four(request: pytest.FixtureRequest) -> Iterator[SshLab]:
         yield found
 
 
+@pytest.mark.thorough
 def test_two_nodes_behind_address_translation_train_with_each_other(four: SshLab) -> None:
     first, _, third, fourth = four.nodes
     four.put_behind("n2", "n1")
@@ -171,6 +173,7 @@ def test_two_nodes_behind_address_translation_train_with_each_other(four: SshLab
         wait_until_idle(node)
 
 
+@pytest.mark.thorough
 def test_a_node_behind_address_translation_joins_an_elastic_run_that_trains(four: SshLab) -> None:
     first, second, third, _ = four.nodes
     four.put_behind("n2", "n3")

@@ -29,6 +29,7 @@ def run_in_mode(hosts: FakeHosts, mode: str) -> tuple[Path, str]:
     return folder / "out", done.stderr
 
 
+@pytest.mark.thorough
 def test_rings_and_a_parameter_server(hosts: FakeHosts) -> None:
     folder, said = run_in_mode(hosts, "ps-hra")
     assert "ringweave: trained in mode ps-hra: " in said
@@ -38,7 +39,7 @@ def test_rings_and_a_parameter_server(hosts: FakeHosts) -> None:
     assert counted["samples"] == 390
 
 
-@pytest.mark.parametrize("mode", ["balanced", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("balanced", marks=pytest.mark.thorough), "auto"])
 def test_shares_and_the_planners_choice(hosts: FakeHosts, mode: str) -> None:
     folder, said = run_in_mode(hosts, mode)
     trained = json.loads((folder / "run.json").read_text())["training"]

@@ -53,6 +53,7 @@ def test_workers_run_in_a_copy_on_their_own_hosts(lab: SshLab) -> None:
     assert left(lab) == []
 
 
+@pytest.mark.thorough
 def test_a_module_and_a_command_run_in_the_copy_too(lab: SshLab) -> None:
     lab.nodes[0].write(
         "project/text/train.py", f"import sys\nfrom text import names{SCRIPT}print(names.WORD, sys.argv[1:])\n"

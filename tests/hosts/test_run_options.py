@@ -55,6 +55,7 @@ def test_every_option_reaches_the_workers_of_all_hosts(hosts: FakeHosts) -> None
     assert {agreed["schedule"] for agreed in record["plan"]} == {"ring"}
 
 
+@pytest.mark.thorough
 def test_without_options_a_named_backend_stays(hosts: FakeHosts) -> None:
     hosts.write_script(DDP)
     lines, record = run_ddp(hosts, "train.py")
@@ -76,6 +77,7 @@ def test_a_module_of_the_current_directory_runs(hosts: FakeHosts) -> None:
     assert json.loads((folder / "out" / "run.json").read_text())["command"] == ["-m", "text.train", "--lr", "1"]
 
 
+@pytest.mark.thorough
 def test_a_command_starts_in_the_current_directory(hosts: FakeHosts) -> None:
     folder = hosts.write_script(
         '#!/bin/sh\necho "$1 $RANK of $WORLD_SIZE on $RINGWEAVE_NODE"\ncat data.txt\n', "run.sh"
@@ -90,6 +92,7 @@ def test_a_command_starts_in_the_current_directory(hosts: FakeHosts) -> None:
         assert sorted(done.stdout.splitlines()) == wanted
 
 
+@pytest.mark.thorough
 def test_a_job_file_has_the_same_options(hosts: FakeHosts) -> None:
     folder = hosts.write_script(DDP, "train.py")
     job = (
@@ -114,6 +117,7 @@ def coordinators(hosts: FakeHosts) -> list[psutil.Process]:
     return [each for each in hosts.processes("user") if "ringweave.membership.main" in each.cmdline()]
 
 
+@pytest.mark.thorough
 def test_an_elastic_run_on_this_machine_outlives_its_command_its_coordinator_and_a_worker(hosts: FakeHosts) -> None:
     hosts.write_script(JOB.read_text())
     checks = hosts.root / "checks"

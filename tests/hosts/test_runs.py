@@ -23,6 +23,7 @@ while not os.path.exists({path!r}):
     time.sleep(0.05)
 print("rank", os.environ["RANK"], "ends", flush=True)
 """
+HUNG_UP = pytest.param("hung up", marks=pytest.mark.thorough)
 
 
 def begun(hosts: FakeHosts) -> bool:
@@ -76,7 +77,7 @@ def test_ctrl_c_ends_the_run(hosts: FakeHosts) -> None:
     hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
 
 
-@pytest.mark.parametrize("how", ["detached", "killed", "hung up"])
+@pytest.mark.parametrize("how", [pytest.param("detached", marks=pytest.mark.thorough), "killed", HUNG_UP])
 def test_the_command_may_go_and_come_back(hosts: FakeHosts, how: str) -> None:
     hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
     words = ["run", "--hosts", "a,b,c", "--name", "mine", *(["--detach"] if how == "detached" else []), "train.py"]
@@ -119,6 +120,7 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
     assert "run: 'mine', expected a run that was started here, or has this host." in gone.stderr
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_kept_until_it_is_deleted(hosts: FakeHosts) -> None:
     hosts.write_script("print('done')")
     assert hosts.run("run", "--hosts", "a,b,c", "--name", "mine", "--detach", "train.py").returncode == 0
@@ -131,7 +133,7 @@ def test_a_finished_run_is_kept_until_it_is_deleted(hosts: FakeHosts) -> None:
     hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
 
 
-@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=pytest.mark.thorough)])
 def test_the_run_survives_the_death_of_a_host_service(hosts: FakeHosts, victim: str) -> None:
     hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
     command = hosts.start("run", "--hosts", "a,b,c", "--name", "mine", "train.py")
@@ -181,6 +183,7 @@ def test_workers_of_several_nodes_are_not_detached(hosts: FakeHosts) -> None:
     assert (done.returncode, done.stderr) == (2, f"ringweave: error: {text}\n")
 
 
+@pytest.mark.thorough
 def test_each_host_of_an_elastic_run_keeps_spares_and_none_is_left(hosts: FakeHosts) -> None:
     imports_itself = 'import os\nos.environ.setdefault("OMP_NUM_THREADS", "1")\n'
     hosts.write_script(imports_itself + UNTIL_FILE.format(path=str(hosts.root / "end")))

@@ -76,7 +76,7 @@ def test_equal_to_every_sharing_tried_in_every_order_of_up_to_three_nodes() -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num", [4, 5, pytest.param(6, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num", [4, *(pytest.param(num, marks=pytest.mark.thorough) for num in (5, 6))])
 def test_equal_to_every_sharing_tried_for_every_set_of_up_to_six_nodes(num: int) -> None:
     shuffled = random.Random(0)
     kinds = (0, *range(MIN, 13))  # what is too small for the minimum is left out, whatever it is

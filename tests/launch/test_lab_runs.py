@@ -192,6 +192,7 @@ def test_without_the_cluster_file_workers_are_told_nothing(start_in, script) -> 
     assert [json.loads(run.log(rank)) for rank in range(3)] == [["None", "None", node] for node in "aab"]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 def test_a_network_that_nobody_described_is_measured_and_kept(start, lab_name: str, tmp_path: Path) -> None:
     racks = """
@@ -252,6 +253,7 @@ def test_machines_and_network_are_found_together_and_a_run_says_what_it_knew(
     assert set(network["rates"]) == {"a->core", "core->a", "b->core", "core->b"}
 
 
+@pytest.mark.thorough
 def test_without_a_file_every_nic_that_is_alike_is_measured_and_used(
     start, script, lab_name: str, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_run_in_rings(tmp_path):
     kept_secrets.check_none(tmp_path / "run", tmp_path / "secrets", num_told=3, names=names)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_every_worker_may_be_a_ring(tmp_path):
@@ -70,7 +71,7 @@ def test_every_worker_may_be_a_ring(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
-@pytest.mark.parametrize("workers", ["2", "1,1"])
+@pytest.mark.parametrize("workers", ["2", pytest.param("1,1", marks=pytest.mark.thorough)])
 def test_the_mode_may_be_left_to_the_planner(tmp_path, workers):
     """Workers of one node have no server, and nothing is open; on two nodes there is one, and modes are rehearsed."""
     done = run(tmp_path, SCRIPT, "--workers", workers, "--mode", "auto")

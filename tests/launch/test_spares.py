@@ -220,6 +220,7 @@ def test_the_first_imports_of_a_script(source: str, imports: list[str], is_harml
     assert may_come_before is is_harmless
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_that_spares_import_is_there(given) -> None:
     told = "import sys\nprint(*(name for name in sys.modules), sep=chr(10), flush=True)\n"
@@ -241,7 +242,13 @@ print(json.dumps([*place, *also]), flush=True)
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("before", ["", IMPORTS_ITSELF], ids=["with the threads of torch", "alone"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", marks=pytest.mark.thorough, id="with the threads of torch"),
+        pytest.param(IMPORTS_ITSELF, id="alone"),
+    ],
+)
 def test_a_spare_enters_the_node_of_its_slot_in_a_lab(given, lab_name: str, tmp_path: Path, before: str) -> None:
     nodes = "name: pair\nnodes:\n  - {name: a, nic: 200Mbit/s, devices: 2}\n  - {name: b, nic: 200Mbit/s, devices: 1}\n"
     context = LabContext(lab.up(topology.loads(nodes), lab_name, "always"))

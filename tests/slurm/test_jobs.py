@@ -185,6 +185,7 @@ def test_what_cannot_be_is_refused_with_what_can(jobs):
     assert jobs.service.jobs() == []
 
 
+@pytest.mark.thorough
 def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     (jobs.folder / "train.py").write_text("pass")
     (jobs.folder / "job.yaml").write_text(

@@ -58,6 +58,7 @@ for epoch in loader.epochs(3):
 {SUM}"""
 
 
+@pytest.mark.thorough
 def test_a_killed_step_with_the_leading_server_is_replaced_while_the_standby_leads(jobs):
     nodes = "[{name: big, capacity: 2}, {name: small, capacity: 1}]"
     extra = "mode: ps-hra\nelastic: {min: 1}\nstandby: true\nmin_per_node: 1\n"

@@ -12,6 +12,7 @@ from ringweave import rpc
 from ringweave.errors import MessageError, RemoteError, RpcError, TrainingError
 from ringweave.rpc import framing
 from ringweave.rpc.framing import FrameKind
+from tests import effort
 from tests.wire.mutations import damaged, host, mutated, raw_peer, send_damaged
 from tests.wire.parts import (
     Add,
@@ -162,7 +163,9 @@ class Taken:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("secure", "num_messages"), [(False, 10_000), (True, 1_000)], ids=["plain", "tls"])
+@pytest.mark.parametrize(
+    ("secure", "num_messages"), [(False, effort.share_of(20_000)), (True, effort.share_of(5_000))], ids=["plain", "tls"]
+)
 def test_mutated_messages_reach_nobody_harm_nothing_and_are_written_down(
     authority: rpc.CertificateAuthority, events: Events, secure: bool, num_messages: int
 ) -> None:

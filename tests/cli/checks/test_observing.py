@@ -109,6 +109,7 @@ def test_a_lab_can_be(lab_problems: list[str]) -> None:
     assert doctor.check_lab() == CheckResult(state="ok", seen="made namespaces, a bridge and a link limited by tbf")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_backend_is_tried_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def fill(events: Path, writers: list[psutil.Process]) -> None:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
 
 
+@pytest.mark.thorough
 def test_members_whom_no_event_tells_of_go_on_when_one_is_killed(start, script) -> None:
     run = start("--elastic", "1:2", "--workers", "2", "--mode", "sync", script(UNTIL_GO + until_back.SCRIPT))
     wait_until(lambda: len(coordinators(run)) == 2, "both coordinators")

@@ -11,6 +11,7 @@ from tests.launch import until_back
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
+@pytest.mark.thorough
 def test_where_the_first_of_two_hangs_for_good_the_job_goes_on_with_another_in_its_place(start, script) -> None:
     """The one that is left is no majority as long as the other may live: it waits a minute, and then ends the job."""
     run = start("--elastic", "1:2", "--workers", "2", "--mode", "sync", script(until_back.SCRIPT))

@@ -24,7 +24,9 @@ HANDLER = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'asked to leav
 """Workers get SIGTERM, whatever `ringweave run` gets. It does not print, which the script may be about."""
 
 
-@pytest.mark.parametrize(("how", "handler"), [(signal.SIGINT, ""), (signal.SIGTERM, HANDLER)])
+@pytest.mark.parametrize(
+    ("how", "handler"), [(signal.SIGINT, ""), pytest.param(signal.SIGTERM, HANDLER, marks=pytest.mark.thorough)]
+)
 def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(
     start, script, how: signal.Signals, handler: str
 ) -> None:

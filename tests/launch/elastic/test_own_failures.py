@@ -129,6 +129,7 @@ def test_a_mistake_in_the_last_line_is_the_cause_though_another_worker_was_kille
     assert "SIGKILL" in {event["signal"] for event in events(run, "worker_exited")}
 
 
+@pytest.mark.thorough
 def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_path) -> None:
     run = start("--elastic", "1:3", "--workers", "3", "--mode", "sync", script(TRAINS + BROKEN_DEVICE))
     says = "rank 1 on node node0 is given up: it failed by itself 3 times in a row"

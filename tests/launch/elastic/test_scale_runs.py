@@ -162,6 +162,7 @@ def test_a_run_that_is_not_elastic_is_refused(start, script) -> None:
     assert "expected a run with --elastic MIN:MAX" in asked.stderr
 
 
+@pytest.mark.thorough
 def test_workers_of_a_ring_leave_and_come_back_and_no_further_ones_come(start, script) -> None:
     run = start("--elastic", "1:3", "--workers", "2", "--mode", "ps-hra", script(RING))
     run.wait_printed("step of 2", times=4)

@@ -89,6 +89,7 @@ def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, scr
     assert not [each for each in events(run) if each["kind"] == "worker_exited" and each.get("exit_code") != 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rings", "goes_on"), [(1, r"1\.0"), (2, r"0\.[1-9]")])
 def test_a_ring_goes_on_when_the_coordinator_is_killed_with_so_many_of_it_that_no_majority_is_left(
     start, script, tmp_path: Path, rings: int, goes_on: str

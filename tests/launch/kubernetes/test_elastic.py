@@ -100,6 +100,7 @@ for epoch in loader.epochs(3):
 {SUM}"""
 
 
+@pytest.mark.thorough
 def test_the_pod_of_the_leading_server_is_killed_and_the_standby_takes_over(place: Place, tmp_path: Path) -> None:
     """The first Pod has the leading server and the coordinator that decides."""
     (tmp_path / "train.py").write_text(RINGS_SCRIPT.format(folder=str(tmp_path)))

@@ -307,7 +307,7 @@ class RandomNodes(RandomWorld):
 
 TestRandomWorld = RandomWorld.TestCase
 TestRandomWorld.settings = settings(
-    max_examples=effort.share_of(600),
+    max_examples=effort.share_of(250),
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
@@ -317,7 +317,7 @@ TestRandomNodes = RandomNodes.TestCase
 TestRandomNodes.settings = TestRandomWorld.settings
 
 
-@settings(TestRandomWorld.settings, max_examples=effort.share_of(200))
+@settings(TestRandomWorld.settings, max_examples=effort.share_of(100))
 @given(num_members=st.integers(2, 5), data=st.data())
 def test_of_parts_that_change_again_and_again_at_most_one_goes_on(num_members: int, data: st.DataObject) -> None:
     """Where nothing else fails; among all other faults that happens too seldom."""

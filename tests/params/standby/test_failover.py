@@ -21,6 +21,7 @@ def wait_rounds(rings: list[training.Ring], count: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_a_leader_and_a_standby_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     with ReplicatedServers(tmp_path, 2) as pair:
         rings = training.begin(pair, 2, 80)

@@ -16,10 +16,11 @@ from ringweave.errors import RpcError
 from ringweave.rpc import framing
 from ringweave.rpc.channel import RpcChannel
 from ringweave.rpc.framing import FrameKind
+from tests import effort
 from tests.wire.mutations import damaged
 from tests.wire.parts import Add
 
-NUM_MESSAGES = 100_000
+NUM_MESSAGES = effort.share_of(100_000)
 LIMITS = rpc.RpcLimits(max_message_bytes=1 << 16, max_body_bytes=4096, max_bytes_in_flight=1 << 20, patience_s=60.0)
 VALUES = (0, 1, -1, 2**63, 1e308, "x", "\0", None, True, [], {}, [[]] * 50, "9" * 400, {"number": 1})
 GOOD_NUMBER = 77_777_777
@@ -93,7 +94,7 @@ def attack(num_messages: int, seed: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_100_000_mutated_messages_are_refused() -> None:
+def test_mutated_messages_are_refused() -> None:
     assert attack(NUM_MESSAGES, seed=11) > 0.9 * NUM_MESSAGES
 
 

@@ -252,7 +252,7 @@ def undisturbed(kubeconfig: Path, life: str, part: int) -> Outcome:
 def test_killed_at_every_boundary_the_end_is_the_same(
     kubeconfig: Path, life: str, part: int, request: pytest.FixtureRequest
 ) -> None:
-    effort.only_one_daily(request, life, DAILY)
+    effort.only_one_daily(request, (life, part), (DAILY, 0))
     wanted = undisturbed(kubeconfig, life, part)
     for boundary in itertools.count(part, NUM_PARTS):
         run = Run(kubeconfig, life, boundary)

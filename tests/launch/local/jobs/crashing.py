@@ -1,9 +1,10 @@
 """Lives of a job whose supervisor is killed with SIGKILL at one boundary after the other; prints a JSON line for each.
 
-    python crashing.py FOLDER LIFE
+    python crashing.py FOLDER LIFE STEP
 
-The first life has no crash and says which boundaries there are: `NAME#1` is the first time that one is reached. A
-process of its own, so that it may fork: everything is imported once, and a supervisor starts in a millisecond.
+The first life has no crash and names all boundaries: `NAME#1` is the first time that one is reached. Each further life
+is killed at another one; a STEP of 3 takes every third boundary. A process of its own, so that it may fork: everything
+is imported once, and a supervisor starts in a millisecond.
 """
 
 import json
@@ -176,13 +177,14 @@ class Life:
         return mine
 
 
-def main(folder: Path, kind: str) -> None:
+def main(folder: Path, kind: str, step: int) -> None:
     processes.adopt_orphans()
     first = Life(folder / "0", kind)
-    print(json.dumps(first.lead()), flush=True)
-    for index, crash_at in enumerate(first.on_boundary(), 1):
+    seen = first.lead()
+    print(json.dumps({**seen, "boundaries": first.on_boundary()}), flush=True)
+    for index, crash_at in list(enumerate(first.on_boundary(), 1))[::step]:
         print(json.dumps(Life(folder / str(index), kind).lead(crash_at)), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

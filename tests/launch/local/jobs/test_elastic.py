@@ -114,6 +114,7 @@ def test_the_only_node_of_an_elastic_job_starts_again_in_another_round(here: Her
     assert (job.state, job.round, job.nodes[0].retries) == ("Succeeded", 2, 1)
 
 
+@pytest.mark.thorough
 def test_a_spare_of_the_node_replaces_a_killed_worker(here: Here) -> None:
     here.submit(until_back.SCRIPT, 1, 1, elastic=ElasticRequest(min=1, spares=1), mode="sync", max_retries=2)
     wait_until(lambda: all(len(said(here, f"n{each}", 1, each)) > 5 for each in range(2)), "training")

@@ -120,6 +120,7 @@ def test_a_representative_and_a_ring_of_one_are_killed_and_no_step_is_lost(here:
     check_accounts(here)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", ["node", "process"])
 def test_without_a_standby_the_loss_of_the_server_restarts_all_nodes(here: Here, lost: str) -> None:
     submit(here)
@@ -138,6 +139,7 @@ def test_without_a_standby_the_loss_of_the_server_restarts_all_nodes(here: Here,
     check_accounts(here, 2)
 
 
+@pytest.mark.thorough
 def test_the_leading_server_is_killed_and_then_the_whole_node_of_the_leader(here: Here) -> None:
     submit(here, standby=True)
     first = wait_pair(here)
@@ -160,6 +162,7 @@ def test_the_leading_server_is_killed_and_then_the_whole_node_of_the_leader(here
     check_accounts(here, is_first_server=False)
 
 
+@pytest.mark.thorough
 def test_when_both_servers_are_killed_at_once_all_nodes_start_again(here: Here) -> None:
     submit(here, standby=True)
     wait_pair(here)

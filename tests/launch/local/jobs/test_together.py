@@ -22,6 +22,7 @@ REFUSAL = re.compile(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_of_64_processes_one_wins_and_63_are_refused(tmp_path: Path) -> None:
