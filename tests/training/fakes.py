@@ -8,7 +8,9 @@ from torch.utils.data import DataLoader
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.data import order
-from ringweave.training.data.shared_loader import EpochAccount, SharedLoader, SharedLoaderParts
+from ringweave.training.data.shared_loader import SharedLoader
+from ringweave.training.data.sources import OrderSource, StaticMembership
+from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import HostTimeline, StepTimer
 
@@ -54,10 +56,9 @@ def loaders(
         timer = StepTimer(HostTimeline())
         balancer = ShareBalancer(shares, timer, control, num_prefetched=num_prefetched)
         weights = SampleWeights(num_ranks=world_size, is_mean=True)
-        parts = SharedLoaderParts(
-            control=control, balancer=balancer, weights=weights, timer=timer, record_account=_ignore
-        )
-        made.append(SharedLoader(loader, order.read_loader(loader), 5, parts))
+        membership = StaticMembership(control, balancer, timer, _ignore)
+        source = OrderSource(loader, order.read_loader(loader), 5, membership)
+        made.append(SharedLoader(loader, source, weights, timer))
     return made
 
 

@@ -56,5 +56,5 @@ def prepare(
     except errors.PeerError as error:
         store.set("the others have seen it", "")
         return str(error)
-    loader._parts.assignment.leave_server()
-    return loader._parts.assignment.current.rings
+    loader.source.membership.assignment.leave_server()
+    return loader.source.membership.assignment.current.rings

@@ -20,7 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, ShareChange
 from ringweave.training.data import order
-from ringweave.training.data.shared_loader import EpochAccount, SharedLoader
+from ringweave.training.data.shared_loader import SharedLoader
+from ringweave.training.elastic.accounting import EpochAccount
 from tests.training import fakes
 
 NUMBERS = TensorDataset(torch.arange(50))
@@ -52,7 +53,7 @@ def one_epoch(ranks: list[SharedLoader]) -> list[list[int]]:
     for _ in range(len(ranks[0])):
         for rank, batches in enumerate(passes):
             (values,) = next(batches)
-            given[rank] += values[: ranks[rank]._parts.weights.num_samples].tolist()
+            given[rank] += values[: ranks[rank]._weights.num_samples].tolist()
     for batches in passes:
         with pytest.raises(TrainingError, match=r"^account of epoch \d+: .*Samples were lost or doubled; this is"):
             next(batches, None)
@@ -61,7 +62,7 @@ def one_epoch(ranks: list[SharedLoader]) -> list[list[int]]:
 
 def change(ranks: list[SharedLoader], shares: tuple[int, ...], batch_number: int) -> None:
     for rank in ranks:
-        rank._parts.balancer._change(batch_number, ShareChange(shares=shares, before_s=2.0, after_s=1.0))
+        rank.source.membership.balancer._change(batch_number, ShareChange(shares=shares, before_s=2.0, after_s=1.0))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -71,13 +72,13 @@ def test_every_sample_is_given_once(shuffle: bool) -> None:
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(50))
     assert [len(own) for own in first] == [8, 17, 25], "the last batch of two is shared 0, 1, 1"
     assert (first != second) is shuffle, "each pass has an order of its own"
-    total = sum((rank._parts.control.accounts[0] for rank in ranks), SampleAccount())
+    total = sum((rank.source.membership.control.accounts[0] for rank in ranks), SampleAccount())
     assert total == SampleAccount.from_indices(range(50))
 
 
 def test_a_rank_without_samples_computes_one_that_does_not_count() -> None:
     ranks = fakes.loaders(DataLoader(NUMBERS, batch_size=49), 3, (1, 24, 24))
-    last = [list(rank._source.batches(rank._epoch_order(), 0))[-1] for rank in ranks]
+    last = [list(rank.source._reader.batches(rank.source._epoch_order(), 0))[-1] for rank in ranks]
     assert [portion.num_total for _, portion in last] == [1, 1, 1]
     assert sorted(len(portion.indices) for _, portion in last) == [0, 0, 1]
     assert all(values.tolist() == [49] for (values,), _ in last)
@@ -174,7 +175,7 @@ def test_a_stream_is_shared_too() -> None:
     ranks = fakes.loaders(DataLoader(Stream(), batch_size=12), 2, (3, 9))
     given = []
     for rank in ranks:
-        for batch, portion in rank._source.batches(None, 0):
+        for batch, portion in rank.source._reader.batches(None, 0):
             given += batch[: len(portion.indices)].tolist()
     assert sorted(given) == list(range(50))
     with pytest.raises(TypeError, match=r"^a loader of a stream has no length$"):

@@ -121,7 +121,8 @@ def weights_of(model: nn.Module) -> Tensor:
 
 def change_shares(loader: SharedLoader, every: int, shares: list[tuple[int, ...]]) -> None:
     """Give batches other shares every few borders, in the way in which rebalancing does."""
-    balancer = loader._parts.balancer
+    members: Any = loader.source.membership
+    balancer = members.balancer
     border = balancer.pass_step_boundary
 
     def change(batch_number: int) -> None:
@@ -160,10 +161,9 @@ def distance_without_weights(case: Case, shares: list[tuple[int, ...]]) -> tuple
 def watch_accounts(loader: SharedLoader) -> list[bool]:
     """Whether each account of an epoch is exact, as they come."""
     found: list[bool] = []
-    note = loader._parts.record_account
-    loader._parts = dataclasses.replace(
-        loader._parts, record_account=lambda account: (note(account), found.append(account.is_exact))
-    )
+    members: Any = loader.source.membership
+    note = members._record_account
+    members._record_account = lambda account: (note(account), found.append(account.is_exact))
     return found
 
 

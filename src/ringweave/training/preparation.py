@@ -21,17 +21,15 @@ from ringweave.training import collectives, gradients, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
-from ringweave.training.data.shared_loader import BatchWeight, SampleWeightTable, SharedLoader, SharedLoaderParts
+from ringweave.training.data.shared_loader import BatchWeight, SampleWeightTable, SharedLoader
+from ringweave.training.data.sources import OrderSource, StaticMembership
 from ringweave.training.elastic import elastic_preparation
-from ringweave.training.elastic.elastic_loader import ElasticLoader
 from ringweave.training.elastic.elastic_preparation import PrepareOptions
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings import elastic_ring_preparation, ring_preparation
-from ringweave.training.rings.elastic_ring_loader import ElasticRingLoader
 from ringweave.training.rings.elastic_ring_preparation import ElasticRingOptions
-from ringweave.training.rings.ring_loader import RingLoader
 from ringweave.training.rings.ring_preparation import RingOptions
 from ringweave.training.rings.ring_settings import Asynchronous
 from ringweave.training.timing import StepTimer
@@ -57,7 +55,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     extra_state: Mapping[str, Any] | None = None,
     on_failure: str = "recompute",
     weight: Sequence[float] | Callable[[Any], float] | None = None,
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader | ElasticRingLoader]:
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
     The training loop stays as it is, and every step equals that of one process. The batch of a train step is the
@@ -123,7 +121,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
 
 def _prepare_for_elastic_job(
     triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous, environment: WorkerEnvironment
-) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader | ElasticRingLoader]:
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
     """Prepare for workers that may join and leave."""
     timer = StepTimer(timing.choose_timeline(triple[0]))
     chosen, reason = modes.decide_mode(options.mode, environment.mode, 2)
@@ -135,7 +133,7 @@ def _prepare_for_elastic_job(
 
 def _prepare_for_static_job(
     triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous, environment: WorkerEnvironment
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader]:
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
     """Prepare for a fixed set of workers; no extra state is carried to others."""
     model, optimizer, loader = triple
     spec = order.read_loader(loader)
@@ -175,19 +173,16 @@ def _prepare_for_static_job(
             triple, spec, reports, ring_options, (environment, control_group, recorder)
         )
     timer = StepTimer(timing.choose_timeline(model))
-    parts = SharedLoaderParts(
-        control=control_group,
-        balancer=_make_balancer(reports, chosen, timer, control_group, recorder),
-        weights=SampleWeights(num_ranks=control_group.world_size, is_mean=is_mean),
-        timer=timer,
-        record_account=recorder.epoch_accounted,
-    )
-    recorder.training_prepared(mode=chosen, options=options.mode, reason=reason, shares=parts.balancer.latest)
+    balancer = _make_balancer(reports, chosen, timer, control_group, recorder)
+    weights = SampleWeights(num_ranks=control_group.world_size, is_mean=is_mean)
+    recorder.training_prepared(mode=chosen, options=options.mode, reason=reason, shares=balancer.latest)
     reducer = GradientReducer(process_group=None, timer=timer)
-    parallel = gradients.wrap_ddp(model, parts.weights, reducer, options.ddp)
+    parallel = gradients.wrap_ddp(model, weights, reducer, options.ddp)
     timing.attach_timer(timer, parallel, optimizer)
     weight = BatchWeight(options.weight, control_group) if callable(options.weight) else options.sample_weights
-    return parallel, optimizer, SharedLoader(loader, spec, reports[0]["seed"], parts, weight)
+    membership = StaticMembership(control_group, balancer, timer, recorder.epoch_accounted)
+    source = OrderSource(loader, spec, reports[0]["seed"], membership)
+    return parallel, optimizer, SharedLoader(loader, source, weights, timer, weight)
 
 
 def _ring_options(

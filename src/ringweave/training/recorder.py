@@ -7,8 +7,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import ShareChange
 from ringweave.planning.balancing.shares import Shares
 from ringweave.telemetry import EventLog
-from ringweave.training.data.shared_loader import EpochAccount
-from ringweave.training.elastic.accounting import ElasticAccount
+from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit
 
 _LOGGER = logging.getLogger("ringweave")

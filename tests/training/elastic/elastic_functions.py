@@ -82,7 +82,7 @@ def train(
             place = loader.state_dict()
             step = place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
             send_message(("drawn", step, indices.tolist() if loader.fraction else []))
-            send_message(("in", step, loader._parts.session.membership.generation_id))
+            send_message(("in", step, loader.source.membership.session.membership.generation_id))
             sums.begin_step(step)
             if step == at:
                 arm(moment, model, optimizer)

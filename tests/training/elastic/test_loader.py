@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import EpochOrder
 from ringweave.training.data import order
-from ringweave.training.data.shared_loader import PreparedLoader
-from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting
-from ringweave.training.elastic.elastic_loader import DataProgress, ElasticLoader, ElasticLoaderParts
+from ringweave.training.data.shared_loader import SharedLoader
+from ringweave.training.data.sources import OrderSource
+from ringweave.training.elastic.accounting import DataProgress, ElasticAccount, SampleAccounting
+from ringweave.training.elastic.elastic_membership import ElasticMembership
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.gradients import SampleWeights
@@ -24,10 +25,12 @@ MEMBERS = ("0.0", "1.0")
 NUM_SAMPLES, BATCH = 96, 12
 
 
-def made(place: DataProgress) -> ElasticLoader:
+def made(place: DataProgress) -> SharedLoader:
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
-    parts = SimpleNamespace(progress=place, weights=SimpleNamespace(fraction=0.25))
-    return ElasticLoader(loader, order.read_loader(loader), 0, cast(ElasticLoaderParts, cast(Any, parts)))
+    trainer, nothing = cast(Any, SimpleNamespace(progress=place, accounting=None)), cast(Any, None)
+    membership = ElasticMembership(nothing, trainer, nothing, nothing, nothing, is_mean=True)
+    weights = cast(Any, SimpleNamespace(fraction=0.25))
+    return SharedLoader(loader, OrderSource(loader, order.read_loader(loader), 0, membership), weights, nothing)
 
 
 class _Session:
@@ -65,19 +68,19 @@ class Job:
         self.accounts: list[ElasticAccount] = []
         self.change_members()
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
-        parts: Any = ElasticLoaderParts(
+        trainer = SimpleNamespace(
             member=MEMBERS[0],
-            session=cast(Any, _Session(self)),
             share_table=self.share_table,
             accounting=self.books,
             progress=self.place,
-            weights=SampleWeights(num_ranks=1, is_mean=True),
-            timer=cast(Any, SimpleNamespace(begin_step=lambda: None, record_samples=lambda _: None)),
             measure_step=lambda: None,
-            incomplete_step=cast(Any, SimpleNamespace(restore=lambda: None)),
-            record_account=self.accounts.append,
         )
-        self.loader = ElasticLoader(loader, order.read_loader(loader), 3, parts)
+        timer: Any = SimpleNamespace(begin_step=lambda: None, record_samples=lambda _: None)
+        self.incomplete_step: Any = SimpleNamespace(restore=lambda: None)
+        members = (cast(Any, _Session(self)), cast(Any, trainer))
+        membership = ElasticMembership(*members, timer, self.incomplete_step, self.accounts.append, is_mean=True)
+        self.source = OrderSource(loader, order.read_loader(loader), 3, membership)
+        self.loader = SharedLoader(loader, self.source, SampleWeights(num_ranks=1, is_mean=True), timer)
 
     def change_members(self, members: tuple[str, ...] = MEMBERS) -> None:
         """What was read ahead is of no use any more."""
@@ -118,7 +121,6 @@ def test_the_next_epoch_is_that_of_the_members_where_they_are_further() -> None:
 
 def test_it_says_of_itself_what_every_prepared_loader_does() -> None:
     loader = made(DataProgress())
-    assert isinstance(loader, PreparedLoader)
     assert (loader.batch_size, loader.fraction, len(loader.dataset)) == (4, 0.25, 10)
 
 
@@ -144,7 +146,7 @@ def test_a_place_that_is_not_where_the_members_are_is_found_out(shift: int) -> N
 @pytest.mark.parametrize("is_doubled", [True, False])
 def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.MonkeyPatch, is_doubled: bool) -> None:
     job = Job()
-    order_of = job.loader._epoch_order
+    order_of = job.source._epoch_order
 
     def wrong(num_back: int = 0) -> EpochOrder:
         order = order_of(num_back)
@@ -152,7 +154,7 @@ def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.Mon
         changed = np.append(known, known[-BATCH:]) if is_doubled else known[:-BATCH]
         return dataclasses.replace(order, indices=changed) if num_back else order
 
-    monkeypatch.setattr(job.loader, "_epoch_order", wrong)
+    monkeypatch.setattr(job.source, "_epoch_order", wrong)
     with pytest.raises(
         TrainingError, match=r"batches of epoch 0: SampleAccount\(.*, expected SampleAccount\(.*skipped or doubled"
     ):
@@ -161,7 +163,7 @@ def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.Mon
 
 def test_a_step_that_misses_samples_goes_back_and_hands_them_out_again() -> None:
     job, restored, seen = Job(recomputes=True), list[bool](), list[tuple[int, int, int]]()
-    job.loader._parts.incomplete_step.restore = lambda: restored.append(True)  # pyrefly: ignore
+    job.incomplete_step.restore = lambda: restored.append(True)
     for number, (batch,) in enumerate(job.loader):
         seen.append((len(batch), job.place.position, job.loader.num_train_steps))
         job.step(MEMBERS[:1] if number == 3 else MEMBERS)
@@ -179,7 +181,7 @@ def test_a_step_that_misses_samples_goes_back_and_hands_them_out_again() -> None
 def test_what_the_script_advances_is_set_back_for_each_loss_in_one_step() -> None:
     job, restored = Job(recomputes=True), list[int]()
     for number, _ in enumerate(job.loader):
-        job.loader._parts.incomplete_step.restore = lambda at=number: restored.append(at)  # pyrefly: ignore
+        job.incomplete_step.restore = lambda at=number: restored.append(at)  # pyrefly: ignore
         if number == 3:
             job.step(MEMBERS[:1])  # both have their parts of what is missing, and the second one is lost again
         else:
@@ -190,7 +192,7 @@ def test_what_the_script_advances_is_set_back_for_each_loss_in_one_step() -> Non
 
 def test_a_script_that_breaks_off_at_a_step_that_misses_samples_takes_it_without_them() -> None:
     job, scales = Job(recomputes=True), list[float]()
-    job.loader._parts.incomplete_step.take_without_missing = scales.append  # pyrefly: ignore
+    job.incomplete_step.take_without_missing = scales.append  # pyrefly: ignore
     for number, _ in enumerate(job.loader):
         job.step(MEMBERS[:1] if number == 3 else MEMBERS)
         if number == 3:
@@ -204,13 +206,13 @@ def test_a_script_that_breaks_off_at_a_step_that_misses_samples_takes_it_without
 
 def test_samples_that_were_given_in_the_place_of_others_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
-    batches = job.loader._source.batches
+    batches = job.source._reader.batches
 
     def other(*args: Any) -> Any:
         for batch, own in batches(*args):
             yield batch, dataclasses.replace(own, indices=own.indices + 1)
 
-    monkeypatch.setattr(job.loader._source, "batches", other)
+    monkeypatch.setattr(job.source._reader, "batches", other)
     with pytest.raises(TrainingError, match=r"samples of worker 0\.0: .*this is a bug of ringweave"):
         job.train()
 

@@ -38,7 +38,7 @@ def distance_in_one_ring(port: int, keys: str, case: Case) -> float:
     training_functions.train(*found, case)
     together = weights_of(found[0].module)
     assert_same_everywhere(together)
-    found[2]._parts.assignment.leave_server()
+    found[2].source.membership.assignment.leave_server()
     return ((together - alone).abs().max() / alone.abs().max()).item()
 
 
@@ -52,7 +52,7 @@ def distance_with_scaler(port: int, keys: str, num_steps: int) -> float:
     at = 3 if dist.get_rank() == 0 else None
     together = scaled(model, optimizer, forever(shared, num_steps), infinite_at=at)
     assert_same_everywhere(together)
-    shared._parts.assignment.leave_server()
+    shared.source.membership.assignment.leave_server()
     return ((together - alone).abs().max() / alone.abs().max()).item()
 
 
@@ -89,7 +89,7 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
     model, optimizer, shared = ringweave.prepare(
         model, optimizer, loader, mode="ps-hra", asynchronous=Asynchronous(rings=2)
     )
-    ring = shared._parts.assignment.current.index
+    ring = shared.source.membership.assignment.current.index
     accounts = []
     for epoch in range(num_epochs):
         at = 3 if (ring, epoch) == (1, 0) else None  # one ring leaves a step out, the other one does not
@@ -97,7 +97,7 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
         accounts.append(shared.account is not None and shared.account.is_exact)
     assert_same_everywhere(weights_of(model))
     moved = (weights_of(model) - before).norm().item()
-    shared._parts.assignment.leave_server()
+    shared.source.membership.assignment.leave_server()
     return moved, len(shared), all(accounts)
 
 
@@ -118,13 +118,13 @@ def sum_in_two_rings(port: int, keys: str) -> tuple[float, int]:
     model, optimizer, shared = ringweave.prepare(
         model, optimizer, loader, mode="ps-hra", reduction="sum", asynchronous=settings
     )
-    num_rings = len(shared._parts.assignment.current.rings)
+    num_rings = len(shared.source.membership.assignment.current.rings)
     for _ in range(2):
         for (inputs,) in shared:
             optimizer.zero_grad()
             model(inputs).sum().backward()
             optimizer.step()
-    shared._parts.assignment.leave_server()
+    shared.source.membership.assignment.leave_server()
     moved = before - model.module.weight.detach()
     return ((moved * whole).sum() / whole.square().sum()).item(), num_rings
 
@@ -154,7 +154,7 @@ def refusals(port: int, keys: str) -> list[str]:
     _, prepared, shared = ringweave.prepare(model, fresh, loader, mode="ps-hra")
     prepared.load_state_dict(fresh.state_dict())
     note(lambda: prepared.load_state_dict(stateful.state_dict()))
-    shared._parts.assignment.leave_server()
+    shared.source.membership.assignment.leave_server()
     return found
 
 
@@ -174,7 +174,7 @@ def wrapped_before(port: int, keys: str) -> tuple[int, bool]:
             take_step(parallel, optimizer, x, y)
     assert shared.account is not None
     is_exact = shared.account.is_exact
-    shared._parts.assignment.leave_server()
+    shared.source.membership.assignment.leave_server()
     return dist.get_world_size(parallel.process_group), is_exact
 
 
@@ -215,7 +215,7 @@ def break_off(port: int, keys: str) -> list[float]:
                 break
             take_step(model, optimizer, x, y)
         dist.barrier()
-    loader._parts.assignment.leave_server()
+    loader.source.membership.assignment.leave_server()
     return weights_of(model).tolist()
 
 
@@ -234,7 +234,7 @@ def look_first(port: int, keys: str) -> list[tuple[int, int, bool]]:
             take_step(model, optimizer, x, y)
         account = loader.account
         seen.append((account.epoch, account.expected.num_samples, account.is_exact) if account else (-1, 0, False))
-    loader._parts.assignment.leave_server()
+    loader.source.membership.assignment.leave_server()
     return seen
 
 
@@ -249,7 +249,7 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
     SpeedEstimator.speed = property(lambda _: None)  # pyrefly: ignore
     triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
-    shares = loader._parts.shares
+    shares = loader.source.membership.ring_shares
     assert shares._timer.open_span in model._forward_pre_hooks.values(), "the wait for buffers is told apart"
     measure, num_groups = shares.rebalance_at_barrier, len(distributed_c10d._world.pg_map)
     for seconds in epochs:
@@ -258,7 +258,7 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
         for x, y in loader:
             take_step(model, optimizer, x, y)
     assert len(distributed_c10d._world.pg_map) == num_groups, "rings that are left leave no groups behind"
-    loader._parts.assignment.leave_server()
+    loader.source.membership.assignment.leave_server()
     return weights_of(model).tolist()
 
 
@@ -273,15 +273,15 @@ def stall_in_one_ring(port: int, keys: str, num_epochs: int) -> tuple[list, bool
     model, optimizer, shared = ringweave.prepare(model, optimizer, loader)
     seen, are_exact = [], True
     for _ in range(num_epochs):
-        seen.append(shared._parts.assignment.current.rings)
+        seen.append(shared.source.membership.assignment.current.rings)
         for x, y in shared:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         are_exact &= shared.account is not None and shared.account.is_exact
         assert_same_everywhere(weights_of(model))
-    shared._parts.assignment.leave_server()
-    return [*seen, shared._parts.assignment.current.rings], are_exact
+    shared.source.membership.assignment.leave_server()
+    return [*seen, shared.source.membership.assignment.current.rings], are_exact
 
 
 def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, list]:
@@ -298,12 +298,12 @@ def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, l
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = Asynchronous(rings=2, local_steps=local_steps)
     model, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="ps-hra", asynchronous=settings)
-    parts, seen = shared._parts, {"rings": [], "pushes": [], "steps": []}
-    measure = parts.shares.rebalance_at_barrier
+    ring, seen = shared.source.membership, {"rings": [], "pushes": [], "steps": []}
+    measure = ring.ring_shares.rebalance_at_barrier
     told = [Speed(s_per_sample=each_s) for each_s in (0.001, 0.004, 0.001, 0.004)]
-    parts.shares.rebalance_at_barrier = lambda: (measure(), told)[1]
+    ring.ring_shares.rebalance_at_barrier = lambda: (measure(), told)[1]
     for _ in range(2):
-        seat, sums = parts.assignment.current, []
+        seat, sums = ring.assignment.current, []
         for x, y in shared:
             take_step(model, optimizer, x, y)
             sums.append(weights_of(model.module).sum().item())
@@ -313,5 +313,5 @@ def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, l
         seen["steps"].append(sums)
         assert shared.account is not None
         assert shared.account.is_exact
-    parts.assignment.leave_server()
+    ring.assignment.leave_server()
     return seen

@@ -21,8 +21,9 @@ from ringweave.telemetry import EventLog
 from ringweave.training.checkpoints import store
 from ringweave.training.checkpoints.store import CheckpointContent, CheckpointFile
 from ringweave.training.collectives import ControlGroup
+from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.rings.elastic_worker import ElasticRingOptimizer
-from ringweave.training.rings.ring_resume import ServerBackedLoader
+from ringweave.training.rings.shard_source import ShardSource
 
 _BROADCAST_BYTES = 16 << 20
 
@@ -167,6 +168,11 @@ SERVER_PART = "parameter server"
 """Part name of the parameter server's state."""
 
 
+def is_server_backed(part: object) -> bool:
+    """Return whether this is a loader of rings, whose position in the data the parameter server knows."""
+    return isinstance(part, SharedLoader) and isinstance(part.source, ShardSource)
+
+
 def check_parts(keep: int, parts: dict[str, Any]) -> None:
     """Refuse parts that cannot be saved.
 
@@ -177,9 +183,9 @@ def check_parts(keep: int, parts: dict[str, Any]) -> None:
         raise TrainingError(
             explain("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
         )
-    is_served = any(isinstance(part, ServerBackedLoader) for part in parts.values())
+    is_served = any(is_server_backed(part) for part in parts.values())
     for name, part in parts.items():
-        if isinstance(part, ServerBackedLoader):
+        if is_server_backed(part):
             continue
         if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
             do = "Leave it out; a loader has them when it comes from ringweave.prepare"

@@ -24,8 +24,9 @@ from ringweave.training.checkpoints.store import (
     StagingBuffers,
     WriteJob,
 )
-from ringweave.training.elastic.elastic_loader import ElasticLoader
-from ringweave.training.rings.ring_resume import OfferedCheckpoint, ServerBackedLoader, loader_state
+from ringweave.training.data.shared_loader import SharedLoader
+from ringweave.training.data.sources import OrderSource
+from ringweave.training.rings.shard_source import OfferedCheckpoint, ShardSource, loader_state
 
 FoundCheckpoint = tuple[CheckpointFile, CheckpointContent]
 
@@ -33,15 +34,14 @@ FoundCheckpoint = tuple[CheckpointFile, CheckpointContent]
 class ServerCheckpoint:
     """Saves and loads checkpoints where the parameter server has the state."""
 
-    def __init__(
-        self, name: str, loader: ServerBackedLoader, parts: Mapping[str, Any], reporter: CheckpointReporter
-    ) -> None:
+    def __init__(self, name: str, source: ShardSource, parts: Mapping[str, Any], reporter: CheckpointReporter) -> None:
         """Create it; `name` is the loader's part name, `parts` are the other parts."""
-        self._name, self._loader, self._parts, self._reporter = name, loader, parts, reporter
+        self._name, self._source, self._parts, self._reporter = name, source, parts, reporter
+        self._ring = source.membership
 
     def begin_save(self, train_step: int) -> WriteJob | None:
         """Copy the script's own parts for a checkpoint that the writer completes; None if another rank saves."""
-        return self._copy_own_parts(train_step) if self._loader.may_save else None
+        return self._copy_own_parts(train_step) if self._ring.may_save else None
 
     def take_final(self, stage: StagingBuffers) -> WriteJob | None:
         """Return the state at the end of a job that is over; None if another ring saves it.
@@ -94,14 +94,14 @@ class ServerCheckpoint:
         Raises:
             TrainingError: It holds other parts than these, does not fit them, or cannot be read here.
         """
-        if self._loader.has_joined_late:
+        if self._ring.has_joined_late:
             return self._report_joined(self._num_train_steps())
-        messages = None if self._loader.is_elastic else exchange.rank_messages(os.environ)
+        messages = None if self._ring.is_elastic else exchange.rank_messages(os.environ)
         found = read_newest() if messages is None else exchange.agree_on_checkpoint(read_newest(), messages)
         if found is not None:
             wanted = {**self._parts, SERVER_PART: None, self._name: None}
             exchange.check_part_names(found[0], found[1].parts, wanted)
-        decision = self._loader.resume(self._offered_checkpoint(*found) if found else None)
+        decision = self._source.resume(self._offered_checkpoint(*found) if found else None)
         if decision.verdict == "begun":
             return self._report_joined(decision.num_done)
         if decision.verdict == "resumed":
@@ -111,11 +111,11 @@ class ServerCheckpoint:
 
     def clear(self, remove: Callable[[], None]) -> int:
         """Remove all checkpoints; in an elastic job no ring trains before the folder is empty for all."""
-        if self._loader.has_joined_late or self._loader.has_training_begun():
+        if self._ring.has_joined_late or self._ring.has_training_begun():
             return self._report_joined(self._num_train_steps())
-        if self._loader.may_save:
+        if self._ring.may_save:
             remove()
-        return self._loader.resume(None).num_done
+        return self._source.resume(None).num_done
 
     def _restore_parts(self, found: FoundCheckpoint | None, decision: ResumeDecision) -> None:
         if found is None:
@@ -135,7 +135,7 @@ class ServerCheckpoint:
 
     def _read_server(self) -> tuple[int, dict[str, Any]] | None:
         """Return (train steps of all rings, states of the server and the data); None if another ring saves."""
-        client = self._loader.connect_server()
+        client = self._ring.connect_server()
         try:
             buffers = client.read_snapshot()
         finally:
@@ -144,7 +144,7 @@ class ServerCheckpoint:
             return None
         metadata, tensors = snapshots.parts_from_buffers(buffers)
         found = snapshots.snapshot_from_parts(metadata, tensors)
-        state = loader_state(found.position, self._loader.seed, self._loader.num_samples)
+        state = loader_state(found.position, self._source.seed, self._source.spec.epoch_samples)
         return found.progress.num_done, {self._name: state, SERVER_PART: {"metadata": metadata, "tensors": tensors}}
 
     def _offered_checkpoint(self, saved: CheckpointFile, content: CheckpointContent) -> OfferedCheckpoint:
@@ -166,7 +166,7 @@ class ServerCheckpoint:
         return int(self._server_status().train_steps)
 
     def _server_status(self) -> ServerStatus:
-        client = self._loader.connect_server()
+        client = self._ring.connect_server()
         try:
             return client.status()
         finally:
@@ -216,16 +216,16 @@ class Checkpoints:
         self._reporter = CheckpointReporter(WorkerEnvironment.from_environ(os.environ))
         self._staging = StagingBuffers()
         self._writer = CheckpointWriter(self._write_job, self._report_replaced)
-        self._elastic = next((part for part in parts.values() if isinstance(part, ElasticLoader)), None)
-        self._elastic_name = next((name for name, part in parts.items() if part is self._elastic), "")
-        if self._elastic is not None:
-            self._elastic.register_final_save(self._save_final)
-        ring = next((name for name, part in parts.items() if isinstance(part, ServerBackedLoader)), "")
+        self._loader_name = next((name for name, part in parts.items() if isinstance(part, SharedLoader)), "")
+        self._loader: SharedLoader | None = parts.get(self._loader_name)
         self._server_checkpoint: ServerCheckpoint | None = None
-        if ring:
-            served_loader = self._parts.pop(ring)
-            self._server_checkpoint = ServerCheckpoint(ring, served_loader, self._parts, self._reporter)
-            served_loader.register_final_save(self._save_final_of_rings)
+        source = self._loader.source if self._loader is not None else None
+        if isinstance(source, OrderSource):
+            source.register_final_save(self._save_final)
+        elif isinstance(source, ShardSource):
+            del self._parts[self._loader_name]
+            self._server_checkpoint = ServerCheckpoint(self._loader_name, source, self._parts, self._reporter)
+            source.membership.register_final_save(self._save_final_of_rings)
 
     def save(self, train_step: int) -> None:
         """Save the state after so many train steps; every rank calls it, and no rank waits for another.
@@ -244,8 +244,8 @@ class Checkpoints:
             if job is not None:
                 self._writer.submit(job)
             return
-        if self._elastic is not None:
-            self._elastic.count_train_steps(train_step)
+        if self._loader is not None:
+            self._loader.count_train_steps(train_step)
         started_s = time.perf_counter()
         states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
         if self._rng:
@@ -295,8 +295,8 @@ class Checkpoints:
         self._restore(saved, content)
         rank, world_size = _rank_and_world_size()
         self._reporter.report_loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
-        if self._elastic is not None:
-            self._elastic.count_train_steps(content.train_step)
+        if self._loader is not None:
+            self._loader.count_train_steps(content.train_step)
         return content.train_step
 
     def clear(self) -> int:
@@ -334,7 +334,7 @@ class Checkpoints:
 
     def _has_joined_late(self) -> bool:
         """Return whether the other members of an elastic job are training already, and would not answer."""
-        if self._elastic is None and generation_group.is_generation_group():
+        if self._loader is None and generation_group.is_generation_group():
             raise TrainingError(
                 explain(
                     "parts of checkpoints of an elastic job",
@@ -343,19 +343,19 @@ class Checkpoints:
                     do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
                 )
             )
-        return self._elastic is not None and self._elastic.has_joined_late
+        return self._loader is not None and self._loader.has_joined_late
 
     def _report_joined(self) -> int:
-        assert self._elastic is not None, "who joins has a loader that knows"
-        self._reporter.report_joined(self._elastic.num_train_steps)
-        return self._elastic.num_train_steps
+        assert self._loader is not None, "who joins has a loader that knows"
+        self._reporter.report_joined(self._loader.num_train_steps)
+        return self._loader.num_train_steps
 
     def _save_final(self, position: dict[str, int]) -> str:
         """Save the final checkpoint of a job that ends early; return a text about the outcome."""
-        assert self._elastic is not None, "it asks for this"
-        train_step, started_s = self._elastic.num_train_steps, time.perf_counter()
+        assert self._loader is not None, "it asks for this"
+        train_step, started_s = self._loader.num_train_steps, time.perf_counter()
         states = {name: part.state_dict() for name, part in self._parts.items()}
-        self._submit(train_step, 0, {**states, self._elastic_name: position}, started_s)
+        self._submit(train_step, 0, {**states, self._loader_name: position}, started_s)
         return self._describe_final_save(train_step)
 
     def _save_final_of_rings(self) -> str:

@@ -35,6 +35,12 @@ class LoaderSpec:
     num_prefetched: int
     """Batches that are loaded ahead."""
 
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch, without those that `drop_last` leaves out; 0 for a stream."""
+        total = self.num_samples or 0
+        return total - total % self.batch_samples if self.drop_last else total
+
 
 def read_loader(loader: DataLoader) -> LoaderSpec:
     """Read the properties of the user's loader.

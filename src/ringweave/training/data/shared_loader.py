@@ -1,9 +1,7 @@
 """Loader that `prepare` returns: gives this rank its portion of every batch and accounts for every sample."""
 
-import abc
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -11,13 +9,11 @@ import xxhash
 from torch.utils.data import DataLoader, Subset
 
 from ringweave.errors import TrainingError, explain
-from ringweave.planning import balancing
-from ringweave.planning.balancing import EpochOrder, SampleAccount
-from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
-from ringweave.training.data.order import LoaderSpec, Portion, portion_of_rank
-from ringweave.training.data.sources import BatchSource, IndexedSource, StreamSource
+from ringweave.training.data.order import Portion
+from ringweave.training.data.sources import OrderSource, SampleSource
+from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import StepTimer
 
@@ -77,17 +73,27 @@ class BatchWeight:
         return weight, self._control.start_sum(weight)
 
 
-class PreparedLoader(abc.ABC):
-    """Base of all loaders that `prepare` returns; reads the script's loader and never iterates it."""
+class SharedLoader:
+    """Iterates like the DataLoader it was made of; each pass is an epoch, with its own order.
+
+    In a fixed set of ranks a pass ends for all at the same batch. Its position and its order do not depend on the
+    number of ranks, so another number of ranks may load the state. In an elastic job a member that joins later
+    continues where the others are: the passes of finished epochs yield no batch. Use `epochs` instead of `range` to
+    skip them. In rings a pass is an epoch of all rings together, so rings have different numbers of batches.
+    """
 
     def __init__(
         self,
         loader: DataLoader,
-        spec: LoaderSpec,
+        source: SampleSource,
         weights: SampleWeights,
+        timer: StepTimer,
         sample_weights: SampleWeightTable | BatchWeight | None = None,
     ) -> None:
-        self._loader, self._spec, self._weights, self._sample_weights = loader, spec, weights, sample_weights
+        """Create it. The script's loader is read by the source, and never iterated."""
+        self.source = source
+        self._loader, self._weights, self._timer, self._sample_weights = loader, weights, timer, sample_weights
+        self._members = source.membership
 
     @property
     def dataset(self) -> Any:
@@ -96,7 +102,7 @@ class PreparedLoader(abc.ABC):
     @property
     def batch_size(self) -> int:
         """Samples of a train step over all ranks, or members."""
-        return self._spec.batch_samples
+        return self.source.spec.batch_samples
 
     @property
     def fraction(self) -> float:
@@ -106,184 +112,136 @@ class PreparedLoader(abc.ABC):
         """
         return self._weights.fraction
 
-    def _weigh(self, own: Portion, batch: Any, batch_part: float = 1.0) -> None:
-        """Set the weights of the batch that the next passes compute, from this rank's portion of it."""
-        self._weights.set(len(own.indices), own.num_total, batch_part)
-        if self._sample_weights is not None:
-            self._weights.set_weights(*self._sample_weights.weigh(own, batch))
-
     @property
-    @abc.abstractmethod
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank in the next whole batch; in rings, of each rank of this ring."""
+        return self.source.shares
 
     @property
-    @abc.abstractmethod
-    def next_epoch(self) -> int:
-        """Number of the epoch that the next pass starts or continues."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochAccount:
-    """Account of the samples that all ranks together have trained on in one epoch."""
-
-    epoch: int
-    expected: SampleAccount
-    """Samples of the epoch, from the position where it was resumed."""
-    by_rank: tuple[SampleAccount, ...]
-    """Samples that each rank received."""
+    def members(self) -> tuple[str, ...]:
+        """Names of the members, by rank; in rings, of those of this ring. In a fixed set they are the ranks."""
+        return self._members.members
 
     @property
-    def total(self) -> SampleAccount:
-        """Samples of all ranks together."""
-        return sum(self.by_rank, SampleAccount())
-
-    @property
-    def is_exact(self) -> bool:
-        """Every sample was trained on exactly once."""
-        return self.total == self.expected
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedLoaderParts:
-    """Objects that the loader shares with the rest of the training."""
-
-    control: ControlGroup
-    balancer: ShareBalancer
-    weights: SampleWeights
-    timer: StepTimer
-    record_account: Callable[[EpochAccount], object]
-    """Called on every rank with the account of each epoch."""
-
-
-class SharedLoader(PreparedLoader):
-    """Iterates like the DataLoader it was made of; each pass is an epoch, with its own order.
-
-    A pass ends for all ranks at the same batch. Its position and its order do not depend on the number of ranks, so
-    another number of ranks may load the state.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader,
-        spec: LoaderSpec,
-        seed: int,
-        parts: SharedLoaderParts,
-        sample_weights: SampleWeightTable | BatchWeight | None = None,
-    ) -> None:
-        super().__init__(loader, spec, parts.weights, sample_weights)
-        self._seed, self._parts = seed, parts
-        self._source: BatchSource = (
-            StreamSource(loader, self._portion, spec.batch_samples)
-            if spec.num_samples is None
-            else IndexedSource(loader, self._portion)
-        )
-        self._next_number = 0
-        self._next_epoch, self._start = 0, 0
-        self._epoch, self._position = 0, 0
-        self.account: EpochAccount | None = None
+    def account(self) -> EpochAccount | ElasticAccount | None:
         """Account of the last completed epoch."""
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Samples of each rank in the next whole batch."""
-        return self._parts.balancer.shares_of(self._next_number)
+        return self.source.account
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch that the next pass starts or continues."""
-        return self._next_epoch
+        """Number of the epoch that the next pass starts or continues; the members' epoch if it is later."""
+        return self.source.next_epoch
 
     def __len__(self) -> int:
-        """Train steps in a whole epoch, the same on all ranks and for any number of them."""
-        if self._spec.num_samples is None:
+        """Train steps in a whole epoch, of all ranks and rings together, for any number of them."""
+        if self.source.spec.num_samples is None:
             raise TypeError("a loader of a stream has no length")
-        whole, rest = divmod(self._spec.num_samples, self.batch_size)
-        return whole + (rest > 0 and not self._spec.drop_last)
+        whole, rest = divmod(self.source.spec.epoch_samples, self.batch_size)
+        return whole + (rest > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this rank's batches of the next epoch."""
-        parts = self._parts
-        self._epoch, self._position = self._next_epoch, self._start
-        self._next_epoch, self._start = self._epoch + 1, 0
-        order = self._epoch_order()
-        batches = self._source.batches(order, self._next_number)
-        received, num_read = SampleAccount(), 0
-        while True:
-            parts.balancer.pass_step_boundary(self._next_number)
-            parts.timer.begin_step()
-            found = next(batches, None)
-            if found is None:
-                break
-            batch, own = found
-            self._next_number += 1
-            self._position += own.num_total
-            num_read += own.num_total
-            received += SampleAccount.from_indices(own.indices)
-            self._weigh(own, batch)
-            parts.timer.record_samples(len(own.indices))
-            yield batch
-        self._check_account(received, order.trained_indices(order.num_batches) if order else np.arange(num_read))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass. Without it, passes count up from 0."""
-        self._next_epoch, self._start = epoch, 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return epoch and position: the same on all ranks, so any rank's state may be saved."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where the state was taken: the next pass is the rest of that epoch.
+        """Iterate over this rank's batches of the next epoch; over none if the other members have finished it.
 
         Raises:
-            TrainingError: The data are a stream, which cannot continue in the middle.
+            TrainingError: In an elastic job, the pass before was broken off before its first train step.
         """
-        if self._spec.num_samples is None:
-            raise TrainingError("state of a loader of a stream: one, expected none. Let the data set keep its place.")
-        self._next_epoch, self._start, self._seed = state["epoch"], state["position"], state["seed"]
-        if self._start >= self._epoch_end:
-            self._next_epoch, self._start = self._next_epoch + 1, 0
-        self._epoch, self._position = self._next_epoch, self._start
+        begun = self.source.begin_pass()
+        if begun is None:
+            return
+        try:
+            for batch, own, batch_part in self.source.batches(begun):
+                self._weights.set(len(own.indices), own.num_total, batch_part)
+                if self._sample_weights is not None:
+                    self._weights.set_weights(*self._sample_weights.weigh(own, batch))
+                self._timer.record_samples(len(own.indices))
+                yield batch
+        except GeneratorExit:
+            self.source.abort_pass(begun)
+            raise
+        self.source.end_pass(begun)
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the numbers of the remaining epochs, for the script's outer loop."""
+        return self.source.epochs(num_epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass. Without it, passes count up from 0.
+
+        In an elastic job, an epoch whose pass this script broke off starts again. If the others are in that epoch, the
+        pass is the rest of it. If a checkpoint of rings resumes in that epoch, the pass is the rest of it.
+        """
+        self.source.set_epoch(epoch)
+
+    def leave(self) -> None:
+        """Let the worker of an elastic job leave as on SIGTERM: after its train step, its process ends with code 143.
+
+        For scripts that handle SIGTERM themselves, or learn in another way that their machine will be taken away.
+        Returns at once, also in a signal handler; the script continues its loop. In a fixed set it does nothing.
+        """
+        self._members.leave()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return epoch and position: the same on all ranks, so any rank's state may be saved.
+
+        Raises:
+            TrainingError: In rings; there the parameter server knows the position.
+        """
+        return self._order_source().state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where the state was taken, unless other members are further: the next pass is the rest of the epoch.
+
+        Raises:
+            TrainingError: The data are a stream, which cannot continue in the middle; or there are rings.
+        """
+        self._order_source().load_state_dict(state)
+
+    @property
+    def misses_samples(self) -> bool:
+        """The last train step misses samples of a lost member, so the optimizer has skipped it.
+
+        The next batch, or batches, have these samples, and the step with them is whole.
+        """
+        return self._members.misses_samples
+
+    @property
+    def has_joined_late(self) -> bool:
+        """This member joined while others were training: it has their state and needs no checkpoint."""
+        return self._members.has_joined_late
+
+    @property
+    def num_train_steps(self) -> int:
+        """Committed train steps of an elastic job, as the script counts them; see `count_train_steps`.
+
+        A step that the script goes through again for missing samples counts twice, on all members.
+        """
+        return self._members.num_train_steps
+
+    def count_train_steps(self, num_train_steps: int) -> None:
+        """Set the script's count of finished train steps; members that join later continue from it."""
+        self._members.count_train_steps(num_train_steps)
 
     def split(self, loader: DataLoader) -> DataLoader:
         """Return a loader for evaluation: this rank's part of its samples, each sample on exactly one rank.
 
-        The parts are in the proportions of the present shares and in the order of the data set. Nothing is
-        communicated: add up sums over ranks, and call `model.module`, since ranks have different numbers of batches.
+        The parts are in the proportions of the present shares and in the order of the data set; in rings of a fixed set
+        they are equal, and each elastic ring has all samples. Nothing is communicated: add up sums over ranks, and call
+        `model.module`, since ranks have different numbers of batches.
         """
         samples = order.evaluation_samples(loader)
-        own = balancing.rank_slice(balancing.scale_shares(self.shares, len(samples)), self._parts.control.rank)
-        return subset_loader(loader, samples[own])
+        return subset_loader(loader, samples[self._members.evaluation_slice(len(samples))])
 
-    @property
-    def _epoch_end(self) -> int:
-        return len(self) * self.batch_size if self._spec.drop_last else self._spec.num_samples or 0
-
-    def _epoch_order(self) -> EpochOrder | None:
-        if self._spec.num_samples is None:
-            return None
-        broadcast = self._parts.control.broadcast
-        return EpochOrder(
-            indices=order.epoch_indices(self._loader, self._spec, self._seed, self._epoch, broadcast),
-            batch_samples=self.batch_size,
-            drop_last=self._spec.drop_last,
-            start=self._position,
-        )
-
-    def _portion(self, number: int, batch: np.ndarray) -> Portion:
-        return portion_of_rank(batch, self._parts.balancer.shares_of(number), self._parts.control.rank)
-
-    def _check_account(self, received: SampleAccount, expected: np.ndarray) -> None:
-        """Compare the samples that all ranks received with those of the epoch."""
-        by_rank = tuple(self._parts.control.gather_accounts(received))
-        self.account = EpochAccount(epoch=self._epoch, expected=SampleAccount.from_indices(expected), by_rank=by_rank)
-        self._parts.record_account(self.account)
-        if not self.account.is_exact:
-            raise TrainingError(
-                f"account of epoch {self._epoch}: {self.account.total}, expected {self.account.expected}. "
-                "Samples were lost or doubled; this is a bug of ringweave, please report it."
+    def _order_source(self) -> OrderSource:
+        if isinstance(self.source, OrderSource):
+            return self.source
+        raise TrainingError(
+            explain(
+                "state of a loader in rings",
+                got="asked for",
+                expected="none: the parameter server knows the position in the data",
+                do="Save it with ringweave.Checkpoints(..., loader=loader)",
             )
+        )
 
 
 def subset_loader(loader: DataLoader, samples: Sequence[int]) -> DataLoader:

@@ -1,7 +1,7 @@
-"""Sample accounting of an elastic job: every sample of an epoch is trained on once, or is known to be lost."""
+"""Sample accounting: every sample of an epoch is trained on once, or is known to be lost with a member."""
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,8 +17,38 @@ from ringweave.training.elastic.share_table import BatchShares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EpochAccount:
+    """Account of the samples that all ranks together have trained on in one epoch."""
+
+    epoch: int
+    expected: SampleAccount
+    """Samples of the epoch, from the position where it was resumed."""
+    by_rank: tuple[SampleAccount, ...]
+    """Samples that each rank received."""
+
+    @property
+    def total(self) -> SampleAccount:
+        """Samples of all ranks together."""
+        return sum(self.by_rank, SampleAccount())
+
+    @property
+    def is_exact(self) -> bool:
+        """Every sample was trained on exactly once."""
+        return self.total == self.expected
+
+    def check(self) -> None:
+        """Refuse an account with lost or doubled samples.
+
+        Raises:
+            TrainingError: There are some.
+        """
+        if not self.is_exact:
+            raise _account_error(self.epoch, f"{self.total}, expected {self.expected}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticAccount:
-    """Account of the samples of one epoch."""
+    """Account of the samples of one epoch, of which members may have been lost."""
 
     epoch: int
     expected: SampleAccount
@@ -38,6 +68,20 @@ class ElasticAccount:
         """Every sample was trained on exactly once."""
         return self.total == self.expected
 
+    def check(self) -> None:
+        """Refuse an account with samples that are neither trained on once nor known to be lost.
+
+        Raises:
+            TrainingError: There are some.
+        """
+        if not self.is_accounted:
+            raise _account_error(self.epoch, f"{self}, expected every sample once")
+
+
+def _account_error(epoch: int, text: str) -> TrainingError:
+    bug = "Samples were lost or doubled; this is a bug of ringweave, please report it."
+    return TrainingError(f"account of epoch {epoch}: {text}. {bug}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MissingBatch:
@@ -48,6 +92,48 @@ class MissingBatch:
     epoch: int
     batch: Indices
     """Samples of the whole batch."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataProgress:
+    """Progress of the job in its data: the same on all members that are between two steps.
+
+    What concerns commits stays as it is in a fixed set of ranks.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    """Samples of the epoch that were handed out."""
+    num_drawn: int = 0
+    """Batches that were handed out, through all epochs."""
+    num_since_commit: int = 0
+    """Batches since the last committed reduction."""
+    committed: tuple[int, int] = (0, 0)
+    """Epoch and position after the last committed reduction."""
+    num_steps_before: int = 0
+    """Train steps, as the script counts them, before the first reduction of this job; negative if it counts fewer steps
+    than there were reductions since."""
+    has_joined_late: bool = False
+    """This member has received the job's state from another one."""
+
+    def repeat_step(self, batches: Iterable[MissingBatch]) -> None:
+        """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
+        self.position -= self._samples_of_epoch(batches)
+
+    def record_missing(self, missing: MissingBatch) -> None:
+        """Record that missing samples of this batch are handed out."""
+        self.position += self._samples_of_epoch([missing])
+        self.num_drawn += 1
+        self.num_since_commit += 1
+
+    def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
+        """Go on after that step without its missing samples."""
+        self.position += self._samples_of_epoch(batches)
+        self.committed = (self.epoch, self.position)
+
+    def _samples_of_epoch(self, batches: Iterable[MissingBatch]) -> int:
+        """Return the samples of these whole batches, without batches of the epoch before."""
+        return sum(len(each.batch) for each in batches if each.epoch == self.epoch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

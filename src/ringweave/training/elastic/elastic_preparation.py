@@ -26,9 +26,10 @@ from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
 from ringweave.training import timing
 from ringweave.training.data import order
-from ringweave.training.data.shared_loader import SampleWeightTable
+from ringweave.training.data.shared_loader import SampleWeightTable, SharedLoader
+from ringweave.training.data.sources import OrderSource
 from ringweave.training.elastic import ddp, trainer_interface
-from ringweave.training.elastic.elastic_loader import ElasticLoader, ElasticLoaderParts
+from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
 from ringweave.training.elastic.script_collectives import STARTUP_STATE, StartupLog
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
@@ -86,7 +87,7 @@ def prepare_elastic(
     options: PrepareOptions,
     environment: WorkerEnvironment,
     timer: StepTimer,
-) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader]:
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
     """Join the job and receive its state; return when the first generation with this member has begun.
 
     Raises:
@@ -98,6 +99,7 @@ def prepare_elastic(
     refuse_process_group()
     mode, reason = modes.decide_mode(options.mode, environment.mode, 2)
     spec, seed = order.read_loader(loader), order.shuffle_seed(loader)
+    check_elastic_data(spec)
     must_match = {**asdict(spec), "mode": mode, "reduction": options.reduction, "seed": seed}
     sample_weights = options.sample_weights
     must_match["num_parameters"], must_match["on_failure"] = count_parameters(model), options.on_failure
@@ -108,19 +110,16 @@ def prepare_elastic(
     weights = SampleWeights(num_ranks=1, is_mean=options.reduction == "mean")
     parallel = ddp.wrap_elastic_ddp(model, options.ddp, joined.session, weights, timer)
     timing.attach_timer(timer, parallel, optimizer)
-    parts = ElasticLoaderParts(
-        member=joined.name,
-        session=joined.session,
-        share_table=joined.trainer.share_table,
-        accounting=joined.trainer.accounting,
-        progress=joined.trainer.progress,
-        weights=weights,
-        timer=timer,
-        measure_step=joined.trainer.measure_step,
-        incomplete_step=IncompleteStep(optimizer, options.extra_state, lambda: bool(joined.trainer.accounting.missing)),
-        record_account=joined.recorder.epoch_accounted,
+    membership = ElasticMembership(
+        joined.session,
+        joined.trainer,
+        timer,
+        IncompleteStep(optimizer, options.extra_state, lambda: bool(joined.trainer.accounting.missing)),
+        joined.recorder.epoch_accounted,
+        is_mean=weights.is_mean,
     )
-    return parallel, optimizer, ElasticLoader(loader, spec, seed, parts, sample_weights)
+    source = OrderSource(loader, spec, seed, membership)
+    return parallel, optimizer, SharedLoader(loader, source, weights, timer, sample_weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

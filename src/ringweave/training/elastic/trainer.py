@@ -13,8 +13,7 @@ from ringweave.planning.balancing import ShareChange, Speed, SpeedEstimator
 from ringweave.rpc.state_transfer import ReadThrottle, StateServer
 from ringweave.training import collectives
 from ringweave.training.elastic import share_table
-from ringweave.training.elastic.accounting import SampleAccounting
-from ringweave.training.elastic.elastic_loader import DataProgress
+from ringweave.training.elastic.accounting import DataProgress, SampleAccounting
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer_interface import check_trainer_details
@@ -105,6 +104,10 @@ class ElasticTrainerState:
         for num_samples, seconds in self._timer.take_times():
             self._estimator.observe(num_samples, seconds)
         self._speed = self._estimator.speed
+
+    @property
+    def member(self) -> str:
+        return self._description.member
 
     @property
     def state_address(self) -> str:

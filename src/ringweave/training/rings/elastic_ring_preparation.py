@@ -52,9 +52,9 @@ from ringweave.rpc.state_transfer import StateServer
 from ringweave.training import collectives, timing
 from ringweave.training.data import order
 from ringweave.training.data.order import LoaderSpec
-from ringweave.training.data.shared_loader import SampleWeightTable
+from ringweave.training.data.shared_loader import SampleWeightTable, SharedLoader
 from ringweave.training.elastic import ddp, elastic_preparation, trainer_interface
-from ringweave.training.elastic.elastic_loader import check_elastic_data
+from ringweave.training.elastic.elastic_membership import check_elastic_data
 from ringweave.training.elastic.elastic_preparation import PrepareOptions
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
@@ -64,12 +64,13 @@ from ringweave.training.gradients import SampleWeights
 from ringweave.training.mode_choice import forecast
 from ringweave.training.recorder import ElasticRecorder, Recorder
 from ringweave.training.rings import ring_preparation
-from ringweave.training.rings.elastic_ring_loader import ElasticRingLoader, ElasticRingLoaderParts
+from ringweave.training.rings.elastic_ring import ElasticRing
 from ringweave.training.rings.elastic_trainer import RingCursor, RingTrainerState, SlotAssignment
 from ringweave.training.rings.elastic_worker import ElasticRingOptimizer, ElasticRingWorker
 from ringweave.training.rings.ring_formation import relative_speeds
 from ringweave.training.rings.ring_preparation import RingOptions
 from ringweave.training.rings.ring_settings import Asynchronous
+from ringweave.training.rings.shard_source import ShardSource
 from ringweave.training.timing import StepTimer
 
 _ASSIGNMENT_POLL_S = 0.1
@@ -277,7 +278,7 @@ def prepare_elastic_rings(
     options: ElasticRingOptions,
     environment: WorkerEnvironment,
     timer: StepTimer,
-) -> tuple[DistributedDataParallel, ElasticRingOptimizer, ElasticRingLoader]:
+) -> tuple[DistributedDataParallel, ElasticRingOptimizer, SharedLoader]:
     """Become a member of a ring; return when its first generation with this member has begun.
 
     Raises:
@@ -301,20 +302,17 @@ def prepare_elastic_rings(
         joined.worker.adopt_peer_state()
     else:
         joined.worker.refresh_parameters()
-    parts = ElasticRingLoaderParts(
-        name=joined.name,
-        session=joined.session,
-        trainer=joined.trainer,
-        worker=joined.worker,
-        weights=weights,
-        timer=timer,
+    ring = ElasticRing(
+        joined.session,
+        joined.trainer,
+        joined.worker,
+        timer,
+        IncompleteStep(inputs.optimizer, options.elastic.extra_state, lambda: joined.worker.misses_samples),
+        joined.recorder.epoch_accounted,
         num_rings=num_rings,
-        incomplete_step=IncompleteStep(
-            inputs.optimizer, options.elastic.extra_state, lambda: joined.worker.misses_samples
-        ),
-        record_account=joined.recorder.epoch_accounted,
     )
-    loader = ElasticRingLoader(inputs.loader, inputs.reading, inputs.must_match["seed"], parts, inputs.sample_weights)
+    source = ShardSource(inputs.loader, inputs.reading, inputs.must_match["seed"], ring)
+    loader = SharedLoader(inputs.loader, source, weights, timer, inputs.sample_weights)
     return parallel, ElasticRingOptimizer(inputs.optimizer, joined.worker), loader
 
 

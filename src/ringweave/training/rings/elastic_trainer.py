@@ -12,13 +12,12 @@ from ringweave.param_server.worker import UnpushedSamples
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.rpc.state_transfer import ReadThrottle
-from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, slice_of_member
-from ringweave.training.elastic.elastic_loader import DataProgress
+from ringweave.training.elastic.accounting import DataProgress, ElasticAccount, SampleAccounting, slice_of_member
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
 from ringweave.training.elastic.trainer import ElasticTrainerState
 from ringweave.training.elastic.training_state import StateRead
-from ringweave.training.rings.ring_resume import ResumeStart, spans_of_json
+from ringweave.training.rings.shard_source import ResumeStart, spans_of_json
 
 RingReport = Mapping[str, Any]
 """Report of a ring at a barrier of all rings; see `ring_report`."""
@@ -202,6 +201,10 @@ class RingTrainerState:
     @property
     def share_table(self) -> ShareTable:
         return self._trainer.share_table
+
+    @property
+    def member(self) -> str:
+        return self._trainer.member
 
     @property
     def state_address(self) -> str:

@@ -32,7 +32,7 @@ from ringweave.training.elastic.retained_reductions import FetchedJson
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.rings import elastic_trainer
 from ringweave.training.rings.elastic_trainer import PendingPush, RingCursor, RingTrainerState
-from ringweave.training.rings.ring_resume import OfferedCheckpoint, ResumeStart
+from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 
 
 class RingExchange(Protocol):

@@ -183,9 +183,8 @@ class RingShares:
         self._balancer.pass_step_boundary(self._num_batches)
         self._timer.begin_step()
 
-    def record_batch(self, num_samples: int) -> None:
+    def count_batch(self) -> None:
         self._num_batches += 1
-        self._timer.record_samples(num_samples)
 
     def join_ring(self, ring: Sequence[int], ring_control: ControlGroup) -> None:
         """Join a ring; all of its ranks call this. `ring_control` has messages among them alone."""

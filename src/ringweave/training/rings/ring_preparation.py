@@ -25,7 +25,7 @@ from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, timing
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.order import LoaderSpec
-from ringweave.training.data.shared_loader import SampleWeightTable
+from ringweave.training.data.shared_loader import SampleWeightTable, SharedLoader
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.mode_choice import forecast
 from ringweave.training.mode_choice.forecast import RingReconsideration
@@ -38,8 +38,9 @@ from ringweave.training.rings.ring_formation import (
     form_rings,
     relative_speeds,
 )
-from ringweave.training.rings.ring_loader import RingLoader, RingLoaderParts
 from ringweave.training.rings.ring_settings import Asynchronous
+from ringweave.training.rings.shard_source import ShardSource
+from ringweave.training.rings.static_ring import StaticRing
 from ringweave.training.timing import StepTimer
 
 SERVER_START_TIMEOUT_S = 300.0
@@ -68,7 +69,7 @@ def prepare_rings(
     reports: list[dict[str, Any]],
     options: RingOptions,
     context: tuple[WorkerEnvironment, ControlGroup, Recorder],
-) -> tuple[DistributedDataParallel, Optimizer, RingLoader]:
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
     """Return model, optimizer and loader of this rank in its ring.
 
     Raises:
@@ -114,18 +115,12 @@ def prepare_rings(
         recorder=recorder,
         reconsideration=_ring_reconsideration(reports, options, control, recorder),
     )
-    parts = RingLoaderParts(
-        control=control,
-        weights=weights,
-        samples=samples,
-        assignment=assignment,
-        shares=shares,
-        optimizer=ring_optimizer,
-        regroup=regrouping.regroup_if_faster,
-        record_account=recorder.epoch_accounted,
+    ring = StaticRing(
+        control, assignment, shares, ring_optimizer, samples, regrouping.regroup_if_faster, recorder.epoch_accounted
     )
     recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).max_versions)
-    return parallel, ring_optimizer, RingLoader(loader, spec, reports[0]["seed"], parts, options.sample_weights)
+    source = ShardSource(loader, spec, reports[0]["seed"], ring)
+    return parallel, ring_optimizer, SharedLoader(loader, source, weights, timer, options.sample_weights)
 
 
 def _initial_shares(

@@ -58,7 +58,8 @@ def train(
     asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
     at, moment = faults.get(own_member(), (-1, ""))
-    send_message(("prepared", loader.members, loader.ring_cursor.num_pushed))
+    cursor = loader.source.membership.trainer.ring_cursor
+    send_message(("prepared", loader.members, cursor.num_pushed))
     accounts, num_steps, num_whole = [], 0, 0
     for _ in loader.epochs(num_epochs):
         for inputs, targets, _ in loader:
@@ -69,7 +70,9 @@ def train(
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             total = sum(float(each.detach().sum()) for each in model.parameters())
-            send_message(("done", num_steps, loader.members, loader.ring_cursor.num_shards, total))
+            send_message(
+                ("done", num_steps, loader.members, cursor.num_shards, total)
+            )
             time.sleep(pause_s)
         accounts.append(loader.account)
         num_whole += loader.members in until
@@ -78,8 +81,8 @@ def train(
     return {
         "parameters": [each.detach().numpy().copy() for each in model.module.parameters()],
         "accounts": accounts,
-        "ring": loader.ring_cursor.ring,
-        "num_pushed": loader.ring_cursor.num_pushed,
+        "ring": cursor.ring,
+        "num_pushed": cursor.num_pushed,
     }
 
 

@@ -9,13 +9,12 @@ import pytest
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.param_server.data_shards import merge_spans
 from ringweave.planning.balancing import SampleAccount
-from ringweave.training.elastic.accounting import SampleAccounting, samples_of_member
-from ringweave.training.elastic.elastic_loader import DataProgress
+from ringweave.training.elastic.accounting import DataProgress, SampleAccounting, samples_of_member
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.rings import elastic_trainer
 from ringweave.training.rings.elastic_trainer import PendingPush, RingCursor, RingTrainerState
-from ringweave.training.rings.ring_resume import ResumeStart
+from ringweave.training.rings.shard_source import ResumeStart
 
 MEMBERS = ("0.0", "1.0")
 

@@ -9,19 +9,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.errors import TrainingError
 from ringweave.training.data import order
+from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.elastic.share_table import BatchShares
 from ringweave.training.gradients import SampleWeights
-from ringweave.training.rings.elastic_ring_loader import ElasticRingLoader
+from ringweave.training.rings.elastic_ring import ElasticRing
 from ringweave.training.rings.elastic_trainer import RingCursor
-from ringweave.training.rings.ring_resume import ResumeStart
+from ringweave.training.rings.shard_source import ResumeStart, ShardSource
 
 
-def made(epoch: int) -> ElasticRingLoader:
+def made(epoch: int) -> SharedLoader:
     """Of a ring with one member, which is in that epoch."""
     place = SimpleNamespace(epoch=epoch, num_drawn=0, has_joined_late=False)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
     roster = BatchShares(first_batch=0, members=("0.0",), shares=(4,))
     crew = SimpleNamespace(
+        member="0.0",
         batch_part=1.0,
         accounting=SimpleNamespace(missing=()),
         progress=place,
@@ -33,25 +35,21 @@ def made(epoch: int) -> ElasticRingLoader:
         open_epoch=lambda number: setattr(place, "epoch", number),
         ring_cursor=RingCursor(ring=0),
     )
-    parts: Any = SimpleNamespace(
-        name="0.0",
-        session=SimpleNamespace(
-            change_atomically=lambda change: change(), pass_step_boundary=nothing, record_progress=nothing
-        ),
-        trainer=crew,
-        worker=SimpleNamespace(
-            take_shard=lambda *_: (0, 4),
-            send_pending=nothing,
-            go_idle=nothing,
-            pass_barrier=lambda *_, **__: {},
-        ),
-        weights=SampleWeights(num_ranks=1, is_mean=True),
-        timer=SimpleNamespace(begin_step=nothing, record_samples=nothing),
-        num_rings=1,
-        record_account=nothing,
+    session = SimpleNamespace(
+        change_atomically=lambda change: change(), pass_step_boundary=nothing, record_progress=nothing
     )
+    worker = SimpleNamespace(
+        take_shard=lambda *_: (0, 4),
+        send_pending=nothing,
+        go_idle=nothing,
+        pass_barrier=lambda *_, **__: {},
+    )
+    timer: Any = SimpleNamespace(begin_step=nothing, record_samples=nothing)
+    parts: Any = (session, crew, worker, timer, None, nothing)
+    ring = ElasticRing(*parts, num_rings=1)
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
-    return ElasticRingLoader(loader, order.read_loader(loader), 0, parts)
+    source = ShardSource(loader, order.read_loader(loader), 0, ring)
+    return SharedLoader(loader, source, SampleWeights(num_ranks=1, is_mean=True), timer)
 
 
 def test_an_epoch_that_was_broken_off_is_over_and_cannot_be_named_again() -> None:
@@ -71,10 +69,12 @@ def test_of_an_epoch_that_was_over_before_who_comes_later_gets_nothing() -> None
 
 def test_of_an_epoch_that_a_checkpoint_goes_on_in_what_is_done_is_not_drawn() -> None:
     loader = made(2)
-    loader.ring_cursor.start = ResumeStart(epoch=2, done=((0, 2), (4, 1)), seed=9)
-    assert (loader.seed, loader.next_epoch) == (9, 2)
+    source: Any = loader.source
+    cursor = source.membership.trainer.ring_cursor
+    cursor.start = ResumeStart(epoch=2, done=((0, 2), (4, 1)), seed=9)
+    assert (source.seed, loader.next_epoch) == (9, 2)
     loader.set_epoch(2)
     assert next(iter(loader))[0].tolist() == [2, 3, 5, 6]
     assert not loader.has_joined_late
-    loader.ring_cursor.num_shards = 1
+    cursor.num_shards = 1
     assert loader.has_joined_late, "no checkpoint is read any more"
