@@ -52,7 +52,7 @@ def main() -> None:
                 functional.cross_entropy(model(x), y).backward()
                 time.sleep(options.pause_s)
                 optimizer.step()
-                place = loader.source.membership.trainer.ring_cursor
+                place = loader.source.membership.progress.cursor
                 digest = xxhash.xxh3_64()
                 for each in bare.parameters():
                     digest.update(each.detach().numpy().data)

@@ -229,7 +229,7 @@ PRELOADED_MODULES = (
     "torch.utils.data",
     "torch._dynamo",
     "ringweave.training",
-    "ringweave.training.elastic.elastic_preparation",
+    "ringweave.training.elastic.member_process",
     "ringweave.comm.backend",
     "ringweave.comm.engine.engine",
     "ringweave.comm.generation_group",

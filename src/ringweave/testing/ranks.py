@@ -22,10 +22,10 @@ PRELOADED_MODULES = [
     "torch.distributed.pipelining",
     "torch.nn.parallel",
     "ringweave.comm.backend",
-    "ringweave.param_server.worker",
+    "ringweave.param_server.client",
     "ringweave.pipeline",
     "ringweave.training",
-    "ringweave.training.elastic.elastic_preparation",
+    "ringweave.training.elastic.member_process",
     "ringweave.testing.ranks",
 ]
 """Modules loaded by the fork server. One list for all tests, since a process has one fork server, which loads the list

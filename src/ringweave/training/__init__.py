@@ -7,7 +7,7 @@ model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
 
 from ringweave.training.checkpoints.manager import Checkpoints
 from ringweave.training.data.shared_loader import SharedLoader
+from ringweave.training.options import Asynchronous
 from ringweave.training.preparation import prepare
-from ringweave.training.rings.ring_settings import Asynchronous
 
 __all__ = ["Asynchronous", "Checkpoints", "SharedLoader", "prepare"]

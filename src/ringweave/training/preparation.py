@@ -1,10 +1,12 @@
 """`ringweave.prepare`: three lines in a single-process script make it train on all workers."""
 
+import atexit
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,33 +15,41 @@ from torch.utils.data import DataLoader
 
 from ringweave.comm import default_group
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, explain
 from ringweave.param_server import optimizers
+from ringweave.param_server.client import RingClient
+from ringweave.param_server.versions import StalenessPolicy
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.training import collectives, gradients, speed_test, timing
+from ringweave.planning.mode_forecast import Ring
+from ringweave.training import collectives, gradients, options, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
 from ringweave.training.data.shared_loader import BatchWeight, SampleWeightTable, SharedLoader
 from ringweave.training.data.sources import OrderSource, StaticMembership
-from ringweave.training.elastic import elastic_preparation
-from ringweave.training.elastic.elastic_preparation import PrepareOptions
+from ringweave.training.elastic import ddp as elastic_ddp
+from ringweave.training.elastic import member_process
+from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
+from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.mode_choice import forecast, step_benchmark
+from ringweave.training.mode_choice.forecast import RingReconsideration
+from ringweave.training.options import Asynchronous, Script
 from ringweave.training.recorder import Recorder
-from ringweave.training.rings import elastic_ring_preparation, ring_preparation
-from ringweave.training.rings.elastic_ring_preparation import ElasticRingOptions
-from ringweave.training.rings.ring_preparation import RingOptions
-from ringweave.training.rings.ring_settings import Asynchronous
+from ringweave.training.rings import server_job, startup_rendezvous
+from ringweave.training.rings.elastic_ring import ElasticRing
+from ringweave.training.rings.ring_assignment import RingAssignment, RingRegrouper, create_ring_groups, ring_index
+from ringweave.training.rings.ring_formation import RingShares, relative_speeds
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer
+from ringweave.training.rings.shard_source import ShardSource
+from ringweave.training.rings.static_ring import StaticRing
 from ringweave.training.timing import StepTimer
 
-TrainingTriple = tuple[nn.Module, Optimizer, DataLoader]
-"""Arguments of `prepare`: model, optimizer and loader."""
-
-REDUCTIONS = ("mean", "sum")
-ON_FAILURE = ("recompute", "drop")
+Prepared = tuple[DistributedDataParallel, Optimizer, SharedLoader]
+"""Replacements of the script's model, optimizer and loader."""
 _MUST_MATCH = ("mode", "reduction", "weight", "order", "batch_samples", "num_samples", "drop_last")
+Reports = list[dict[str, Any]]
+"""Reports of all ranks about themselves and their scripts."""
 
 
 def prepare(  # noqa: PLR0913 - a user's one call: three things and options with defaults; half of it says what they are
@@ -55,7 +65,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     extra_state: Mapping[str, Any] | None = None,
     on_failure: str = "recompute",
     weight: Sequence[float] | Callable[[Any], float] | None = None,
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
+) -> Prepared:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
     The training loop stays as it is, and every step equals that of one process. The batch of a train step is the
@@ -98,127 +108,156 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         PeerError: A worker does not take part in the speed test.
         MembershipError: An elastic job does not admit this worker.
     """
-    _check_reduction(reduction)
-    _check_on_failure(on_failure)
-    _check_weight(weight, reduction)
+    options.check_options(reduction, on_failure, is_weighted=weight is not None)
     modes.check_mode(mode)
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
-    options = PrepareOptions(
+    weights = weight if weight is None or callable(weight) else SampleWeightTable.of_script(weight, loader)
+    script = Script(
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        spec=order.read_loader(loader),
+        seed=order.shuffle_seed(loader),
         mode=mode,
         reduction=reduction,
         max_samples=max_samples,
         ddp=dict(ddp or {}),
+        settings=settings,
         extra_state=dict(extra_state or {}),
         on_failure=on_failure,
-        weight=weight if weight is None or callable(weight) else SampleWeightTable.of_script(weight, loader),
+        weight=weights,
     )
     if environment.coordinators:
-        return _prepare_for_elastic_job((model, optimizer, loader), options, settings, environment)
-    found = _prepare_for_static_job((model, optimizer, loader), options, settings, environment)
+        return _prepare_elastic(script, environment)
+    found = _prepare_static(script, environment)
     timing.freeze_garbage_collector()
     return found
 
 
-def _prepare_for_elastic_job(
-    triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous, environment: WorkerEnvironment
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
-    """Prepare for workers that may join and leave."""
-    timer = StepTimer(timing.choose_timeline(triple[0]))
-    chosen, reason = modes.decide_mode(options.mode, environment.mode, 2)
-    if chosen in modes.SERVER_MODES:
-        ring_options = ElasticRingOptions(elastic=options, mode=chosen, reason=reason, settings=settings)
-        return elastic_ring_preparation.prepare_elastic_rings(triple, ring_options, environment, timer)
-    return elastic_preparation.prepare_elastic(triple, options, environment, timer)
+def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared:
+    """Join the job, or a ring of it; return when the first generation with this member has begun.
+
+    Raises:
+        TrainingError: The script has its own process group, or data or an optimizer that are not supported here.
+        DisagreementError: The others have prepared something else.
+        MembershipError: The job is over, or does not want this worker.
+    """
+    timer = StepTimer(timing.choose_timeline(script.model))
+    member_process.refuse_process_group()
+    mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
+    has_server, settings = mode in modes.SERVER_MODES, script.settings
+    if has_server:
+        server_job.check_optimizer_fresh(script.optimizer, settings)
+    check_elastic_data(script.spec)
+    must_match, assigned = script.elastic_must_match(mode), None
+    if has_server:
+        name = optimizers.check_optimizer_name(optimizers.optimizer_name(script.optimizer))
+        # The next shard is known only when the ring has agreed on it, so nothing is loaded ahead.
+        must_match |= {"num_prefetched": 0, "optimizer": name, "local_steps": settings.local_steps}
+    sample_weights = script.sample_weights
+    authentication = member_process.peer_authentication(environment)
+    if has_server:
+        assigned = startup_rendezvous.assign_ring(script, environment, authentication, must_match, reason)
+    member = member_process.join_job(script, environment, authentication, timer, must_match, assigned)
+    session, trainer, recorder = member.session, member.trainer, member.recorder
+    if not has_server:
+        shares = trainer.share_table.latest.shares
+        recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=shares)
+    weights = SampleWeights(num_ranks=1, is_mean=script.is_mean)
+    parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
+    incomplete = IncompleteStep(script.optimizer, script.extra_state, lambda: bool(trainer.accounting.missing))
+    optimizer, source = script.optimizer, None
+    if member.link is None or member.worker is None:
+        timing.attach_timer(timer, parallel, optimizer)
+        membership = ElasticMembership(
+            session, trainer, timer, incomplete, recorder.epoch_accounted, is_mean=script.is_mean
+        )
+        source = OrderSource(script.loader, script.spec, script.seed, membership)
+    else:
+        ring = ElasticRing(session, trainer, member.worker, member.link, timer, incomplete, recorder.epoch_accounted)
+        ring.start_training()
+        optimizer = ParameterServerOptimizer(optimizer, member.worker)
+        source = ShardSource(script.loader, script.spec, script.seed, ring)
+    return parallel, optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
-def _prepare_for_static_job(
-    triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous, environment: WorkerEnvironment
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
+def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     """Prepare for a fixed set of workers; no extra state is carried to others."""
-    model, optimizer, loader = triple
-    spec = order.read_loader(loader)
     default_group.ensure_process_group(os.environ)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    preset = modes.decide_mode(options.mode, environment.mode, world_size)
-    is_open = modes.is_undecided(options.mode, environment.mode, world_size)
-    is_served = environment.server is not None
-    participant = speed_test.join_speed_test(settings.speed_test_s, rank, world_size) if is_served else None
+    rank, world_size, settings = dist.get_rank(), dist.get_world_size(), script.settings
+    preset = modes.decide_mode(script.mode, environment.mode, world_size)
+    is_open = modes.is_undecided(script.mode, environment.mode, world_size)
+    reports, control = _gather_reports(script, environment, preset[0], is_open=is_open)
+    recorder = Recorder(environment, rank)
+    triple = (script.model, script.optimizer, script.loader)
+    reports = step_benchmark.benchmark_if_useful(
+        reports, triple, control, environment, settings, preset[0], is_open=is_open
+    )
+    mode, reason, rings = forecast.choose_mode(
+        preset, reports, settings.rings, is_open=is_open, local_steps=settings.local_steps
+    )
+    if mode in modes.SERVER_MODES:
+        recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
+        reconsideration = None
+        if is_open and settings.rings is None:  # the script names neither the mode nor a number of rings
+            reconsideration = RingReconsideration(
+                reports=reports,
+                control=control,
+                local_steps=settings.local_steps,
+                record_choice=recorder.mode_reconsidered,
+            )
+        return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
+    timer = StepTimer(timing.choose_timeline(script.model))
+    balancer = _make_balancer(reports, mode, timer, control, recorder)
+    weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
+    recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
+    reducer = GradientReducer(process_group=None, timer=timer)
+    parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
+    timing.attach_timer(timer, parallel, script.optimizer)
+    weight = BatchWeight(script.weight, control) if callable(script.weight) else script.sample_weights
+    membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
+    source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
+    return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
+
+
+def _gather_reports(
+    script: Script, environment: WorkerEnvironment, mode: str, *, is_open: bool
+) -> tuple[Reports, ControlGroup]:
+    """Return the reports of all ranks, and a group of all ranks.
+
+    Raises:
+        DisagreementError: Ranks have prepared different things.
+        PeerError: A worker does not take part in the speed test.
+    """
+    settings, participant = script.settings, None
+    if environment.server is not None:
+        participant = speed_test.join_speed_test(settings.speed_test_s, dist.get_rank(), dist.get_world_size())
+    loses_state = not settings.local_steps and optimizers.has_taken_steps(script.optimizer.state.values())
     own_report = {
-        "mode": preset[0],
-        **_describe_script(triple, options, settings),
+        "mode": mode,
+        "reduction": script.reduction,
+        "weight": script.weight_digest,
+        "seed": script.seed,
+        "cap": script.max_samples,
+        "optimizer": optimizers.optimizer_name(script.optimizer),
+        "loses_state": loses_state,
         **forecast.describe_own_rank(
-            model,
-            loader,
-            spec,
+            script.model,
+            script.loader,
+            script.spec,
             environment,
-            is_needed=is_open or preset[0] == modes.PS_HRA,
+            is_needed=is_open or mode == modes.PS_HRA,
             participant=participant,
         ),
     }
-    control_group = ControlGroup()  # of all ranks: created when all are known to be present
-    reports = control_group.gather_json({**dataclasses.asdict(spec), **own_report})
+    control = ControlGroup()  # of all ranks: created when all are known to be present
+    reports = control.gather_json({**dataclasses.asdict(script.spec), **own_report})
     collectives.check_equal(reports, _MUST_MATCH)
-    recorder = Recorder(environment, rank)
-    reports = step_benchmark.benchmark_if_useful(
-        reports, triple, control_group, environment, settings, preset[0], is_open=is_open
-    )
-    chosen, reason, rings = forecast.choose_mode(
-        preset, reports, settings.rings, is_open=is_open, local_steps=settings.local_steps
-    )
-    is_mean = options.reduction == "mean"
-    if chosen in modes.SERVER_MODES:
-        recorder.training_prepared(mode=chosen, options=options.mode, reason=reason, shares=())
-        ring_options = _ring_options(options, settings, chosen, rings, is_open=is_open)
-        return ring_preparation.prepare_rings(
-            triple, spec, reports, ring_options, (environment, control_group, recorder)
-        )
-    timer = StepTimer(timing.choose_timeline(model))
-    balancer = _make_balancer(reports, chosen, timer, control_group, recorder)
-    weights = SampleWeights(num_ranks=control_group.world_size, is_mean=is_mean)
-    recorder.training_prepared(mode=chosen, options=options.mode, reason=reason, shares=balancer.latest)
-    reducer = GradientReducer(process_group=None, timer=timer)
-    parallel = gradients.wrap_ddp(model, weights, reducer, options.ddp)
-    timing.attach_timer(timer, parallel, optimizer)
-    weight = BatchWeight(options.weight, control_group) if callable(options.weight) else options.sample_weights
-    membership = StaticMembership(control_group, balancer, timer, recorder.epoch_accounted)
-    source = OrderSource(loader, spec, reports[0]["seed"], membership)
-    return parallel, optimizer, SharedLoader(loader, source, weights, timer, weight)
-
-
-def _ring_options(
-    options: PrepareOptions,
-    settings: Asynchronous,
-    mode: str,
-    rings: tuple[tuple[int, ...], ...] | None,
-    *,
-    is_open: bool,
-) -> RingOptions:
-    return RingOptions(
-        mode=mode,
-        is_mean=options.reduction == "mean",
-        settings=settings,
-        ddp=options.ddp,
-        rings=rings,
-        is_open=is_open,
-        sample_weights=options.sample_weights,
-    )
-
-
-def _describe_script(triple: TrainingTriple, options: PrepareOptions, settings: Asynchronous) -> dict[str, Any]:
-    """Return what the script gives `prepare`, for the other ranks."""
-    _, optimizer, loader = triple
-    return {
-        "reduction": options.reduction,
-        "weight": options.weight_digest,
-        "seed": order.shuffle_seed(loader),
-        "cap": options.max_samples,
-        "optimizer": optimizers.optimizer_name(optimizer),
-        "loses_state": not settings.local_steps and optimizers.has_taken_steps(optimizer.state.values()),
-    }
+    return reports, control
 
 
 def _make_balancer(
-    reports: list[dict[str, Any]], mode: str, timer: StepTimer, control_group: ControlGroup, recorder: Recorder
+    reports: Reports, mode: str, timer: StepTimer, control: ControlGroup, recorder: Recorder
 ) -> ShareBalancer:
     """Return the balancer with its first shares: by known speeds in mode balanced, else equal."""
     batch_samples = reports[0]["batch_samples"]
@@ -229,26 +268,88 @@ def _make_balancer(
     return ShareBalancer(
         balancing.apportion(batch_samples, speeds, caps),
         timer,
-        control_group if is_balanced else None,
+        control if is_balanced else None,
         caps=caps,
         num_prefetched=max(each["num_prefetched"] for each in reports),
         on_change=recorder.shares_changed,
     )
 
 
-def _check_weight(weight: Sequence[float] | Callable[[Any], float] | None, reduction: str) -> None:
-    if weight is not None and reduction != "mean":
-        do = "Leave out weight: a sum of losses needs none"
-        raise TrainingError(explain("reduction", got=reduction, expected="mean beside weight", do=do))
+# Long: one sequence, in the order that all ranks share; each part is made elsewhere.
+def _prepare_static_rings(
+    script: Script,
+    environment: WorkerEnvironment,
+    reports: Reports,
+    control: ControlGroup,
+    recorder: Recorder,
+    choice: tuple[str, tuple[Ring, ...] | None, RingReconsideration | None],
+) -> Prepared:
+    """Prepare this rank in its ring, of the chosen mode and rings.
+
+    Raises:
+        UsageError: There is no server.
+        TrainingError: The optimizer or the data do not fit this mode.
+        DisagreementError: Ranks load different numbers of batches ahead.
+    """
+    settings, optimizer, parameters = script.settings, script.optimizer, script.parameters
+    mode, chosen_rings, reconsideration = choice
+    sample_weights = script.sample_weights
+    server_job.check_optimizer_fresh(optimizer, settings)
+    server_job.check_same_prefetch(reports)
+    connectors, speeds = server_job.server_connectors(environment), relative_speeds(reports)
+    formation = server_job.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
+    rings = formation.rings
+    ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
+    weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
+    timer = StepTimer(timing.choose_timeline(script.model))
+    reducer = GradientReducer(process_group=ring_groups[0], timer=timer)
+    broadcast_untrained(script.model, parameters, control)
+    parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
+    timing.attach_timer(timer, parallel, optimizer)  # the script's own optimizer: it takes the local steps
+    setup = server_job.build_server_setup(parallel.module, optimizer, rings, settings)
+    if control.rank == 0:
+        client = RingClient(connectors, index, reconnect_timeout_s=server_job.SERVER_START_TIMEOUT_S)
+        server_job.start_server_job(client, setup, parameters)
+        client.close()
+    control.broadcast(torch.zeros(1))  # all ranks wait until the server has the job
+    assignment = RingAssignment(connectors, control, setup, parameters, ring_groups, settings.local_steps)
+    assignment.current.worker.refresh()
+    atexit.register(assignment.leave_server)
+    ring_optimizer = ParameterServerOptimizer(optimizer, assignment.current.worker)
+    shares = RingShares(
+        server_job.initial_shares(script.spec.batch_samples, speeds, reports),
+        timer,
+        control,
+        recorder.shares_changed,
+        caps=balancing.share_limits(script.spec.batch_samples, (each["cap"] for each in reports)),
+        num_prefetched=max(each["num_prefetched"] for each in reports),
+    )
+    shares.join_ring(assignment.current.ring, assignment.current.speed_control)
+    regrouper = RingRegrouper(
+        assignment=assignment,
+        settings=settings,
+        formation=formation,
+        parallel=parallel,
+        reducer=reducer,
+        weights=weights,
+        optimizer=ring_optimizer,
+        shares=shares,
+        recorder=recorder,
+        reconsideration=reconsideration,
+    )
+    ring = StaticRing(control, assignment, shares, regrouper.regroup_if_faster, recorder.epoch_accounted)
+    recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).max_versions)
+    source = ShardSource(script.loader, script.spec, reports[0]["seed"], ring)
+    return parallel, ring_optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
-def _check_on_failure(on_failure: str) -> None:
-    if on_failure not in ON_FAILURE:
-        do = "Say what happens to the samples of a worker that is lost within a train step"
-        raise TrainingError(explain("on_failure", got=on_failure, expected="recompute or drop", do=do))
+@torch.no_grad()
+def broadcast_untrained(model: nn.Module, trained: Sequence[torch.Tensor], control: ControlGroup) -> None:
+    """Give all ranks rank 0's frozen parameters and buffers; DDP does so in a ring only, the server not at all.
 
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        do = "Say how the loss of a batch follows from the losses of its samples"
-        raise TrainingError(explain("reduction", got=reduction, expected="mean or sum", do=do))
+    Buffers that change later, such as those of batch norm, differ between rings from here on.
+    """
+    trained_set = set(trained)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor not in trained_set:
+            tensor.copy_(control.broadcast(tensor.detach().cpu().contiguous()))

@@ -5,7 +5,7 @@ samples. The store's atomic counter counts completions, so the order of arrival 
 
 No rank can be left out of a process group of torch: a script that calls `dist.barrier()` would wait for it. So a rank
 that never reports ends the wait of the others with an error that names it. `ringweave run --elastic` forms rings
-without this test (`rings/elastic_ring_preparation.py`).
+without this test (`rings/startup_rendezvous.py`).
 """
 
 import functools

@@ -11,7 +11,7 @@ from ringweave import rpc
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import ParameterGroup, ServerSetup
-from ringweave.param_server.worker import ParameterServerOptimizer, RingPlacement, RingWorker, UnpushedSamples
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticLink
 
 BATCH = 12
 
@@ -50,19 +50,18 @@ def train(
     """Every ring takes `steps` steps, each on its members' equal parts of a batch."""
     net = model()
     optimizer = optimizer_of(net, name, options)
-    member, process_group, part = sit_down(net, optimizer, rings, (port, folder), overlaps=local_steps > 0)
-    samples = UnpushedSamples()
-    pushed = ParameterServerOptimizer(optimizer, member, samples, local_steps)
+    member, process_group, part = sit_down(net, optimizer, rings, (port, folder), local_steps=local_steps)
+    pushed = ParameterServerOptimizer(optimizer, member)
     staleness = []
     for number in range(steps):
         pushed.zero_grad()
         loss(net, batch(number)[part]).backward()
         average_gradients(net, process_group)
-        samples.add(BATCH, 1 / len(rings))
+        member.link.samples.add(BATCH, 1 / len(rings))
         pushed.step()
         if member.last_result:
             staleness.append(member.last_result.staleness_versions)
-    pushed.go_idle()
+    member.go_idle()
     dist.barrier()
     member.refresh()
     dist.barrier()
@@ -80,7 +79,7 @@ def sit_down(
     rings: list[list[int]],
     server: tuple[int, str],
     *,
-    overlaps: bool,
+    local_steps: int,
 ) -> tuple[RingWorker, dist.ProcessGroup, slice]:
     """This rank in its ring, with the first parameters; the ring's group; which samples of a batch are the rank's.
 
@@ -93,10 +92,10 @@ def sit_down(
     client = connect(server, rank, index) if rank == ring[0] else None
     if rank == 0:
         assert client is not None
-        start(client, setup_of(net, optimizer, rings, overlaps=overlaps), net)
+        start(client, setup_of(net, optimizer, rings, overlaps=local_steps > 0), net)
     dist.barrier()
-    place = RingPlacement(process_group=groups[index], representative=ring[0], client=client)
-    member = RingWorker(place, list(net.parameters()), overlaps=overlaps)
+    link = StaticLink(groups[index], ring[0], client)
+    member = RingWorker(link, list(net.parameters()), local_steps=local_steps)
     member.refresh()
     at = ring.index(rank)
     return member, groups[index], slice(at * BATCH // len(ring), (at + 1) * BATCH // len(ring))

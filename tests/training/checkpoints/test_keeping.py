@@ -15,7 +15,7 @@ import ringweave
 from ringweave.comm import generation_group
 from ringweave.errors import TrainingError
 from ringweave.training.checkpoints import format, manager, store
-from ringweave.training.rings.elastic_worker import ElasticRingOptimizer
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer
 from tests.training.checkpoints import examples
 
 
@@ -192,7 +192,7 @@ def test_the_random_numbers_may_be_left_out(tmp_path: Path) -> None:
             r"part it of checkpoints: 'DataLoader', expected .*a loader has them when it comes from ring",
         ),
         (
-            ElasticRingOptimizer(torch.optim.SGD([torch.zeros(1)]), cast("Any", None)),
+            ParameterServerOptimizer(torch.optim.SGD([torch.zeros(1)]), cast("Any", None)),
             r"part it of checkpoints: 'the optimizer of a ring, without its loader', expected both of them\. Give Ch",
         ),
     ],

@@ -9,7 +9,7 @@ from torch import nn
 from ringweave.membership.membership_records import Membership, MemberStatus, strip_duplicates
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
-from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
+from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
 from ringweave.training.timing import HostTimeline, StepTimer
 
@@ -37,7 +37,7 @@ class Of:
         state = TrainingState(model, torch.optim.SGD(model.parameters(), 0.1), {})
         rosters = ShareTable(BATCH, is_balanced=False)
         tell: Any = Quiet()
-        self.trainer = ElasticTrainerState(facts, rosters, StepTimer(HostTimeline()), state, means, tell)
+        self.trainer = TrainerState(facts, rosters, StepTimer(HostTimeline()), state, means, tell)
         self.follows = False
 
     def record_batch(self) -> None:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.training.elastic import elastic_preparation, trainer_interface
+from ringweave.training.elastic import member_process, trainer_interface
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_script_that_exits_with_a_failure_is_not_through(status: tuple[Any, ..
     assert trainer_interface.script_has_failed() is has_failed
     agent: Any = Ending()
     others: Any = Ending()
-    elastic_preparation.shut_down_member(agent, others, others, others)
+    member_process.shut_down_member(agent, others, others, others)
     assert agent.left == ([] if has_failed else [True])
 
 

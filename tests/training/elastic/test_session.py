@@ -10,7 +10,7 @@ from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.session import ElasticSession
-from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription
+from ringweave.training.elastic.trainer import MemberDescription, TrainerState
 
 
 class Groups:
@@ -282,7 +282,8 @@ CREW_NOTE = {
 
 
 def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() -> None:
-    crew: Any = ElasticTrainerState.__new__(ElasticTrainerState)
+    crew: Any = TrainerState.__new__(TrainerState)
+    crew.ring = None
     notes: list[dict[str, Any]] = [CREW_NOTE | {"must_match": {"seed": seed}} for seed in (5, 5, 6)]
     statuses = (
         MemberStatus(member="0.1", address=PLACE),

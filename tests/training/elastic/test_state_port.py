@@ -12,7 +12,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RemoteError, RpcError
 from ringweave.membership.messages import WHOLE_JOB, part_of_ring
 from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateServer
-from ringweave.training.elastic import elastic_preparation
+from ringweave.training.elastic import member_process
 from tests.fakes.elastic_job import ElasticJob
 from tests.training.elastic import elastic_functions
 from tests.training.rings.elastic import ring_functions
@@ -26,7 +26,7 @@ def test_strangers_are_refused_and_logged_and_members_read_on(tmp_path: Path) ->
     shelf.publish("1.0", {"weight": bytes(8)})
     trust = rpc.TlsAuthentication(authority.issue("worker", "0.0"))
     newcomer = rpc.TlsAuthentication(authority.issue("worker", "1.0"))
-    with elastic_preparation.start_state_server(environment, trust, shelf, "127.0.0.1") as server:
+    with member_process.start_state_server(environment, trust, shelf, "127.0.0.1") as server:
         check_turned_away(server.port, strangers(authority, expired, server_role="worker"), tmp_path / "events.jsonl")
         with rpc.RpcClient.connect("127.0.0.1", server.port, newcomer, role="worker") as client:
             found = client.call(DescribeState(name="1.0"), timeout_s=60).message
@@ -48,7 +48,7 @@ def test_a_bug_in_a_handler_is_in_the_members_log(caplog: pytest.LogCaptureFixtu
     authority = rpc.CertificateAuthority("test")
     trust, newcomer = (rpc.TlsAuthentication(authority.issue("worker", name)) for name in ("0.0", "1.0"))
     with (
-        elastic_preparation.start_state_server(WorkerEnvironment(), trust, Broken(), "127.0.0.1") as server,
+        member_process.start_state_server(WorkerEnvironment(), trust, Broken(), "127.0.0.1") as server,
         rpc.RpcClient.connect("127.0.0.1", server.port, newcomer, role="worker") as client,
         caplog.at_level(logging.WARNING, "ringweave"),
         pytest.raises(RemoteError, match="KeyError in the handler; see its log"),

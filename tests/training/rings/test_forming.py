@@ -2,8 +2,8 @@ import pytest
 
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import Speed
+from ringweave.training.options import Asynchronous
 from ringweave.training.rings.ring_formation import find_better_rings, form_rings, relative_speeds
-from ringweave.training.rings.ring_settings import Asynchronous
 
 
 @pytest.mark.parametrize(

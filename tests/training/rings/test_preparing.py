@@ -7,11 +7,11 @@ from torch import nn
 
 from ringweave.errors import TrainingError
 from ringweave.testing.ranks import Ranks
+from ringweave.training import preparation
 from ringweave.training.collectives import ControlGroup
-from ringweave.training.rings import ring_preparation
+from ringweave.training.options import Asynchronous
+from ringweave.training.rings import server_job
 from ringweave.training.rings.ring_formation import RingFormation
-from ringweave.training.rings.ring_preparation import RingOptions
-from ringweave.training.rings.ring_settings import Asynchronous
 
 
 def shared() -> dict[str, list]:
@@ -21,7 +21,7 @@ def shared() -> dict[str, list]:
     model[1].running_mean.normal_()
     model[1].num_batches_tracked.fill_(7 + dist.get_rank())
     trained = [*model[1].parameters(), *model[2].parameters()]
-    ring_preparation.broadcast_untrained(model, trained, ControlGroup())
+    preparation.broadcast_untrained(model, trained, ControlGroup())
     return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
@@ -42,33 +42,29 @@ def test_frozen_parameters_and_buffers_are_those_of_rank_0():
     assert first["1.num_batches_tracked"] == 7
 
 
-def asked(**more) -> RingOptions:
-    return RingOptions(**{"mode": "ps-hra", "is_mean": True, "settings": Asynchronous(), "ddp": {}, **more})
-
-
 def said(*rates: float | None) -> list[dict]:
     return [{"rate": rate, "uplinks": {}} for rate in rates]
 
 
 def test_rings_that_were_formed_for_stalls_follow_speeds_too_and_stay_as_many():
     pairs = ((0, 1), (2, 3), (4, 5), (6, 7))
-    formed = ring_preparation.form_initial_rings(asked(rings=pairs), [1.0] * 8, said(*[None] * 8))
+    formed = server_job.form_initial_rings("ps-hra", Asynchronous(), [1.0] * 8, said(*[None] * 8), pairs)
     assert formed == RingFormation(rings=pairs, follows_speeds=True, num_rings=4)
 
 
 def test_rings_by_speed_follow_speeds_and_their_number_too():
-    formed = ring_preparation.form_initial_rings(asked(), [1.0, 1.0, 0.25, 0.25], said(*[None] * 4))
+    formed = server_job.form_initial_rings("ps-hra", Asynchronous(), [1.0, 1.0, 0.25, 0.25], said(*[None] * 4))
     assert formed == RingFormation(rings=((0, 1), (2, 3)), follows_speeds=True, num_rings=None)
-    formed = ring_preparation.form_initial_rings(asked(settings=Asynchronous(rings=2)), [1.0] * 4, said(*[None] * 4))
+    formed = server_job.form_initial_rings("ps-hra", Asynchronous(rings=2), [1.0] * 4, said(*[None] * 4))
     assert formed == RingFormation(rings=((0, 1), (2, 3)), follows_speeds=True, num_rings=2)
 
 
 def test_rings_by_links_and_rings_of_one_stay_as_they_are():
     by_links = ((0, 1, 2), (3,))
-    assert not ring_preparation.form_initial_rings(
-        asked(rings=by_links), [1.0] * 4, said(50e6, 50e6, 50e6, 5e6)
+    assert not server_job.form_initial_rings(
+        "ps-hra", Asynchronous(), [1.0] * 4, said(50e6, 50e6, 50e6, 5e6), by_links
     ).follows_speeds
-    assert not ring_preparation.form_initial_rings(asked(mode="ps"), [1.0] * 2, said(None, None)).follows_speeds
+    assert not server_job.form_initial_rings("ps", Asynchronous(), [1.0] * 2, said(None, None)).follows_speeds
 
 
 def test_a_model_that_is_larger_than_a_message_is_refused():
@@ -76,4 +72,4 @@ def test_a_model_that_is_larger_than_a_message_is_refused():
         model = nn.Linear(1 << 14, (1 << 14) + 1, bias=False)
     text = r"^parameters in rings: '1073807360 bytes', expected at most 1073741824, which a ring pushes in one mes"
     with pytest.raises(TrainingError, match=text):
-        ring_preparation.build_server_setup(model, torch.optim.SGD(model.parameters(), lr=1.0), ((0,),), asked())
+        server_job.build_server_setup(model, torch.optim.SGD(model.parameters(), lr=1.0), ((0,),), Asynchronous())

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
-from ringweave.param_server.worker import ParameterServerOptimizer
 from ringweave.telemetry import EventLog
 from ringweave.training.checkpoints import store
 from ringweave.training.checkpoints.store import CheckpointContent, CheckpointFile
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.shared_loader import SharedLoader
-from ringweave.training.rings.elastic_worker import ElasticRingOptimizer
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer
 from ringweave.training.rings.shard_source import ShardSource
 
 _BROADCAST_BYTES = 16 << 20
@@ -191,7 +190,7 @@ def check_parts(keep: int, parts: dict[str, Any]) -> None:
             do = "Leave it out; a loader has them when it comes from ringweave.prepare"
             expected = "an object with state_dict and load_state_dict"
             raise _part_error(name, type(part).__name__, expected, do)
-        if isinstance(part, (ParameterServerOptimizer, ElasticRingOptimizer)) and not is_served:
+        if isinstance(part, ParameterServerOptimizer) and not is_served:
             do = "Give Checkpoints loader=loader: by it the server's state is saved, and put back"
             raise _part_error(name, "the optimizer of a ring, without its loader", "both of them", do)
         if isinstance(part, nn.Module) and any(_is_sharded(each) for each in (*part.modules(), *part.parameters())):

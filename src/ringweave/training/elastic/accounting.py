@@ -120,11 +120,15 @@ class DataProgress:
         """Go back to the start of the train step of these batches, whose missing samples are handed out next."""
         self.position -= self._samples_of_epoch(batches)
 
-    def record_missing(self, missing: MissingBatch) -> None:
-        """Record that missing samples of this batch are handed out."""
-        self.position += self._samples_of_epoch([missing])
+    def record_drawn(self, num_samples: int) -> None:
+        """Record that a batch of so many samples of the epoch is handed out."""
+        self.position += num_samples
         self.num_drawn += 1
         self.num_since_commit += 1
+
+    def record_missing(self, missing: MissingBatch) -> None:
+        """Record that missing samples of this batch are handed out."""
+        self.record_drawn(self._samples_of_epoch([missing]))
 
     def give_up_step(self, batches: Iterable[MissingBatch]) -> None:
         """Go on after that step without its missing samples."""

@@ -1,7 +1,6 @@
 """Elastic membership of the loader: members join and leave, and each step counts when it is committed."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,12 +12,9 @@ from ringweave.training.data.order import LoaderSpec, Portion
 from ringweave.training.data.sources import EpochPass, TrainingMembership
 from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
 from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.timing import StepTimer
-
-if TYPE_CHECKING:
-    from ringweave.training.elastic.trainer import ElasticTrainerState
-    from ringweave.training.rings.elastic_trainer import RingTrainerState
 
 
 class SessionMembership(TrainingMembership):
@@ -26,7 +22,7 @@ class SessionMembership(TrainingMembership):
 
     is_elastic = True
 
-    def __init__(self, session: ElasticSession, trainer: "ElasticTrainerState | RingTrainerState") -> None:
+    def __init__(self, session: ElasticSession, trainer: TrainerState) -> None:
         self.session = session
         self._trainer = trainer
 
@@ -78,7 +74,7 @@ class ElasticMembership(SessionMembership):
     def __init__(
         self,
         session: ElasticSession,
-        trainer: "ElasticTrainerState",
+        trainer: TrainerState,
         timer: StepTimer,
         incomplete_step: IncompleteStep,
         record_account: Callable[[ElasticAccount], object],
@@ -194,11 +190,8 @@ class ElasticMembership(SessionMembership):
 
     def _record_draw(self, indices: Indices) -> None:
         """Record that the next batch is taken; needs the session's lock."""
-        progress = self.progress
-        self._accounting.record_batch(indices, self.trainer.share_table.shares_of_batch(progress.num_drawn))
-        progress.position += len(indices)
-        progress.num_drawn += 1
-        progress.num_since_commit += 1
+        self._accounting.record_batch(indices, self.trainer.share_table.shares_of_batch(self.progress.num_drawn))
+        self.progress.record_drawn(len(indices))
 
     def _record_missing(self) -> None:
         """Record that the next missing samples are taken; needs the session's lock."""

@@ -31,7 +31,7 @@ from ringweave.training.elastic.script_collectives import (
     StartupLog,
 )
 from ringweave.training.elastic.session_state import SessionState
-from ringweave.training.elastic.trainer_interface import TrainerState
+from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import StateRead
 
 _MAX_READ_FAILURES = 5

@@ -16,7 +16,7 @@ from ringweave.training.elastic import recovery, trainer_interface
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import FetchOnceBroadcast, RetainedReduction
 from ringweave.training.elastic.script_collectives import ScriptCollective, StartupLog
-from ringweave.training.elastic.trainer_interface import TrainerState
+from ringweave.training.elastic.trainer import TrainerState
 
 LEFT_EXIT_CODE = 143
 """Exit code of a process that has left on request: 128 + SIGTERM."""

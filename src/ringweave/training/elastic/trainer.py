@@ -1,15 +1,15 @@
-"""Trainer state of a member: sample accounting, shares, speeds, and the state that joining members read."""
+"""Trainer state of a member behind its session: accounts, shares, speeds, and the state that joining members read."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
 from ringweave import rpc
 from ringweave.membership.membership_records import Membership, furthest_status
-from ringweave.planning.balancing import ShareChange, Speed, SpeedEstimator
+from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.rpc.state_transfer import ReadThrottle, StateServer
 from ringweave.training import collectives
 from ringweave.training.elastic import share_table
@@ -18,7 +18,11 @@ from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer_interface import check_trainer_details
 from ringweave.training.elastic.training_state import StateRead, TrainingState, copy_buffers
+from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.timing import StepTimer
+
+if TYPE_CHECKING:
+    from ringweave.training.rings.ring_progress import RingProgress
 
 _LOGGER = logging.getLogger("ringweave")
 STATE_READ_TIMEOUT_S = 600.0
@@ -50,32 +54,8 @@ class StateTransport:
     authentication: rpc.PeerAuthentication
 
 
-class EventReporter(Protocol):
-    """Reporter of training events."""
-
-    def reduction_committed(self) -> None:
-        """Another reduction is committed; the next events belong to it."""
-        ...
-
-    def generation_begun(self) -> None: ...
-
-    def shares_changed(self, batch_number: int, change: ShareChange) -> None: ...
-
-    def samples_lost(self, commit: Commit, num_lost: int) -> None:
-        """A reduction is committed without the samples of members that are gone."""
-        ...
-
-    def samples_recomputed(self, commit: Commit, num_missing: int) -> None:
-        """A reduction is committed without samples of members that are gone; the next one has these samples."""
-        ...
-
-    def members_caught_up(self, commit: Commit, batch_number: int) -> None:
-        """Joining members have caught up; they have samples from this batch on."""
-        ...
-
-
-class ElasticTrainerState:
-    """Trainer state of a member that trains by allreduce."""
+class TrainerState:
+    """Trainer state of a member, alone in a ring or not. Called with the session's lock held, unless noted."""
 
     def __init__(
         self,
@@ -84,9 +64,14 @@ class ElasticTrainerState:
         timer: StepTimer,
         state: TrainingState,
         transport: StateTransport,
-        events: EventReporter,
+        events: ElasticRecorder,
+        *,
+        ring: "Callable[[TrainerState], RingProgress] | None" = None,
     ) -> None:
-        """Create the state; `events` reports events, and writes them on one of the members."""
+        """Create the state; `events` reports events, and writes them on one of the members.
+
+        In rings, `ring` makes the progress of this member's ring.
+        """
         recomputes = description.must_match.get("on_failure") == "recompute"
         self.accounting = SampleAccounting(recomputes=recomputes)
         self.progress, self.share_table = DataProgress(), share_table
@@ -98,6 +83,7 @@ class ElasticTrainerState:
         """
         self._captured_buffers: dict[str, Buffer] = {}
         self._published: dict[str, bool] = {}
+        self.ring = ring(self) if ring is not None else None
 
     def measure_step(self) -> None:
         self._timer.end_step()
@@ -106,27 +92,39 @@ class ElasticTrainerState:
         self._speed = self._estimator.speed
 
     @property
+    def ring_progress(self) -> "RingProgress":
+        """Progress of this member's ring; only in rings."""
+        assert self.ring is not None, "only in rings"
+        return self.ring
+
+    @property
     def member(self) -> str:
         return self._description.member
 
     @property
     def state_address(self) -> str:
+        """Address at which other members read this member's state, as `HOST PORT`."""
         return self._description.state_address
 
     @property
     def supports_replay(self) -> bool:
-        """True: the script itself computes everything of a step."""
-        return True
+        """A joining member can replay steps with the same sums; otherwise the others wait until it has the state.
+
+        Not in rings: there the server has the optimizer, and repeats no step.
+        """
+        return self.ring is None
 
     @property
     def is_between_steps(self) -> bool:
-        """No batch is open, and no sample is missing in the last step.
+        """No batch is open, or waits to be pushed, and no sample is missing in the last step.
 
         A joining member would have no part in the gradients that are accumulated, or kept for the missing samples.
         """
-        return self.progress.num_since_commit == 0 and not self.accounting.missing
+        is_pushed = self.ring is None or self.ring.samples.num_batches == 0
+        return is_pushed and self.progress.num_since_commit == 0 and not self.accounting.missing
 
     def reduction_row(self) -> ReductionRow:
+        """Return this member's row of the next reduction."""
         return ReductionRow(
             account=self.accounting.account_of(self._description.member),
             num_planned=self.accounting.num_planned,
@@ -143,15 +141,19 @@ class ElasticTrainerState:
             "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
             "position": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
             "accounts": self.accounting.to_json(),
+            **(self.ring.status_details() if self.ring is not None else {}),
         }
 
     def drawn_batches(self) -> tuple[int, str]:
+        """Return the number of drawn batches, and the shares of uncommitted ones as text; see `MemberStatus`."""
         end = self.progress.num_drawn
         num_open = self.progress.num_since_commit
         return end, share_table.shares_to_text(self.share_table.rows_between(end - num_open, end)) if num_open else ""
 
     def apply_commit(self, commit: Commit) -> None:
         """Record a committed reduction, and change the shares if members have caught up or if it pays."""
+        if self.ring is not None and self.ring.is_broadcasting:
+            return
         self._events.reduction_committed()
         num_lost = self.accounting.record_commit(commit)
         self.progress.num_since_commit = 0
@@ -174,6 +176,8 @@ class ElasticTrainerState:
             change = self.share_table.rebalance(first, [row.speed for row in commit.rows])
             if change is not None:
                 self._events.shares_changed(first, change)
+        if self.ring is not None:
+            self.ring.note_commit(commit)
 
     def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:
         """Refuse to join a job that has prepared something else; members that agree with the job continue.
@@ -191,6 +195,8 @@ class ElasticTrainerState:
             details[membership.members.index(member)]["must_match"] for member in (primary, self._description.member)
         ]
         collectives.check_equal(descriptions, list(self._description.must_match), names)
+        if self.ring is not None:
+            self.ring.check_membership(membership)
 
     def begin_generation(
         self,
@@ -202,6 +208,8 @@ class ElasticTrainerState:
     ) -> None:
         """Begin a generation; recovering members have no samples unless they have caught up."""
         holders = [index for index, each in enumerate(membership.statuses) if each.has_state]
+        if self.ring is not None:
+            self.ring.begin_generation(details[holders[0] if holders else 0], is_joining=is_joining)
         if is_joining and holders:
             progress = self.progress
             progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before = details[holders[0]][
@@ -233,11 +241,17 @@ class ElasticTrainerState:
         self._events.generation_begun()
 
     def capture_state(self) -> None:
-        """Capture the state. Large tensors are not copied: nothing changes them before the next reduction."""
+        """Capture the state while the script is paused; called without the lock.
+
+        Large tensors are not copied: nothing changes them before the next reduction.
+        """
         self._captured_buffers = self._state.to_buffers()
 
     def publish_state(self, name: str, *, is_lasting: bool) -> None:
-        """Publish the captured state; a lasting one is copied while the script computes its next gradients."""
+        """Publish the captured state for joining members; called without the lock.
+
+        A lasting one is copied while the script computes its next gradients.
+        """
         captured, self._captured_buffers = self._captured_buffers, {}
         try:
             published = copy_buffers(captured) if is_lasting else captured
@@ -255,7 +269,7 @@ class ElasticTrainerState:
                 del self._published[name]
 
     def fetch_state(self, address: str, name: str, state_read: StateRead, throttle: ReadThrottle | None = None) -> None:
-        """Read the state of the member at this address."""
+        """Read the state of the member at this address; called without the lock."""
         host, port = address.split()
         self._state.fetch_from_peer(
             host,

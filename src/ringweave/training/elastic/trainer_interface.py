@@ -1,11 +1,11 @@
-"""Interface between a session and its trainer, checks of members' messages, and the errors of both."""
+"""Checks of members' messages, and the errors that sessions raise in scripts."""
 
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import pydantic
 from pydantic import ConfigDict, Field
@@ -15,9 +15,6 @@ from ringweave.errors import MembershipError, RingweaveError, TrainingError, exp
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import ADDRESS_PATTERN, MAX_NOTE_CHARS
-from ringweave.rpc.state_transfer import ReadThrottle
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
-from ringweave.training.elastic.training_state import StateRead
 
 
 def record_exit_failures() -> None:
@@ -49,72 +46,6 @@ def describe_validation_error(error: pydantic.ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"])) or "all of it"
     return f"{where}: {first['msg']}"
-
-
-class TrainerState(Protocol):
-    """Trainer state behind a session: loader, accounting and model. Called with the lock held, unless noted."""
-
-    @property
-    def state_address(self) -> str:
-        """Address at which other members read this member's state, as `HOST PORT`."""
-        ...
-
-    @property
-    def is_between_steps(self) -> bool:
-        """No batch is open whose gradients are still to be reduced."""
-        ...
-
-    @property
-    def supports_replay(self) -> bool:
-        """A joining member can replay steps with the same sums; otherwise the others wait until it has the state."""
-        ...
-
-    def reduction_row(self) -> ReductionRow:
-        """Return this member's row of the next reduction."""
-        ...
-
-    def status_details(self) -> dict[str, Any]:
-        """Return the details that other members need when a generation begins."""
-        ...
-
-    def drawn_batches(self) -> tuple[int, str]:
-        """Return the number of drawn batches, and the shares of uncommitted ones as text; see `MemberStatus`."""
-        ...
-
-    def apply_commit(self, commit: Commit) -> None:
-        """Record a committed reduction."""
-        ...
-
-    def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:
-        """Refuse to join members that have prepared something else."""
-        ...
-
-    def begin_generation(
-        self,
-        membership: Membership,
-        details: Sequence[dict[str, Any]],
-        *,
-        is_joining: bool,
-        recovering: Collection[str],
-    ) -> None:
-        """Begin a generation; recovering members have no samples unless they have caught up."""
-        ...
-
-    def capture_state(self) -> None:
-        """Capture the state while the script is paused; called without the lock."""
-        ...
-
-    def publish_state(self, name: str, *, is_lasting: bool) -> None:
-        """Publish the captured state for joining members, as a copy if it is to last; called without the lock."""
-        ...
-
-    def unpublish_state(self) -> None:
-        """Unpublish the state before it changes."""
-        ...
-
-    def fetch_state(self, address: str, name: str, state_read: StateRead, throttle: ReadThrottle | None = None) -> None:
-        """Read the state of the member at this address; called without the lock."""
-        ...
 
 
 def busy_s(schedstat: Path = Path("/proc/self/schedstat")) -> float:

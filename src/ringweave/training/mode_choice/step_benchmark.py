@@ -29,10 +29,10 @@ from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.mode_choice import forecast, trial
+from ringweave.training.options import Asynchronous
 from ringweave.training.rings import exchange_benchmark
 from ringweave.training.rings.exchange_benchmark import ExchangeTimes
-from ringweave.training.rings.ring_preparation import server_connectors
-from ringweave.training.rings.ring_settings import Asynchronous
+from ringweave.training.rings.server_job import server_connectors
 
 _BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s")
 """Keys that the benchmark adds to the ranks' reports."""

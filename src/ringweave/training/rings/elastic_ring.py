@@ -1,8 +1,18 @@
-"""Elastic ring as the loader sees it: members draw the ring's shards together, through all generations."""
+"""Elastic ring as the loader and the worker see it: members draw shards and push together, through all generations."""
 
-from collections.abc import Callable
+import atexit
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
 
-from ringweave.errors import TrainingError, explain
+import torch
+from torch import Tensor
+
+from ringweave import rpc
+from ringweave.comm import peer_data
+from ringweave.errors import RpcError, TrainingError, explain
+from ringweave.membership.membership_records import Membership, parse_member_name
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.data_shards import Spans
 from ringweave.param_server.messages import ResumeDecision
@@ -10,15 +20,126 @@ from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.data.order import Portion
 from ringweave.training.data.sources import EpochPass
+from ringweave.training.elastic import trainer_interface
 from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
 from ringweave.training.elastic.elastic_membership import SessionMembership
+from ringweave.training.elastic.retained_reductions import FetchedJson
 from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import IncompleteStep
-from ringweave.training.rings import elastic_trainer
-from ringweave.training.rings.elastic_trainer import RingTrainerState
-from ringweave.training.rings.elastic_worker import ElasticRingWorker
+from ringweave.training.rings import ring_progress
+from ringweave.training.rings.ring_progress import RingProgress
+from ringweave.training.rings.ring_worker import RingWorker
 from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 from ringweave.training.timing import StepTimer
+
+_MAX_SILENT_PAUSE_S = 1.0
+"""Pause of the members after which the other rings no longer wait for this ring."""
+
+
+class SessionLink:
+    """Link of a member to its elastic ring: all members apply what the first one fetches, or none does."""
+
+    starts_pushes_at_once = False
+
+    def __init__(
+        self,
+        member: str,
+        session: Callable[[], ElasticSession],
+        progress: Callable[[], RingProgress],
+        servers: Sequence[Callable[[], rpc.RpcClient]],
+        num_rings: int,
+    ) -> None:
+        """Create it without a connection.
+
+        Args:
+            member: Name of this member.
+            session: Returns its session in the ring's membership, once there is one.
+            progress: Returns the ring's progress, once there is one.
+            servers: Connectors, one for each server of the job.
+            num_rings: Number of rings at the start.
+        """
+        self._member, self._session, self._progress = member, session, progress
+        self._servers, self.num_rings = list(servers), num_rings
+        self._lock = threading.Lock()
+        self._client: RingClient | None = None
+        self._paused_since_s: float | None = None
+
+    @property
+    def cursor(self) -> ring_progress.RingCursor:
+        return self._progress().cursor
+
+    @property
+    def samples(self) -> ring_progress.UnpushedSamples:
+        return self._progress().samples
+
+    @property
+    def is_representative(self) -> bool:
+        return self._session().membership.members[0] == self._member
+
+    @property
+    def is_connected(self) -> bool:
+        return self._client is not None and self.is_representative
+
+    @property
+    def misses_samples(self) -> bool:
+        return self._progress().misses_samples
+
+    def last_words(self) -> str:
+        return self._progress().last_words()
+
+    def change_atomically(self, change: Callable[[], None]) -> None:
+        self._session().change_atomically(change)
+
+    def broadcast_from_first(self, fetch: Callable[[], FetchedJson], tensors: Sequence[Tensor] = ()) -> FetchedJson:
+        progress = self._progress()
+        if not self.is_representative:  # a member with a lower number has replaced it as representative
+            self.close_connection()
+        progress.is_broadcasting = True
+        try:
+            return self._session().broadcast_from_first(fetch, tensors)
+        finally:
+            progress.is_broadcasting = False
+
+    def client(self) -> RingClient:
+        with self._lock:
+            if self._client is None:
+                generation_id = lambda: self._session().membership.generation_id  # noqa: E731 - each generation has another
+                self._client = RingClient(
+                    self._servers, self.cursor.ring, generation_id=generation_id, is_monitored=True
+                )
+            return self._client
+
+    def connect_server(self) -> RingClient:
+        """Return a connection for this member's ring, beside the representative's."""
+        return RingClient(self._servers, self.cursor.ring)
+
+    def close_connection(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def on_pause(self, membership: Membership) -> None:
+        """Tell the server that this ring pauses to form a new generation, so that no ring waits for it."""
+        if membership.members[0] == self._member:
+            threading.Thread(target=self._send_pause, name="ringweave pause", daemon=True).start()
+
+    def check_pause(self, now_s: float, *, is_paused: bool) -> None:
+        """Check regularly whether the ring is paused for long; then let no other ring wait for it."""
+        if not is_paused:
+            self._paused_since_s = None
+        elif self._paused_since_s is None:
+            self._paused_since_s = now_s
+        elif now_s - self._paused_since_s > _MAX_SILENT_PAUSE_S:
+            self._paused_since_s = math.inf  # once
+            self.on_pause(self._session().membership)
+
+    def _send_pause(self) -> None:
+        try:
+            self.client().pause_ring()
+        except RpcError:
+            return  # other rings then wait a little longer
 
 
 class ElasticRing(SessionMembership):
@@ -27,17 +148,17 @@ class ElasticRing(SessionMembership):
     def __init__(
         self,
         session: ElasticSession,
-        trainer: RingTrainerState,
-        worker: ElasticRingWorker,
+        trainer: TrainerState,
+        worker: RingWorker,
+        link: SessionLink,
         timer: StepTimer,
         incomplete_step: IncompleteStep,
         record_account: Callable[[ElasticAccount], object],
-        *,
-        num_rings: int,
     ) -> None:
         super().__init__(session, trainer)
-        self.trainer, self.worker, self.incomplete_step = trainer, worker, incomplete_step
-        self._timer, self._record_account, self._num_rings = timer, record_account, num_rings
+        self.progress, self.worker, self._link = trainer.ring_progress, worker, link
+        self._incomplete_step = incomplete_step
+        self._timer, self._record_account = timer, record_account
         self._aborted_epoch: int | None = None
         """Epoch of a pass that was broken off, until the rings have passed the barrier."""
         self._last_aborted_epoch: int | None = None
@@ -46,35 +167,87 @@ class ElasticRing(SessionMembership):
     @property
     def has_joined_late(self) -> bool:  # pyrefly: ignore - a constant of the base
         """This member has joined others in its ring, or the ring was training before."""
-        return self.trainer.progress.has_joined_late or self.trainer.ring_cursor.num_shards > 0
+        return self._trainer.progress.has_joined_late or self.progress.cursor.num_shards > 0
 
     @property
     def may_save(self) -> bool:
-        return self.worker.is_representative
+        return self._link.is_representative
 
     def has_training_begun(self) -> bool:
-        """Return whether the server has applied a push."""
-        return self.worker.has_training_begun()
+        """Return whether a ring has pushed: the same for all members of this ring, whenever they ask."""
+        status = self._link.broadcast_from_first(lambda: {"version": self._link.client().status().version})
+        return bool(status["version"])
 
     def connect_server(self) -> RingClient:
-        return self.worker.connect_server()
+        return self._link.connect_server()
 
     @property
     def start(self) -> ResumeStart | None:
-        return self.trainer.ring_cursor.start
+        return self.progress.cursor.start
 
+    def start_training(self) -> None:
+        """Take the state of the server, unless this member has that of the others; leave at the end of the process."""
+        atexit.register(self.leave_server)
+        if not self._trainer.progress.has_joined_late:
+            self.refresh_parameters()
+        elif self.worker.changes is not None:
+            self.worker.changes.reset_base()
+
+    @torch.no_grad()
+    def refresh_parameters(self) -> None:
+        """Take the newest parameters and the server's cursor when the ring starts or resumes."""
+        received = self.worker.received.pieces
+        self._resume_ring(self._link.broadcast_from_first(lambda: self._start_ring(self._link.client()), received))
+
+    @torch.no_grad()
     def resume(self, offered: OfferedCheckpoint | None, epoch_samples: int) -> tuple[ResumeDecision, int | None]:
-        decision = self.worker.resume(offered, epoch_samples)
-        return decision, self.trainer.progress.epoch
+        def agree() -> FetchedJson:
+            client = self._link.client()
+            own = (offered.train_step, offered.checksum) if offered else (0, "")
+            ruled = client.offer_checkpoint(*own)
+            if ruled.verdict == "give" and offered is not None:
+                start = ResumeStart.of_state(offered.state, epoch_samples)
+                client.restore_snapshot(offered.content(), ruled, start.to_message(start.epoch))
+                ruled = client.offer_checkpoint(*own)
+            begun = self._start_ring(client) if ruled.verdict == "resumed" else {}
+            return {"decision": ruled.model_dump(), **begun}
+
+        outcome = self._link.broadcast_from_first(agree, self.worker.received.pieces)
+        if "cursor" in outcome:
+            self._resume_ring(outcome)
+        return ResumeDecision(**outcome["decision"]), self._trainer.progress.epoch
+
+    def _start_ring(self, client: RingClient) -> FetchedJson:
+        """Pull the newest parameters; return the ring's cursor, epoch and last report."""
+        reply = client.request_assignment(parse_member_name(self._trainer.member)[0], is_starting=True)
+        if self.worker.changes is not None:  # pushes in progress of earlier members are void
+            client.leave_ring(is_for_good=False)
+        version = self.worker.pull(reply.num_pushed)
+        start = None
+        if reply.resumed_seed is not None:
+            start = {"epoch": reply.resumed_epoch, "done": reply.resumed, "seed": reply.resumed_seed}
+        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, None, start]
+        return {"cursor": cursor, "epoch": reply.epoch, "ring_progress": reply.ring_progress}
+
+    def _resume_ring(self, start: FetchedJson) -> None:
+        text = start["ring_progress"]
+        report = _parse_json_object("progress of a ring", text, "its account") if text else {}
+        self.session.change_atomically(lambda: self.progress.resume_ring(start["cursor"], start["epoch"], report))
+        self.worker.apply_parameters(self.progress.cursor.base_version)
+
+    def leave_server(self) -> None:
+        """Tell the server at the process's end that the ring has finished, unless this member failed or stopped."""
+        if not (self.session.has_stopped or trainer_interface.script_has_failed()):
+            self.worker.leave_server()
 
     def finish_aborted_pass(self, epoch_samples: int) -> None:
         if self._aborted_epoch is None:
             return
         number, self._aborted_epoch = self._aborted_epoch, None
         self._last_aborted_epoch = number
-        self.session.change_atomically(self.trainer.discard_open_batches)
-        self.worker.pass_barrier(number, {}, use_up=epoch_samples)
-        self.session.change_atomically(lambda: self.trainer.open_epoch(number + 1))
+        self.session.change_atomically(self.progress.discard_open_batches)
+        self._pass_barrier(number, {}, use_up=epoch_samples)
+        self.session.change_atomically(lambda: self.progress.open_epoch(number + 1))
 
     def begin_epoch(self, number: int) -> tuple[int, Spans] | None:
         """Begin a pass of an epoch.
@@ -82,35 +255,44 @@ class ElasticRing(SessionMembership):
         Raises:
             TrainingError: This script has broken off its pass of that epoch.
         """
-        if number < self.trainer.progress.epoch:
+        if number < self._trainer.progress.epoch:
             if number == self._last_aborted_epoch:
                 raise _epoch_over_error(number)
             return None
-        if number > self.trainer.progress.epoch:
-            self.session.change_atomically(lambda: self.trainer.open_epoch(number))
-        return number, self.trainer.ring_cursor.done_spans_of(number)
+        if number > self._trainer.progress.epoch:
+            self.session.change_atomically(lambda: self.progress.open_epoch(number))
+        return number, self.progress.cursor.done_spans_of(number)
 
     def begin_batch(self) -> None:
         """Do nothing: the boundary is passed when the shard is taken."""
 
     def pass_shard_boundary(self) -> tuple[Portion, float] | None:
-        self.trainer.measure_step()
+        self._trainer.measure_step()
         self.session.pass_step_boundary(lambda: None)
-        if not self.trainer.accounting.missing:
+        if not self.misses_samples:
             self.worker.send_pending()
             return None
-        self.incomplete_step.restore()
-        self.session.change_atomically(self.trainer.record_missing)
+        self._incomplete_step.restore()
+        self.session.change_atomically(self.progress.record_missing)
         self._timer.begin_step()
-        return self.trainer.accounting.own_part(self.trainer.member), self.trainer.batch_part
+        return self._trainer.accounting.own_part(self._trainer.member), self.progress.batch_part
 
     def take_shard(self, pass_number: int, wanted: int, total: int, min_samples: int) -> tuple[int, int]:
-        return self.worker.take_shard(pass_number, wanted, total, min_samples)
+        cursor = self.progress.cursor
+
+        def ask() -> FetchedJson:
+            number, client = cursor.num_shards + 1, self._link.client()
+            first, count = client.take_shard(pass_number, wanted, total, min_samples=min_samples, number=number)
+            return {"first": first, "count": count}
+
+        shard = self._link.broadcast_from_first(ask)
+        cursor.num_shards += 1
+        return shard["first"], shard["count"]
 
     def record_shard(self, batch: Indices, batch_part: float, first: int) -> Portion:
         self._timer.begin_step()
-        self.session.change_atomically(lambda: self.trainer.record_batch(batch, batch_part, first))
-        own = samples_of_member(batch, self.trainer.last_batch_shares, self.trainer.member)
+        self.session.change_atomically(lambda: self.progress.record_batch(batch, batch_part, first))
+        own = samples_of_member(batch, self.progress.last_batch_shares, self._trainer.member)
         return Portion(indices=own, batch=batch)
 
     def record_batch(self, first: int, own: Portion, batch_part: float) -> None:
@@ -120,20 +302,55 @@ class ElasticRing(SessionMembership):
     def abort_pass(self, begun: EpochPass, epoch_samples: int) -> None:
         del epoch_samples
         self._aborted_epoch = begun.epoch
-        self.worker.go_idle()
+        self.worker.discard_unpushed()
 
     def end_epoch(self, epoch: int, expected: SampleAccount) -> ElasticAccount | None:
-        trainer = self.trainer
-        report = elastic_trainer.ring_report(trainer.accounting, is_whole=trainer.has_whole_epoch)
-        by_ring = self.worker.pass_barrier(epoch, report)
-        self.session.change_atomically(lambda: trainer.open_epoch(epoch + 1))
+        by_ring = self._pass_barrier(epoch, self.progress.report())
+        self.session.change_atomically(lambda: self.progress.open_epoch(epoch + 1))
         if not by_ring or not all(by_ring.values()):
             return None  # the others finished it long before, or one of them has broken off its pass
-        account = elastic_trainer.sum_accounts(epoch, expected, list(by_ring.values()), self._num_rings)
-        if elastic_trainer.reporting_ring(by_ring) == trainer.ring_cursor.ring:
+        account = ring_progress.sum_accounts(epoch, expected, list(by_ring.values()), self._link.num_rings)
+        if ring_progress.reporting_ring(by_ring) == self.progress.cursor.ring:
             self._record_account(account)
         account.check()
         return account
+
+    @torch.no_grad()
+    def _pass_barrier(self, epoch: int, report: FetchedJson, *, use_up: int | None = None) -> dict[int, FetchedJson]:
+        """Pass a barrier of all rings: return each ring's report, and take the same parameters.
+
+        Args:
+            epoch: Number of the epoch that ends.
+            report: Report of this ring.
+            use_up: Samples of an epoch that was broken off: they are not handed out any more.
+        """
+        if self.worker.changes is not None:
+            self.worker.changes.push_rest()
+        cursor, text = self.progress.cursor, json.dumps(report)
+
+        def gather() -> FetchedJson:
+            client = self._link.client()
+            if use_up is not None:
+                client.take_shard(epoch, use_up, use_up, number=cursor.num_shards + 1, ended_epoch=epoch)
+            client.leave_ring(is_for_good=False)
+            met = client.wait_barrier(cursor.num_barriers + 1, epoch, text)
+            version = self.worker.pull(cursor.num_pushed)
+            # No ring pushes before all have the same parameters.
+            client.wait_barrier(cursor.num_barriers + 2, epoch, "")
+            return {"version": version, "reports": {str(ring): each for ring, each in met.items()}}
+
+        result = self._link.broadcast_from_first(gather, self.worker.received.pieces)
+        self.worker.apply_parameters(result["version"])
+        cursor.num_barriers += 2
+        cursor.num_shards += use_up is not None
+        return {
+            int(ring): _parse_json_object(f"report of ring {ring}", each, "its account")
+            for ring, each in result["reports"].items()
+        }
+
+
+def _parse_json_object(what: str, text: str, expected: str) -> FetchedJson:
+    return peer_data.decode_peer_data(text.encode(), what, peer_data.require_object, expected=expected)
 
 
 def _epoch_over_error(number: int) -> TrainingError:

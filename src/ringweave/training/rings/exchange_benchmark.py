@@ -17,7 +17,7 @@ from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ExchangeBenchmarkResult, ParameterGroup, ServerSetup, TensorSpec
-from ringweave.training.rings.ring_preparation import SERVER_START_TIMEOUT_S
+from ringweave.training.rings.server_job import SERVER_START_TIMEOUT_S
 
 BUDGET_S = 1.0
 """Time budget of all exchanges but the first: as many run as fit, at least one."""

@@ -21,16 +21,16 @@ from ringweave.comm import peer_data
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import ServerSetup
 from ringweave.param_server.versions import StalenessPolicy
-from ringweave.param_server.worker import ParameterServerOptimizer, RingPlacement, RingWorker
 from ringweave.planning.balancing import Speed
 from ringweave.planning.mode_forecast import Ring
 from ringweave.training.checkpoints.format import DTYPE_BY_NAME, StateEncoder, decode_state
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.mode_choice.forecast import RingReconsideration
+from ringweave.training.options import Asynchronous
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings.ring_formation import RingFormation, RingShares, find_better_rings
-from ringweave.training.rings.ring_settings import Asynchronous
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticLink
 
 _OPTIMIZER_STATE = "state of the optimizer in a ring"
 
@@ -123,6 +123,7 @@ class RingAssignment:
         setup: ServerSetup,
         parameters: Sequence[torch.Tensor],
         groups: RingGroups,
+        local_steps: int,
     ) -> None:
         """Take the place that `setup` assigns.
 
@@ -132,9 +133,10 @@ class RingAssignment:
             setup: Set-up of the job, which the server knows already.
             parameters: Trained parameters, in the server's order.
             groups: Process groups of this ring.
+            local_steps: Steps of a ring from one push to the next; 0 pushes the gradients of each step.
         """
         self._servers, self._control, self._parameters = servers, control, list(parameters)
-        self._overlaps = setup.overlaps
+        self._local_steps = local_steps
         self.has_left = False
         self.current = self._connect_ring(tuple(map(tuple, setup.rings)), groups)
 
@@ -182,14 +184,15 @@ class RingAssignment:
         rank = self._control.rank
         index = ring_index(rings, rank)
         client = RingClient(self._servers, index) if rank == rings[index][0] else None
-        placement = RingPlacement(process_group=groups[0], representative=rings[index][0], client=client)
         return AssignedRing(
             rings=rings,
             index=index,
             groups=groups,
             speed_control=ControlGroup(groups[2]),
             client=client,
-            worker=RingWorker(placement, self._parameters, overlaps=self._overlaps),
+            worker=RingWorker(
+                StaticLink(groups[0], rings[index][0], client), self._parameters, local_steps=self._local_steps
+            ),
         )
 
 

@@ -8,7 +8,6 @@ from ringweave.errors import TrainingError, explain
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.data_shards import Spans, spans_in_epoch
 from ringweave.param_server.messages import ResumeDecision
-from ringweave.param_server.worker import ParameterServerOptimizer, UnpushedSamples
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.epochs import Indices
@@ -33,14 +32,11 @@ class StaticRing(TrainingMembership):
         control: ControlGroup,
         assignment: RingAssignment,
         shares: RingShares,
-        optimizer: ParameterServerOptimizer,
-        samples: UnpushedSamples,
         regroup: Callable[[Sequence[Speed] | None], None],
         record_account: Callable[[EpochAccount], object],
     ) -> None:
         """Create it; `regroup` is called at a barrier of all rings, with the speeds of all ranks."""
         self._control, self.assignment, self.ring_shares = control, assignment, shares
-        self._optimizer, self._samples = optimizer, samples
         self._regroup, self._record_account = regroup, record_account
         self.start: ResumeStart | None = None
         """Position in the data to resume from, if any, until a pass has begun."""
@@ -174,9 +170,10 @@ class StaticRing(TrainingMembership):
 
     def record_batch(self, first: int, own: Portion, batch_part: float) -> None:
         """Record that the batch is loaded."""
-        self._samples.add(own.num_total, batch_part)
+        samples = self.assignment.current.worker.link.samples
+        samples.add(own.num_total, batch_part)
         spans = spans_in_epoch(self._done_spans, first, own.num_total)
-        self._samples.note_spans(self._num_passes, self._epoch, spans)
+        samples.note_spans(self._num_passes, self._epoch, spans)
         self.ring_shares.count_batch()
         self._received += SampleAccount.from_indices(own.indices)
 
@@ -190,7 +187,8 @@ class StaticRing(TrainingMembership):
 
     def _discard_pass(self, epoch_samples: int) -> None:
         self._running = None
-        self._optimizer.discard_unpushed()
+        self.assignment.current.worker.discard_unpushed()
+        self.assignment.current.worker.link.samples.clear()
         self.assignment.discard_rest_of_pass(self._num_passes, epoch_samples, self._epoch)
         self._abort_notice = self._control.start_account_exchange(None)
 
@@ -204,7 +202,7 @@ class StaticRing(TrainingMembership):
             TrainingError: Samples were lost or doubled.
         """
         self._running = None
-        self._optimizer.go_idle()
+        self.assignment.current.worker.go_idle()
         by_rank = self._control.start_account_exchange(self._received).wait()
         if by_rank is None:
             self.assignment.current.worker.refresh()

@@ -12,7 +12,7 @@ from ringweave.planning.balancing import Speed
 from ringweave.rpc.state_transfer import DescribeState, StateServer
 from ringweave.training.elastic import trainer
 from ringweave.training.elastic.share_table import ShareTable
-from ringweave.training.elastic.trainer import ElasticTrainerState, MemberDescription, StateTransport
+from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
 from ringweave.training.timing import HostTimeline, StepTimer
 
@@ -30,7 +30,7 @@ class Giver:
             member="0.0", state_address="127.0.0.1 9", max_samples=None, assumed_speed=1.0, must_match={}
         )
         means = StateTransport(state_server=self.state_server, authentication=trust)
-        self.trainer = ElasticTrainerState(
+        self.trainer = TrainerState(
             facts, self.share_table, StepTimer(HostTimeline()), TrainingState(self.model, optimizer, {}), means, teller
         )
 

@@ -58,7 +58,7 @@ def train(
     asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
     at, moment = faults.get(own_member(), (-1, ""))
-    cursor = loader.source.membership.trainer.ring_cursor
+    cursor = loader.source.membership.progress.cursor
     send_message(("prepared", loader.members, cursor.num_pushed))
     accounts, num_steps, num_whole = [], 0, 0
     for _ in loader.epochs(num_epochs):
@@ -70,9 +70,7 @@ def train(
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             total = sum(float(each.detach().sum()) for each in model.parameters())
-            send_message(
-                ("done", num_steps, loader.members, cursor.num_shards, total)
-            )
+            send_message(("done", num_steps, loader.members, cursor.num_shards, total))
             time.sleep(pause_s)
         accounts.append(loader.account)
         num_whole += loader.members in until

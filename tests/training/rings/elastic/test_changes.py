@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import ConnectionLostError
-from ringweave.param_server import flat
 from ringweave.param_server.client import RingPush
-from ringweave.param_server.flat import FlatTensors
-from ringweave.param_server.worker import UnpushedSamples
 from ringweave.training.elastic.accounting import SampleAccounting
-from ringweave.training.rings.elastic_trainer import RingCursor
-from ringweave.training.rings.elastic_worker import LocalStepChanges
+from ringweave.training.rings import ring_progress
+from ringweave.training.rings.ring_progress import RingCursor, UnpushedSamples
+from ringweave.training.rings.ring_worker import RingWorker
 
 
 class Server:
@@ -38,33 +35,35 @@ class Server:
         self.value += 1.0 + float(torch.frombuffer(content[0], dtype=torch.float64)[0])
         self.version += 2
 
-    def exchange(self, round_: RingPush, content: Sequence[memoryview], into: Sequence[memoryview]) -> int:
+    def push_and_pull(
+        self, round_: RingPush, content: Sequence[memoryview], into: Sequence[memoryview]
+    ) -> tuple[None, int]:
         self.push(round_, content)
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
-        return self.version
+        return None, self.version
 
 
 class Member:
     """One member of a ring of one, or of one whose other members are looked at apart: it fetches all itself."""
 
+    starts_pushes_at_once = misses_samples = is_connected = False
+
     def __init__(self, server: Any, num_steps: int = 2) -> None:
         self.parameter = torch.zeros(3, dtype=torch.float64)
-        specs = flat.tensor_specs([("weight", self.parameter)])
-        self.received = FlatTensors(specs)
         self.is_representative = True
-        self.trainer: Any = SimpleNamespace(
-            ring_cursor=RingCursor(ring=0), samples=UnpushedSamples(), accounting=SampleAccounting()
-        )
+        self.cursor, self.samples = RingCursor(ring=0), UnpushedSamples()
         self.server = server
         self.num_spread = 0
-        self.changes = LocalStepChanges(self, lambda: self.trainer, [self.parameter], specs, num_steps)
+        worker = RingWorker(self, [self.parameter], local_steps=num_steps)
+        assert worker.changes is not None
+        self.changes = worker.changes
         self.changes.reset_base()
 
-    def push_and_pull(self, round_: RingPush, outbox: FlatTensors) -> int:
-        return self.server.exchange(round_, outbox.buffers(), self.received.buffers())
+    def client(self) -> Any:
+        return self.server
 
-    def push(self, round_: RingPush, outbox: FlatTensors) -> None:
-        self.server.push(round_, outbox.buffers())
+    def last_words(self) -> str:
+        return ring_progress.ring_progress_json(SampleAccounting())
 
     def change_atomically(self, change: Callable[[], None]) -> None:
         change()
@@ -75,7 +74,7 @@ class Member:
 
     def step(self, by: float) -> None:
         """A local step of four samples that moves the parameters."""
-        self.trainer.samples.add(4, 0.5)
+        self.samples.add(4, 0.5)
         self.parameter += by
         self.changes.count_step()
 
@@ -92,7 +91,7 @@ def test_what_is_pushed_is_taken_in_one_push_later_with_the_ring_s_own_change_on
     for by in (10.0, 20.0):
         member.step(by)
     assert member.parameter[0] == 4.0 + 30.0, "what the server has, and the two steps since"
-    place = member.trainer.ring_cursor
+    place = member.cursor
     assert (place.num_pushed, place.base_version, place.next_version) == (1, 0, 2)
     member.changes.send_pending()
     member.changes.wait_answered()
@@ -108,8 +107,8 @@ def test_before_rings_meet_what_is_left_is_pushed_and_what_comes_back_is_not_ask
     member.changes.push_rest()
     assert [each.num_samples for each in server.rounds] == [8, 4]
     assert server.value == 1.0 + 3.0 + 1.0 + 5.0
-    place = member.trainer.ring_cursor
-    assert (place.num_pushed, place.pending, member.trainer.samples.num_batches) == (2, None, 0)
+    place = member.cursor
+    assert (place.num_pushed, place.pending, member.samples.num_batches) == (2, None, 0)
     member.changes.push_rest()
     assert len(server.rounds) == 2, "there is nothing left"
 
@@ -122,7 +121,7 @@ def test_of_a_pass_that_is_broken_off_only_what_was_pushed_stays() -> None:
     member.changes.wait_answered()
     member.changes.push_rest()
     assert server.value == 1.0 + 3.0
-    assert member.trainer.ring_cursor.pending is None
+    assert member.cursor.pending is None
 
 
 def test_who_joins_and_represents_the_ring_pushes_what_the_others_have_made() -> None:
@@ -133,7 +132,7 @@ def test_who_joins_and_represents_the_ring_pushes_what_the_others_have_made() ->
     new.parameter.copy_(old.parameter)
     for own, others in zip(new.changes.outbox.pieces, old.changes.outbox.pieces, strict=True):
         own.copy_(others)
-    new.trainer.ring_cursor.load_json(json.loads(json.dumps(old.trainer.ring_cursor.to_json())))
+    new.cursor.load_json(json.loads(json.dumps(old.cursor.to_json())))
     new.changes.reset_base()
     new.changes.send_pending()
     for by in (10.0, 20.0):

@@ -10,45 +10,47 @@ from torch.utils.data import DataLoader, TensorDataset
 from ringweave.errors import TrainingError
 from ringweave.training.data import order
 from ringweave.training.data.shared_loader import SharedLoader
-from ringweave.training.elastic.share_table import BatchShares
+from ringweave.training.elastic.accounting import DataProgress, SampleAccounting
+from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.rings.elastic_ring import ElasticRing
-from ringweave.training.rings.elastic_trainer import RingCursor
+from ringweave.training.rings.ring_progress import RingCursor, RingProgress
 from ringweave.training.rings.shard_source import ResumeStart, ShardSource
 
 
 def made(epoch: int) -> SharedLoader:
     """Of a ring with one member, which is in that epoch."""
-    place = SimpleNamespace(epoch=epoch, num_drawn=0, has_joined_late=False)
+    place: Any = DataProgress(epoch=epoch)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
-    roster = BatchShares(first_batch=0, members=("0.0",), shares=(4,))
-    crew = SimpleNamespace(
+    shares = ShareTable(4, is_balanced=True)
+    shares.start_generation(0, ["0.0"], [None], [None], [1.0])
+    accounting = SampleAccounting()
+    progress = RingProgress(RingCursor(ring=0), shares, accounting, place, nothing)
+    trainer = SimpleNamespace(
         member="0.0",
-        batch_part=1.0,
-        accounting=SimpleNamespace(missing=()),
+        accounting=accounting,
         progress=place,
-        share_table=SimpleNamespace(shares_of_batch=lambda _: roster),
-        last_batch_shares=roster,
+        share_table=shares,
         measure_step=nothing,
-        record_batch=nothing,
-        discard_open_batches=nothing,
-        open_epoch=lambda number: setattr(place, "epoch", number),
-        ring_cursor=RingCursor(ring=0),
+        ring_progress=progress,
     )
     session = SimpleNamespace(
         change_atomically=lambda change: change(), pass_step_boundary=nothing, record_progress=nothing
     )
+    link = SimpleNamespace(
+        broadcast_from_first=lambda *_: {"first": 0, "count": 4, "version": 1, "reports": {}}, num_rings=1
+    )
     worker = SimpleNamespace(
-        take_shard=lambda *_: (0, 4),
         send_pending=nothing,
-        go_idle=nothing,
-        pass_barrier=lambda *_, **__: {},
+        discard_unpushed=nothing,
+        apply_parameters=nothing,
+        changes=None,
+        received=SimpleNamespace(pieces=()),
     )
     timer: Any = SimpleNamespace(begin_step=nothing, record_samples=nothing)
-    parts: Any = (session, crew, worker, timer, None, nothing)
-    ring = ElasticRing(*parts, num_rings=1)
+    parts: Any = (session, trainer, worker, link, timer, None, nothing)
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
-    source = ShardSource(loader, order.read_loader(loader), 0, ring)
+    source = ShardSource(loader, order.read_loader(loader), 0, ElasticRing(*parts))
     return SharedLoader(loader, source, SampleWeights(num_ranks=1, is_mean=True), timer)
 
 
@@ -70,11 +72,11 @@ def test_of_an_epoch_that_was_over_before_who_comes_later_gets_nothing() -> None
 def test_of_an_epoch_that_a_checkpoint_goes_on_in_what_is_done_is_not_drawn() -> None:
     loader = made(2)
     source: Any = loader.source
-    cursor = source.membership.trainer.ring_cursor
+    cursor = source.membership.progress.cursor
     cursor.start = ResumeStart(epoch=2, done=((0, 2), (4, 1)), seed=9)
     assert (source.seed, loader.next_epoch) == (9, 2)
     loader.set_epoch(2)
-    assert next(iter(loader))[0].tolist() == [2, 3, 5, 6]
     assert not loader.has_joined_late
-    cursor.num_shards = 1
+    assert next(iter(loader))[0].tolist() == [2, 3, 5, 6]
+    assert cursor.num_shards == 1
     assert loader.has_joined_late, "no checkpoint is read any more"

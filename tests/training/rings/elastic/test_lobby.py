@@ -9,8 +9,8 @@ from ringweave.errors import ConnectionLostError, MembershipError, RemoteError
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership
 from ringweave.param_server.messages import RingAssignmentReply
-from ringweave.training.rings import elastic_ring_preparation
-from ringweave.training.rings.elastic_ring_preparation import StartupRendezvous
+from ringweave.training.rings import startup_rendezvous
+from ringweave.training.rings.startup_rendezvous import StartupRendezvous
 
 
 class Server:
@@ -49,7 +49,7 @@ def epoch(number: int, *rooms: StartupRendezvous) -> Membership:
 
 def take(hall: StartupRendezvous, agent: Agent, server: Server, member: str, begin: Any, sleep: Any) -> Any:
     anything: Any = (hall, agent, server)
-    return elastic_ring_preparation.wait_ring_assignment(*anything, member, begin, sleep=sleep)
+    return startup_rendezvous.wait_ring_assignment(*anything, member, begin, sleep=sleep)
 
 
 def nobody(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
@@ -145,9 +145,7 @@ class Ended(Server):
 def test_a_worker_that_comes_after_the_end_of_the_job_hears_so() -> None:
     room: Any = (StartupRendezvous("1.1", {}), Agent(), Ended())
     with pytest.raises(MembershipError, match=r"job is over: all workers are done\. Nothing is left to do\."):
-        elastic_ring_preparation.wait_ring_assignment(
-            *room, "1.1", nobody, read_end_reason=lambda: "all workers are done"
-        )
+        startup_rendezvous.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "all workers are done")
     unreached = "this worker is no member: no parameter server answers: connection refused"
     with pytest.raises(MembershipError, match=unreached):
-        elastic_ring_preparation.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "")
+        startup_rendezvous.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "")

@@ -1,7 +1,7 @@
 """Which ring a worker belongs to, and how much of it is left."""
 
 from ringweave.param_server.messages import RingAssignmentReply
-from ringweave.training.rings.elastic_trainer import PendingPush, RingCursor, SlotAssignment
+from ringweave.training.rings.ring_progress import PendingPush, RingCursor, SlotAssignment
 
 SEATED = RingAssignmentReply(
     rings=[[0, 3], [1, 2]], shares=[[6, 5], [7, 6]], num_pushed=9, num_shards=10, num_barriers=2, epoch=1

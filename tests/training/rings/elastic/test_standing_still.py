@@ -3,20 +3,18 @@
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from ringweave.membership.membership_records import Membership, MemberStatus
-from ringweave.training.rings.elastic_worker import ElasticRingWorker
+from ringweave.training.rings.elastic_ring import SessionLink
 
 DECREE = Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
 
 
-class Member(ElasticRingWorker):
+class Member(SessionLink):
     """Keeps what it would tell the server."""
 
     def __init__(self) -> None:
         session: Any = SimpleNamespace(membership=DECREE)
-        super().__init__("0.0", lambda: session, lambda: session, [], [torch.zeros(1)])
+        super().__init__("0.0", lambda: session, lambda: session, [], 1)
         self.said: list[Membership] = []
 
     def on_pause(self, membership: Membership) -> None:

@@ -1,23 +1,63 @@
-"""Trainer state of a member of an elastic ring: its samples, and the ring's cursor at the parameter server."""
+"""Progress of a ring: its samples until the server has them, and its cursor at the parameter server."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ringweave.membership.membership_records import Membership, parse_member_name
-from ringweave.param_server.data_shards import Span, Spans, spans_in_epoch
+from ringweave.param_server.data_shards import Span, Spans, merge_spans, spans_in_epoch
 from ringweave.param_server.messages import RingAssignmentReply
-from ringweave.param_server.worker import UnpushedSamples
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.rpc.state_transfer import ReadThrottle
 from ringweave.training.elastic.accounting import DataProgress, ElasticAccount, SampleAccounting, slice_of_member
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
-from ringweave.training.elastic.trainer import ElasticTrainerState
-from ringweave.training.elastic.training_state import StateRead
 from ringweave.training.rings.shard_source import ResumeStart, spans_of_json
+
+
+@dataclass(slots=True)
+class UnpushedSamples:
+    """Samples computed since the last push."""
+
+    num_samples: int = 0
+    """Samples of the whole ring."""
+    batch_share: float = 0.0
+    """Train steps of all rings that these samples make; each batch adds its part."""
+    num_batches: int = 0
+    pass_number: int = 0
+    """Number of the pass over the data that contains the last batch."""
+    epoch: int = 0
+    """Epoch of that pass."""
+    spans: list[Span] = field(default_factory=list)
+    """Samples of the pass; unpushed samples of the pass before are in no position any more."""
+
+    def add(self, num_samples: int, batch_share: float) -> None:
+        self.num_samples += num_samples
+        self.batch_share += batch_share
+        self.num_batches += 1
+
+    def note_spans(self, pass_number: int, epoch: int, spans: Iterable[Span]) -> None:
+        if (pass_number, epoch) != (self.pass_number, self.epoch):
+            self.pass_number, self.epoch = pass_number, epoch
+            self.spans.clear()
+        self.spans.extend(spans)
+
+    def take(self) -> "UnpushedSamples":
+        """Return a copy and reset, for the next push."""
+        taken = replace(self, spans=list(self.spans))
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        self.num_samples, self.batch_share, self.num_batches = 0, 0.0, 0
+        self.spans.clear()
+
+    @property
+    def mean_share(self) -> float:
+        """Mean over the batches of the ring's part of a train step."""
+        return self.batch_share / self.num_batches if self.num_batches else 0.0
+
 
 RingReport = Mapping[str, Any]
 """Report of a ring at a barrier of all rings; see `ring_report`."""
@@ -68,7 +108,7 @@ def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingRepo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingPush:
-    """A push of local steps whose answer has not been applied yet."""
+    """A push whose answer has not been applied yet."""
 
     num_samples: int
     batch_share: float
@@ -76,11 +116,30 @@ class PendingPush:
     num_batches: int = 1
     epoch: int = 0
     spans: Spans = ()
+    pass_number: int | None = None
+    """Number of the pass over the data; None is that of the epoch, as in elastic rings."""
+
+    @classmethod
+    def of_samples(cls, samples: UnpushedSamples, ring_progress: str) -> "PendingPush":
+        """Return the push of these samples."""
+        return cls(
+            num_samples=samples.num_samples,
+            batch_share=samples.mean_share,
+            ring_progress=ring_progress,
+            num_batches=max(1, samples.num_batches),
+            epoch=samples.epoch,
+            spans=merge_spans(samples.spans),
+            pass_number=samples.pass_number,
+        )
 
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> "PendingPush":
         own: dict[str, Any] = {**document, "spans": spans_of_json(document["spans"])}
         return cls(**own)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the push as JSON values, for a joining member of an elastic ring."""
+        return {name: value for name, value in asdict(self).items() if name != "pass_number"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +165,7 @@ class RingCursor:
 
     def to_json(self) -> list[Any]:
         """Return the cursor as JSON values, for a joining member."""
-        pending = asdict(self.pending) if self.pending else None
+        pending = self.pending.to_json() if self.pending else None
         start = asdict(self.start) if self.start else None
         numbers = [self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version]
         return [*numbers, pending, start]
@@ -170,14 +229,20 @@ class _OpenBatch:
                 yield self.first + part.start, part.stop - part.start
 
 
-class RingTrainerState:
-    """Trainer state of a ring member; also counts the samples of the next push, without lost members."""
+class RingProgress:
+    """Progress of one member's ring; counts the samples of the next push, without those of lost members."""
 
     def __init__(
-        self, trainer: ElasticTrainerState, ring_cursor: RingCursor, on_pause: Callable[[Membership], object]
+        self,
+        cursor: RingCursor,
+        share_table: ShareTable,
+        accounting: SampleAccounting,
+        progress: DataProgress,
+        on_pause: Callable[[Membership], object],
     ) -> None:
         """Create it; `on_pause` gets each membership about to form, except the first with this member."""
-        self._trainer, self.ring_cursor, self._on_pause = trainer, ring_cursor, on_pause
+        self.cursor, self._on_pause = cursor, on_pause
+        self._share_table, self._accounting, self._progress = share_table, accounting, progress
         self.samples = UnpushedSamples()
         """Samples of the next push."""
         self._open_batches: list[_OpenBatch] = []
@@ -190,116 +255,22 @@ class RingTrainerState:
         """The next commit is a broadcast, without gradients."""
         self._has_begun = False
 
-    @property
-    def accounting(self) -> SampleAccounting:
-        return self._trainer.accounting
+    # Hooks of the trainer state.
 
     @property
-    def progress(self) -> DataProgress:
-        return self._trainer.progress
-
-    @property
-    def share_table(self) -> ShareTable:
-        return self._trainer.share_table
-
-    @property
-    def member(self) -> str:
-        return self._trainer.member
-
-    @property
-    def state_address(self) -> str:
-        return self._trainer.state_address
-
-    @property
-    def supports_replay(self) -> bool:
-        """False: the server has the optimizer, and repeats no step."""
-        return False
-
-    @property
-    def is_between_steps(self) -> bool:
-        """No batch is open or waits to be pushed. A joining member would not have the accumulated gradients."""
-        return self.samples.num_batches == 0 and self._trainer.is_between_steps
-
-    def record_batch(self, batch: Indices, batch_share: float, first: int = 0) -> None:
-        """Record a batch that the ring computes now.
-
-        Args:
-            batch: Its samples.
-            batch_share: Its fraction of a train step of all rings.
-            first: Position of its first sample in the remaining order of the epoch.
-        """
-        progress = self._trainer.progress
-        batch_shares = self._trainer.share_table.shares_of_batch(progress.num_drawn)
-        self._trainer.accounting.record_batch(batch, batch_shares)
-        self._open_batches.append(
-            _OpenBatch(batch_share=batch_share, first=first, num_samples=len(batch), batch_shares=batch_shares)
-        )
-        progress.position += len(batch)
-        progress.num_drawn += 1
-        progress.num_since_commit += 1
-
-    def record_missing(self) -> None:
-        """Record that the ring computes the next missing samples now."""
-        progress = self._trainer.progress
-        shares = self._trainer.share_table.shares_of_batch(progress.num_drawn)
-        progress.record_missing(self._trainer.accounting.record_next_missing(shares))
-
-    @property
-    def batch_part(self) -> float:
-        """Train steps that the last drawn batch counts for; its missing samples are drawn in the order of batches."""
-        last = len(self._open_batches) - len(self._trainer.accounting.missing) - 1
-        return self._open_batches[last].batch_share if self._open_batches else 1.0
-
-    @property
-    def last_batch_shares(self) -> BatchShares:
-        """Shares of the last drawn batch; a new generation does not change them."""
-        return self._open_batches[-1].batch_shares
-
-    def open_epoch(self, number: int) -> None:
-        """Start a new epoch of the data."""
-        self._trainer.progress.epoch, self._trainer.progress.position, self.has_whole_epoch = number, 0, True
-        self._trainer.accounting.open_epoch(number)
-
-    def resume_ring(self, cursor: Sequence[int], epoch: int, ring_report: RingReport) -> None:
-        """Start or resume the ring in this epoch, from the server's cursor and the ring's own last report."""
-        self.ring_cursor.load_json(cursor)
-        if epoch != self._trainer.progress.epoch:
-            self.open_epoch(epoch)
-        if ring_report.get("epoch") == epoch:
-            self._trainer.accounting.load_json(epoch, ring_report["accounts"])
-        self.has_whole_epoch = self.ring_cursor.num_shards == 0
-
-    def discard_open_batches(self) -> None:
-        """Discard the samples that were drawn and not pushed: the pass was broken off."""
-        accounting, progress = self._trainer.accounting, self._trainer.progress
-        accounting.load_json(accounting.epoch, accounting.to_json())
-        self._open_batches.clear()
-        self._num_reduced = 0
-        self.samples.clear()
-        progress.num_since_commit = 0
-
-    def measure_step(self) -> None:
-        self._trainer.measure_step()
-
-    def reduction_row(self) -> ReductionRow:
-        return self._trainer.reduction_row()
+    def misses_samples(self) -> bool:
+        """The last step misses samples of a lost member, which come next; nothing of it is pushed before."""
+        return bool(self._accounting.missing)
 
     def status_details(self) -> dict[str, Any]:
-        ring = {"ring": self.ring_cursor.to_json(), "is_whole": self.has_whole_epoch}
-        return {**self._trainer.status_details(), **ring}
+        return {"ring": self.cursor.to_json(), "is_whole": self.has_whole_epoch}
 
-    def drawn_batches(self) -> tuple[int, str]:
-        return self._trainer.drawn_batches()
-
-    def apply_commit(self, commit: Commit) -> None:
-        """Apply a commit: add its samples to the next push, unless it is a broadcast, or samples are still missing."""
-        if self.is_broadcasting:
-            return
-        self._trainer.apply_commit(commit)
+    def note_commit(self, commit: Commit) -> None:
+        """Add the samples of a commit to the next push, unless some of the step are still missing."""
         if not self._open_batches:
             return
         self._num_reduced += commit.account.num_samples
-        if self.accounting.missing:
+        if self._accounting.missing:
             return
         num_whole = sum(each.num_samples for each in self._open_batches)
         part = self._num_reduced / max(1, num_whole)
@@ -311,8 +282,8 @@ class RingTrainerState:
 
     def _note_pushed_spans(self, members: Collection[str] | None) -> None:
         """Note the parts of these members in the ring's next push; None: of all, also of those that were lost."""
-        epoch = self._trainer.progress.epoch
-        done = self.ring_cursor.done_spans_of(epoch)
+        epoch = self._progress.epoch
+        done = self.cursor.done_spans_of(epoch)
         spans = [
             span
             for each in self._open_batches
@@ -320,35 +291,76 @@ class RingTrainerState:
         ]
         self.samples.note_spans(epoch, epoch, [part for span in spans for part in spans_in_epoch(done, *span)])
 
-    def check_membership(self, membership: Membership, details: Sequence[dict[str, Any]]) -> None:
-        self._trainer.check_membership(membership, details)
+    def check_membership(self, membership: Membership) -> None:
         if self._has_begun:
             self._on_pause(membership)
 
-    def begin_generation(
-        self,
-        membership: Membership,
-        details: Sequence[dict[str, Any]],
-        *,
-        is_joining: bool,
-        recovering: Collection[str],
-    ) -> None:
-        holders = [index for index, each in enumerate(membership.statuses) if each.has_state]
+    def begin_generation(self, details: Mapping[str, Any], *, is_joining: bool) -> None:
+        """Begin a generation; `details` are those of the member whose state this one has, if it is joining."""
         if is_joining:
-            first = details[holders[0] if holders else 0]
-            self.ring_cursor.load_json(first["ring"])
-            self.has_whole_epoch = first["is_whole"]
-        self._trainer.begin_generation(membership, details, is_joining=is_joining, recovering=recovering)
+            self.cursor.load_json(details["ring"])
+            self.has_whole_epoch = details["is_whole"]
         self._has_begun = True
 
-    def capture_state(self) -> None:
-        self._trainer.capture_state()
+    # The loader and the worker.
 
-    def publish_state(self, name: str, *, is_lasting: bool) -> None:
-        self._trainer.publish_state(name, is_lasting=is_lasting)
+    def record_batch(self, batch: Indices, batch_share: float, first: int = 0) -> None:
+        """Record a batch that the ring computes now.
 
-    def unpublish_state(self) -> None:
-        self._trainer.unpublish_state()
+        Args:
+            batch: Its samples.
+            batch_share: Its fraction of a train step of all rings.
+            first: Position of its first sample in the remaining order of the epoch.
+        """
+        batch_shares = self._share_table.shares_of_batch(self._progress.num_drawn)
+        self._accounting.record_batch(batch, batch_shares)
+        self._open_batches.append(
+            _OpenBatch(batch_share=batch_share, first=first, num_samples=len(batch), batch_shares=batch_shares)
+        )
+        self._progress.record_drawn(len(batch))
 
-    def fetch_state(self, address: str, name: str, state_read: StateRead, throttle: ReadThrottle | None = None) -> None:
-        self._trainer.fetch_state(address, name, state_read, throttle)
+    def record_missing(self) -> None:
+        """Record that the ring computes the next missing samples now."""
+        shares = self._share_table.shares_of_batch(self._progress.num_drawn)
+        self._progress.record_missing(self._accounting.record_next_missing(shares))
+
+    @property
+    def batch_part(self) -> float:
+        """Train steps that the last drawn batch counts for; its missing samples are drawn in the order of batches."""
+        last = len(self._open_batches) - len(self._accounting.missing) - 1
+        return self._open_batches[last].batch_share if self._open_batches else 1.0
+
+    @property
+    def last_batch_shares(self) -> BatchShares:
+        """Shares of the last drawn batch; a new generation does not change them."""
+        return self._open_batches[-1].batch_shares
+
+    def open_epoch(self, number: int) -> None:
+        """Start a new epoch of the data."""
+        self._progress.epoch, self._progress.position, self.has_whole_epoch = number, 0, True
+        self._accounting.open_epoch(number)
+
+    def report(self) -> dict[str, Any]:
+        """Return the ring's report at a barrier of all rings."""
+        return ring_report(self._accounting, is_whole=self.has_whole_epoch)
+
+    def last_words(self) -> str:
+        """Return the report used if no member of the ring is left."""
+        return ring_progress_json(self._accounting)
+
+    def resume_ring(self, cursor: Sequence[int], epoch: int, ring_report: RingReport) -> None:
+        """Start or resume the ring in this epoch, from the server's cursor and the ring's own last report."""
+        self.cursor.load_json(cursor)
+        if epoch != self._progress.epoch:
+            self.open_epoch(epoch)
+        if ring_report.get("epoch") == epoch:
+            self._accounting.load_json(epoch, ring_report["accounts"])
+        self.has_whole_epoch = self.cursor.num_shards == 0
+
+    def discard_open_batches(self) -> None:
+        """Discard the samples that were drawn and not pushed: the pass was broken off."""
+        self._accounting.load_json(self._accounting.epoch, self._accounting.to_json())
+        self._open_batches.clear()
+        self._num_reduced = 0
+        self.samples.clear()
+        self._progress.num_since_commit = 0

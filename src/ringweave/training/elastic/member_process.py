@@ -1,0 +1,221 @@
+"""This process as a member of an elastic job: its credentials, its parts, and its end."""
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ringweave import rpc
+from ringweave.comm import default_group, generation_group
+from ringweave.comm.generation_group import GenerationGroups
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import TrainingError, explain
+from ringweave.membership import messages
+from ringweave.membership.client import MembershipClient
+from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.messages import Join
+from ringweave.planning import modes
+from ringweave.rpc.state_transfer import StateServer
+from ringweave.telemetry import EventLog
+from ringweave.training import timing
+from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic.script_collectives import STARTUP_STATE, StartupLog
+from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.share_table import ShareTable
+from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
+from ringweave.training.elastic.training_state import TrainingState
+from ringweave.training.options import Script
+from ringweave.training.recorder import ElasticRecorder
+from ringweave.training.rings.elastic_ring import SessionLink
+from ringweave.training.rings.ring_progress import RingCursor, RingProgress, SlotAssignment
+from ringweave.training.rings.ring_worker import RingWorker
+from ringweave.training.timing import StepTimer
+
+_LOGGER = logging.getLogger("ringweave")
+_EVICTED_CLOSE_TIMEOUT_S = 0.5
+"""Time that an evicted process waits at its end for each of its threads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssignedMember:
+    """Ring of this member, and its connectors to the parameter server."""
+
+    assignment: SlotAssignment
+    num_rings: int
+    connectors: Sequence[Callable[[], rpc.RpcClient]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberParts:
+    """Parts of this member, once it has joined its job or its ring."""
+
+    session: ElasticSession
+    trainer: TrainerState
+    recorder: ElasticRecorder
+    link: SessionLink | None
+    worker: RingWorker | None
+    """Only in rings."""
+
+
+# Long: it joins all parts of a member, which refer to each other; each is made elsewhere.
+def join_job(
+    script: Script,
+    environment: WorkerEnvironment,
+    authentication: rpc.TlsAuthentication,
+    timer: StepTimer,
+    must_match: dict[str, Any],
+    assigned: AssignedMember | None = None,
+) -> MemberParts:
+    """Join the job, or the assigned ring; return when a generation with this member has begun and it has the state."""
+    own_name, address, state_server = member_name(environment), generation_group.own_address(), StateServer()
+    groups = GenerationGroups(address)
+    server = start_state_server(environment, authentication, state_server, address)
+    description = MemberDescription(
+        member=own_name,
+        state_address=f"{address} {server.port}",
+        max_samples=script.max_samples,
+        assumed_speed=default_group.describe_rank(environment, os.environ).speed,
+        must_match=must_match,
+    )
+    recorder = ElasticRecorder(environment, lambda: session.is_primary)
+    transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
+    link, worker, ring = None, None, None
+    extra_state: dict[str, Any] = {**script.extra_state, STARTUP_STATE: startup_log}
+    share_table = ShareTable(script.spec.batch_samples, is_balanced=must_match["mode"] == modes.BALANCED)
+    if assigned is not None:
+        seat, extra_state = assigned.assignment, dict(script.extra_state)
+        link = SessionLink(
+            own_name, lambda: session, lambda: trainer.ring_progress, assigned.connectors, assigned.num_rings
+        )
+        worker = RingWorker(link, script.parameters, local_steps=seat.local_steps)
+        ring = _ring_progress_maker(RingCursor(ring=seat.ring), link)
+        share_table = ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=seat.shard_samples)
+    last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()
+    training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=last_push)
+    trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=ring)
+    session = ElasticSession(
+        own_name,
+        groups,
+        trainer,
+        buffers=lambda: list(script.model.buffers()),
+        # In rings, weights scale a sum to a whole step's gradient too, so a lost part is compensated.
+        is_mean=script.is_mean or assigned is not None,
+        num_parameters=must_match["num_parameters"],
+        recomputes=script.on_failure == "recompute",
+    )
+    if assigned is None:
+        session.repeat_collectives(startup_log)
+
+    def beat() -> Heartbeat:
+        if link is not None:
+            link.check_pause(time.monotonic(), is_paused=session.is_paused)
+        return session.heartbeat(trainer_interface.busy_s())
+
+    join = None
+    if assigned is not None:
+        seat = assigned.assignment
+        join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
+    membership_client = MembershipClient(own_name, environment.coordinators, authentication, session, beat, join=join)
+    leave_on_sigterm(session)
+    trainer_interface.record_exit_failures()
+    atexit.register(shut_down_member, membership_client, session, server, groups)
+    timing.freeze_garbage_collector()
+    session.start(membership_client)
+    return MemberParts(session=session, trainer=trainer, recorder=recorder, link=link, worker=worker)
+
+
+def _ring_progress_maker(cursor: RingCursor, link: SessionLink) -> Callable[[TrainerState], RingProgress]:
+    return lambda trainer: RingProgress(
+        cursor, trainer.share_table, trainer.accounting, trainer.progress, link.on_pause
+    )
+
+
+def member_name(environment: WorkerEnvironment) -> str:
+    """Return this worker's name among the members of its job."""
+    assert environment.member is not None, "the launcher sets it"
+    return environment.member
+
+
+def peer_authentication(environment: WorkerEnvironment) -> rpc.TlsAuthentication:
+    """Load this worker's credentials and return its authentication of peers."""
+    assert environment.credentials is not None, "the launcher sets them"
+    return rpc.TlsAuthentication(rpc.Credentials.load_from(environment.credentials))
+
+
+def start_state_server(
+    environment: WorkerEnvironment, authentication: rpc.PeerAuthentication, state_server: StateServer, address: str
+) -> rpc.RpcServer:
+    """Start the server from which joining members read this member's state; it logs refused peers."""
+    path = environment.events_path
+    record = EventLog(path).write if path else None
+    server = rpc.RpcServer(
+        authentication,
+        state_server.handlers(),
+        roles=("worker",),
+        write_event=record,
+        on_handler_error=_log_server_error,
+    )
+    return server.start(address, within=environment.ports)
+
+
+def _log_server_error(peer: rpc.Identity, kind: str, error: Exception) -> None:
+    _LOGGER.error("state of this member: %s of %s: %s: %s", kind, peer.name, type(error).__name__, error)
+
+
+def refuse_process_group() -> None:
+    """Refuse a script that has created a process group.
+
+    Raises:
+        TrainingError: There is a process group.
+    """
+    if dist.is_initialized():
+        raise TrainingError(
+            explain(
+                "process group of an elastic job",
+                got="one that the script has made",
+                expected="none before prepare",
+                do="Leave out init_process_group: prepare makes a new one whenever workers come or go",
+            )
+        )
+
+
+def leave_on_sigterm(session: ElasticSession) -> None:
+    """Let SIGTERM finish this member's step and leave, unless the script has a handler; a second SIGTERM ends it.
+
+    A handler of the script has to call `loader.leave`; so has a script that calls `prepare` outside of the main thread,
+    where Python sets no handlers.
+    """
+    is_ours = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+
+    def leave(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        session.leave_nowait()
+
+    if is_ours:
+        signal.signal(signal.SIGTERM, leave)
+
+
+def shut_down_member(
+    membership_client: MembershipClient, session: ElasticSession, server: rpc.RpcServer, groups: GenerationGroups
+) -> None:
+    """Announce at the end of the process that this member has finished, unless an exception ends it."""
+    if session.has_stopped:  # no member waits for it, and its slot waits for another process
+        membership_client.close(_EVICTED_CLOSE_TIMEOUT_S)
+        session.close(_EVICTED_CLOSE_TIMEOUT_S)
+        server.close(timeout_s=_EVICTED_CLOSE_TIMEOUT_S)
+        return
+    if not trainer_interface.script_has_failed():
+        membership_client.leave_membership(is_finished=True)
+    membership_client.close()
+    session.close()
+    server.close(timeout_s=0.5)
+    groups.leave_group()

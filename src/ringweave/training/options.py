@@ -1,0 +1,133 @@
+"""Script: model, optimizer and data that a script gives `prepare`, with its options."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ringweave.errors import TrainingError, explain
+from ringweave.training import speed_test
+from ringweave.training.data.order import LoaderSpec
+from ringweave.training.data.shared_loader import SampleWeightTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asynchronous:
+    """Settings of asynchronous training in rings, for modes `ps-hra` and `ps`."""
+
+    rings: int | None = None
+    """Number of rings; None means one per kind of workers, at least two. Mode `ps` ignores it."""
+    local_steps: int = 0
+    """Local steps of each ring from one push to the next, with the script's optimizer; the push runs meanwhile. Slow
+    rings take as many steps, with fewer samples. 0 pushes the gradients of every step, and waits."""
+    compensation: float = 0.0
+    """Lambda of delay compensation, g + lambda g g (theta_now - theta_base). It costs the server a copy of the
+    parameters for each ring, and changed no loss that was measured; its authors use 0.04."""
+
+    speed_test_s: float = speed_test.START_TIMEOUT_S
+    """Seconds that the speed test at the start waits for the last worker, before it fails with an error that names it.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        if self.rings is not None and self.rings < 1:
+            do = "Leave it out for one of each kind of workers"
+            raise TrainingError(explain("rings", got=self.rings, expected="1 or more", do=do))
+        if self.local_steps < 0:
+            raise TrainingError(
+                explain("local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step")
+            )
+        if not self.speed_test_s > 0:
+            do = f"Leave it out for {speed_test.START_TIMEOUT_S:g} s"
+            raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))
+
+
+REDUCTIONS = ("mean", "sum")
+ON_FAILURE = ("recompute", "drop")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """Objects and options that a script gives `prepare`; the options are described there."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: DataLoader
+    spec: LoaderSpec
+    seed: int
+    """Seed of the orders of all epochs."""
+    mode: str
+    reduction: str
+    max_samples: int | None
+    ddp: dict[str, Any]
+    settings: Asynchronous
+    extra_state: Mapping[str, Any]
+    on_failure: str
+    weight: SampleWeightTable | Callable[[Any], float] | None = None
+    """Weights of the samples, or the script's function of a batch."""
+
+    @property
+    def is_mean(self) -> bool:
+        return self.reduction == "mean"
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Parameters of the optimizer, in its order."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def sample_weights(self) -> SampleWeightTable | None:
+        """Weights of the samples, where a rank's weight of a batch cannot be exchanged.
+
+        Raises:
+            TrainingError: The script gives a function of a batch, or drops samples of lost workers.
+        """
+        if self.weight is not None and self.on_failure == "drop":
+            do = "Leave out on_failure: with samples of unequal weights, a step that drops some has no exact mean"
+            raise TrainingError(explain("on_failure", got="drop", expected="recompute beside weight", do=do))
+        if self.weight is None or isinstance(self.weight, SampleWeightTable):
+            return self.weight
+        what, got = "weight", "a function of a batch"
+        do = "Give the number of tokens, or the weight, of each sample, so that all workers know that of a whole batch"
+        expected = "one number for each sample under --elastic and in modes with a parameter server"
+        raise TrainingError(explain(what, got=got, expected=expected, do=do))
+
+    @property
+    def weight_digest(self) -> str:
+        """Text that is the same where the weights are; empty without weights."""
+        if self.weight is None:
+            return ""
+        return self.weight.digest if isinstance(self.weight, SampleWeightTable) else "a function of a batch"
+
+    def elastic_must_match(self, mode: str) -> dict[str, Any]:
+        """Return the values that must be the same on all members of an elastic job."""
+        return {
+            **asdict(self.spec),
+            "mode": mode,
+            "reduction": self.reduction,
+            "seed": self.seed,
+            "num_parameters": sum(1 for _ in self.model.parameters()),  # all that are in DDP's map of used parameters
+            "on_failure": self.on_failure,
+            "weight": self.weight_digest,
+        }
+
+
+def check_options(reduction: str, on_failure: str, *, is_weighted: bool) -> None:
+    """Refuse invalid options of `prepare`.
+
+    Raises:
+        TrainingError: For the first one.
+    """
+    if reduction not in REDUCTIONS:
+        do = "Say how the loss of a batch follows from the losses of its samples"
+        raise TrainingError(explain("reduction", got=reduction, expected="mean or sum", do=do))
+    if on_failure not in ON_FAILURE:
+        do = "Say what happens to the samples of a worker that is lost within a train step"
+        raise TrainingError(explain("on_failure", got=on_failure, expected="recompute or drop", do=do))
+    if is_weighted and reduction != "mean":
+        do = "Leave out weight: a sum of losses needs none"
+        raise TrainingError(explain("reduction", got=reduction, expected="mean beside weight", do=do))

@@ -1,0 +1,460 @@
+"""Rank of a ring as worker of the parameter server, and the optimizer that the script gets back.
+
+Only the representative of the ring talks to the server. Both ways of working give all ranks the same parameters:
+
+- *gradients*: the ring pushes its mean gradient, the server's optimizer makes the next version, which is broadcast.
+- *changes*: the ring's own optimizer makes local steps. The ring pushes the change of its parameters while it
+  computes the next local steps. It takes in the returned version one round later, with its own changes since then
+  on top.
+
+A link connects the ranks of a ring. In a fixed ring it is a process group. In an elastic ring the first member is the
+representative; if it dies, the next member repeats the request: the server identifies pushes, data shards and barriers
+by ring and number, and answers as before. All members of a ring have the same gradients when they push, so any of them
+can. With local steps, every member keeps the last push until all members have the answer. A push starts at the step
+boundary after it, so a member that joins there has it too and may be the one that pushes.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ringweave.param_server import flat, optimizers
+from ringweave.param_server.client import RingClient, RingPush
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import OptimizerOption, PushResult
+from ringweave.training.elastic.retained_reductions import FetchedJson
+from ringweave.training.rings.ring_progress import PendingPush, RingCursor, UnpushedSamples
+
+
+class RingLink(Protocol):
+    """Connection of a rank to its ring, and of the representative to the server."""
+
+    starts_pushes_at_once: bool
+    """A due push starts at once; else at the next step boundary, so that joining members have it too."""
+
+    @property
+    def cursor(self) -> RingCursor: ...
+
+    @property
+    def samples(self) -> UnpushedSamples:
+        """Samples computed since the last push."""
+        ...
+
+    @property
+    def is_representative(self) -> bool: ...
+
+    @property
+    def is_connected(self) -> bool:
+        """This rank represents the ring and has talked to the server."""
+        ...
+
+    @property
+    def misses_samples(self) -> bool:
+        """The last step misses samples of a lost member, which come next; nothing of it is pushed before."""
+        ...
+
+    def client(self) -> RingClient:
+        """Return the connection of the representative."""
+        ...
+
+    def last_words(self) -> str:
+        """Return the report on the ring's samples that the server has if no rank of it is left."""
+        ...
+
+    def broadcast_from_first(self, fetch: Callable[[], FetchedJson], tensors: Sequence[Tensor] = ()) -> FetchedJson:
+        """Return what the representative fetches, on all ranks or none; `tensors` are filled on all."""
+        ...
+
+    def change_atomically(self, change: Callable[[], None]) -> None:
+        """Change something that joining members are told."""
+        ...
+
+
+class StaticLink:
+    """Link of a fixed ring: a process group. Only the representative knows versions and answers."""
+
+    starts_pushes_at_once = True
+    misses_samples = False
+
+    def __init__(self, process_group: dist.ProcessGroup, representative: int, client: RingClient | None) -> None:
+        """Create it; `representative` is a global rank, and only that rank has a client."""
+        self._group, self._representative, self._client = process_group, representative, client
+        self.cursor, self.samples = RingCursor(ring=0), UnpushedSamples()
+
+    @property
+    def is_representative(self) -> bool:
+        return self._client is not None
+
+    @property
+    def is_connected(self) -> bool:
+        return self.is_representative
+
+    def client(self) -> RingClient:
+        assert self._client is not None, "the representative's"
+        return self._client
+
+    def last_words(self) -> str:
+        """Return an empty text: the job ends with the first rank that is lost."""
+        return ""
+
+    def broadcast_from_first(self, fetch: Callable[[], FetchedJson], tensors: Sequence[Tensor] = ()) -> FetchedJson:
+        fetched = fetch() if self.is_representative else {}
+        if dist.get_world_size(self._group) > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, self._representative, group=self._group)
+        return fetched
+
+    def change_atomically(self, change: Callable[[], None]) -> None:
+        change()
+
+
+class RingWorker:
+    """Rank of a ring, as worker of the parameter server."""
+
+    def __init__(self, link: RingLink, parameters: Sequence[Tensor], *, local_steps: int = 0) -> None:
+        """Create it without a connection.
+
+        Args:
+            link: Link of this rank.
+            parameters: Trained parameters, in the server's order.
+            local_steps: Steps from one push to the next; 0 pushes the gradients of each step.
+        """
+        self.link, self.parameters = link, list(parameters)
+        self.specs = flat.tensor_specs([(str(index), each) for index, each in enumerate(parameters)])
+        device = str(parameters[0].device)
+        self.received = FlatTensors(self.specs, device=device)
+        """Parameters received from the server, on every rank."""
+        self._outbox: FlatTensors | None = None
+        self._inbox: FlatTensors | None = self.received if device == "cpu" else None
+        self.changes = LocalStepChanges(self, FlatTensors(self.specs), local_steps) if local_steps else None
+        """Local steps of this rank; None if every step is pushed."""
+        self.last_result: PushResult | None = None
+        """Result of the last push; None on ranks that do not push."""
+
+    @torch.no_grad()
+    def push_gradients(self, options: list[dict[str, OptimizerOption]]) -> None:
+        """Push the gradients that the ring agrees on, and apply the next parameters."""
+        link = self.link
+        absent = [index for index, each in enumerate(self.parameters) if each.grad is None]
+        pending = PendingPush.of_samples(link.samples, link.last_words())
+        ring_push = self.ring_push("gradient", pending, absent, options)
+
+        def exchange() -> FetchedJson:
+            self._outbox = self._outbox or FlatTensors(self.specs)  # only the representative needs it
+            self._copy_gradients(self._outbox)
+            return {"version": self.push_and_pull(ring_push, self._outbox)}
+
+        answer = link.broadcast_from_first(exchange, self.received.pieces)
+        self.apply_parameters(answer.get("version", 0))
+        link.cursor.num_pushed += 1
+        link.samples.clear()
+
+    def ring_push(
+        self,
+        content: Literal["gradient", "change"],
+        pending: PendingPush,
+        absent: Sequence[int] = (),
+        options: Sequence[dict[str, OptimizerOption]] = (),
+    ) -> RingPush:
+        """Return the ring's next push, without its buffers."""
+        return RingPush(
+            sequence=self.link.cursor.num_pushed + 1,
+            base_version=self.link.cursor.base_version,
+            content=content,
+            num_samples=pending.num_samples,
+            batch_share=pending.batch_share,
+            absent=list(absent),
+            options=list(options),
+            ring_progress=pending.ring_progress,
+            num_batches=pending.num_batches,
+            pass_number=pending.epoch if pending.pass_number is None else pending.pass_number,
+            epoch=pending.epoch,
+            spans=pending.spans,
+        )
+
+    def push_and_pull(self, ring_push: RingPush, outbox: FlatTensors) -> int:
+        """Push, receive the next parameters and return their version; for the representative."""
+        self.last_result, version = self.link.client().push_and_pull(
+            ring_push, outbox.buffers(), self._get_inbox().buffers()
+        )
+        self._copy_received()
+        return version
+
+    def push(self, ring_push: RingPush, outbox: FlatTensors) -> None:
+        """Push without pulling; for the representative."""
+        self.last_result = self.link.client().push(ring_push, outbox.buffers())
+
+    def pull(self, after_sequence: int) -> int:
+        """Receive the newest parameters and return their version; for the representative."""
+        version = self.link.client().pull(after_sequence, self._get_inbox().buffers())
+        self._copy_received()
+        return version
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the newest parameters, at the start and after idling; changes since the last push are lost.
+
+        Rings that do so while no ring pushes have the same parameters afterwards.
+        """
+        if self.changes is not None:
+            self.changes.drop_answer()
+        sequence = self.link.cursor.num_pushed
+        answer = self.link.broadcast_from_first(lambda: {"version": self.pull(sequence)}, self.received.pieces)
+        self.apply_parameters(answer.get("version", 0))
+
+    @torch.no_grad()
+    def apply_parameters(self, version: int) -> None:
+        """Apply the received parameters of that version."""
+        torch._foreach_copy_(self.parameters, self.received.views)
+        self.link.cursor.base_version = self.link.cursor.next_version = version
+        if self.changes is not None:
+            self.changes.reset_base()
+
+    def send_pending(self) -> None:
+        """Start a due push between two steps."""
+        if self.changes is not None:
+            self.changes.send_pending()
+
+    def go_idle(self) -> None:
+        """Push local steps that are not pushed yet, and idle until the next `refresh`, so that no ring waits for this.
+
+        Every rank of the ring calls it, or none.
+        """
+        if self.changes is not None:
+            self.changes.push_rest()
+        if self.link.is_representative:
+            self.link.client().leave_ring(is_for_good=False)
+
+    def discard_unpushed(self) -> None:
+        """Idle, and lose the local steps that are not pushed yet. Waits for no other rank, since it may have failed."""
+        if self.changes is not None:
+            self.changes.discard_steps()
+        self._leave_ring(is_for_good=False)
+
+    def leave_server(self) -> None:
+        """Finish the pending push and leave the server. This needs no other rank, so the ring may be gone already."""
+        self._leave_ring(is_for_good=True)
+
+    def _leave_ring(self, *, is_for_good: bool) -> None:
+        if self.link.is_connected:
+            if self.changes is not None:
+                self.changes.wait_answered()
+            self.link.client().leave_ring(is_for_good=is_for_good)
+
+    def disconnect(self) -> None:
+        """Close the connection: the ring is dissolved, and idle."""
+        if self.link.is_representative:
+            self.link.client().close()
+
+    def _get_inbox(self) -> FlatTensors:
+        """Return the memory for parameters from the server; for the representative."""
+        self._inbox = self._inbox or FlatTensors(self.specs)
+        return self._inbox
+
+    def _copy_received(self) -> None:
+        """Copy received parameters to the device."""
+        if self._inbox is not None and self._inbox is not self.received:
+            self.received.copy_(self._inbox)
+
+    def _copy_gradients(self, outbox: FlatTensors) -> None:
+        for parameter, view in zip(self.parameters, outbox.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+
+
+class LocalStepChanges:
+    """Local steps of one rank, and the pushes of the parameters' changes."""
+
+    def __init__(self, worker: RingWorker, outbox: FlatTensors, num_steps: int) -> None:
+        """Start without changes; `num_steps` are the local steps from one push to the next."""
+        self._worker, self._link, self._num_steps = worker, worker.link, num_steps
+        self.outbox = outbox
+        """Change of the parameters at the last push."""
+        self._base = FlatTensors(worker.specs, device=str(worker.parameters[0].device))
+        """Parameters at the last push, with the server's answers until then."""
+        self._num_since = 0
+        self._background_exchange: _BackgroundExchange | None = None
+
+    def reset_base(self) -> None:
+        """Count changes from the present parameters: the server's, or those of a peer that has just pushed."""
+        torch._foreach_copy_(self._base.views, [each.detach() for each in self._worker.parameters])
+        self._num_since = 0
+
+    @torch.no_grad()
+    def count_step(self) -> None:
+        """Count a local step. After the last one, apply the answer to the push before and start the next push."""
+        self._num_since += 1
+        if self._num_since < self._num_steps:
+            return
+        has_answer = self._apply_answer()
+        changes = self._changes()
+        if has_answer:  # the server's parameters plus the ring's own change
+            torch._foreach_copy_(self._worker.parameters, torch._foreach_add(changes, self._worker.received.views))
+        self._link.change_atomically(lambda: self._record_push(changes))
+        if self._link.starts_pushes_at_once:
+            self.send_pending()
+        self.reset_base()
+
+    def send_pending(self) -> None:
+        """Start a due push between two steps; on the representative."""
+        if self._link.cursor.pending is not None and self._link.is_representative:
+            self._current_exchange()
+
+    @torch.no_grad()
+    def push_rest(self) -> None:
+        """Push the remaining changes before the barrier, without pulling parameters.
+
+        In a fixed ring the answer to the push before is not broadcast either, since `refresh` replaces all parameters:
+        over a slow link that takes as long as a push.
+        """
+        if self._link.starts_pushes_at_once:
+            self.drop_answer()
+        else:
+            self._apply_answer()
+        if not self._num_since:
+            return
+        changes = self._changes()
+        self._link.change_atomically(lambda: self._record_push(changes))
+        ring_push = self._pending_push()
+
+        def push() -> FetchedJson:
+            self._worker.push(ring_push, self.outbox)
+            return {}
+
+        self._link.broadcast_from_first(push)
+        self._link.change_atomically(lambda: self._link.cursor.count_answer(None))
+        self._num_since = 0
+
+    def discard_steps(self) -> None:
+        """Discard the local steps since the last push: the pass was broken off."""
+        self._num_since = 0
+
+    def wait_answered(self) -> None:
+        """Wait until the server has the representative's pending push; waits for no other rank."""
+        if self._link.cursor.pending is not None:
+            self._current_exchange().wait()
+
+    def drop_answer(self) -> None:
+        """Wait for the answer to the push before, which no rank applies."""
+        cursor, version = self._link.cursor, None
+        if cursor.pending is None:
+            return
+        if self._link.is_representative:
+            version = self._fetch_answer()["version"]
+        self._background_exchange = None
+        cursor.count_answer(version)
+
+    def _apply_answer(self) -> bool:
+        """Apply the answer to the push before, on all ranks; return False if there was none."""
+        cursor = self._link.cursor
+        if cursor.pending is None:
+            return False
+        answer = self._link.broadcast_from_first(self._fetch_answer, self._worker.received.pieces)
+        self._background_exchange = None
+        self._link.change_atomically(lambda: cursor.count_answer(answer.get("version")))
+        return True
+
+    def _fetch_answer(self) -> FetchedJson:
+        exchange = self._current_exchange()
+        exchange.wait()
+        return {"version": exchange.version}
+
+    def _current_exchange(self) -> "_BackgroundExchange":
+        """Return the exchange in progress; start it if there is none."""
+        ring_push = self._pending_push()
+        if self._background_exchange is None or self._background_exchange.sequence != ring_push.sequence:
+            self._background_exchange = _BackgroundExchange(self._worker, ring_push, self.outbox)
+        return self._background_exchange
+
+    def _changes(self) -> list[Tensor]:
+        return list(torch._foreach_sub([each.detach() for each in self._worker.parameters], self._base.views))
+
+    def _record_push(self, changes: list[Tensor]) -> None:
+        """Record the ring's next push, of everything computed since the one before."""
+        torch._foreach_copy_(self.outbox.views, changes)
+        self._link.cursor.pending = PendingPush.of_samples(self._link.samples, self._link.last_words())
+        self._link.samples.clear()
+
+    def _pending_push(self) -> RingPush:
+        pending = self._link.cursor.pending
+        assert pending is not None, "noted"
+        return self._worker.ring_push("change", pending)
+
+
+class _BackgroundExchange:
+    """A push in progress with the following pull, in a thread that delays no end of a process."""
+
+    def __init__(self, worker: RingWorker, ring_push: RingPush, outbox: FlatTensors) -> None:
+        self.sequence, self.version = ring_push.sequence, 0
+        self._exchange = lambda: worker.push_and_pull(ring_push, outbox)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ringweave push", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the parameters have arrived.
+
+        Raises:
+            RingweaveError: The exchange has failed.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self.version = self._exchange()
+        except Exception as error:  # raised by `wait`
+            self._error = error
+
+
+class ParameterServerOptimizer(Optimizer):
+    """Optimizer that a script gets back; it shares the groups of the script's own, for schedulers and clipping.
+
+    Its state is on the server or, with local steps, in the script's optimizer on each rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, worker: RingWorker) -> None:
+        """Wrap the script's optimizer, without changing it."""
+        super().__init__(optimizer.param_groups, {})
+        self._local_optimizer, self._worker = optimizer, worker
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one train step of the ring; `closure` computes the loss first, as in torch's optimizers."""
+        if self._worker.link.misses_samples:
+            self._local_optimizer.step()  # changes nothing: see `IncompleteStep`
+            return None
+        if self._worker.changes is not None:
+            result = self._local_optimizer.step(closure) if closure else self._local_optimizer.step()
+            self._worker.changes.count_step()
+            return result
+        result = closure() if closure else None
+        self._worker.push_gradients([optimizers.group_options(group) for group in self.param_groups])
+        return result
+
+    def move_to_ring(self, worker: RingWorker) -> None:
+        """Join another ring; the previous one is idle."""
+        self._worker = worker
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the script's optimizer: its groups, and with local steps its state."""
+        return self._local_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            TrainingError: It is the state of an optimizer that has taken steps, which the server's would not have.
+        """
+        if self._worker.changes is None:
+            optimizers.check_fresh(state_dict["state"].values())
+        self._local_optimizer.load_state_dict(state_dict)
+        self.param_groups = self._local_optimizer.param_groups
