@@ -265,7 +265,9 @@ class ElasticJob:
         while not self._unread_messages[member]:
             if not self._receive_messages(max(0.0, deadline_s - time.monotonic())):
                 generations = [[membership.members for membership in each.memberships] for each in self.coordinators]
-                raise TimeoutError(f"{member} said nothing in time; epochs {generations}")
+                unread = {each: messages[-1] for each, messages in self._unread_messages.items() if messages}
+                ended = {each: last for each, last in unread.items() if isinstance(last, RankOutcome)}
+                raise TimeoutError(f"{member} said nothing in time; epochs {generations}; others ended: {ended}")
         return self._unread_messages[member].popleft()
 
     def _receive_messages(self, timeout_s: float) -> bool:
