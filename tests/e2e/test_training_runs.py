@@ -128,6 +128,7 @@ def test_two_workers_have_the_losses_of_gloo_bit_for_bit_and_used_the_ring(
     assert record["held_out_nats_per_byte"] == record_of(by_gloo[0])["held_out_nats_per_byte"]
 
 
+@pytest.mark.thorough
 def test_unequal_nodes_have_the_losses_of_gloo_within_rounding_by_a_planned_schedule(tmp_path: Path) -> None:
     ours, theirs, num_steps = tmp_path / "ringweave", tmp_path / "gloo", 40
     command = [*RINGWEAVE, "--workers", "2,1", "--no-tuning", "--run-dir", str(ours)]

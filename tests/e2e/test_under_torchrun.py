@@ -110,7 +110,7 @@ def test_one_variable_makes_ringweave_of_every_backend_and_records_the_run(tmp_p
     assert kinds_of(run_dir)[-1] == "run_ended"
 
 
-@pytest.mark.parametrize("kills", [1, 2])
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_killed_worker_is_the_cause_and_a_restart_is_another_attempt(tmp_path: Path, kills: int) -> None:
     (tmp_path / "elsewhere").mkdir()
     options = [*ALONE, "--nproc-per-node=2", "--max-restarts=1"]

@@ -37,6 +37,7 @@ def run(script: str, num_workers: int, arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_digits_are_learned_by_two_workers(tmp_path):
     output = run("02_digits.py", 2, f"--out {tmp_path}")

@@ -85,6 +85,11 @@ class InProcessCoordinator(CoordinatorListener):
         """Return the names of the connected members."""
         return self._server.peer_names()
 
+    def num_present(self) -> dict[str, int]:
+        """Return the present members of each part that this coordinator decides on."""
+        counts = {name: each.num_present for name, each in self.service.services()}
+        return {name: count for name, count in counts.items() if count is not None}
+
     def close(self) -> None:
         """Stop answering, as if killed."""
         self._stop.set()
@@ -241,7 +246,7 @@ class ElasticJob:
         return list(self._processes)
 
     def read_messages(self, member: str) -> None:
-        """Read the messages of a worker that has ended."""
+        """Read the messages that a worker has sent by now."""
         while self._receive_messages(0.0):
             pass
         while self._unread_messages[member] and self._receive(member, time.monotonic()) is None:

@@ -404,7 +404,7 @@ class CoordinatorSet:
     @property
     def end_reason(self) -> str:
         """Reason of the end of the job or of all its parts; empty while one of them runs."""
-        parts = [each for name, each in self._all_services() if name not in (WHOLE_JOB, STARTUP_RENDEZVOUS)]
+        parts = [each for name, each in self.services() if name not in (WHOLE_JOB, STARTUP_RENDEZVOUS)]
         end_reasons = [each.end_reason for each in parts] or [self._services[WHOLE_JOB].end_reason]
         return end_reasons[0] if all(end_reasons) else ""
 
@@ -414,7 +414,7 @@ class CoordinatorSet:
 
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
         """Advance the time; `connected` returns the names of connected members, when each part asks."""
-        for _, each in self._all_services():
+        for _, each in self.services():
             each.tick(connected)
         self._end_if_too_few()
 
@@ -425,7 +425,7 @@ class CoordinatorSet:
     def update_from_other(self, other: CoordinatorStatus) -> None:
         """Apply the state of the other coordinator."""
         terms = {**other.parts, WHOLE_JOB: other.term if other.is_active else 0}
-        for name, each in self._all_services():
+        for name, each in self.services():
             term, generation_id = (
                 terms.get(name, 0),
                 other.generation_id if name == WHOLE_JOB else other.generations.get(name, NO_GENERATION),
@@ -440,7 +440,7 @@ class CoordinatorSet:
 
     def _end_if_too_few(self) -> None:
         """End the job if too few members are left in all rings together, and no others come."""
-        rings = [each for name, each in self._all_services() if name not in (WHOLE_JOB, STARTUP_RENDEZVOUS)]
+        rings = [each for name, each in self.services() if name not in (WHOLE_JOB, STARTUP_RENDEZVOUS)]
         counts = [each.num_present for each in rings]
         min_members, now_s = self._settings.bounds.min_members, self._clock()
         num_here = sum(each for each in counts if each is not None)
@@ -462,7 +462,8 @@ class CoordinatorSet:
                     f"and no other came within {waited}"
                 )
 
-    def _all_services(self) -> list[tuple[str, CoordinatorService]]:
+    def services(self) -> list[tuple[str, CoordinatorService]]:
+        """Return the coordinators of the whole job and of its parts, by name of the part."""
         with self._lock:
             return list(self._services.items())
 
@@ -502,7 +503,7 @@ class CoordinatorSet:
 
     def _report_status(self, call: RpcCall) -> CoordinatorStatus:
         del call
-        statuses = {name: each.status() for name, each in self._all_services()}
+        statuses = {name: each.status() for name, each in self.services()}
         active = {name: count for name, count in statuses.items() if name != WHOLE_JOB and count.is_active}
         terms = {name: count.term for name, count in active.items()}
         generations = {name: count.generation_id for name, count in active.items()}

@@ -71,7 +71,7 @@ def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path,
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-@pytest.mark.parametrize("shift_s", [3600.0, -3600.5])
+@pytest.mark.parametrize("shift_s", [pytest.param(3600.0, marks=pytest.mark.thorough), -3600.5])
 def test_who_waits_until_a_moment_of_the_jumped_clock_waits_as_long_as_wanted(tmp_path: Path, shift_s: float) -> None:
     file = tmp_path / "clock"
     file.write_bytes(clock_shift.shift_to_bytes(0.0))

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from ringweave.membership import messages
 from tests.fakes.elastic_job import ElasticJob
+from tests.membership.waiting import wait_until
 from tests.training.rings.elastic import ring_functions
 from tests.training.rings.elastic.test_deaths import check_alike, value_of
 
@@ -15,8 +17,9 @@ REPRESENTATIVES = ("0.0", "2.0")
 
 
 def wait_steps(job: ElasticJob, members: Sequence[str], count: int = 3) -> None:
-    """Until each of them has done so many steps more."""
+    """Until each of them has done so many steps more than by now."""
     for member in members:
+        job.read_messages(member)
         done = max([said[1] for said, _ in job.messages(member) if said[0] == "done"], default=0)
         job.wait_message(member, lambda said, least=done + count: said[0] == "done" and said[1] >= least)
 
@@ -38,6 +41,8 @@ def test_servers_die_alone_with_the_coordinator_and_with_a_representative_and_tr
         pair.send_signal(second.leader, signal.SIGKILL)
         job.coordinators[0].close()
         wait_steps(job, REPRESENTATIVES)
+        taken_over = {messages.part_of_ring(ring): 2 for ring in range(2)}
+        wait_until(lambda: job.coordinators[1].num_present() == taken_over)  # else a ring of one member has no majority
 
         third = pair.wait_leadership(2, after=second.number)
         pair.send_signal(third.leader, signal.SIGKILL)
