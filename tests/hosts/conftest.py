@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests import polling
 
 SSH = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
@@ -100,10 +101,7 @@ class FakeHosts:
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
         """Wait until the condition holds."""
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline_s, f"not in {timeout_s} s: {what}"
-            time.sleep(0.05)
+        polling.poll_until(condition, lambda: what, timeout_s, 0.05)
 
     def end(self) -> None:
         """Kill everything that is left."""

@@ -126,6 +126,7 @@ def test_a_host_joins_an_elastic_run_that_trains(hosts: FakeHosts) -> None:
     hosts.write_script(JOB.read_text())
     checks = hosts.root / "checks"
     words = ["train.py", str(hosts.root / "disk"), "--checks", str(checks), "--fresh", "--width", "64"]
+    words += ["--s-per-sample", "0.0005"]  # workers at full speed would take the processors from those that start
     command, (line,) = start_run(
         hosts, "--hosts", "a,join:1,b", "--elastic", "2:3", "--name", "train", "--run-dir", "out", *words
     )

@@ -97,6 +97,7 @@ def test_a_node_behind_address_translation_trains(trio: SshLab) -> None:
         wait_until_idle(node)
 
 
+@pytest.mark.thorough
 def test_a_node_that_cannot_even_call_out_is_told_so(trio: SshLab) -> None:
     first, second, third = trio.nodes
     trio.put_behind("n2", "n1")

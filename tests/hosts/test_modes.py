@@ -29,7 +29,6 @@ def run_in_mode(hosts: FakeHosts, mode: str) -> tuple[Path, str]:
     return folder / "out", done.stderr
 
 
-@pytest.mark.thorough
 def test_rings_and_a_parameter_server(hosts: FakeHosts) -> None:
     folder, said = run_in_mode(hosts, "ps-hra")
     assert "ringweave: trained in mode ps-hra: " in said
@@ -72,6 +71,7 @@ def last_leader(hosts: FakeHosts) -> tuple[int, int, int]:
     return (newest["server"], newest["term"], len(newest["members"])) if newest else (-1, -1, 0)
 
 
+@pytest.mark.thorough
 def test_a_worker_and_the_leading_server_are_killed_and_the_standby_takes_over(hosts: FakeHosts) -> None:
     folder = hosts.write_script(RINGS_SCRIPT.format(folder=str(hosts.root)))
     words = ("run", "--hosts", "a,b,c", "--mode", "ps-hra", "--elastic", "1:3", "--standby", "--run-dir", "out")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import polling
 from tests.lab import fixtures
 
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
@@ -65,10 +65,7 @@ class Run:
 
 
 def wait_until(claim: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not claim():
-        assert time.monotonic() < deadline, f"never came: {what if isinstance(what, str) else what()}"
-        time.sleep(0.02)
+    polling.poll_until(claim, (lambda: what) if isinstance(what, str) else what, deadline_s)
 
 
 def is_gone(pid: int) -> bool:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ringweave.platforms.api import JobView, LogQuery
 from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.platform import SlurmPlatform
+from tests import polling
 from tests.fakes import slurm
 from tests.fakes.slurm import FakeGpuSlurmCluster
 
@@ -23,10 +23,7 @@ PATIENCE = SlurmTimeouts(lease_s=60.0, fence_s=75.0)
 
 
 def wait_until(claim: Callable[[], bool], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not claim():
-        assert time.monotonic() < deadline, f"never came: {what()}"
-        time.sleep(0.1)
+    polling.poll_until(claim, what, DEADLINE_S, 0.1)
 
 
 @pytest.fixture(scope="session")
