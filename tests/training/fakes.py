@@ -1,6 +1,7 @@
 """All ranks in one process: what a rank would hear from the others is computed."""
 
 from typing import Any
+from unittest.mock import MagicMock
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -11,6 +12,8 @@ from ringweave.training.data import order
 from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource, StaticMembership
 from ringweave.training.elastic.accounting import EpochAccount
+from ringweave.training.elastic.share_table import ShareTable
+from ringweave.training.elastic.trainer import MemberDescription, TrainerState
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.timing import HostTimeline, StepTimer
 
@@ -60,6 +63,19 @@ def loaders(
         source = OrderSource(loader, order.read_loader(loader), 5, membership)
         made.append(SharedLoader(loader, source, weights, timer))
     return made
+
+
+def trainer_state(member: str, share_table: ShareTable, *, recomputes: bool = False, ring: Any = None) -> TrainerState:
+    """Of a member whose model, server and events nobody looks at."""
+    description = MemberDescription(
+        member=member,
+        state_address="127.0.0.1 9",
+        max_samples=None,
+        assumed_speed=1.0,
+        must_match={"num_prefetched": 0, "on_failure": "recompute" if recomputes else "drop"},
+    )
+    anything: Any = MagicMock()
+    return TrainerState(description, share_table, StepTimer(HostTimeline()), anything, anything, anything, ring=ring)
 
 
 def _ignore(account: EpochAccount) -> None:

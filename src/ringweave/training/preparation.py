@@ -38,11 +38,16 @@ from ringweave.training.options import Asynchronous, Script
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings import server_job, startup_rendezvous
 from ringweave.training.rings.elastic_ring import ElasticRing
-from ringweave.training.rings.ring_assignment import RingAssignment, RingRegrouper, create_ring_groups, ring_index
 from ringweave.training.rings.ring_formation import RingShares, relative_speeds
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer
 from ringweave.training.rings.shard_source import ShardSource
-from ringweave.training.rings.static_ring import StaticRing
+from ringweave.training.rings.static_ring import (
+    RingAssignment,
+    RingRegrouper,
+    StaticRing,
+    create_ring_groups,
+    ring_index,
+)
 from ringweave.training.timing import StepTimer
 
 Prepared = tuple[DistributedDataParallel, Optimizer, SharedLoader]

@@ -23,7 +23,7 @@ from ringweave.errors import CommunicationError, PeerError
 from ringweave.planning import ScheduleChoice
 from ringweave.schedules import NATIVE
 from ringweave.telemetry.events import EventLog, read_events
-from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic import member_details
 
 MEMBERS = GroupInfo((RankInfo(0, RankLocation("a", "127.0.0.1"), ()),), 0, b"")
 SOON = timedelta(seconds=100)
@@ -193,7 +193,7 @@ def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group],
     assert str(first) == "allreduce #1: nothing for 9 s"
     assert str(second) == "allreduce #2: this process group has failed before: allreduce #1: nothing for 9 s"
     membership: Any = SimpleNamespace(members=("m0", "m1", "m2", "m3"))
-    assert [trainer_interface.suspected_members(error, membership) for error in (first, second)] == [["m3"], ["m3"]]
+    assert [member_details.suspected_members(error, membership) for error in (first, second)] == [["m3"], ["m3"]]
     failed = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
     assert [event["text"] for event in failed] == [str(first)]
 

@@ -12,9 +12,9 @@ import pytest
 
 from ringweave.launcher import entry
 from ringweave.launcher.workers import WorkerProgram
-from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic import member_details
 
-EXITS = "".join(map(inspect.getsource, (trainer_interface.record_exit_failures, trainer_interface.script_has_failed)))
+EXITS = "".join(map(inspect.getsource, (member_details.record_exit_failures, member_details.script_has_failed)))
 """The functions alone: what their module imports takes seconds."""
 ENDS = f"""
 import atexit, builtins, sys

@@ -26,7 +26,7 @@ from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node
 from ringweave.rpc import CertificateAuthority
-from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic import member_details
 from tests.launch.conftest import wait_until
 
 CONFIG = JobConfig(
@@ -90,7 +90,7 @@ def death(said: str, *, signal_name: str | None = None, time_s: float = 1.0, ran
 
 def error(reason: str, *, is_end: bool, final_checkpoint_owner: str = "") -> str:
     """As the log of a worker has it."""
-    found = trainer_interface.stop_error(
+    found = member_details.stop_error(
         StopTraining(reason=reason, is_end=is_end, final_checkpoint_owner=final_checkpoint_owner)
     )
     return f"ringweave.errors.{type(found).__name__}: {found}"

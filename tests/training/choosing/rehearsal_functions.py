@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.mode_choice import step_benchmark
-from ringweave.training.rings.exchange_benchmark import ExchangeTimes
+from ringweave.training.mode_choice.step_benchmark import ExchangeTimes
 
 SLOWNESS = (1, 1, 2)
 BATCH = 25

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.training.elastic import member_process, trainer_interface
+from ringweave.training.elastic import member_details, member_process
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +32,11 @@ class Ending:
     ("status", "has_failed"), [((), False), ((None,), False), ((0,), False), ((1,), True), (("no data",), True)]
 )
 def test_a_script_that_exits_with_a_failure_is_not_through(status: tuple[Any, ...], has_failed: bool) -> None:
-    trainer_interface.record_exit_failures()
+    member_details.record_exit_failures()
     with pytest.raises(SystemExit) as raised:
         sys.exit(*status)
     assert raised.value.code == (status[0] if status else None)
-    assert trainer_interface.script_has_failed() is has_failed
+    assert member_details.script_has_failed() is has_failed
     agent: Any = Ending()
     others: Any = Ending()
     member_process.shut_down_member(agent, others, others, others)
@@ -44,6 +44,6 @@ def test_a_script_that_exits_with_a_failure_is_not_through(status: tuple[Any, ..
 
 
 def test_a_script_that_an_exception_ends_is_not_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not trainer_interface.script_has_failed()
+    assert not member_details.script_has_failed()
     monkeypatch.setattr(sys, "last_value", KeyError("x"))
-    assert trainer_interface.script_has_failed()
+    assert member_details.script_has_failed()

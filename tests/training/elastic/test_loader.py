@@ -15,11 +15,12 @@ from ringweave.planning.balancing import EpochOrder
 from ringweave.training.data import order
 from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource
-from ringweave.training.elastic.accounting import DataProgress, ElasticAccount, SampleAccounting
+from ringweave.training.elastic.accounting import DataProgress, ElasticAccount
 from ringweave.training.elastic.elastic_membership import ElasticMembership
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.gradients import SampleWeights
+from tests.training import fakes
 
 MEMBERS = ("0.0", "1.0")
 NUM_SAMPLES, BATCH = 96, 12
@@ -60,25 +61,18 @@ class Job:
 
     def __init__(self, *, recomputes: bool = False) -> None:
         self.num_reductions = 0
-        self.books, self.place, self.share_table = (
-            SampleAccounting(recomputes=recomputes),
-            DataProgress(),
-            ShareTable(BATCH, is_balanced=False),
-        )
+        self.share_table = ShareTable(BATCH, is_balanced=False)
+        trainer = fakes.trainer_state(MEMBERS[0], self.share_table, recomputes=recomputes)
+        self.books, self.place = trainer.accounting, trainer.progress
         self.accounts: list[ElasticAccount] = []
         self.change_members()
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
-        trainer = SimpleNamespace(
-            member=MEMBERS[0],
-            share_table=self.share_table,
-            accounting=self.books,
-            progress=self.place,
-            measure_step=lambda: None,
-        )
         timer: Any = SimpleNamespace(begin_step=lambda: None, record_samples=lambda _: None)
         self.incomplete_step: Any = SimpleNamespace(restore=lambda: None)
-        members = (cast(Any, _Session(self)), cast(Any, trainer))
-        membership = ElasticMembership(*members, timer, self.incomplete_step, self.accounts.append, is_mean=True)
+        session: Any = _Session(self)
+        membership = ElasticMembership(
+            session, trainer, timer, self.incomplete_step, self.accounts.append, is_mean=True
+        )
         self.source = OrderSource(loader, order.read_loader(loader), 3, membership)
         self.loader = SharedLoader(loader, self.source, SampleWeights(num_ranks=1, is_mean=True), timer)
 

@@ -13,7 +13,7 @@ from ringweave import rpc
 from ringweave.errors import TrainingError
 from ringweave.param_server.messages import EndExchangeBenchmark, ExchangeBenchmark, ExchangeBenchmarkResult
 from ringweave.param_server.service import ParameterService
-from ringweave.training.rings import exchange_benchmark
+from ringweave.training.mode_choice import step_benchmark
 
 MIB = 2**20
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
@@ -49,7 +49,7 @@ class Server:
 )
 def test_a_part_of_a_processor_makes_it_longer_and_so_do_more_bytes(cores, num_bytes, expected_s):
     server = Server(cores)
-    found = exchange_benchmark.benchmark_exchanges(OPTIMIZER, num_bytes, 8, [lambda: server])  # pyrefly: ignore - as far as it goes
+    found = step_benchmark.benchmark_exchanges(OPTIMIZER, num_bytes, 8, [lambda: server])  # pyrefly: ignore - as far as it goes
     assert found.serving_s == pytest.approx(expected_s)
     (setup,) = {each.setup.model_dump_json(): each.setup for each in server.calls}.values()
     assert setup.rings == [[ring] for ring in range(8)]
@@ -61,7 +61,7 @@ def test_a_part_of_a_processor_makes_it_longer_and_so_do_more_bytes(cores, num_b
 def test_a_slow_server_is_asked_twice_only():
     now_s = iter(range(0, 1000, 10))
     server = Server(None)
-    found = exchange_benchmark.benchmark_exchanges(OPTIMIZER, 8 * MIB, 2, [lambda: server], clock=lambda: next(now_s))  # pyrefly: ignore
+    found = step_benchmark.benchmark_exchanges(OPTIMIZER, 8 * MIB, 2, [lambda: server], clock=lambda: next(now_s))  # pyrefly: ignore
     assert len(server.calls) == 2
     assert found.exchanging_s == pytest.approx(2 * (20 - 0.01))  # of half of the bytes; the clock was read thrice
 
@@ -91,8 +91,8 @@ def test_a_real_server_says_what_it_takes(tmp_path):
         assert own.poll(60), "the server has started"
         port = own.recv()
         connect = [lambda: rpc.RpcClient.connect("127.0.0.1", port, trust, role="server")]
-        found = exchange_benchmark.benchmark_exchanges(OPTIMIZER, MIB, 4, connect)
-        with exchange_benchmark.benchmark_rounds(OPTIMIZER, 2 * MIB, 4, connect) as once:
+        found = step_benchmark.benchmark_exchanges(OPTIMIZER, MIB, 4, connect)
+        with step_benchmark.benchmark_rounds(OPTIMIZER, 2 * MIB, 4, connect) as once:
             once()
         own.send("end")
         assert own.poll(60), "the server has ended"
@@ -108,4 +108,4 @@ def test_a_real_server_says_what_it_takes(tmp_path):
 def test_an_optimizer_that_the_server_does_not_run_is_said():
     lbfgs = torch.optim.LBFGS([torch.zeros(1)])
     with pytest.raises(TrainingError, match="optimizer: 'LBFGS', expected one of SGD"):
-        exchange_benchmark.benchmark_exchanges(lbfgs, 1000, 2, [])
+        step_benchmark.benchmark_exchanges(lbfgs, 1000, 2, [])

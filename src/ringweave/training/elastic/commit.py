@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringweave.membership.member_rules import resolve_reduction
 from ringweave.membership.membership_records import Membership
-from ringweave.training.elastic import recovery, retained_reductions, script_collectives, trainer_interface
+from ringweave.training.elastic import member_details, recovery, retained_reductions, script_collectives
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import (
     Commit,
@@ -101,7 +101,7 @@ class CommitProtocol:
             future = add(reduction)
             error, abort_count = state.start_reduction(), state.abort_count
             if state.stop is not None and state.catch_up is None:
-                reduction.fail(trainer_interface.stop_error(state.stop))
+                reduction.fail(member_details.stop_error(state.stop))
             if reduction.is_complete:  # else no thread waits for it
                 state.lock.notify_all()
         state.report_broken_group(error, abort_count)
@@ -398,7 +398,7 @@ class CommitProtocol:
                 own.copy_(first)
             reduction.deliver(prepared.commit, is_mean=self._is_mean, partial_sums=self._partial_sums)
         except Exception as error:  # such as a device error: the script must raise it instead of waiting
-            reduction.fail(trainer_interface.as_ringweave_error(error))
+            reduction.fail(member_details.as_ringweave_error(error))
             raise
         finally:
             with self._state.lock:

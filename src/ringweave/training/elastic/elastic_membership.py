@@ -119,7 +119,7 @@ class ElasticMembership(SessionMembership):
 
     def leave_epoch(self, number: int) -> None:
         if self.progress.epoch == number:  # the script broke off its pass
-            self._open_epoch(number + 1)
+            self.trainer.open_epoch(number + 1)
 
     def begin_epoch(self, number: int, start: int) -> bool:
         """Begin a pass of an epoch; return False if the others have finished it.
@@ -132,11 +132,11 @@ class ElasticMembership(SessionMembership):
             raise _aborted_before_step_error()
         aborted, self._aborted_epoch = self._aborted_epoch, None
         if number > self.progress.epoch:
-            self._open_epoch(number)
+            self.trainer.open_epoch(number)
         elif number == self.progress.epoch == aborted:
             self._accounting.discard_open_batches()
             self.progress.num_since_commit = 0
-            self._open_epoch(number)
+            self.trainer.open_epoch(number)
         return number == self.progress.epoch
 
     def begin_batches(self, expected: SampleAccount | None) -> None:
@@ -146,7 +146,7 @@ class ElasticMembership(SessionMembership):
     def pass_step_boundary(self, indices: Indices | None) -> None:
         assert indices is not None, "no boundary without a batch"
         self.trainer.measure_step()
-        self.session.pass_step_boundary(lambda: self._record_draw(indices))
+        self.session.pass_step_boundary(lambda: self.trainer.record_batch(indices))
         self._timer.begin_step()
 
     def record_received(self, own: Portion) -> None:
@@ -162,7 +162,7 @@ class ElasticMembership(SessionMembership):
         """Return this member's part of the next missing samples of the last train step."""
         self.incomplete_step.restore()  # again, if another member was lost in the step with the missing samples
         self.trainer.measure_step()
-        self.session.pass_step_boundary(self._record_missing)
+        self.session.pass_step_boundary(self.trainer.record_missing)
         self._timer.begin_step()
         self.session.record_progress()
         return self._accounting.own_part(self.trainer.member)
@@ -180,23 +180,9 @@ class ElasticMembership(SessionMembership):
         """
         self._accounting.check_drawn(self._expected)
         account = self._accounting.epoch_account()
-        self._open_epoch(epoch + 1)
+        self.trainer.open_epoch(epoch + 1)
         self._record_account(account)
         return account
-
-    def _open_epoch(self, number: int) -> None:
-        self.progress.epoch, self.progress.position = number, 0
-        self._accounting.open_epoch(number)
-
-    def _record_draw(self, indices: Indices) -> None:
-        """Record that the next batch is taken; needs the session's lock."""
-        self._accounting.record_batch(indices, self.trainer.share_table.shares_of_batch(self.progress.num_drawn))
-        self.progress.record_drawn(len(indices))
-
-    def _record_missing(self) -> None:
-        """Record that the next missing samples are taken; needs the session's lock."""
-        shares = self.trainer.share_table.shares_of_batch(self.progress.num_drawn)
-        self.progress.record_missing(self._accounting.record_next_missing(shares))
 
     def _give_up_missing(self) -> None:
         """Finish a train step that misses samples when the script draws no batch any more, as if they were dropped."""

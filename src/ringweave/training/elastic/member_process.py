@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from ringweave.planning import modes
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
 from ringweave.training import timing
-from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic import member_details
 from ringweave.training.elastic.script_collectives import STARTUP_STATE, StartupLog
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
@@ -33,23 +32,13 @@ from ringweave.training.elastic.trainer import MemberDescription, StateTransport
 from ringweave.training.elastic.training_state import TrainingState
 from ringweave.training.options import Script
 from ringweave.training.recorder import ElasticRecorder
-from ringweave.training.rings.elastic_ring import SessionLink
-from ringweave.training.rings.ring_progress import RingCursor, RingProgress, SlotAssignment
+from ringweave.training.rings.elastic_ring import AssignedMember, SessionLink
 from ringweave.training.rings.ring_worker import RingWorker
 from ringweave.training.timing import StepTimer
 
 _LOGGER = logging.getLogger("ringweave")
 _EVICTED_CLOSE_TIMEOUT_S = 0.5
 """Time that an evicted process waits at its end for each of its threads."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AssignedMember:
-    """Ring of this member, and its connectors to the parameter server."""
-
-    assignment: SlotAssignment
-    num_rings: int
-    connectors: Sequence[Callable[[], rpc.RpcClient]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,20 +75,19 @@ def join_job(
     )
     recorder = ElasticRecorder(environment, lambda: session.is_primary)
     transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
-    link, worker, ring = None, None, None
+    link, worker, join = None, None, None
     extra_state: dict[str, Any] = {**script.extra_state, STARTUP_STATE: startup_log}
     share_table = ShareTable(script.spec.batch_samples, is_balanced=must_match["mode"] == modes.BALANCED)
     if assigned is not None:
         seat, extra_state = assigned.assignment, dict(script.extra_state)
-        link = SessionLink(
-            own_name, lambda: session, lambda: trainer.ring_progress, assigned.connectors, assigned.num_rings
-        )
+        link = SessionLink(assigned, own_name, lambda: session, lambda: trainer)
         worker = RingWorker(link, script.parameters, local_steps=seat.local_steps)
-        ring = _ring_progress_maker(RingCursor(ring=seat.ring), link)
         share_table = ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=seat.shard_samples)
+        join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
     last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()
     training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=last_push)
-    trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=ring)
+    make_ring = None if link is None else link.make_progress
+    trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=make_ring)
     session = ElasticSession(
         own_name,
         groups,
@@ -116,25 +104,15 @@ def join_job(
     def beat() -> Heartbeat:
         if link is not None:
             link.check_pause(time.monotonic(), is_paused=session.is_paused)
-        return session.heartbeat(trainer_interface.busy_s())
+        return session.heartbeat(member_details.busy_s())
 
-    join = None
-    if assigned is not None:
-        seat = assigned.assignment
-        join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
-    membership_client = MembershipClient(own_name, environment.coordinators, authentication, session, beat, join=join)
+    client = MembershipClient(own_name, environment.coordinators, authentication, session, beat, join=join)
     leave_on_sigterm(session)
-    trainer_interface.record_exit_failures()
-    atexit.register(shut_down_member, membership_client, session, server, groups)
+    member_details.record_exit_failures()
+    atexit.register(shut_down_member, client, session, server, groups)
     timing.freeze_garbage_collector()
-    session.start(membership_client)
+    session.start(client)
     return MemberParts(session=session, trainer=trainer, recorder=recorder, link=link, worker=worker)
-
-
-def _ring_progress_maker(cursor: RingCursor, link: SessionLink) -> Callable[[TrainerState], RingProgress]:
-    return lambda trainer: RingProgress(
-        cursor, trainer.share_table, trainer.accounting, trainer.progress, link.on_pause
-    )
 
 
 def member_name(environment: WorkerEnvironment) -> str:
@@ -213,7 +191,7 @@ def shut_down_member(
         session.close(_EVICTED_CLOSE_TIMEOUT_S)
         server.close(timeout_s=_EVICTED_CLOSE_TIMEOUT_S)
         return
-    if not trainer_interface.script_has_failed():
+    if not member_details.script_has_failed():
         membership_client.leave_membership(is_finished=True)
     membership_client.close()
     session.close()

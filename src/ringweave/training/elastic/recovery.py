@@ -28,10 +28,10 @@ from ringweave.errors import TrainingError, explain
 from ringweave.membership.membership_records import Membership
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
+from ringweave.training.elastic.member_details import describe_validation_error
 from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction
 from ringweave.training.elastic.script_collectives import CollectiveCall, CollectiveResult
 from ringweave.training.elastic.trainer import TrainerState
-from ringweave.training.elastic.trainer_interface import describe_validation_error
 
 MAX_RETAINED_REDUCTIONS = 16
 """Limit of logged reductions; with more, the others wait. During so many steps, the state of an optimizer with two

@@ -20,7 +20,7 @@ from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
-from ringweave.training.elastic import recovery, script_collectives, trainer_interface
+from ringweave.training.elastic import member_details, recovery, script_collectives
 from ringweave.training.elastic.commit import CommitProtocol
 from ringweave.training.elastic.recovery import CatchUp, GenerationStart, RecoveryPlan, ReplayLog
 from ringweave.training.elastic.retained_reductions import FetchedJson, PartialSums
@@ -90,7 +90,7 @@ class MemberRecovery:
             state.lock.notify_all()
         return result
 
-    def pass_step_boundary(self, catch_up: CatchUp, draw: Callable[[], None]) -> None:
+    def pass_step_boundary(self, catch_up: CatchUp, draw: Callable[[], object]) -> None:
         """Pass a step boundary of a recovering member: its own script's, unless it has replayed everything.
 
         Raises:
@@ -255,7 +255,7 @@ class SessionThread:
         that some of them ask next cannot let others of the generation before repeat it.
         """
         state = self._state
-        details = [trainer_interface.parse_details(each.member, each.note) for each in membership.statuses]
+        details = [member_details.parse_details(each.member, each.note) for each in membership.statuses]
         rank = membership.members.index(state.member)
         state.trainer.check_membership(membership, details)
         operations = [each["operation"] for each in details]
@@ -486,7 +486,7 @@ class ElasticSession:
             return
         self._commits.wait_committed()
 
-    def pass_step_boundary(self, draw: Callable[[], None]) -> None:
+    def pass_step_boundary(self, draw: Callable[[], object]) -> None:
         """Pass a step boundary, where members join and leave. `draw` records that the next batch is taken.
 
         Raises:
@@ -608,6 +608,6 @@ class ElasticSession:
             state.pause()
             self._recovery.stop_read()
             if state.reduction is not None:
-                state.reduction.fail(trainer_interface.stop_error(stop))
+                state.reduction.fail(member_details.stop_error(stop))
             state.lock.notify_all()
         state.groups.abort()

@@ -12,7 +12,7 @@ from ringweave.errors import CapacityError, MembershipError, RingweaveError
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
-from ringweave.training.elastic import recovery, trainer_interface
+from ringweave.training.elastic import member_details, recovery
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import FetchOnceBroadcast, RetainedReduction
 from ringweave.training.elastic.script_collectives import ScriptCollective, StartupLog
@@ -131,7 +131,7 @@ class SessionState:
         if self.stop is not None:
             if self.status.is_leaving:  # as requested, alone or with all others
                 raise SystemExit(LEFT_EXIT_CODE)
-            raise trainer_interface.stop_error(self.stop)
+            raise member_details.stop_error(self.stop)
 
     def start_reduction(self) -> RuntimeError | None:
         """Start to sum the available buckets; return the error if the group is broken."""
@@ -158,12 +158,12 @@ class SessionState:
             self.is_group_up = False
             self.abort_count += 1
         if self.client is not None and membership is not None:
-            self.client.report_failure(membership.generation_id, trainer_interface.suspected_members(error, membership))
+            self.client.report_failure(membership.generation_id, member_details.suspected_members(error, membership))
 
     def fail_script(self, error: Exception) -> None:
         """Fail this member: its script raises, and the others learn that it is gone when its process ends."""
         with self.lock:
-            self.error = trainer_interface.as_ringweave_error(error)
+            self.error = member_details.as_ringweave_error(error)
             if self.reduction is not None:
                 self.reduction.fail(self.error)
             self.lock.notify_all()

@@ -14,7 +14,7 @@ from ringweave.membership.messages import MAX_BATCH_SHARES_CHARS, MAX_MEMBERS, M
 from ringweave.planning import balancing
 from ringweave.planning.balancing import ShareChange, Speed
 from ringweave.planning.balancing.shares import Shares
-from ringweave.training.elastic.trainer_interface import describe_validation_error
+from ringweave.training.elastic.member_details import describe_validation_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,13 +10,14 @@ from typing_extensions import Buffer
 from ringweave import rpc
 from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.planning.balancing import Speed, SpeedEstimator
+from ringweave.planning.balancing.epochs import Indices
 from ringweave.rpc.state_transfer import ReadThrottle, StateServer
 from ringweave.training import collectives
 from ringweave.training.elastic import share_table
 from ringweave.training.elastic.accounting import DataProgress, SampleAccounting
+from ringweave.training.elastic.member_details import check_trainer_details
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
-from ringweave.training.elastic.share_table import ShareTable
-from ringweave.training.elastic.trainer_interface import check_trainer_details
+from ringweave.training.elastic.share_table import BatchShares, ShareTable
 from ringweave.training.elastic.training_state import StateRead, TrainingState, copy_buffers
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.timing import StepTimer
@@ -100,6 +101,23 @@ class TrainerState:
     @property
     def member(self) -> str:
         return self._description.member
+
+    def open_epoch(self, number: int) -> None:
+        """Start a new epoch of the data."""
+        self.progress.epoch, self.progress.position = number, 0
+        self.accounting.open_epoch(number)
+
+    def record_batch(self, batch: Indices) -> BatchShares:
+        """Record that the members compute this batch now; return its shares, which a new generation does not change."""
+        shares = self.share_table.shares_of_batch(self.progress.num_drawn)
+        self.accounting.record_batch(batch, shares)
+        self.progress.record_drawn(len(batch))
+        return shares
+
+    def record_missing(self) -> None:
+        """Record that the members compute the next missing samples now."""
+        shares = self.share_table.shares_of_batch(self.progress.num_drawn)
+        self.progress.record_missing(self.accounting.record_next_missing(shares))
 
     @property
     def state_address(self) -> str:

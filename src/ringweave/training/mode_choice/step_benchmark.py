@@ -12,8 +12,8 @@ slowly than in steps of all.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +23,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ringweave import rpc
 from ringweave.environment import WorkerEnvironment
+from ringweave.param_server import optimizers
+from ringweave.param_server.client import RingClient
+from ringweave.param_server.flat import FlatTensors
+from ringweave.param_server.messages import ExchangeBenchmarkResult, ParameterGroup, ServerSetup, TensorSpec
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.mode_choice import forecast, trial
 from ringweave.training.options import Asynchronous
-from ringweave.training.rings import exchange_benchmark
-from ringweave.training.rings.exchange_benchmark import ExchangeTimes
-from ringweave.training.rings.server_job import server_connectors
+from ringweave.training.rings.server_job import SERVER_START_TIMEOUT_S, server_connectors
 
 _BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s")
 """Keys that the benchmark adds to the ranks' reports."""
@@ -48,6 +51,21 @@ _MAX_ROUND_BYTES = 32 * 2**20
 rank."""
 _MAX_ROUND_RATIO = 1.1
 """Limit in multiples of a balanced step: if each rank alone is predicted to take longer, its rounds are not run."""
+EXCHANGE_BUDGET_S = 1.0
+"""Time budget of all exchanges but the first: as many run as fit, at least one."""
+_MAX_EXCHANGES = 16
+_MAX_PUSH_BYTES = 4 * 2**20
+"""Limit of a push; larger ones are assumed to take proportionally longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeTimes:
+    """Measured times of an exchange."""
+
+    serving_s: float
+    """Seconds per exchange at which the server's processor has no pause left."""
+    exchanging_s: float
+    """Seconds that an exchange takes this rank alone, without the server's computing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,10 +114,8 @@ def benchmark_if_useful(
         server_connectors(environment, keeps_readable=True),
     )
     server = ServerBenchmark(
-        exchange=lambda: exchange_benchmark.benchmark_exchanges(*exchange_args),
-        rounds=(lambda: exchange_benchmark.benchmark_rounds(*exchange_args))
-        if is_open and not settings.local_steps
-        else None,
+        exchange=lambda: benchmark_exchanges(*exchange_args),
+        rounds=(lambda: benchmark_rounds(*exchange_args)) if is_open and not settings.local_steps else None,
     )
     return benchmark_steps(reports, triple, control_group, server)
 
@@ -329,3 +345,98 @@ def _allreduce(message: torch.Tensor) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def benchmark_exchanges(
+    optimizer: Optimizer,
+    num_bytes: int,
+    num_rings: int,
+    servers: Sequence[Callable[[], rpc.RpcClient]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> ExchangeTimes:
+    """Exchange parameters of zero, as many bytes as the model's, or scaled from fewer.
+
+    Link rates do not explain everything. A server with a small fraction of a processor takes longer to apply a push
+    than to receive it, rings that push at the same time wait for each other there, and a pushing rank has to encrypt
+    and decrypt. The server is assumed to use one processor, or the fraction of one that its quota allows.
+
+    Args:
+        optimizer: The script's optimizer: the server runs the same kind, with the options of the first group.
+        num_bytes: Bytes of the parameters.
+        num_rings: Rings that push in a train step.
+        servers: Connectors, one for each server of the job, which has not started.
+        clock: Monotonic clock in seconds.
+
+    Raises:
+        RpcError: None of them can be reached, or it refuses.
+        TrainingError: The server cannot run this optimizer.
+    """
+    pushed_bytes = min(num_bytes, _MAX_PUSH_BYTES)
+    with _open_exchange(optimizer, pushed_bytes, num_rings, servers) as (_, exchange):
+        first = last = exchange()  # the first one makes the connection, and memory
+        began_s, count = clock(), 0
+        while not count or (count < _MAX_EXCHANGES and clock() - began_s < EXCHANGE_BUDGET_S):
+            last, count = exchange(), count + 1
+        took_s = (clock() - began_s) / count
+    of_one_s = (last.processor_s - first.processor_s) / count
+    in_proportion = max(1.0, num_bytes / max(1, pushed_bytes))
+    return ExchangeTimes(
+        serving_s=of_one_s / min(1.0, last.cores or 1.0) * in_proportion,
+        exchanging_s=max(0.0, took_s - of_one_s) * in_proportion,
+    )
+
+
+@contextmanager
+def benchmark_rounds(
+    optimizer: Optimizer, num_bytes: int, num_rings: int, servers: Sequence[Callable[[], rpc.RpcClient]]
+) -> Iterator[Callable[[], object]]:
+    """Return the work of a one-rank ring after computing, on all ranks at once: take samples, and exchange.
+
+    Args:
+        optimizer: As in `benchmark_exchanges`.
+        num_bytes: Bytes of the parameters, all of which are exchanged.
+        num_rings: Number of ranks.
+        servers: As in `benchmark_exchanges`.
+
+    Raises:
+        RpcError: None of them can be reached, or it refuses.
+        TrainingError: The server cannot run this optimizer.
+    """
+    with _open_exchange(optimizer, num_bytes, num_rings, servers) as (client, exchange):
+
+        def once() -> None:
+            client.status()  # as short a call as that for samples, which do not exist before the job starts
+            exchange()
+
+        once()  # the first one makes the connection, and memory
+        yield once
+
+
+@contextmanager
+def _open_exchange(
+    optimizer: Optimizer, num_bytes: int, num_rings: int, servers: Sequence[Callable[[], rpc.RpcClient]]
+) -> Iterator[tuple[RingClient, Callable[[], ExchangeBenchmarkResult]]]:
+    """Open a connection; yield it with a function that sends parameters of zero there and back."""
+    setup = _benchmark_setup(optimizer, max(1, num_bytes // 4), num_rings)
+    gradient, parameters = FlatTensors(setup.tensors), FlatTensors(setup.tensors)
+    for piece in gradient.pieces:
+        piece.zero_()
+    client = RingClient(servers, 0, reconnect_timeout_s=SERVER_START_TIMEOUT_S)
+    try:
+        yield client, lambda: client.benchmark_exchange(setup, gradient.buffers(), parameters.buffers())
+        client.end_benchmark()
+    finally:
+        client.close()
+
+
+def _benchmark_setup(optimizer: Optimizer, num_elements: int, num_rings: int) -> ServerSetup:
+    """Return a set-up with one tensor in place of all tensors."""
+    options = optimizers.group_options(optimizer.param_groups[0])
+    return ServerSetup(
+        tensors=[TensorSpec(name="benchmark", shape=[num_elements], dtype="float32")],
+        optimizer=optimizers.check_optimizer_name(optimizers.optimizer_name(optimizer)),
+        groups=[ParameterGroup(parameters=[0], options=options)],
+        rings=[[ring] for ring in range(num_rings)],
+        overlaps=False,
+        compensation=0.0,
+    )

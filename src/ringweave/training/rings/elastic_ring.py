@@ -5,6 +5,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.data.order import Portion
 from ringweave.training.data.sources import EpochPass
-from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic import member_details
 from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
 from ringweave.training.elastic.elastic_membership import SessionMembership
 from ringweave.training.elastic.retained_reductions import FetchedJson
@@ -28,13 +29,22 @@ from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.rings import ring_progress
-from ringweave.training.rings.ring_progress import RingProgress
+from ringweave.training.rings.ring_progress import RingCursor, RingProgress, SlotAssignment
 from ringweave.training.rings.ring_worker import RingWorker
 from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 from ringweave.training.timing import StepTimer
 
 _MAX_SILENT_PAUSE_S = 1.0
 """Pause of the members after which the other rings no longer wait for this ring."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssignedMember:
+    """Ring of a member, and its connectors to the servers of the job."""
+
+    assignment: SlotAssignment
+    num_rings: int
+    connectors: Sequence[Callable[[], rpc.RpcClient]]
 
 
 class SessionLink:
@@ -44,29 +54,33 @@ class SessionLink:
 
     def __init__(
         self,
+        assigned: AssignedMember,
         member: str,
         session: Callable[[], ElasticSession],
-        progress: Callable[[], RingProgress],
-        servers: Sequence[Callable[[], rpc.RpcClient]],
-        num_rings: int,
+        trainer: Callable[[], TrainerState],
     ) -> None:
         """Create it without a connection.
 
         Args:
+            assigned: Ring of this member.
             member: Name of this member.
             session: Returns its session in the ring's membership, once there is one.
-            progress: Returns the ring's progress, once there is one.
-            servers: Connectors, one for each server of the job.
-            num_rings: Number of rings at the start.
+            trainer: Returns its trainer state, once there is one.
         """
-        self._member, self._session, self._progress = member, session, progress
-        self._servers, self.num_rings = list(servers), num_rings
+        self.assigned, self._member, self._session, self._trainer = assigned, member, session, trainer
         self._lock = threading.Lock()
         self._client: RingClient | None = None
         self._paused_since_s: float | None = None
 
+    def make_progress(self, trainer: TrainerState) -> RingProgress:
+        """Return the progress of this member's ring, before it has joined."""
+        return RingProgress(RingCursor(ring=self.assigned.assignment.ring), trainer, self.on_pause)
+
+    def _progress(self) -> RingProgress:
+        return self._trainer().ring_progress
+
     @property
-    def cursor(self) -> ring_progress.RingCursor:
+    def cursor(self) -> RingCursor:
         return self._progress().cursor
 
     @property
@@ -106,13 +120,13 @@ class SessionLink:
             if self._client is None:
                 generation_id = lambda: self._session().membership.generation_id  # noqa: E731 - each generation has another
                 self._client = RingClient(
-                    self._servers, self.cursor.ring, generation_id=generation_id, is_monitored=True
+                    self.assigned.connectors, self.cursor.ring, generation_id=generation_id, is_monitored=True
                 )
             return self._client
 
     def connect_server(self) -> RingClient:
         """Return a connection for this member's ring, beside the representative's."""
-        return RingClient(self._servers, self.cursor.ring)
+        return RingClient(self.assigned.connectors, self.cursor.ring)
 
     def close_connection(self) -> None:
         with self._lock:
@@ -237,7 +251,7 @@ class ElasticRing(SessionMembership):
 
     def leave_server(self) -> None:
         """Tell the server at the process's end that the ring has finished, unless this member failed or stopped."""
-        if not (self.session.has_stopped or trainer_interface.script_has_failed()):
+        if not (self.session.has_stopped or member_details.script_has_failed()):
             self.worker.leave_server()
 
     def finish_aborted_pass(self, epoch_samples: int) -> None:
@@ -273,7 +287,7 @@ class ElasticRing(SessionMembership):
             self.worker.send_pending()
             return None
         self._incomplete_step.restore()
-        self.session.change_atomically(self.progress.record_missing)
+        self.session.change_atomically(self._trainer.record_missing)
         self._timer.begin_step()
         return self._trainer.accounting.own_part(self._trainer.member), self.progress.batch_part
 
@@ -309,7 +323,7 @@ class ElasticRing(SessionMembership):
         self.session.change_atomically(lambda: self.progress.open_epoch(epoch + 1))
         if not by_ring or not all(by_ring.values()):
             return None  # the others finished it long before, or one of them has broken off its pass
-        account = ring_progress.sum_accounts(epoch, expected, list(by_ring.values()), self._link.num_rings)
+        account = ring_progress.sum_accounts(epoch, expected, list(by_ring.values()), self._link.assigned.num_rings)
         if ring_progress.reporting_ring(by_ring) == self.progress.cursor.ring:
             self._record_account(account)
         account.check()

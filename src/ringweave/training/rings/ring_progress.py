@@ -10,9 +10,10 @@ from ringweave.param_server.data_shards import Span, Spans, merge_spans, spans_i
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.training.elastic.accounting import DataProgress, ElasticAccount, SampleAccounting, slice_of_member
+from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, slice_of_member
 from ringweave.training.elastic.retained_reductions import Commit
-from ringweave.training.elastic.share_table import BatchShares, ShareTable
+from ringweave.training.elastic.share_table import BatchShares
+from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.rings.shard_source import ResumeStart, spans_of_json
 
 
@@ -232,17 +233,10 @@ class _OpenBatch:
 class RingProgress:
     """Progress of one member's ring; counts the samples of the next push, without those of lost members."""
 
-    def __init__(
-        self,
-        cursor: RingCursor,
-        share_table: ShareTable,
-        accounting: SampleAccounting,
-        progress: DataProgress,
-        on_pause: Callable[[Membership], object],
-    ) -> None:
+    def __init__(self, cursor: RingCursor, trainer: TrainerState, on_pause: Callable[[Membership], object]) -> None:
         """Create it; `on_pause` gets each membership about to form, except the first with this member."""
-        self.cursor, self._on_pause = cursor, on_pause
-        self._share_table, self._accounting, self._progress = share_table, accounting, progress
+        self.cursor, self._trainer, self._on_pause = cursor, trainer, on_pause
+        self._accounting, self._progress = trainer.accounting, trainer.progress
         self.samples = UnpushedSamples()
         """Samples of the next push."""
         self._open_batches: list[_OpenBatch] = []
@@ -312,17 +306,10 @@ class RingProgress:
             batch_share: Its fraction of a train step of all rings.
             first: Position of its first sample in the remaining order of the epoch.
         """
-        batch_shares = self._share_table.shares_of_batch(self._progress.num_drawn)
-        self._accounting.record_batch(batch, batch_shares)
+        shares = self._trainer.record_batch(batch)
         self._open_batches.append(
-            _OpenBatch(batch_share=batch_share, first=first, num_samples=len(batch), batch_shares=batch_shares)
+            _OpenBatch(batch_share=batch_share, first=first, num_samples=len(batch), batch_shares=shares)
         )
-        self._progress.record_drawn(len(batch))
-
-    def record_missing(self) -> None:
-        """Record that the ring computes the next missing samples now."""
-        shares = self._share_table.shares_of_batch(self._progress.num_drawn)
-        self._progress.record_missing(self._accounting.record_next_missing(shares))
 
     @property
     def batch_part(self) -> float:
@@ -337,8 +324,8 @@ class RingProgress:
 
     def open_epoch(self, number: int) -> None:
         """Start a new epoch of the data."""
-        self._progress.epoch, self._progress.position, self.has_whole_epoch = number, 0, True
-        self._accounting.open_epoch(number)
+        self.has_whole_epoch = True
+        self._trainer.open_epoch(number)
 
     def report(self) -> dict[str, Any]:
         """Return the ring's report at a barrier of all rings."""

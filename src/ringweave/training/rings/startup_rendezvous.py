@@ -34,12 +34,12 @@ from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.param_server.versions import StalenessPolicy
 from ringweave.training import collectives
-from ringweave.training.elastic import member_process, trainer_interface
-from ringweave.training.elastic.member_process import AssignedMember
+from ringweave.training.elastic import member_details, member_process
 from ringweave.training.mode_choice import forecast
 from ringweave.training.options import Script
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings import server_job
+from ringweave.training.rings.elastic_ring import AssignedMember
 from ringweave.training.rings.ring_formation import relative_speeds
 from ringweave.training.rings.ring_progress import SlotAssignment
 
@@ -82,7 +82,7 @@ class StartupRendezvous:
         """
         with self._lock:
             if self._stop is not None:
-                raise trainer_interface.stop_error(self._stop)
+                raise member_details.stop_error(self._stop)
             is_first = self._membership is not None and self._membership.members[0] == self._status.member
             return self._membership if is_first else None
 
@@ -154,7 +154,7 @@ def _wait_job_begun(
             continue
         done = membership
         try:
-            profiles = [trainer_interface.parse_profile(each.member, each.note) for each in membership.statuses]
+            profiles = [member_details.parse_profile(each.member, each.note) for each in membership.statuses]
             begin([parse_member_name(each)[0] for each in membership.members], profiles)
         except RemoteError as error:
             was_faster = error.error == TrainingError.__name__ and bool(

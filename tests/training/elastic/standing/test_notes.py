@@ -9,7 +9,7 @@ import pytest
 
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import MemberStatus
-from ringweave.training.elastic import trainer_interface
+from ringweave.training.elastic import member_details
 from tests.wire.mutations import mutated
 
 NOTE: dict[str, Any] = {
@@ -27,10 +27,10 @@ NOTE: dict[str, Any] = {
 
 
 def test_what_members_say_is_read_as_it_was_said() -> None:
-    note = trainer_interface.parse_details("0.0", json.dumps(NOTE))
+    note = member_details.parse_details("0.0", json.dumps(NOTE))
     assert note == NOTE
-    trainer_interface.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), note)
-    assert trainer_interface.parse_profile("0.0", '{"speed": 1.5}') == {"speed": 1.5}
+    member_details.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), note)
+    assert member_details.parse_profile("0.0", '{"speed": 1.5}') == {"speed": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_what_members_say_is_read_as_it_was_said() -> None:
 )
 def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainingError) as error:
-        trainer_interface.check_trainer_details(
+        member_details.check_trainer_details(
             MemberStatus(member="3.1", address="10.0.0.1 4712"),
-            trainer_interface.parse_details("3.1", json.dumps(NOTE | change)),
+            member_details.parse_details("3.1", json.dumps(NOTE | change)),
         )
     assert re.match(f"note of worker 3\\.1: ['\"]{re.escape(text)}", str(error.value))
     assert "expected the values of ringweave.prepare. Run the same ringweave on all workers" in str(error.value)
@@ -58,19 +58,19 @@ def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, A
 
 def test_a_member_that_says_nowhere_where_it_listens_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"address of worker 3\.1: .none., expected where its state can be read"):
-        trainer_interface.check_trainer_details(MemberStatus(member="3.1"), NOTE)
+        member_details.check_trainer_details(MemberStatus(member="3.1"), NOTE)
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ud800"])
 def test_rubbish_is_refused_by_whoever_reads(text: str) -> None:
-    for read in (trainer_interface.parse_details, trainer_interface.parse_profile):
+    for read in (member_details.parse_details, member_details.parse_profile):
         with pytest.raises(TrainingError, match=r"of worker 0\.0: "):
             read("0.0", text)
 
 
 def test_what_is_too_long_is_not_read() -> None:
     with pytest.raises(TrainingError, match=r"note of worker 0\.0: '65537 characters', expected at most 65536"):
-        trainer_interface.parse_details("0.0", " " * 65537)
+        member_details.parse_details("0.0", " " * 65537)
 
 
 def test_mutated_notes_are_refused_or_read() -> None:
@@ -78,8 +78,8 @@ def test_mutated_notes_are_refused_or_read() -> None:
     note = json.dumps(NOTE).encode()
     for _ in range(5_000):
         try:
-            found = trainer_interface.parse_details("0.0", mutated(rng, note).decode("latin-1"))
-            trainer_interface.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), found)
+            found = member_details.parse_details("0.0", mutated(rng, note).decode("latin-1"))
+            member_details.check_trainer_details(MemberStatus(member="0.0", address="10.0.0.1 4712"), found)
             assert len(found["position"]) == 4
         except TrainingError:
             num_refused += 1

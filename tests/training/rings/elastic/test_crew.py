@@ -1,7 +1,6 @@
 """What a ring pushes is counted by what is in it, also when a member was gone before it counted."""
 
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -12,34 +11,21 @@ from ringweave.planning.balancing import SampleAccount
 from ringweave.training.elastic.accounting import SampleAccounting, samples_of_member
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
-from ringweave.training.elastic.trainer import MemberDescription, TrainerState
+from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.rings import ring_progress
 from ringweave.training.rings.ring_progress import PendingPush, RingCursor, RingProgress
 from ringweave.training.rings.shard_source import ResumeStart
-from ringweave.training.timing import HostTimeline, StepTimer
+from tests.training import fakes
 
 MEMBERS = ("0.0", "1.0")
 
 
 def make(pausing: Any = None, *, recomputes: bool = False) -> tuple[TrainerState, RingProgress]:
-    description = MemberDescription(
-        member="0.0",
-        state_address="127.0.0.1 9",
-        max_samples=None,
-        assumed_speed=1.0,
-        must_match={"num_prefetched": 0, "on_failure": "recompute" if recomputes else "drop"},
-    )
-    events: Any = MagicMock()
-    trainer = TrainerState(
-        description,
+    trainer = fakes.trainer_state(
+        "0.0",
         ShareTable(8, is_balanced=True),
-        StepTimer(HostTimeline()),
-        events,
-        events,
-        events,
-        ring=lambda made: RingProgress(
-            RingCursor(ring=1), made.share_table, made.accounting, made.progress, pausing or (lambda _: None)
-        ),
+        recomputes=recomputes,
+        ring=lambda made: RingProgress(RingCursor(ring=1), made, pausing or (lambda _: None)),
     )
     trainer.share_table.start_generation(0, MEMBERS, [None, None], [None, None], [1.0, 1.0])
     return trainer, trainer.ring_progress
@@ -75,7 +61,7 @@ def test_a_push_waits_for_the_samples_of_a_lost_member_and_has_them_all() -> Non
     crew.share_table.start_generation(crew.progress.num_drawn, ("1.0",), [None], [None], [1.0])
     parts = []
     for _ in range(2):
-        ring.record_missing()
+        crew.record_missing()
         parts.append(ring.batch_part)
     assert parts == [0.5, 0.25]
     crew.apply_commit(counted(crew, "1.0", of=8))

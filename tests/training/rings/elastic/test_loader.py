@@ -10,36 +10,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from ringweave.errors import TrainingError
 from ringweave.training.data import order
 from ringweave.training.data.shared_loader import SharedLoader
-from ringweave.training.elastic.accounting import DataProgress, SampleAccounting
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.rings.elastic_ring import ElasticRing
 from ringweave.training.rings.ring_progress import RingCursor, RingProgress
 from ringweave.training.rings.shard_source import ResumeStart, ShardSource
+from tests.training import fakes
 
 
 def made(epoch: int) -> SharedLoader:
     """Of a ring with one member, which is in that epoch."""
-    place: Any = DataProgress(epoch=epoch)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
     shares = ShareTable(4, is_balanced=True)
     shares.start_generation(0, ["0.0"], [None], [None], [1.0])
-    accounting = SampleAccounting()
-    progress = RingProgress(RingCursor(ring=0), shares, accounting, place, nothing)
-    trainer = SimpleNamespace(
-        member="0.0",
-        accounting=accounting,
-        progress=place,
-        share_table=shares,
-        measure_step=nothing,
-        ring_progress=progress,
-    )
+    trainer = fakes.trainer_state("0.0", shares, ring=lambda made: RingProgress(RingCursor(ring=0), made, nothing))
+    trainer.progress.epoch = epoch
     session = SimpleNamespace(
         change_atomically=lambda change: change(), pass_step_boundary=nothing, record_progress=nothing
     )
-    link = SimpleNamespace(
-        broadcast_from_first=lambda *_: {"first": 0, "count": 4, "version": 1, "reports": {}}, num_rings=1
-    )
+    link = SimpleNamespace(broadcast_from_first=lambda *_: {"first": 0, "count": 4, "version": 1, "reports": {}})
     worker = SimpleNamespace(
         send_pending=nothing,
         discard_unpushed=nothing,

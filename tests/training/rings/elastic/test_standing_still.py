@@ -14,7 +14,7 @@ class Member(SessionLink):
 
     def __init__(self) -> None:
         session: Any = SimpleNamespace(membership=DECREE)
-        super().__init__("0.0", lambda: session, lambda: session, [], 1)
+        super().__init__(session, "0.0", lambda: session, lambda: session)
         self.said: list[Membership] = []
 
     def on_pause(self, membership: Membership) -> None:
