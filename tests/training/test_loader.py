@@ -127,6 +127,15 @@ def test_epochs_can_be_named() -> None:
     assert next(iter(rank))[0].tolist() == orders_seen[0] != orders_seen[1]
 
 
+def test_the_epochs_that_remain_begin_at_the_position_of_a_state() -> None:
+    (rank,) = fakes.loaders(DataLoader(NUMBERS, batch_size=10), 1, (10,))
+    rank.load_state_dict({"epoch": 1, "position": 30, "seed": 5})
+    assert rank.members == ("0",)
+    sizes = {epoch: len(list(rank)) for epoch in rank.epochs(4) if epoch != 3}
+    assert sizes == {1: 2, 2: 5}
+    assert rank.next_epoch == 4, "an epoch without a pass is over too"
+
+
 def test_an_evaluation_is_split_by_the_shares() -> None:
     ranks = fakes.loaders(DataLoader(NUMBERS, batch_size=12), 3, (2, 4, 6))
     parts = [torch.cat([x for (x,) in rank.split(DataLoader(NUMBERS, batch_size=4))]).tolist() for rank in ranks]

@@ -188,7 +188,8 @@ class SampleSource(abc.ABC, Generic[MembershipT]):
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs."""
         while (number := self.membership.epoch_to_continue(self._pass_epoch)) < num_epochs:
-            self.set_epoch(number)
+            if self._pass_epoch != number:
+                self.set_epoch(number)
             yield number
             self.membership.leave_epoch(number)
             if self._pass_epoch == number:  # the script has not begun this pass
