@@ -172,14 +172,16 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
     incomplete = IncompleteStep(script.optimizer, script.extra_state, lambda: bool(trainer.accounting.missing))
     optimizer, source = script.optimizer, None
-    if member.link is None or member.worker is None:
+    if member.exchange is None or member.worker is None:
         timing.attach_timer(timer, parallel, optimizer)
         membership = ElasticMembership(
             session, trainer, timer, incomplete, recorder.epoch_accounted, is_mean=script.is_mean
         )
         source = OrderSource(script.loader, script.spec, script.seed, membership)
     else:
-        ring = ElasticRing(session, trainer, member.worker, member.link, timer, incomplete, recorder.epoch_accounted)
+        ring = ElasticRing(
+            session, trainer, member.worker, member.exchange, timer, incomplete, recorder.epoch_accounted
+        )
         ring.start_training()
         optimizer = ParameterServerOptimizer(optimizer, member.worker)
         source = ShardSource(script.loader, script.spec, script.seed, ring)

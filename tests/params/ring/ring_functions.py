@@ -11,7 +11,7 @@ from ringweave import rpc
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import ParameterGroup, ServerSetup
-from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticLink
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticExchange
 
 BATCH = 12
 
@@ -57,7 +57,7 @@ def train(
         pushed.zero_grad()
         loss(net, batch(number)[part]).backward()
         average_gradients(net, process_group)
-        member.link.samples.add(BATCH, 1 / len(rings))
+        member.ring.samples.add(BATCH, 1 / len(rings))
         pushed.step()
         if member.last_result:
             staleness.append(member.last_result.staleness_versions)
@@ -94,8 +94,8 @@ def sit_down(
         assert client is not None
         start(client, setup_of(net, optimizer, rings, overlaps=local_steps > 0), net)
     dist.barrier()
-    link = StaticLink(groups[index], ring[0], client)
-    member = RingWorker(link, list(net.parameters()), local_steps=local_steps)
+    exchange = StaticExchange(groups[index], ring[0], client)
+    member = RingWorker(exchange, list(net.parameters()), local_steps=local_steps)
     member.refresh()
     at = ring.index(rank)
     return member, groups[index], slice(at * BATCH // len(ring), (at + 1) * BATCH // len(ring))

@@ -32,7 +32,7 @@ from ringweave.training.elastic.trainer import MemberDescription, StateTransport
 from ringweave.training.elastic.training_state import TrainingState
 from ringweave.training.options import Script
 from ringweave.training.recorder import ElasticRecorder
-from ringweave.training.rings.elastic_ring import AssignedMember, SessionLink
+from ringweave.training.rings.elastic_ring import AssignedMember, SessionExchange
 from ringweave.training.rings.ring_worker import RingWorker
 from ringweave.training.timing import StepTimer
 
@@ -48,7 +48,7 @@ class MemberParts:
     session: ElasticSession
     trainer: TrainerState
     recorder: ElasticRecorder
-    link: SessionLink | None
+    exchange: SessionExchange | None
     worker: RingWorker | None
     """Only in rings."""
 
@@ -75,18 +75,18 @@ def join_job(
     )
     recorder = ElasticRecorder(environment, lambda: session.is_primary)
     transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
-    link, worker, join = None, None, None
+    exchange, worker, join = None, None, None
     extra_state: dict[str, Any] = {**script.extra_state, STARTUP_STATE: startup_log}
     share_table = ShareTable(script.spec.batch_samples, is_balanced=must_match["mode"] == modes.BALANCED)
     if assigned is not None:
         seat, extra_state = assigned.assignment, dict(script.extra_state)
-        link = SessionLink(assigned, own_name, lambda: session, lambda: trainer)
-        worker = RingWorker(link, script.parameters, local_steps=seat.local_steps)
+        exchange = SessionExchange(assigned, own_name, lambda: session, lambda: trainer)
+        worker = RingWorker(exchange, script.parameters, local_steps=seat.local_steps)
         share_table = ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=seat.shard_samples)
         join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
     last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()
     training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=last_push)
-    make_ring = None if link is None else link.make_progress
+    make_ring = None if exchange is None else exchange.make_progress
     trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=make_ring)
     session = ElasticSession(
         own_name,
@@ -102,8 +102,8 @@ def join_job(
         session.repeat_collectives(startup_log)
 
     def beat() -> Heartbeat:
-        if link is not None:
-            link.check_pause(time.monotonic(), is_paused=session.is_paused)
+        if exchange is not None:
+            exchange.check_pause(time.monotonic(), is_paused=session.is_paused)
         return session.heartbeat(member_details.busy_s())
 
     client = MembershipClient(own_name, environment.coordinators, authentication, session, beat, join=join)
@@ -112,7 +112,7 @@ def join_job(
     atexit.register(shut_down_member, client, session, server, groups)
     timing.freeze_garbage_collector()
     session.start(client)
-    return MemberParts(session=session, trainer=trainer, recorder=recorder, link=link, worker=worker)
+    return MemberParts(session=session, trainer=trainer, recorder=recorder, exchange=exchange, worker=worker)
 
 
 def member_name(environment: WorkerEnvironment) -> str:

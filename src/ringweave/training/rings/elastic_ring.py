@@ -47,8 +47,8 @@ class AssignedMember:
     connectors: Sequence[Callable[[], rpc.RpcClient]]
 
 
-class SessionLink:
-    """Link of a member to its elastic ring: all members apply what the first one fetches, or none does."""
+class SessionExchange:
+    """Exchanges of a member with its elastic ring: all members apply what the first one fetches, or none does."""
 
     starts_pushes_at_once = False
 
@@ -164,13 +164,13 @@ class ElasticRing(SessionMembership):
         session: ElasticSession,
         trainer: TrainerState,
         worker: RingWorker,
-        link: SessionLink,
+        exchange: SessionExchange,
         timer: StepTimer,
         incomplete_step: IncompleteStep,
         record_account: Callable[[ElasticAccount], object],
     ) -> None:
         super().__init__(session, trainer)
-        self.progress, self.worker, self._link = trainer.ring_progress, worker, link
+        self.progress, self.worker, self._exchange = trainer.ring_progress, worker, exchange
         self._incomplete_step = incomplete_step
         self._timer, self._record_account = timer, record_account
         self._aborted_epoch: int | None = None
@@ -185,15 +185,15 @@ class ElasticRing(SessionMembership):
 
     @property
     def may_save(self) -> bool:
-        return self._link.is_representative
+        return self._exchange.is_representative
 
     def has_training_begun(self) -> bool:
         """Return whether a ring has pushed: the same for all members of this ring, whenever they ask."""
-        status = self._link.broadcast_from_first(lambda: {"version": self._link.client().status().version})
+        status = self._exchange.broadcast_from_first(lambda: {"version": self._exchange.client().status().version})
         return bool(status["version"])
 
     def connect_server(self) -> RingClient:
-        return self._link.connect_server()
+        return self._exchange.connect_server()
 
     @property
     def start(self) -> ResumeStart | None:
@@ -211,12 +211,14 @@ class ElasticRing(SessionMembership):
     def refresh_parameters(self) -> None:
         """Take the newest parameters and the server's cursor when the ring starts or resumes."""
         received = self.worker.received.pieces
-        self._resume_ring(self._link.broadcast_from_first(lambda: self._start_ring(self._link.client()), received))
+        self._resume_ring(
+            self._exchange.broadcast_from_first(lambda: self._start_ring(self._exchange.client()), received)
+        )
 
     @torch.no_grad()
     def resume(self, offered: OfferedCheckpoint | None, epoch_samples: int) -> tuple[ResumeDecision, int | None]:
         def agree() -> FetchedJson:
-            client = self._link.client()
+            client = self._exchange.client()
             own = (offered.train_step, offered.checksum) if offered else (0, "")
             ruled = client.offer_checkpoint(*own)
             if ruled.verdict == "give" and offered is not None:
@@ -226,7 +228,7 @@ class ElasticRing(SessionMembership):
             begun = self._start_ring(client) if ruled.verdict == "resumed" else {}
             return {"decision": ruled.model_dump(), **begun}
 
-        outcome = self._link.broadcast_from_first(agree, self.worker.received.pieces)
+        outcome = self._exchange.broadcast_from_first(agree, self.worker.received.pieces)
         if "cursor" in outcome:
             self._resume_ring(outcome)
         return ResumeDecision(**outcome["decision"]), self._trainer.progress.epoch
@@ -295,11 +297,11 @@ class ElasticRing(SessionMembership):
         cursor = self.progress.cursor
 
         def ask() -> FetchedJson:
-            number, client = cursor.num_shards + 1, self._link.client()
+            number, client = cursor.num_shards + 1, self._exchange.client()
             first, count = client.take_shard(pass_number, wanted, total, min_samples=min_samples, number=number)
             return {"first": first, "count": count}
 
-        shard = self._link.broadcast_from_first(ask)
+        shard = self._exchange.broadcast_from_first(ask)
         cursor.num_shards += 1
         return shard["first"], shard["count"]
 
@@ -323,7 +325,7 @@ class ElasticRing(SessionMembership):
         self.session.change_atomically(lambda: self.progress.open_epoch(epoch + 1))
         if not by_ring or not all(by_ring.values()):
             return None  # the others finished it long before, or one of them has broken off its pass
-        account = ring_progress.sum_accounts(epoch, expected, list(by_ring.values()), self._link.assigned.num_rings)
+        account = ring_progress.sum_accounts(epoch, expected, list(by_ring.values()), self._exchange.assigned.num_rings)
         if ring_progress.reporting_ring(by_ring) == self.progress.cursor.ring:
             self._record_account(account)
         account.check()
@@ -343,7 +345,7 @@ class ElasticRing(SessionMembership):
         cursor, text = self.progress.cursor, json.dumps(report)
 
         def gather() -> FetchedJson:
-            client = self._link.client()
+            client = self._exchange.client()
             if use_up is not None:
                 client.take_shard(epoch, use_up, use_up, number=cursor.num_shards + 1, ended_epoch=epoch)
             client.leave_ring(is_for_good=False)
@@ -353,7 +355,7 @@ class ElasticRing(SessionMembership):
             client.wait_barrier(cursor.num_barriers + 2, epoch, "")
             return {"version": version, "reports": {str(ring): each for ring, each in met.items()}}
 
-        result = self._link.broadcast_from_first(gather, self.worker.received.pieces)
+        result = self._exchange.broadcast_from_first(gather, self.worker.received.pieces)
         self.worker.apply_parameters(result["version"])
         cursor.num_barriers += 2
         cursor.num_shards += use_up is not None

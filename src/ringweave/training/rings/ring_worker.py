@@ -7,11 +7,12 @@ Only the representative of the ring talks to the server. Both ways of working gi
   computes the next local steps. It takes in the returned version one round later, with its own changes since then
   on top.
 
-A link connects the ranks of a ring. In a fixed ring it is a process group. In an elastic ring the first member is the
-representative; if it dies, the next member repeats the request: the server identifies pushes, data shards and barriers
-by ring and number, and answers as before. All members of a ring have the same gradients when they push, so any of them
-can. With local steps, every member keeps the last push until all members have the answer. A push starts at the step
-boundary after it, so a member that joins there has it too and may be the one that pushes.
+An exchange connects the ranks of a ring with each other and with the server. In a fixed ring it is a process group. In
+an elastic ring the first member is the representative; if it dies, the next member repeats the request: the server
+identifies pushes, data shards and barriers by ring and number, and answers as before. All members of a ring have the
+same gradients when they push, so any of them can. With local steps, every member keeps the last push until all members
+have the answer. A push starts at the step boundary after it, so a member that joins there has it too and may be the one
+that pushes.
 """
 
 import threading
@@ -31,8 +32,8 @@ from ringweave.training.elastic.retained_reductions import FetchedJson
 from ringweave.training.rings.ring_progress import PendingPush, RingCursor, UnpushedSamples
 
 
-class RingLink(Protocol):
-    """Connection of a rank to its ring, and of the representative to the server."""
+class RingExchange(Protocol):
+    """Exchanges of a rank with its ring, and of the representative with the server."""
 
     starts_pushes_at_once: bool
     """A due push starts at once; else at the next step boundary, so that joining members have it too."""
@@ -75,8 +76,8 @@ class RingLink(Protocol):
         ...
 
 
-class StaticLink:
-    """Link of a fixed ring: a process group. Only the representative knows versions and answers."""
+class StaticExchange:
+    """Exchanges of a fixed ring: a process group. Only the representative knows versions and answers."""
 
     starts_pushes_at_once = True
     misses_samples = False
@@ -116,15 +117,15 @@ class StaticLink:
 class RingWorker:
     """Rank of a ring, as worker of the parameter server."""
 
-    def __init__(self, link: RingLink, parameters: Sequence[Tensor], *, local_steps: int = 0) -> None:
+    def __init__(self, ring: RingExchange, parameters: Sequence[Tensor], *, local_steps: int = 0) -> None:
         """Create it without a connection.
 
         Args:
-            link: Link of this rank.
+            ring: Exchanges of this rank.
             parameters: Trained parameters, in the server's order.
             local_steps: Steps from one push to the next; 0 pushes the gradients of each step.
         """
-        self.link, self.parameters = link, list(parameters)
+        self.ring, self.parameters = ring, list(parameters)
         self.specs = flat.tensor_specs([(str(index), each) for index, each in enumerate(parameters)])
         device = str(parameters[0].device)
         self.received = FlatTensors(self.specs, device=device)
@@ -139,9 +140,9 @@ class RingWorker:
     @torch.no_grad()
     def push_gradients(self, options: list[dict[str, OptimizerOption]]) -> None:
         """Push the gradients that the ring agrees on, and apply the next parameters."""
-        link = self.link
+        ring = self.ring
         absent = [index for index, each in enumerate(self.parameters) if each.grad is None]
-        pending = PendingPush.of_samples(link.samples, link.last_words())
+        pending = PendingPush.of_samples(ring.samples, ring.last_words())
         ring_push = self.ring_push("gradient", pending, absent, options)
 
         def exchange() -> FetchedJson:
@@ -149,10 +150,10 @@ class RingWorker:
             self._copy_gradients(self._outbox)
             return {"version": self.push_and_pull(ring_push, self._outbox)}
 
-        answer = link.broadcast_from_first(exchange, self.received.pieces)
+        answer = ring.broadcast_from_first(exchange, self.received.pieces)
         self.apply_parameters(answer.get("version", 0))
-        link.cursor.num_pushed += 1
-        link.samples.clear()
+        ring.cursor.num_pushed += 1
+        ring.samples.clear()
 
     def ring_push(
         self,
@@ -163,8 +164,8 @@ class RingWorker:
     ) -> RingPush:
         """Return the ring's next push, without its buffers."""
         return RingPush(
-            sequence=self.link.cursor.num_pushed + 1,
-            base_version=self.link.cursor.base_version,
+            sequence=self.ring.cursor.num_pushed + 1,
+            base_version=self.ring.cursor.base_version,
             content=content,
             num_samples=pending.num_samples,
             batch_share=pending.batch_share,
@@ -179,7 +180,7 @@ class RingWorker:
 
     def push_and_pull(self, ring_push: RingPush, outbox: FlatTensors) -> int:
         """Push, receive the next parameters and return their version; for the representative."""
-        self.last_result, version = self.link.client().push_and_pull(
+        self.last_result, version = self.ring.client().push_and_pull(
             ring_push, outbox.buffers(), self._get_inbox().buffers()
         )
         self._copy_received()
@@ -187,11 +188,11 @@ class RingWorker:
 
     def push(self, ring_push: RingPush, outbox: FlatTensors) -> None:
         """Push without pulling; for the representative."""
-        self.last_result = self.link.client().push(ring_push, outbox.buffers())
+        self.last_result = self.ring.client().push(ring_push, outbox.buffers())
 
     def pull(self, after_sequence: int) -> int:
         """Receive the newest parameters and return their version; for the representative."""
-        version = self.link.client().pull(after_sequence, self._get_inbox().buffers())
+        version = self.ring.client().pull(after_sequence, self._get_inbox().buffers())
         self._copy_received()
         return version
 
@@ -203,15 +204,15 @@ class RingWorker:
         """
         if self.changes is not None:
             self.changes.drop_answer()
-        sequence = self.link.cursor.num_pushed
-        answer = self.link.broadcast_from_first(lambda: {"version": self.pull(sequence)}, self.received.pieces)
+        sequence = self.ring.cursor.num_pushed
+        answer = self.ring.broadcast_from_first(lambda: {"version": self.pull(sequence)}, self.received.pieces)
         self.apply_parameters(answer.get("version", 0))
 
     @torch.no_grad()
     def apply_parameters(self, version: int) -> None:
         """Apply the received parameters of that version."""
         torch._foreach_copy_(self.parameters, self.received.views)
-        self.link.cursor.base_version = self.link.cursor.next_version = version
+        self.ring.cursor.base_version = self.ring.cursor.next_version = version
         if self.changes is not None:
             self.changes.reset_base()
 
@@ -227,8 +228,8 @@ class RingWorker:
         """
         if self.changes is not None:
             self.changes.push_rest()
-        if self.link.is_representative:
-            self.link.client().leave_ring(is_for_good=False)
+        if self.ring.is_representative:
+            self.ring.client().leave_ring(is_for_good=False)
 
     def discard_unpushed(self) -> None:
         """Idle, and lose the local steps that are not pushed yet. Waits for no other rank, since it may have failed."""
@@ -241,15 +242,15 @@ class RingWorker:
         self._leave_ring(is_for_good=True)
 
     def _leave_ring(self, *, is_for_good: bool) -> None:
-        if self.link.is_connected:
+        if self.ring.is_connected:
             if self.changes is not None:
                 self.changes.wait_answered()
-            self.link.client().leave_ring(is_for_good=is_for_good)
+            self.ring.client().leave_ring(is_for_good=is_for_good)
 
     def disconnect(self) -> None:
         """Close the connection: the ring is dissolved, and idle."""
-        if self.link.is_representative:
-            self.link.client().close()
+        if self.ring.is_representative:
+            self.ring.client().close()
 
     def _get_inbox(self) -> FlatTensors:
         """Return the memory for parameters from the server; for the representative."""
@@ -274,7 +275,7 @@ class LocalStepChanges:
 
     def __init__(self, worker: RingWorker, outbox: FlatTensors, num_steps: int) -> None:
         """Start without changes; `num_steps` are the local steps from one push to the next."""
-        self._worker, self._link, self._num_steps = worker, worker.link, num_steps
+        self._worker, self._ring, self._num_steps = worker, worker.ring, num_steps
         self.outbox = outbox
         """Change of the parameters at the last push."""
         self._base = FlatTensors(worker.specs, device=str(worker.parameters[0].device))
@@ -297,14 +298,14 @@ class LocalStepChanges:
         changes = self._changes()
         if has_answer:  # the server's parameters plus the ring's own change
             torch._foreach_copy_(self._worker.parameters, torch._foreach_add(changes, self._worker.received.views))
-        self._link.change_atomically(lambda: self._record_push(changes))
-        if self._link.starts_pushes_at_once:
+        self._ring.change_atomically(lambda: self._record_push(changes))
+        if self._ring.starts_pushes_at_once:
             self.send_pending()
         self.reset_base()
 
     def send_pending(self) -> None:
         """Start a due push between two steps; on the representative."""
-        if self._link.cursor.pending is not None and self._link.is_representative:
+        if self._ring.cursor.pending is not None and self._ring.is_representative:
             self._current_exchange()
 
     @torch.no_grad()
@@ -314,22 +315,22 @@ class LocalStepChanges:
         In a fixed ring the answer to the push before is not broadcast either, since `refresh` replaces all parameters:
         over a slow link that takes as long as a push.
         """
-        if self._link.starts_pushes_at_once:
+        if self._ring.starts_pushes_at_once:
             self.drop_answer()
         else:
             self._apply_answer()
         if not self._num_since:
             return
         changes = self._changes()
-        self._link.change_atomically(lambda: self._record_push(changes))
+        self._ring.change_atomically(lambda: self._record_push(changes))
         ring_push = self._pending_push()
 
         def push() -> FetchedJson:
             self._worker.push(ring_push, self.outbox)
             return {}
 
-        self._link.broadcast_from_first(push)
-        self._link.change_atomically(lambda: self._link.cursor.count_answer(None))
+        self._ring.broadcast_from_first(push)
+        self._ring.change_atomically(lambda: self._ring.cursor.count_answer(None))
         self._num_since = 0
 
     def discard_steps(self) -> None:
@@ -338,27 +339,27 @@ class LocalStepChanges:
 
     def wait_answered(self) -> None:
         """Wait until the server has the representative's pending push; waits for no other rank."""
-        if self._link.cursor.pending is not None:
+        if self._ring.cursor.pending is not None:
             self._current_exchange().wait()
 
     def drop_answer(self) -> None:
         """Wait for the answer to the push before, which no rank applies."""
-        cursor, version = self._link.cursor, None
+        cursor, version = self._ring.cursor, None
         if cursor.pending is None:
             return
-        if self._link.is_representative:
+        if self._ring.is_representative:
             version = self._fetch_answer()["version"]
         self._background_exchange = None
         cursor.count_answer(version)
 
     def _apply_answer(self) -> bool:
         """Apply the answer to the push before, on all ranks; return False if there was none."""
-        cursor = self._link.cursor
+        cursor = self._ring.cursor
         if cursor.pending is None:
             return False
-        answer = self._link.broadcast_from_first(self._fetch_answer, self._worker.received.pieces)
+        answer = self._ring.broadcast_from_first(self._fetch_answer, self._worker.received.pieces)
         self._background_exchange = None
-        self._link.change_atomically(lambda: cursor.count_answer(answer.get("version")))
+        self._ring.change_atomically(lambda: cursor.count_answer(answer.get("version")))
         return True
 
     def _fetch_answer(self) -> FetchedJson:
@@ -379,11 +380,11 @@ class LocalStepChanges:
     def _record_push(self, changes: list[Tensor]) -> None:
         """Record the ring's next push, of everything computed since the one before."""
         torch._foreach_copy_(self.outbox.views, changes)
-        self._link.cursor.pending = PendingPush.of_samples(self._link.samples, self._link.last_words())
-        self._link.samples.clear()
+        self._ring.cursor.pending = PendingPush.of_samples(self._ring.samples, self._ring.last_words())
+        self._ring.samples.clear()
 
     def _pending_push(self) -> RingPush:
-        pending = self._link.cursor.pending
+        pending = self._ring.cursor.pending
         assert pending is not None, "noted"
         return self._worker.ring_push("change", pending)
 
@@ -429,7 +430,7 @@ class ParameterServerOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one train step of the ring; `closure` computes the loss first, as in torch's optimizers."""
-        if self._worker.link.misses_samples:
+        if self._worker.ring.misses_samples:
             self._local_optimizer.step()  # changes nothing: see `IncompleteStep`
             return None
         if self._worker.changes is not None:

@@ -37,7 +37,7 @@ from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings.ring_formation import RingFormation, RingShares, find_better_rings
-from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticLink
+from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticExchange
 from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 
 _OPTIMIZER_STATE = "state of the optimizer in a ring"
@@ -199,7 +199,7 @@ class RingAssignment:
             speed_control=ControlGroup(groups[2]),
             client=client,
             worker=RingWorker(
-                StaticLink(groups[0], rings[index][0], client), self._parameters, local_steps=self._local_steps
+                StaticExchange(groups[0], rings[index][0], client), self._parameters, local_steps=self._local_steps
             ),
         )
 
@@ -424,7 +424,7 @@ class StaticRing(TrainingMembership):
 
     def record_batch(self, first: int, own: Portion, batch_part: float) -> None:
         """Record that the batch is loaded."""
-        samples = self.assignment.current.worker.link.samples
+        samples = self.assignment.current.worker.ring.samples
         samples.add(own.num_total, batch_part)
         spans = spans_in_epoch(self._done_spans, first, own.num_total)
         samples.note_spans(self._num_passes, self._epoch, spans)
@@ -442,7 +442,7 @@ class StaticRing(TrainingMembership):
     def _discard_pass(self, epoch_samples: int) -> None:
         self._running = None
         self.assignment.current.worker.discard_unpushed()
-        self.assignment.current.worker.link.samples.clear()
+        self.assignment.current.worker.ring.samples.clear()
         self.assignment.discard_rest_of_pass(self._num_passes, epoch_samples, self._epoch)
         self._abort_notice = self._control.start_account_exchange(None)
 

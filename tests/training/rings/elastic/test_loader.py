@@ -28,7 +28,7 @@ def made(epoch: int) -> SharedLoader:
     session = SimpleNamespace(
         change_atomically=lambda change: change(), pass_step_boundary=nothing, record_progress=nothing
     )
-    link = SimpleNamespace(broadcast_from_first=lambda *_: {"first": 0, "count": 4, "version": 1, "reports": {}})
+    exchange = SimpleNamespace(broadcast_from_first=lambda *_: {"first": 0, "count": 4, "version": 1, "reports": {}})
     worker = SimpleNamespace(
         send_pending=nothing,
         discard_unpushed=nothing,
@@ -37,7 +37,7 @@ def made(epoch: int) -> SharedLoader:
         received=SimpleNamespace(pieces=()),
     )
     timer: Any = SimpleNamespace(begin_step=nothing, record_samples=nothing)
-    parts: Any = (session, trainer, worker, link, timer, None, nothing)
+    parts: Any = (session, trainer, worker, exchange, timer, None, nothing)
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
     source = ShardSource(loader, order.read_loader(loader), 0, ElasticRing(*parts))
     return SharedLoader(loader, source, SampleWeights(num_ranks=1, is_mean=True), timer)

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ringweave.membership.membership_records import Membership, MemberStatus
-from ringweave.training.rings.elastic_ring import SessionLink
+from ringweave.training.rings.elastic_ring import SessionExchange
 
 DECREE = Membership(generation_id=(1, 1), statuses=(MemberStatus(member="0.0"), MemberStatus(member="1.0")))
 
 
-class Member(SessionLink):
+class Member(SessionExchange):
     """Keeps what it would tell the server."""
 
     def __init__(self) -> None:
