@@ -309,7 +309,7 @@ def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, l
             sums.append(weights_of(model.module).sum().item())
             time.sleep(0.02)  # else one ring may be through with the epoch before the other one gets the processor
         seen["rings"].append(seat.rings)
-        seen["pushes"].append(seat.worker._sequence)
+        seen["pushes"].append(seat.worker.ring.cursor.num_pushed)
         seen["steps"].append(sums)
         assert shared.account is not None
         assert shared.account.is_exact
