@@ -11,10 +11,11 @@ that is work of its own, beside all waiting. It is measured by the processor tim
 """
 
 import abc
+import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -177,6 +178,15 @@ class StepTimer:
         if self._span_begin is not None and self._step is not None:
             self._step.waits.append((self._span_begin, self._timeline.mark()))
         self._span_begin = None
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Context of a wait for others."""
+        self.open_span()
+        try:
+            yield
+        finally:
+            self.close_wait()
 
     def close_update(self, *_: object) -> None:
         """End the span as an update: computing during which no other rank waits."""

@@ -94,6 +94,8 @@ class SharedLoader:
         self.source = source
         self._loader, self._weights, self._timer, self._sample_weights = loader, weights, timer, sample_weights
         self._members = source.membership
+        self.latest_portion: Portion | None = None
+        """This rank's portion of the batch that was handed out last."""
 
     @property
     def dataset(self) -> Any:
@@ -150,6 +152,7 @@ class SharedLoader:
             return
         try:
             for batch, own, batch_part in self.source.batches(begun):
+                self.latest_portion = own
                 self._weights.set(len(own.indices), own.num_total, batch_part)
                 if self._sample_weights is not None:
                     self._weights.set_weights(*self._sample_weights.weigh(own, batch))
@@ -159,6 +162,28 @@ class SharedLoader:
             self.source.abort_pass(begun)
             raise
         self.source.end_pass(begun)
+
+    def set_batch_weight(self, weight: float, total_weight: float) -> None:
+        """Set other weights for the present batch: of this rank's portion, and the sum that the gradient divides by.
+
+        For trainers that count tokens themselves, before the backward pass.
+        """
+        self._weights.set_weights(weight, total_weight)
+
+    @property
+    def timer(self) -> StepTimer:
+        """Timer of the train steps."""
+        return self._timer
+
+    @property
+    def is_elastic(self) -> bool:
+        """Members may come and go."""
+        return self._members.is_elastic
+
+    @property
+    def is_last_batch(self) -> bool:
+        """The batch that was handed out last ends its epoch, unless its step misses samples; False for a stream."""
+        return self._order_source().is_at_end
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, for the script's outer loop."""
@@ -229,7 +254,11 @@ class SharedLoader:
         `model.module`, since ranks have different numbers of batches.
         """
         samples = order.evaluation_samples(loader)
-        return subset_loader(loader, samples[self._members.evaluation_slice(len(samples))])
+        return subset_loader(loader, samples[self.evaluation_slice(len(samples))])
+
+    def evaluation_slice(self, num_samples: int) -> slice:
+        """Return this rank's slice of so many samples, in proportion to the present shares; it may be empty."""
+        return self._members.evaluation_slice(num_samples)
 
     def _order_source(self) -> OrderSource:
         if isinstance(self.source, OrderSource):

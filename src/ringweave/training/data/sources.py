@@ -234,6 +234,12 @@ class OrderSource(SampleSource["StaticMembership | ElasticMembership"]):
     def shares(self) -> tuple[int, ...]:
         return self.membership.shares
 
+    @property
+    def is_at_end(self) -> bool:
+        """All batches of the epoch are handed out, and none of their samples is missing."""
+        is_drawn = self.spec.num_samples is not None and self.membership.progress.position >= self.spec.epoch_samples
+        return is_drawn and not self.membership.missing
+
     def set_epoch(self, epoch: int) -> None:
         self._pass_epoch, self._start = epoch, 0
 
