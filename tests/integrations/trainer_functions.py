@@ -1,16 +1,16 @@
 """Training of a small GPT on ragged sequences by Transformers' Trainer, on ranks and in one process."""
 
-import dataclasses
 import os
 import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-NUM_SAMPLES, VOCABULARY, LONGEST = 41, 13, 7
+VOCABULARY, LONGEST = 13, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +24,33 @@ class Case:
     accumulate: int = 1
     clip: float = 1.0
     counts_tokens: bool = True
-    """The model's loss is a mean over tokens."""
+    """Losses are means over all tokens of a train step; else means over sequences of the same length."""
     evaluates: bool = False
+    num_samples: int = 41
+    shares: tuple[int, ...] = ()
+    """Samples of each rank in a batch; empty leaves them equal."""
+    saves_every: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Outcome of a training."""
+
+    parameters: list[np.ndarray]
+    log: list[dict[str, Any]]
+    global_step: int
+    learning_rates: list[float]
+    is_exact: bool = True
+    has_joined_late: bool = False
+    backend: str = ""
 
 
 class Sequences(Dataset):
-    """Ragged sequences of tokens."""
+    """Sequences of tokens, ragged ones or all of the same length."""
 
-    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+    def __init__(self, num_samples: int, shortest: int = 2) -> None:
         generator = torch.Generator().manual_seed(4)
-        lengths = torch.randint(2, LONGEST + 1, (num_samples,), generator=generator)
+        lengths = torch.randint(shortest, LONGEST + 1, (num_samples,), generator=generator)
         self._samples = [torch.randint(VOCABULARY, (int(each),), generator=generator) for each in lengths]
 
     def __len__(self) -> int:
@@ -41,6 +58,10 @@ class Sequences(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self._samples[index]}
+
+
+def sequences(case: Case) -> Sequences:
+    return Sequences(case.num_samples, 2 if case.counts_tokens else LONGEST)
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -68,7 +89,7 @@ def loss_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | No
     return total / num_items_in_batch
 
 
-def make_trainer(case: Case, base: type, batch: int, folder: str, **more: Any) -> Any:
+def make_trainer(case: Case, base: type, batch: int, folder: str) -> Any:
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(
@@ -83,43 +104,81 @@ def make_trainer(case: Case, base: type, batch: int, folder: str, **more: Any) -
         warmup_steps=3,
         logging_steps=2,
         eval_strategy="epoch" if case.evaluates else "no",
-        save_strategy="no",
+        save_strategy="steps" if case.saves_every else "no",
+        save_steps=case.saves_every or 500,
         report_to="none",
         disable_tqdm=True,
-        **more,
     )
-    data = {"train_dataset": Sequences(), "eval_dataset": Sequences(17), "data_collator": collate}
+    data = {"train_dataset": sequences(case), "eval_dataset": Sequences(17), "data_collator": collate}
     trainer = base(model=make_model(), args=arguments, compute_loss_func=loss_of_tokens, **data)
+    if case.evaluates:
+        trainer.compute_metrics = accuracy
     if not case.counts_tokens:
         trainer.compute_loss_func, trainer.model_accepts_loss_kwargs = None, False
     return trainer
 
 
-def outcome(trainer: Any) -> dict[str, Any]:
-    from ringweave.training import gradients
-
-    model = gradients.unwrap_ddp(trainer.model)
-    return {
-        "parameters": [each.detach().numpy().copy() for each in model.parameters()],
-        "log": trainer.state.log_history,
-        "global_step": trainer.state.global_step,
-        "lr": trainer.lr_scheduler.get_last_lr(),
-    }
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Fraction of tokens that the model predicts, over all sequences of an evaluation."""
+    predicted, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
+    return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
 
-def train_on_ranks(case: Case) -> dict[str, Any]:
+def outcome(trainer: Any, **more: Any) -> Outcome:
+    return Outcome(
+        parameters=[each.detach().numpy().copy() for each in trainer.model.parameters()],
+        log=trainer.state.log_history,
+        global_step=trainer.state.global_step,
+        learning_rates=trainer.lr_scheduler.get_last_lr(),
+        **more,
+    )
+
+
+def train_on_ranks(case: Case, folder: str = "", checkpoint: str | None = None) -> Outcome:
+    import torch.distributed as dist
+
     from ringweave.integrations.transformers import Trainer
 
     os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="127.0.0.1")
+
+    class WithShares(Trainer):
+        def _prepare_all(self, *args: Any) -> Any:
+            loader = super()._prepare_all(*args)
+            if case.shares:
+                loader.prepared._parts.balancer.reset_shares(0, case.shares, None)
+            return loader
+
+    with tempfile.TemporaryDirectory() as own_folder:
+        trainer = make_trainer(case, WithShares, case.batch, folder or own_folder)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        account = trainer._prepared[1].prepared.account
+        return outcome(trainer, is_exact=account.is_exact, backend=dist.get_backend())
+
+
+def refusals() -> dict[str, str]:
+    """Texts of the errors for what cannot be shared out."""
+    from ringweave.errors import RingweaveError
+    from ringweave.integrations.transformers import Trainer
+
+    os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="127.0.0.1", WORLD_SIZE="1")
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(case, Trainer, case.batch, folder)
+        case = Case(num_samples=4, num_epochs=1)
+        trainer = make_trainer(case, Trainer, 2, folder)
         trainer.train()
-        found = outcome(trainer)
-        loader = trainer._prepared[1].prepared
-        return {**found, "shares": loader.shares, "is_exact": loader.account.is_exact}
+        try:
+            trainer.train()
+        except RingweaveError as error:
+            found["twice"] = str(error)
+        os.environ["RINGWEAVE_MODE"] = "ps-hra"
+        try:
+            make_trainer(case, Trainer, 2, folder).train()
+        except RingweaveError as error:
+            found["mode"] = str(error)
+    return found
 
 
-def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: str = "") -> dict[str, Any]:
+def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: str) -> Outcome:
     """Train as a member of an elastic job, telling each step; `faults` are member -> (step, moment) of its death."""
     import time
 
@@ -135,12 +194,10 @@ def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: s
     class Telling(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             send_message(("done", state.global_step, members()))
-            if awaited and awaited not in members():
-                time.sleep(1.0)
+            if state.global_step >= 4 and awaited not in members():
+                time.sleep(3.0)
 
     class Mortal(Trainer):
-        num_batches = 0
-
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             found = super().compute_loss(*args, **kwargs)
             if self.state.global_step == at and moment == "forward":
@@ -155,10 +212,10 @@ def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: s
         members = trainer._members
         trainer.train()
         loader = trainer._prepared[1].prepared
-        return {**outcome(trainer), "account": loader.account, "is_late": loader.has_joined_late}
+        return outcome(trainer, is_exact=loader.account.is_exact, has_joined_late=loader.has_joined_late)
 
 
-def train_alone(case: Case) -> dict[str, Any]:
+def train_alone(case: Case) -> Outcome:
     """Train with the Trainer of Transformers, as a process that no launcher has started."""
     from transformers import Trainer
 
@@ -166,25 +223,24 @@ def train_alone(case: Case) -> dict[str, Any]:
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, Trainer, case.num_ranks * case.batch, folder)
-        trainer.get_train_dataloader = lambda: _same_order(type(trainer).get_train_dataloader(trainer))
+        trainer.get_train_dataloader = lambda: _same_order(case)
         trainer.train()
         return outcome(trainer)
 
 
-def _same_order(loader: Any) -> Any:
+def _same_order(case: Case) -> Any:
     """Let one process see the samples in the order in which ringweave shuffles them."""
     from ringweave.planning import balancing
 
     class Order(torch.utils.data.Sampler):
-        epoch = 0
+        num_passes = 0
 
         def __len__(self) -> int:
-            return NUM_SAMPLES
+            return case.num_samples
 
         def __iter__(self) -> Any:
-            self.epoch += 1
-            return iter(balancing.shuffle_indices(NUM_SAMPLES, 42, self.epoch - 1).tolist())
+            self.num_passes += 1
+            return iter(balancing.shuffle_indices(case.num_samples, 42, self.num_passes - 1).tolist())
 
-    return torch.utils.data.DataLoader(
-        loader.dataset, batch_size=loader.batch_size or loader.total_batch_size, sampler=Order(), collate_fn=collate
-    )
+    batch = case.num_ranks * case.batch
+    return torch.utils.data.DataLoader(sequences(case), batch_size=batch, sampler=Order(), collate_fn=collate)

@@ -102,7 +102,8 @@ class Accelerator(accelerate.Accelerator):
         if models or optimizers:
             triple = _single_triple(models, optimizers, loaders)
             schedulers = [each for each in args if isinstance(each, LRScheduler)]
-            found.update(zip(triple, self._prepare_training(*map(found.get, triple), places[triple[0]], schedulers)))
+            prepared = self._prepare_training(*map(found.get, triple), places[triple[0]], schedulers)
+            found.update(zip(triple, prepared, strict=True))
         for index, each in enumerate(args):
             if found[index] is each:
                 found[index] = self._prepare_one(each, first_pass=True, device_placement=places[index])
@@ -142,7 +143,9 @@ class Accelerator(accelerate.Accelerator):
             return data_loader
         if self.training_loader is None or not _has_index(data_loader):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        return EvaluationLoader(whole_batch_loader(data_loader, self.batch_factor), self.training_loader.prepared, self.device)
+        return EvaluationLoader(
+            whole_batch_loader(data_loader, self.batch_factor), self.training_loader.prepared, self.device
+        )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule; it takes as many steps for each train step as the job had processes at its start."""
@@ -481,8 +484,8 @@ def _adapt_states() -> None:
     partial.__init__ = _make_own_group(partial.__init__)
     partial.wait_for_everyone = _wait_in_group(partial.wait_for_everyone)
     for each in (partial, accelerate_state.AcceleratorState):
-        setattr(each, "num_processes", _of_membership("num_processes", dist.get_world_size))
-        setattr(each, "process_index", _of_membership("process_index", dist.get_rank))
+        each.num_processes = _of_membership("num_processes", dist.get_world_size)
+        each.process_index = _of_membership("process_index", dist.get_rank)
 
 
 _adapt_states()

@@ -65,9 +65,7 @@ class Trainer(transformers.Trainer):
         extra = {"trainer": progress, "schedule": _Schedule(self)}
         accelerate.attach(self.accelerator, max_samples=self.max_samples, extra_state=extra)
         gathers_objects = self.args.eval_use_gather_object
-        self.gather_function = functools.partial(
-            self.accelerator.gather_for_metrics, use_gather_object=gathers_objects
-        )
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=gathers_objects)
         self.args.average_tokens_across_devices = False  # this class does it, with unequal shares too
         self._progress = progress
 
@@ -331,10 +329,8 @@ class _TrainStep:
     def _record_batch(self, loss: float) -> _PassRecord:
         """Return the record of a batch; this worker's items are spread evenly over the slots of its samples."""
         portion = self._loader.portion
-        if accelerate.is_elastic():
-            slots = np.isin(portion.batch, portion.indices)
-        else:
-            slots = np.ones(1, dtype=bool)
+        # Outside of elastic jobs one slot for each worker's part is enough, which may hold a sample twice.
+        slots = np.isin(portion.batch, portion.indices) if accelerate.is_elastic() else np.ones(1, dtype=bool)
         each = self._weight / max(1, slots.sum())
         weights = np.where(slots, each, 0.0)
         return _PassRecord(weights=weights, losses=weights * loss)

@@ -1,0 +1,53 @@
+"""Accelerate on ranks, against Accelerate in one process: ragged sequences, float64, means over tokens."""
+
+import numpy as np
+import pytest
+
+from ringweave.testing.ranks import run_ranks
+from tests.fakes.elastic_job import ElasticJob
+from tests.integrations import accelerate_functions
+from tests.integrations.accelerate_functions import Case, Outcome
+
+LIBRARY = "transformers"
+"""The model is one of Transformers."""
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.usefixtures("library")]
+
+
+def train_alone(case: Case) -> Outcome:
+    (found,) = run_ranks(accelerate_functions.train_alone, 1, case)
+    return found
+
+
+def check_same(found: Outcome, alone: Outcome) -> None:
+    for own, wanted in zip(found.parameters, alone.parameters, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-9)
+    assert found.predicted == alone.predicted
+    assert found.learning_rates == alone.learning_rates
+    assert found.is_exact
+
+
+@pytest.mark.parametrize(
+    "case", [Case(shares=(1, 2, 3)), Case(shares=(3, 1, 2), accumulate=2)], ids=["unequal shares", "accumulation"]
+)
+def test_a_run_of_three_workers_equals_one_process(case: Case) -> None:
+    alone = train_alone(case)
+    for found in run_ranks(accelerate_functions.train_on_ranks, 3, case):
+        check_same(found, alone)
+
+
+def test_a_run_goes_on_from_a_saved_state_in_the_middle_of_an_epoch() -> None:
+    for distances in run_ranks(accelerate_functions.resume_on_ranks, 2, Case()):
+        assert max(distances) == 0.0, "bitwise"
+
+
+def test_a_worker_dies_in_a_step_and_its_successor_joins() -> None:
+    case = Case()
+    alone = train_alone(case)
+    with ElasticJob(accelerate_functions.train_elastically, 3, case, {"1.0": (2, "backward")}, "1.1") as job:
+        job.wait_message("0.0", lambda message: message[:2] == ("done", 4))
+        job.start_worker(1, 1)
+        outcomes = {member: job.outcome(member) for member in ("0.0", "2.0", "1.1")}
+    assert not [each.error for each in outcomes.values() if each.error]
+    for outcome in outcomes.values():
+        check_same(outcome.value, alone)
+    assert [outcome.value.has_joined_late for outcome in outcomes.values()] == [False, False, True]
