@@ -23,6 +23,7 @@ PACKAGES = {
     "comm",
     "cost",
     "files",
+    "integrations",
     "jobs",
     "lab",
     "launcher",

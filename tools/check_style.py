@@ -23,6 +23,8 @@ MAX_FUNCTION_LINES, AIM_FUNCTION_LINES, MAX_FILE_LINES = 60, 40, 700
 MAX_INIT_LINES, MAX_INIT_PARAMETERS = 25, 7
 MAX_SECTIONS = 40
 """Modules per root whose one importer is in their own folder."""
+USERS_FOLDERS = ("integrations",)
+"""Folders whose modules users import: each is a door of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +241,7 @@ def check_sections(sources: list[SourceFile], findings: Findings, limit: int = M
             if source.path.stem not in ("__init__", "__main__")
             and len(importers[name]) == 1
             and by_module[next(iter(importers[name]))].path.parent == source.path.parent
+            and source.path.parent.name not in USERS_FOLDERS
         ]
         if len(sections) > limit:
             text = (

@@ -72,5 +72,5 @@ def test_a_worker_dies_in_a_step_and_its_successor_joins_in_the_middle_of_an_epo
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
     (text,) = run_ranks(trainer_functions.refusals, 1)
-    assert text["twice"].startswith("calls of Trainer.train: a second one, expected one. Make another Trainer, or set ")
+    assert text["twice"].startswith("calls of Trainer.train: 'a second one', expected one. Make another Trainer, or ")
     assert text["mode"].startswith("mode of a trainer: 'ps-hra', expected sync, balanced or auto. Start the trainer ")

@@ -89,6 +89,14 @@ def loss_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | No
     return total / num_items_in_batch
 
 
+def mean_loss(model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:
+    """Mean over the sequences of a batch, in float64, of a trainer that counts no tokens."""
+    labels = inputs["labels"]
+    outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    loss = loss_of_tokens(outputs, labels, labels[:, 1:].ne(-100).sum())
+    return (loss, outputs) if return_outputs else loss
+
+
 def make_trainer(case: Case, base: type, batch: int, folder: str) -> Any:
     from transformers import TrainingArguments
 
@@ -115,6 +123,7 @@ def make_trainer(case: Case, base: type, batch: int, folder: str) -> Any:
         trainer.compute_metrics = accuracy
     if not case.counts_tokens:
         trainer.compute_loss_func, trainer.model_accepts_loss_kwargs = None, False
+        trainer.compute_loss = mean_loss
     return trainer
 
 

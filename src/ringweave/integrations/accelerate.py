@@ -32,7 +32,7 @@ from ringweave.training.data.order import Portion
 from ringweave.training.elastic.elastic_loader import ElasticLoader
 from ringweave.training.elastic.script_collectives import MAX_INPUT_BYTES
 
-VERSIONS = ("1.10", "2")
+VERSIONS = ("1.15", "1.16")
 """First version that was tested, and the first one that was not."""
 integrations.check_version("accelerate", *VERSIONS)
 
@@ -267,8 +267,8 @@ class TrainingLoader(DataLoaderStateMixin, BatchOwner):
         return isinstance(self.prepared, ElasticLoader) and self.prepared.has_joined_late
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; one that was resumed in the middle is left as it is."""
-        if epoch != self.prepared.next_epoch:
+        """Set the epoch of the next pass, which begins in the middle where it was resumed or joined there."""
+        if isinstance(self.prepared, ElasticLoader) or epoch != self.prepared.next_epoch:
             self.prepared.set_epoch(epoch)
 
     def start_at(self, epoch: int, num_batches: int) -> None:

@@ -28,7 +28,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.integrations import accelerate
 from ringweave.integrations.accelerate import EvaluationLoader, TrainingLoader
 
-VERSIONS = ("5.20", "6")
+VERSIONS = ("5.24", "5.25")
 """First version that was tested, and the first one that was not."""
 integrations.check_version("transformers", *VERSIONS)
 
