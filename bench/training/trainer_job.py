@@ -130,7 +130,7 @@ def train_by_trainer(options: argparse.Namespace) -> dict[str, Any]:
         disable_tqdm=True,
     )
     clock, model = Clock(), make_model(options)
-    callbacks = [clock, *([Killer(options, model)] if options.kills else [])]
+    callbacks: list[TrainerCallback] = [clock, *([Killer(options, model)] if options.kills else [])]
     data = {"train_dataset": Sequences(), "data_collator": collate}
     trainer = Trainer(model=model, args=arguments, callbacks=callbacks, **data)
     trainer.train()

@@ -1,11 +1,13 @@
 """Accelerate on ranks, against Accelerate in one process: ragged sequences, float64, means over tokens."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from ringweave.testing.ranks import run_ranks
 from tests.fakes.elastic_job import ElasticJob
-from tests.integrations import accelerate_functions
+from tests.integrations import accelerate_functions, elastic_runs
 from tests.integrations.accelerate_functions import Case, Outcome
 
 LIBRARY = "transformers"
@@ -51,3 +53,39 @@ def test_a_worker_dies_in_a_step_and_its_successor_joins() -> None:
     for outcome in outcomes.values():
         check_same(outcome.value, alone)
     assert [outcome.value.has_joined_late for outcome in outcomes.values()] == [False, False, True]
+
+
+SCRIPT = """
+import os
+import torch
+from torch import nn
+from ringweave.integrations.accelerate import Accelerator
+
+def die(gradient):
+    if os.environ["RINGWEAVE_MEMBER"] == "1.0" and num_steps == 2:
+        os.kill(os.getpid(), 9)
+
+num_steps = 0
+accelerator = Accelerator(cpu=True)
+data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+model = nn.Linear(3, 1)
+model.weight.register_hook(die)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        num_steps += 1
+accelerator.print("processes at the end:", accelerator.num_processes)
+"""
+
+
+@pytest.mark.e2e
+def test_a_worker_of_a_real_elastic_run_is_killed(tmp_path: Path) -> None:
+    output, exact, missing = elastic_runs.run_with_a_kill(SCRIPT, tmp_path)
+    assert exact == [True, True]
+    assert missing == 3
+    assert "processes at the end:" in output

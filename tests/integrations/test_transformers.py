@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.testing.ranks import run_ranks
 from tests.fakes.elastic_job import ElasticJob
-from tests.integrations import trainer_functions
+from tests.integrations import elastic_runs, trainer_functions
 from tests.integrations.trainer_functions import Case, Outcome
 
 LIBRARY = "transformers"
@@ -74,3 +74,31 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
     (text,) = run_ranks(trainer_functions.refusals, 1)
     assert text["twice"].startswith("calls of Trainer.train: 'a second one', expected one. Make another Trainer, or ")
     assert text["mode"].startswith("mode of a trainer: 'ps-hra', expected sync, balanced or auto. Start the trainer ")
+
+
+SCRIPT = """
+import os
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from ringweave.integrations.transformers import Trainer
+
+class Dies(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if os.environ["RINGWEAVE_MEMBER"] == "1.0" and state.global_step == 2:
+            os.kill(os.getpid(), 9)
+
+config = GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+data = [{"input_ids": torch.arange(5) + shift, "labels": torch.arange(5) + shift} for shift in (0, 1, 2, 3) * 6]
+arguments = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=2, num_train_epochs=2, report_to="none",
+    logging_steps=1, disable_tqdm=True, gradient_accumulation_steps=2, save_steps=3)
+trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, callbacks=[Dies()])
+print("steps:", trainer.train().global_step)
+"""
+
+
+@pytest.mark.e2e
+def test_a_worker_of_a_real_elastic_run_is_killed(tmp_path: Path) -> None:
+    output, exact, _ = elastic_runs.run_with_a_kill(SCRIPT, tmp_path)
+    assert exact == [True, True]
+    assert "steps: 6" in output
+    assert (tmp_path / "out" / "checkpoint-6" / "trainer_state.json").exists()

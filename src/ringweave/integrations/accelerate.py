@@ -4,9 +4,10 @@ Importing this module changes how Accelerate makes its process group: it is ring
 there is none before `prepare`, and the number and the rank of the processes are those of the present membership.
 """
 
+import abc
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import accelerate
@@ -17,6 +18,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import operations
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,6 +33,7 @@ from ringweave.training.data import order, sources
 from ringweave.training.data.order import Portion
 from ringweave.training.elastic.elastic_loader import ElasticLoader
 from ringweave.training.elastic.script_collectives import MAX_INPUT_BYTES
+from ringweave.training.preparation import TrainingTriple
 
 VERSIONS = ("1.15", "1.16")
 """First version that was tested, and the first one that was not."""
@@ -102,7 +105,8 @@ class Accelerator(accelerate.Accelerator):
         if models or optimizers:
             triple = _single_triple(models, optimizers, loaders)
             schedulers = [each for each in args if isinstance(each, LRScheduler)]
-            prepared = self._prepare_training(*map(found.get, triple), places[triple[0]], schedulers)
+            model, optimizer, loader = (args[index] for index in triple)
+            prepared = self._prepare_training((model, optimizer, loader), places[triple[0]], schedulers)
             found.update(zip(triple, prepared, strict=True))
         for index, each in enumerate(args):
             if found[index] is each:
@@ -112,15 +116,19 @@ class Accelerator(accelerate.Accelerator):
         return found[0] if len(args) == 1 else tuple(found.values())
 
     def _prepare_training(
-        self, model: Any, optimizer: Any, loader: Any, placement: bool | None, schedulers: Sequence[LRScheduler]
+        self, triple: TrainingTriple, placement: bool | None, schedulers: Sequence[LRScheduler]
     ) -> tuple[nn.Module, Optimizer, "TrainingLoader"]:
         """Let Accelerate place the model and add mixed precision, and ringweave do the rest."""
+        model, optimizer, loader = triple
         placed = self.prepare_model(model, device_placement=placement, evaluation_mode=True)
         accelerated = self.prepare_optimizer(optimizer)
-        extra = {f"scheduler {number}": each for number, each in enumerate(schedulers)}
+        extra: dict[str, Any] = {f"scheduler {number}": each for number, each in enumerate(schedulers)}
         if self.scaler is not None and self.scaler.is_enabled():
             extra["scaler"] = self.scaler
-        options = {**self.ringweave_options, "extra_state": {**extra, **self.ringweave_options["extra_state"]}}
+        options: dict[str, Any] = {
+            **self.ringweave_options,
+            "extra_state": {**extra, **self.ringweave_options["extra_state"]},
+        }
         parallel, _, prepared = training.prepare(
             placed,
             accelerated.optimizer,
@@ -163,9 +171,9 @@ class Accelerator(accelerate.Accelerator):
         super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Generator[None]:
         """Context in which gradients are not summed; also while this process is the only one."""
-        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             yield
 
     def gather(self, tensor: Any) -> Any:
@@ -210,14 +218,21 @@ def attach(accelerator: accelerate.Accelerator, **options: Any) -> Accelerator:
     return accelerator
 
 
-class BatchOwner:
-    """Loader that knows the number of samples in its present batch that are this process's own."""
+class BatchOwner(abc.ABC):
+    """Loader that knows this process's portion of its present batch."""
 
-    num_own = 0
-    """Zero while the process computes a placeholder sample, whose results count nowhere."""
+    @property
+    @abc.abstractmethod
+    def portion(self) -> Portion:
+        """This process's portion of the present batch."""
+
+    @property
+    def num_own(self) -> int:
+        """Samples of its own; none while it computes a placeholder sample, whose results count nowhere."""
+        return len(self.portion.indices)
 
 
-class TrainingLoader(DataLoaderStateMixin, BatchOwner):
+class TrainingLoader(BatchOwner, DataLoaderStateMixin):
     """Loader of the training as Accelerate expects it: it moves batches to the device and knows the last one."""
 
     def __init__(self, prepared: PreparedTrainingLoader, device: torch.device) -> None:
@@ -245,10 +260,6 @@ class TrainingLoader(DataLoaderStateMixin, BatchOwner):
         self.reset()
         self.remainder = 0
         self.gradient_state._add_dataloader(self)
-
-    @property
-    def num_own(self) -> int:
-        return len(self.portion.indices)
 
     @property
     def portion(self) -> Portion:
@@ -283,14 +294,14 @@ class TrainingLoader(DataLoaderStateMixin, BatchOwner):
         self.prepared.load_state_dict(state)
 
 
-class EvaluationLoader(DataLoaderStateMixin, BatchOwner):
+class EvaluationLoader(BatchOwner, DataLoaderStateMixin):
     """Loader of an evaluation: each pass hands out every batch in parts, in proportion to the present shares."""
 
     def __init__(self, loader: DataLoader, prepared: PreparedTrainingLoader, device: torch.device) -> None:
         self._loader, self._prepared, self._device = loader, prepared, device
         self.gradient_state = accelerate_state.GradientState()
         self.dataset, self.total_batch_size = loader.dataset, loader.batch_size
-        self.portion = Portion(indices=(), batch=())
+        self._portion: Portion | None = None
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -303,15 +314,17 @@ class EvaluationLoader(DataLoaderStateMixin, BatchOwner):
         self.remainder = 0
         self.gradient_state._add_dataloader(self)
         try:
-            for number, (batch, self.portion) in enumerate(zip(loader, portions, strict=True), start=1):
+            for number, (batch, self._portion) in enumerate(zip(loader, portions, strict=True), start=1):
                 self.end_of_dataloader = number == len(portions)
                 yield operations.send_to_device(batch, self._device)
         finally:
             self.end()
 
     @property
-    def num_own(self) -> int:
-        return len(self.portion.indices)
+    def portion(self) -> Portion:
+        """This process's portion of the present batch."""
+        assert self._portion is not None, "a batch was handed out"
+        return self._portion
 
     def _batches(self) -> Iterator[Any]:
         samples = torch.tensor(order.evaluation_samples(self._loader), dtype=torch.int64).numpy()
@@ -341,7 +354,7 @@ def whole_batch_loader(loader: DataLoader, factor: int) -> DataLoader:
     """Return the loader with `factor` times its batch size: that of a train step, from that of each process."""
     if factor == 1 or loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         return loader  # `prepare` refuses batches of no fixed size
-    sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+    sampler: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
     return DataLoader(
         loader.dataset,
         batch_size=factor * loader.batch_size,
@@ -393,16 +406,21 @@ def _has_index(loader: DataLoader) -> bool:
 
 
 def _gather_rows(rows: Tensor) -> Tensor:
-    """Gather rows from all processes, which may have different numbers of them."""
+    """Gather rows from all processes, which may have different numbers of them.
+
+    In an elastic job the output of a worker that is catching up is a copy of another one's: by the sender's rank, which
+    is sent beside the number of rows, each counts once.
+    """
     rows = rows[None] if rows.ndim == 0 else rows.contiguous()
-    num_rows = _all_gather(torch.tensor([len(rows)], device=rows.device))
-    most = max(int(each) for each in num_rows)
+    headers = [each.tolist() for each in _all_gather(torch.tensor([dist.get_rank(), len(rows)], device=rows.device))]
+    most = max(num_rows for _, num_rows in headers)
     padded = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
     pieces = [_all_gather(piece) for piece in padded.flatten().split(max(1, MAX_INPUT_BYTES // rows.element_size()))]
-    num_processes = min(len(each) for each in (num_rows, *pieces))
+    num_outputs = min(len(headers), *(len(piece) for piece in pieces))
+    senders = {headers[index][0]: index for index in reversed(range(num_outputs))}
     gathered = [
-        torch.cat([piece[process] for piece in pieces]).view(padded.shape)[: int(num_rows[process])]
-        for process in range(num_processes)
+        torch.cat([piece[index] for piece in pieces]).view(padded.shape)[: headers[index][1]]
+        for _, index in sorted(senders.items())
     ]
     return torch.cat(gathered)
 
@@ -434,7 +452,7 @@ def _make_own_group(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _group_of_environment() -> Iterator[None]:
+def _group_of_environment() -> Generator[None]:
     """Let torch.distributed say what the launcher has set, as if there were a group."""
     environ = os.environ
     said: dict[str, Any] = {

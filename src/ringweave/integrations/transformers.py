@@ -69,17 +69,28 @@ class Trainer(transformers.Trainer):
         self.args.average_tokens_across_devices = False  # this class does it, with unequal shares too
         self._progress = progress
 
+    @property
+    def _own_accelerator(self) -> accelerate.Accelerator:
+        assert isinstance(self.accelerator, accelerate.Accelerator), "it is attached"
+        return self.accelerator
+
     def _check_arguments(self) -> None:
         """Refuse what cannot be shared out in this way.
 
         Raises:
             TrainingError: An argument asks for it.
         """
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled or bool(self.args.parallelism_config)
-        if sharded or self.args.n_gpu > 1 or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
-            got = "FSDP, DeepSpeed, a parallelism_config, sync_each_batch, or several GPUs in one process"
-            do = "Use the Trainer of transformers for it, with ringweave run --replace-backend"
-            raise TrainingError(explain("arguments of the Trainer", got=got, expected="data parallelism", do=do))
+        refused = {
+            "FSDP or DeepSpeed": self.is_deepspeed_enabled or self.is_fsdp_enabled,
+            "parallelism_config": bool(self.args.parallelism_config),
+            "auto_find_batch_size": self.args.auto_find_batch_size,
+            "sync_each_batch": bool(self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")),
+            "several GPUs in one process": self.args.n_gpu > 1,
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                do = "Use the Trainer of transformers for it, with ringweave run --replace-backend"
+                raise TrainingError(explain("arguments of the Trainer", got=name, expected="data parallelism", do=do))
 
     # Preparing.
 
@@ -89,31 +100,36 @@ class Trainer(transformers.Trainer):
             if self._prepared is not None:
                 do = "Make another Trainer, or set num_train_epochs to all epochs"
                 raise TrainingError(explain("calls of Trainer.train", got="a second one", expected="one", do=do))
-            self.accelerator.keeps_loaders = True
+            self._own_accelerator.keeps_loaders = True
             self.add_callback(self._progress)
         return super()._inner_training_loop(*args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> Any:
         """Compute the numbers of steps, from the loader with the batches of all workers."""
         if self._is_shared:
-            self.accelerator.keeps_loaders = False
+            self._own_accelerator.keeps_loaders = False
             self._raw_loader = dataloader
             if dataloader.generator is None:
                 seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
                 dataloader.generator = torch.Generator().manual_seed(seed)
-            dataloader = accelerate.whole_batch_loader(dataloader, self.accelerator.batch_factor)
+            dataloader = accelerate.whole_batch_loader(dataloader, self._own_accelerator.batch_factor)
         return super().set_initial_training_values(args, dataloader)
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
     ) -> tuple[int, int]:
         """Prepare the training; return the epoch and the batch in it at which this worker begins."""
         epoch, num_batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if not self._is_shared:
             return epoch, num_batches
-        loader = self._prepare_all(max_steps, resume)
+        loader = self._prepare_all(max_steps, resume_from_checkpoint)
         if loader.has_joined_late:
             place = loader.state_dict()
             self.state.compute_steps(self.args, max_steps)
@@ -129,7 +145,8 @@ class Trainer(transformers.Trainer):
     def _prepare_all(self, max_steps: int, resume: Any) -> TrainingLoader:
         """Prepare model, optimizer, schedule and loader; a checkpoint is loaded before a worker joins the others."""
         if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.lr_scheduler = None  # pyrefly: ignore - as the base class does
+            self._created_lr_scheduler = False
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         if resume is not None:
@@ -140,21 +157,21 @@ class Trainer(transformers.Trainer):
         self._prepared = (model, loader)
         return loader
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
         """Return model and loader, which are prepared already."""
         if self._prepared is None:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume)
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         model, loader = self._prepared
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
         return model, loader
 
-    def _run_epoch(self, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch, from the batch on at which this worker has joined; end its pass, which accounts for samples."""
         if kwargs["epoch"] == self._joined_epoch and kwargs["steps_trained_in_current_epoch"]:
             kwargs["resume_from_checkpoint"] = _JOINED
-        super()._run_epoch(**kwargs)
+        super()._run_epoch(*args, **kwargs)
         if self._prepared is not None and self._prepared[1].prepared.is_last_batch:
             for _ in self._batches:
                 raise AssertionError("the last batch is followed by another one")
@@ -171,7 +188,7 @@ class Trainer(transformers.Trainer):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = epoch_iterator
         self._step = _TrainStep(self._prepared[1], num_batches)
-        self.accelerator.before_backward = self._step.weigh_loss
+        self._own_accelerator.before_backward = self._step.weigh_loss
         if num_batches > 1:
             return _LazyBatches(epoch_iterator, num_batches), None
         return list(_LazyBatches(epoch_iterator, 1)), None
@@ -190,7 +207,7 @@ class Trainer(transformers.Trainer):
         self._compute_gradients(model, inputs, is_last=self.accelerator.sync_gradients)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        while self._prepared[1].misses_samples:
+        while self._step.misses_samples:
             model.zero_grad()
             self._repeat_step(model)
         return torch.tensor(self._step.finish(model), device=self.args.device)
@@ -201,16 +218,24 @@ class Trainer(transformers.Trainer):
         is_last = False
         while not is_last:
             inputs = next(self._batches)
-            is_last = not self._prepared[1].misses_samples
+            is_last = not self._step.misses_samples
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
                 self._compute_gradients(model, inputs, is_last=is_last)
 
     def _compute_gradients(self, model: nn.Module, inputs: dict[str, Any], *, is_last: bool) -> None:
         """Compute the gradients of one batch; its loss is a mean over the items of this worker."""
-        count = self._get_num_items_in_batch([inputs], self.args.device)
+        count = self._count_items(inputs)
         is_divided = not self._is_loss_scaled(has_items=count is not None)
-        self._step.begin_batch(None if count is None else float(count), is_last=is_last, is_divided=is_divided)
-        super().training_step(model, inputs, None if count is None else count.clamp(min=1))
+        self._step.begin_batch(count, is_last=is_last, is_divided=is_divided)
+        num_items = (
+            None if count is None else torch.tensor(max(count, 1.0), device=self.args.device, dtype=torch.float64)
+        )
+        super().training_step(model, inputs, num_items)
+
+    def _count_items(self, inputs: dict[str, Any]) -> float | None:
+        """Return the number of items, such as tokens, of this worker's part; None if the loss is not one over items."""
+        count = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+        return None if count is None else float(count)
 
     def _is_loss_scaled(self, *, has_items: bool) -> bool:
         """Return whether Transformers does not divide the loss by the number of accumulated batches."""
@@ -224,11 +249,12 @@ class Trainer(transformers.Trainer):
         """Evaluate on parts of the batches; again from its start if workers have come or gone meanwhile."""
         if not isinstance(dataloader, EvaluationLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
+        loader: Any = dataloader
         gather = self.gather_function
         while True:
             members = self._members()
             self.gather_function = functools.partial(self._gather_results, gather, dataloader)
-            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            output = super().evaluation_loop(loader, *args, **kwargs)
             if not accelerate.is_elastic():
                 return output
             has_changed = torch.tensor(self._members() != members, dtype=torch.int64)
@@ -244,8 +270,8 @@ class Trainer(transformers.Trainer):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         active = self.accelerator.gradient_state.active_dataloader
         if loss is not None and isinstance(active, EvaluationLoader):
-            count = self._get_num_items_in_batch([inputs], self.args.device)
-            weight = (active.num_own if count is None else float(count)) if active.num_own else 0.0
+            count = self._count_items(inputs)
+            weight = (active.num_own if count is None else count) if active.num_own else 0.0
             sums = torch.tensor([float(loss) * weight if weight else 0.0, weight], dtype=torch.float64)
             dist.all_reduce(sums)
             loss = (sums[0] / sums[1]).to(loss)
@@ -310,6 +336,11 @@ class _TrainStep:
             self._divisor = self._total_weight if self._num_batches == 1 else float(self._num_batches * whole)
         self._loader.prepared.set_batch_weight(self._weight * self._factor, self._divisor or 1.0)
 
+    @property
+    def misses_samples(self) -> bool:
+        """Samples of a lost worker are missing, and come as the next batches."""
+        return self._loader.misses_samples
+
     def repeat(self) -> None:
         """Begin another pass through the step."""
         self._own = []
@@ -372,10 +403,12 @@ class _Schedule:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return self._trainer.lr_scheduler.state_dict()
+        schedule: Any = self._trainer.lr_scheduler
+        return schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._trainer.lr_scheduler.load_state_dict(state)
+        schedule: Any = self._trainer.lr_scheduler
+        schedule.load_state_dict(state)
 
 
 class _TrainerProgress(TrainerCallback):

@@ -15,7 +15,7 @@ import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -180,7 +180,7 @@ class StepTimer:
         self._span_begin = None
 
     @contextlib.contextmanager
-    def wait(self) -> Iterator[None]:
+    def wait(self) -> Generator[None]:
         """Context of a wait for others."""
         self.open_span()
         try:
