@@ -100,7 +100,7 @@ def train_on_ranks(case: Case) -> Outcome:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate, weight=count_tokens)
     prepared = accelerator.prepare(*make(case.batch))
     if case.shares:
-        prepared[2].prepared._parts.balancer.reset_shares(0, case.shares, None)
+        prepared[2].prepared.source.membership.balancer.reset_shares(0, case.shares, None)
     train(accelerator, prepared)
     predicted = predict(accelerator, prepared[0], prepared[3])
     return outcome(prepared, predicted, is_exact=prepared[2].prepared.account.is_exact)

@@ -154,7 +154,7 @@ def train_on_ranks(case: Case, folder: str = "", checkpoint: str | None = None) 
         def _prepare_all(self, *args: Any) -> Any:
             loader = super()._prepare_all(*args)
             if case.shares:
-                loader.prepared._parts.balancer.reset_shares(0, case.shares, None)
+                loader.prepared.source.membership.balancer.reset_shares(0, case.shares, None)
             return loader
 
     with tempfile.TemporaryDirectory() as own_folder:

@@ -31,15 +31,14 @@ from ringweave.planning import modes
 from ringweave.training import SharedLoader
 from ringweave.training.data import order, sources
 from ringweave.training.data.order import Portion
-from ringweave.training.elastic.elastic_loader import ElasticLoader
 from ringweave.training.elastic.script_collectives import MAX_INPUT_BYTES
-from ringweave.training.preparation import TrainingTriple
 
 VERSIONS = ("1.15", "1.16")
 """First version that was tested, and the first one that was not."""
 integrations.check_version("accelerate", *VERSIONS)
 
-PreparedTrainingLoader = SharedLoader | ElasticLoader
+TrainingTriple = tuple[nn.Module, Optimizer, DataLoader]
+"""Model, optimizer and training loader of a call of `prepare`."""
 
 
 def is_launched() -> bool:
@@ -137,7 +136,6 @@ class Accelerator(accelerate.Accelerator):
             ddp=self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {},
             **options,
         )
-        assert isinstance(prepared, PreparedTrainingLoader), "no mode with a server"
         self._models[-1] = parallel
         self.training_loader = TrainingLoader(prepared, self.device)
         self.register_for_checkpointing(self.training_loader)
@@ -235,7 +233,7 @@ class BatchOwner(abc.ABC):
 class TrainingLoader(BatchOwner, DataLoaderStateMixin):
     """Loader of the training as Accelerate expects it: it moves batches to the device and knows the last one."""
 
-    def __init__(self, prepared: PreparedTrainingLoader, device: torch.device) -> None:
+    def __init__(self, prepared: SharedLoader, device: torch.device) -> None:
         self.prepared, self.device = prepared, device
         self.gradient_state = accelerate_state.GradientState()
         self.dataset, self.total_batch_size = prepared.dataset, prepared.batch_size
@@ -270,16 +268,16 @@ class TrainingLoader(BatchOwner, DataLoaderStateMixin):
     @property
     def misses_samples(self) -> bool:
         """The last train step misses samples of a lost worker, which come as the next batches."""
-        return isinstance(self.prepared, ElasticLoader) and self.prepared.misses_samples
+        return self.prepared.misses_samples
 
     @property
     def has_joined_late(self) -> bool:
         """This worker joined while others were training."""
-        return isinstance(self.prepared, ElasticLoader) and self.prepared.has_joined_late
+        return self.prepared.has_joined_late
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, which begins in the middle where it was resumed or joined there."""
-        if isinstance(self.prepared, ElasticLoader) or epoch != self.prepared.next_epoch:
+        if self.prepared.is_elastic or epoch != self.prepared.next_epoch:
             self.prepared.set_epoch(epoch)
 
     def start_at(self, epoch: int, num_batches: int) -> None:
@@ -297,7 +295,7 @@ class TrainingLoader(BatchOwner, DataLoaderStateMixin):
 class EvaluationLoader(BatchOwner, DataLoaderStateMixin):
     """Loader of an evaluation: each pass hands out every batch in parts, in proportion to the present shares."""
 
-    def __init__(self, loader: DataLoader, prepared: PreparedTrainingLoader, device: torch.device) -> None:
+    def __init__(self, loader: DataLoader, prepared: SharedLoader, device: torch.device) -> None:
         self._loader, self._prepared, self._device = loader, prepared, device
         self.gradient_state = accelerate_state.GradientState()
         self.dataset, self.total_batch_size = loader.dataset, loader.batch_size
@@ -333,7 +331,7 @@ class EvaluationLoader(BatchOwner, DataLoaderStateMixin):
             yield samples[first : first + self._loader.batch_size]
 
     def _own_portion(self, indices: Any) -> Portion:
-        return Portion(indices=indices[self._prepared.own_slice(len(indices))], batch=indices)
+        return Portion(indices=indices[self._prepared.evaluation_slice(len(indices))], batch=indices)
 
 
 class _SteadyScheduler(AcceleratedScheduler):

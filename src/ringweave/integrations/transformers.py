@@ -263,7 +263,7 @@ class Trainer(transformers.Trainer):
                 return output
 
     def _members(self) -> tuple[str, ...]:
-        return getattr(self._prepared[1].prepared, "members", ()) if self._prepared else ()
+        return self._prepared[1].prepared.members if self._prepared else ()
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the results of a batch; the loss is that of all workers' parts of it."""
