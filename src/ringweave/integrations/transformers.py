@@ -139,7 +139,8 @@ class Trainer(transformers.Trainer):
                 _LOGGER.info("the others have finished the training; this worker, which joined late, ends")
                 raise SystemExit(0)
             return self._joined_epoch, num_batches
-        loader.start_at(epoch, num_batches)
+        if epoch or num_batches:
+            loader.start_at(epoch, num_batches)
         return epoch, num_batches
 
     def _prepare_all(self, max_steps: int, resume: Any) -> TrainingLoader:
