@@ -44,6 +44,7 @@ def step_s(outcome: dict[str, Any]) -> float:
 def measure_speed(options: argparse.Namespace, folder: Path) -> bool:
     """Print the time of a train step of both; return whether the bar is met."""
     shared = ["--library", options.library, "--has-slow-worker", "--sample-ms", str(options.sample_ms)]
+    shared += ["--steps", str(options.steps)]
     plain = step_s(run(TORCHRUN, *shared, "--plain", out=folder / "plain")[0])
     own = step_s(run([*RINGWEAVE, "--run-dir", str(folder / "run")], *shared, out=folder / "own")[0])
     ratio = plain / own
@@ -77,9 +78,10 @@ def main() -> int:
     parser.add_argument("measurement", choices=("speed", "kills"))
     parser.add_argument("--library", choices=("transformers", "accelerate"), default="transformers")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=400, help="train steps of the run with kills")
+    parser.add_argument("--steps", type=int, help="train steps of a run; 40, or 400 with kills")
     parser.add_argument("--sample-ms", type=float, default=40.0, help="time of a sample on a fast worker")
     options = parser.parse_args()
+    options.steps = options.steps or {"speed": 40, "kills": 400}[options.measurement]
     with tempfile.TemporaryDirectory() as folder:
         measure = measure_speed if options.measurement == "speed" else measure_kills
         return 0 if measure(options, Path(folder)) else 1

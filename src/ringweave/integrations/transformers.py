@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self._is_shared = accelerate.is_launched()
         self._prepared: tuple[nn.Module, TrainingLoader] | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Generator[Any] = (batch for batch in ())
         """The running pass of the loader."""
         self._joined_epoch = -1
         """Epoch in which this worker has joined in the middle."""
@@ -173,9 +173,10 @@ class Trainer(transformers.Trainer):
         if kwargs["epoch"] == self._joined_epoch and kwargs["steps_trained_in_current_epoch"]:
             kwargs["resume_from_checkpoint"] = _JOINED
         super()._run_epoch(*args, **kwargs)
-        if self._prepared is not None and self._prepared[1].prepared.is_last_batch:
-            for _ in self._batches:
-                raise AssertionError("the last batch is followed by another one")
+        if self._prepared is not None:
+            if self._prepared[1].prepared.is_last_batch:
+                assert next(self._batches, None) is None, "the last batch is followed by another one"
+            self._batches.close()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != _JOINED:
@@ -183,7 +184,7 @@ class Trainer(transformers.Trainer):
 
     # Train steps.
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batches of a train step, each drawn when its turn comes; `training_step` counts their items."""
         if self._prepared is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
