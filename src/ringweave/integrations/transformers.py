@@ -418,7 +418,7 @@ class _TrainerProgress(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._logging: dict[str, float] | None = None
+        self._logging: dict[str, Any] | None = None
         """Logging state that was received, until the training begins."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -428,7 +428,8 @@ class _TrainerProgress(TrainerCallback):
         logging = {
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "total": float(getattr(trainer, "_total_loss_scalar", 0.0)),
-            "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
+            "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+            "first_step": getattr(trainer, "_initial_global_step", 0),
         }
         callbacks = [each.state() for each in self._exportable()]
         return {"state": state, "logging": logging, "callbacks": json.loads(json.dumps(callbacks))}
@@ -449,7 +450,8 @@ class _TrainerProgress(TrainerCallback):
         if self._logging is not None:
             self._trainer._tr_loss += self._logging["loss"]
             self._trainer._total_loss_scalar = self._logging["total"]
-            self._trainer._globalstep_last_logged = int(self._logging["last_logged"])
+            self._trainer._globalstep_last_logged = self._logging["last_logged"]
+            self._trainer._initial_global_step = self._logging["first_step"]
             self._logging = None
 
     def _exportable(self) -> list[Any]:
