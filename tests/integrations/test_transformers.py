@@ -1,5 +1,7 @@
 """Transformers' Trainer on ranks, against the same Trainer in one process: ragged sequences, float64."""
 
+import itertools
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +61,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(tmp_path: P
 def test_a_worker_dies_in_a_step_and_its_successor_joins_in_the_middle_of_an_epoch() -> None:
     case = Case(accumulate=2, num_epochs=6, evaluates=True)
     alone = train_alone(case)
-    with ElasticJob(trainer_functions.train_elastically, 3, case, {"1.0": (2, "backward")}, "1.1") as job:
+    with ElasticJob(trainer_functions.train_elastically, 3, case, {"1.0": (2, "backward")}, 3.0) as job:
         job.wait_message("0.0", lambda message: message[:2] == ("done", 3))
         job.start_worker(1, 1)
         outcomes = {member: job.outcome(member) for member in ("0.0", "2.0", "1.1")}
@@ -68,6 +70,27 @@ def test_a_worker_dies_in_a_step_and_its_successor_joins_in_the_middle_of_an_epo
         check_same(outcome.value, alone)
         assert outcome.value.is_exact
     assert [outcome.value.has_joined_late for outcome in outcomes.values()] == [False, False, True]
+
+
+@pytest.mark.thorough
+def test_twenty_kills_at_all_moments_of_a_step_change_nothing() -> None:
+    case, num_kills = Case(num_ranks=4, num_epochs=50, accumulate=2), 20
+    alone = train_alone(case)
+    moments = itertools.cycle(("backward", "optimizer", "forward", "after", "backward"))
+    victims = [(number % 3, number // 3) for number in range(num_kills)]  # one worker always stays
+    faults = {f"{slot}.{incarnation}": (1 + slot, next(moments)) for slot, incarnation in victims}
+    with ElasticJob(trainer_functions.train_elastically, 4, case, faults, 0.5) as job:
+        for slot, incarnation in victims:
+            assert job.outcome(f"{slot}.{incarnation}").exit_code == -signal.SIGKILL
+            job.start_worker(slot, incarnation + 1)
+        last = [member for member in job.members if member not in faults]
+        outcomes = [job.outcome(member) for member in last]
+    assert not [each.error for each in outcomes if each.error]
+    values = [each.value for each in outcomes if each.value is not None]  # None: it came when the others were through
+    assert len(values) > 1
+    for value in values:
+        check_same(value, alone)
+        assert value.is_exact
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:

@@ -187,8 +187,11 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: str) -> Outcome:
-    """Train as a member of an elastic job, telling each step; `faults` are member -> (step, moment) of its death."""
+def train_elastically(case: Case, faults: dict[str, tuple[int, str]], pause_s: float) -> Outcome:
+    """Train as a member of an elastic job, telling each step; steps are longer while members are missing.
+
+    `faults` are member -> (steps that it has taken, moment) of its death.
+    """
     import time
 
     from transformers import TrainerCallback
@@ -198,30 +201,35 @@ def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: s
 
     slot = own_member().partition(".")[0]
     os.environ.update(RANK=slot, LOCAL_RANK=slot)
-    at, moment = faults.get(own_member(), (-1, ""))
+    fault, num_taken = faults.get(own_member(), (-1, "")), 0
 
-    class Telling(TrainerCallback):
+    def die(moment: str) -> None:
+        if fault == (num_taken, moment):
+            os.kill(os.getpid(), 9)
+
+    class Mortal(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            die("optimizer")
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            send_message(("done", state.global_step, members()))
-            if state.global_step >= 4 and awaited not in members():
-                time.sleep(3.0)
-
-    class Mortal(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().compute_loss(*args, **kwargs)
-            if self.state.global_step == at and moment == "forward":
-                os.kill(os.getpid(), 9)
-            if self.state.global_step == at and moment == "backward" and self.model.training:
-                found.register_hook(lambda _: os.kill(os.getpid(), 9))
-            return found
+            nonlocal num_taken
+            num_taken += 1
+            send_message(("done", state.global_step, loader().members))
+            die("after")
+            if state.global_step > 2 and len(loader().members) < case.num_ranks:
+                time.sleep(pause_s)
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(case, Mortal, case.batch, folder)
-        trainer.add_callback(Telling())
-        members = trainer._members
+        trainer = make_trainer(case, Trainer, case.batch, folder)
+        trainer.add_callback(Mortal())
+        trainer.model.lm_head.register_forward_pre_hook(lambda *_: die("forward"))
+        trainer.model.lm_head.weight.register_hook(lambda _: die("backward"))
+
+        def loader() -> Any:
+            return trainer._prepared[1].prepared
+
         trainer.train()
-        loader = trainer._prepared[1].prepared
-        return outcome(trainer, is_exact=loader.account.is_exact, has_joined_late=loader.has_joined_late)
+        return outcome(trainer, is_exact=loader().account.is_exact, has_joined_late=loader().has_joined_late)
 
 
 def train_alone(case: Case) -> Outcome:
