@@ -120,6 +120,19 @@ def test_a_state_goes_on_at_its_position_on_another_number_of_ranks() -> None:
     assert len(flat(seen + rest)) == len(set(flat(seen + rest))) == 48
 
 
+@pytest.mark.parametrize(("drop_last", "is_last"), [(False, [False, False, True]), (True, [False, True])])
+def test_a_loader_knows_its_portion_and_the_last_batch_of_an_epoch(drop_last: bool, is_last: list[bool]) -> None:
+    (rank, _) = fakes.loaders(DataLoader(NUMBERS, batch_size=20, drop_last=drop_last), 2, (5, 15))
+    batches, said = iter(rank), []
+    assert rank.latest_portion is None
+    for _ in is_last:
+        (values,) = next(batches)
+        assert rank.latest_portion is not None
+        assert rank.latest_portion.indices.tolist() == values.tolist()
+        said.append(rank.is_last_batch)
+    assert said == is_last
+
+
 def test_epochs_can_be_named() -> None:
     (rank,) = fakes.loaders(DataLoader(NUMBERS, batch_size=50, shuffle=True), 1, (50,))
     orders_seen = [next(iter(rank))[0].tolist() for _ in range(2)]

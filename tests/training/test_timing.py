@@ -31,6 +31,8 @@ def test_waits_for_others_are_left_out(clock: Clock, timer: StepTimer) -> None:
     timer.open_span()
     clock.now_s += 100  # buffers of rank 0 come
     timer.close_wait()
+    with timer.wait():
+        clock.now_s += 100  # a trainer asks the others for their numbers of tokens
     clock.now_s += 2  # forward and backward
     timer.gradients_ready()
     clock.now_s += 100  # allreduce
