@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.integrations import trainer_functions
-from tests.integrations.trainer_functions import Sequences, collate
+from tests.integrations.trainer_functions import Sequences, collate, make_model
 
 NUM_SAMPLES, NUM_EVALUATED, EPOCHS, CLIP = 41, 17, 2, 0.3
 SEED = 3
@@ -53,7 +52,7 @@ def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def make(batch: int, sampler: Any = None) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, DataLoader, Any]:
     """Return model, optimizer, loaders of training and evaluation, and schedule of a script."""
-    model = trainer_functions.make_model()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(SEED)
     order = {"shuffle": True, "generator": generator} if sampler is None else {"sampler": sampler}
@@ -126,6 +125,28 @@ def resume_on_ranks(case: Case) -> list[float]:
     train(accelerator, prepared)
     pairs = zip(whole.parameters, outcome(prepared, []).parameters, strict=True)
     return [float(abs(own - wanted).max()) for own, wanted in pairs]
+
+
+def refusals() -> dict[str, str]:
+    """Texts of the errors for what cannot be prepared, on a rank with or without it."""
+    from ringweave.errors import RingweaveError
+    from ringweave.integrations.accelerate import Accelerator
+
+    os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="127.0.0.1")
+    accelerator, (model, optimizer, loader, evaluation, _) = Accelerator(cpu=True), make(2)
+    calls = {"model alone": (model,), "no loader": (model, optimizer), "two models": (model, make_model(), optimizer)}
+    found = {}
+    for name, objects in calls.items():
+        try:
+            accelerator.prepare(*objects)
+        except RingweaveError as error:
+            found[name] = str(error)
+    frozen = make_model().requires_grad_(False)
+    assert accelerator.prepare(frozen) is frozen, "a model that is not trained needs no optimizer"
+    prepared = accelerator.prepare(evaluation, optimizer, loader, model)
+    assert accelerator.skip_first_batches(prepared[0], 2) is prepared[0], "the first loader is the one to train with"
+    assert len(list(prepared[0])) == len(prepared[0]) - 2
+    return found
 
 
 def train_elastically(case: Case, faults: dict[str, tuple[int, str]], awaited: str) -> Outcome:
