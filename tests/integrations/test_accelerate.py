@@ -58,12 +58,9 @@ def test_a_worker_dies_in_a_step_and_its_successor_joins() -> None:
 def test_a_model_comes_with_its_optimizer_and_loader() -> None:
     for texts in run_ranks(accelerate_functions.refusals, 2):
         assert set(texts) == {"model alone", "no loader", "two models"}
-        assert texts["no loader"].startswith(
-            "objects of Accelerator.prepare: '1 models to train, 1 optimizers and 0 lo"
-        )
-        assert (
-            "expected one of each, and further loaders. Give prepare the model, its optimizer and" in texts["no loader"]
-        )
+        text = texts["no loader"]
+        assert text.startswith("objects of Accelerator.prepare: '1 models to train, 1 optimizers and 0 lo")
+        assert "expected one of each, and further loaders. Give prepare the model, its optimizer and" in text
 
 
 SCRIPT = """
