@@ -73,6 +73,7 @@ def test_a_worker_dies_in_a_step_and_its_successor_joins_in_the_middle_of_an_epo
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1500)
 def test_twenty_kills_at_all_moments_of_a_step_change_nothing() -> None:
     case, num_kills = Case(num_ranks=4, num_epochs=50, accumulate=2), 20
     alone = train_alone(case)
