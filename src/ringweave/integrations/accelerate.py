@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         """Let Accelerate place the model and add mixed precision, and ringweave do the rest."""
         model, optimizer, loader = triple
         placed = self.prepare_model(model, device_placement=placement, evaluation_mode=True)
-        accelerated = self.prepare_optimizer(optimizer)
+        accelerated: Any = self.prepare_optimizer(optimizer)
         extra: dict[str, Any] = {f"scheduler {number}": each for number, each in enumerate(schedulers)}
         if self.scaler is not None and self.scaler.is_enabled():
             extra["scaler"] = self.scaler
@@ -157,7 +157,7 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a schedule; it takes as many steps for each train step as the job had processes at its start."""
         if not is_launched() or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        prepared = super().prepare_scheduler(scheduler)
+        prepared: Any = super().prepare_scheduler(scheduler)
         prepared.__class__ = _SteadyScheduler
         prepared.num_steps = self.batch_factor
         prepared.split_batches = True
