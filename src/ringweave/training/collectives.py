@@ -12,6 +12,7 @@ from torch import Tensor
 from ringweave.comm import generation_group, peer_data
 from ringweave.errors import DisagreementError, explain
 from ringweave.planning.balancing import SampleAccount, Speed
+from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
 
 _HALF = 2**63
 _CONTROL_TEXT = "what a rank tells the others"
@@ -71,7 +72,7 @@ class ControlGroup:
         return wait
 
     def start_speed_exchange(self, own: Speed | None) -> "SpeedExchange":
-        values = (math.nan,) * 3 if own is None else (own.s_per_sample, own.overhead_samples, own.noise)
+        values = (math.nan,) * NUM_SPEED_NUMBERS if own is None else own.to_numbers()
         return SpeedExchange(*self._start(torch.tensor(values, dtype=torch.float64)))
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
@@ -105,9 +106,9 @@ class SpeedExchange:
         """Return the speeds of all ranks, the same on all; None while one of them has not measured enough."""
         self._work.wait()
         values = [found.tolist() for found in self._received]
-        if any(math.isnan(each_s) for each_s, _, _ in values):
+        if any(math.isnan(numbers[0]) for numbers in values):
             return None
-        return [Speed(s_per_sample=each_s, overhead_samples=q, noise=noise) for each_s, q, noise in values]
+        return [Speed.of_numbers(numbers) for numbers in values]
 
 
 class AccountExchange:

@@ -8,6 +8,7 @@ from ringweave.planning.balancing.epochs import (
     rank_slice,
     shuffle_indices,
 )
+from ringweave.planning.balancing.memory import MemoryLimit, MemoryUse
 from ringweave.planning.balancing.shares import (
     Rebalancer,
     ShareChange,
@@ -21,6 +22,8 @@ from ringweave.planning.balancing.speed import Speed, SpeedEstimator, steady_sta
 
 __all__ = [
     "EpochOrder",
+    "MemoryLimit",
+    "MemoryUse",
     "Rebalancer",
     "SampleAccount",
     "ShareChange",

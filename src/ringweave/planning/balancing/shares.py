@@ -17,6 +17,9 @@ MAX_NOISE = 0.5
 MAX_CHANGE_FACTOR = 4
 """Limit on the factor by which one change grows or shrinks a share: times of few samples say little about many."""
 
+_NUM_BISECTIONS = 60
+"""Halvings of a time interval, after which it is as exact as its numbers."""
+
 Shares = tuple[int, ...]
 """Samples of each rank in one batch."""
 
@@ -151,7 +154,7 @@ def _fractional_limit_s(num_samples: int, speeds: Sequence[Speed], caps: Sequenc
     """Return the time in which the ranks could compute the batch if samples could be divided.
 
     The number of samples that ranks compute within a time is piecewise linear; it bends where a rank begins or reaches
-    its cap.
+    its cap. Ranks whose memory may not hold their samples at once are not linear in between, so time is bisected there.
     """
 
     def computed(limit_s: float) -> float:
@@ -167,6 +170,11 @@ def _fractional_limit_s(num_samples: int, speeds: Sequence[Speed], caps: Sequenc
     if low == 0:
         return bends[0]
     begin, end = bends[low - 1], bends[low]
+    if any(speed.memory and speed.memory.whole_samples < cap for speed, cap in zip(speeds, caps, strict=True)):
+        for _ in range(_NUM_BISECTIONS):
+            middle_s = (begin + end) / 2
+            begin, end = (begin, middle_s) if computed(middle_s) >= num_samples else (middle_s, end)
+        return begin
     at_begin, at_end = computed(begin), computed(end)
     return end if at_end <= at_begin else begin + (end - begin) * (num_samples - at_begin) / (at_end - at_begin)
 

@@ -4,9 +4,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringweave.errors import explain
+from ringweave.planning.balancing.memory import MemoryLimit
 from ringweave.topology.cgroups import CpuQuota
 
 
@@ -24,6 +25,8 @@ class Speed:
     """Fixed work of a step (the update, calling kernels), as the number of samples that take as long."""
     noise: float = 0.0
     """Uncertainty, as a fraction: a smaller gain is no reason for a change."""
+    memory: MemoryLimit | None = None
+    """Limit beyond which samples take longer, since they are computed in microbatches; None means no limit is known."""
 
     def __post_init__(self) -> None:
         if not (0 < self.s_per_sample < math.inf and 0 <= self.overhead_samples < math.inf and self.noise >= 0):
@@ -37,11 +40,40 @@ class Speed:
             )
 
     def seconds(self, num_samples: float) -> float:
-        return self.s_per_sample * (self.overhead_samples + num_samples)
+        return self.s_per_sample * (self.overhead_samples + self.work_samples(num_samples))
+
+    def work_samples(self, num_samples: float) -> float:
+        """Return the work of a share, as samples that take as long: more than its samples if it is in microbatches."""
+        if self.memory is None:
+            return num_samples
+        return num_samples + self.memory.extra_samples(num_samples, self.overhead_samples)
 
     def samples_within(self, limit_s: float) -> float:
         """Return the samples that it is predicted to compute in that time; negative if not even the fixed work."""
-        return limit_s / self.s_per_sample - self.overhead_samples
+        found = limit_s / self.s_per_sample - self.overhead_samples
+        if self.memory is None or found <= self.memory.whole_samples:
+            return found
+        low, high = math.floor(self.memory.whole_samples), math.floor(found) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.seconds(middle) <= limit_s else (low, middle)
+        return low
+
+    def to_numbers(self) -> tuple[float, ...]:
+        """Return `NUM_SPEED_NUMBERS` floats, for other processes; all are finite."""
+        limit = self.memory
+        memory = (0.0, 0.0, 0.0) if limit is None else (limit.whole_samples, limit.split_samples, limit.waiting_samples)
+        return self.s_per_sample, self.overhead_samples, self.noise, *memory
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> "Speed":
+        """Return the speed whose `to_numbers` these are."""
+        s_per_sample, overhead, noise, whole, split, waiting = numbers
+        memory = MemoryLimit(whole_samples=whole, split_samples=split, waiting_samples=waiting) if whole > 0 else None
+        return cls(s_per_sample=s_per_sample, overhead_samples=overhead, noise=noise, memory=memory)
+
+
+NUM_SPEED_NUMBERS = 6
 
 
 SPEED_WARM_UP_STEPS = 2
@@ -105,6 +137,8 @@ class SpeedEstimator:
         self._has_compared = False
         self._speed: Speed | None = None
         """Speed by the complete blocks."""
+        self.memory: MemoryLimit | None = None
+        """Limit of this rank's memory, once it is measured."""
 
     def observe(self, num_samples: int, seconds: float, other_work: float = 0.0) -> None:
         """Record one step of this rank.
@@ -118,7 +152,8 @@ class SpeedEstimator:
         if self._num_steps <= SPEED_WARM_UP_STEPS or num_samples < 1 or seconds <= 0:
             return
         beside = min(other_work * (self._overhead_samples + num_samples), _MAX_OVERHEAD * num_samples)
-        self._open_block.append((num_samples, seconds, beside))
+        extra = 0.0 if self.memory is None else self.memory.extra_samples(num_samples, self._overhead_samples)
+        self._open_block.append((num_samples + extra, seconds, beside))
         samples, times_s, besides = zip(*self._open_block, strict=True)
         if sum(times_s) >= BLOCK_S or len(times_s) >= BLOCK_STEPS:
             self._other_work.append(statistics.fmean(besides))
@@ -128,7 +163,7 @@ class SpeedEstimator:
     @property
     def speed(self) -> Speed | None:
         """Return the current speed; None before enough steps were observed."""
-        return self._speed
+        return None if self._speed is None else replace(self._speed, memory=self.memory)
 
     @property
     def recent_s(self) -> tuple[float, ...]:

@@ -101,6 +101,11 @@ _INT = Annotated[int, Field(gt=-_MAX_INT64, lt=_MAX_INT64)]
 _ADDRESS = Annotated[str, Field(pattern=ADDRESS_PATTERN)]
 _POSITIVE_FLOAT = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NON_NEGATIVE_FLOAT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_NOISE = Annotated[float, Field(ge=0)]
+_SPEED_NUMBERS = tuple[
+    _POSITIVE_FLOAT, _NON_NEGATIVE_FLOAT, _NOISE, _NON_NEGATIVE_FLOAT, _NON_NEGATIVE_FLOAT, _NON_NEGATIVE_FLOAT
+]
+"""`Speed.to_numbers`."""
 _ACCOUNT = tuple[_NON_NEGATIVE_INT, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
 _STRICT = ConfigDict(strict=True, extra="allow")
 _AS_PREPARED = "the values of ringweave.prepare"
@@ -126,7 +131,7 @@ class _TrainerDetails(pydantic.BaseModel):
     cap: Annotated[int, Field(ge=1, lt=_MAX_INT64)] | None
     assumed_speed: _POSITIVE_FLOAT
     must_match: dict[str, Any]
-    speed: tuple[_POSITIVE_FLOAT, _NON_NEGATIVE_FLOAT, Annotated[float, Field(ge=0)]] | None
+    speed: _SPEED_NUMBERS | None
     position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _INT]
     accounts: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from ringweave.comm import peer_data
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.planning.balancing import SampleAccount, Speed
+from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
 
-NUM_ROW_WORDS = 7
+NUM_ROW_WORDS = 4 + NUM_SPEED_NUMBERS
 _HALF = 2**63
 
 
@@ -45,10 +46,9 @@ class ReductionRow:
         return self.is_caught_up or not self.is_recovering
 
     def to_list(self) -> list[int]:
-        """Return the row as seven integers of 64 bits."""
-        speed = self.speed
-        floats = (0.0, 0.0, 0.0) if speed is None else (speed.s_per_sample, speed.overhead_samples, speed.noise)
-        words = struct.unpack("<3q", struct.pack("<3d", *floats))
+        """Return the row as `NUM_ROW_WORDS` integers of 64 bits."""
+        numbers = (0.0,) * NUM_SPEED_NUMBERS if self.speed is None else self.speed.to_numbers()
+        words = struct.unpack(f"<{NUM_SPEED_NUMBERS}q", struct.pack(f"<{NUM_SPEED_NUMBERS}d", *numbers))
         return [
             self.account.num_samples,
             self.account.fingerprint - _HALF,
@@ -60,13 +60,14 @@ class ReductionRow:
     @classmethod
     def of_list(cls, words: Sequence[int]) -> "ReductionRow":
         """Parse a row that `to_list` returned."""
-        each_s, overhead, noise = struct.unpack("<3d", struct.pack("<3q", *words[4:NUM_ROW_WORDS]))
+        packed = struct.pack(f"<{NUM_SPEED_NUMBERS}q", *words[4:NUM_ROW_WORDS])
+        numbers = struct.unpack(f"<{NUM_SPEED_NUMBERS}d", packed)
         return cls(
             account=SampleAccount(num_samples=words[0], fingerprint=words[1] + _HALF),
             num_planned=words[2],
             is_recovering=bool(words[3] & 1),
             is_caught_up=bool(words[3] & 2),
-            speed=Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise) if each_s > 0 else None,
+            speed=Speed.of_numbers(numbers) if numbers[0] > 0 else None,
         )
 
 

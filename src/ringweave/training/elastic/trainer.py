@@ -156,7 +156,7 @@ class TrainerState:
             "cap": self._description.max_samples,
             "assumed_speed": self._description.assumed_speed,
             "must_match": self._description.must_match,
-            "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
+            "speed": None if speed is None else list(speed.to_numbers()),
             "position": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
             "accounts": self.accounting.to_json(),
             **(self.ring.status_details() if self.ring is not None else {}),
@@ -245,7 +245,7 @@ class TrainerState:
         )
         self.share_table.adopt_rows(share_table.shares_of_text(furthest.batch_shares))
         speeds = [
-            None if member_details["speed"] is None else _speed_of_json(member_details["speed"])
+            None if member_details["speed"] is None else Speed.of_numbers(member_details["speed"])
             for member_details in details
         ]
         self.share_table.start_generation(
@@ -298,8 +298,3 @@ class TrainerState:
             throttle=throttle,
             state_read=state_read,
         )
-
-
-def _speed_of_json(numbers: Sequence[float]) -> Speed:
-    each_s, overhead, noise = numbers
-    return Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise)
