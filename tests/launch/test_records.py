@@ -84,13 +84,18 @@ def test_training_is_summed_up() -> None:
     events = [
         {"kind": "training_prepared", "rank": 0, **prepared},
         {"kind": "shares_changed", "shares": [16, 4]},
+        {"kind": "memory_limited", "rank": 1, "samples_at_once": 5},
+        {"kind": "memory_limited", "rank": 0, "samples_at_once": 60},
         {"kind": "samples_accounted", "samples": 40, "exact": True},
         {"kind": "samples_accounted", "samples": 40, "exact": True},
     ]
-    accounted = {"epochs_accounted": 2, "samples_accounted": 80, "exact": True}
+    accounted = {"epochs_accounted": 2, "samples_accounted": 80, "exact": True, "samples_at_once": {"1": 5, "0": 60}}
     found = run_dir.summarize_training(events)
     assert found == {**prepared, "shares": [16, 4], "changes": 1, **accounted}
-    told = "ringweave: trained in mode balanced: r. 80 samples in 2 epochs, each exactly once.\n"
+    told = (
+        "ringweave: trained in mode balanced: r. 80 samples in 2 epochs, each exactly once. "
+        "Rank 1 computes at most 5 samples at once, limited by memory (predicted).\n"
+    )
     assert run_dir.describe_training(found) == told
     lost = [{"kind": "samples_accounted", "samples": 39, "exact": False}, events[-1]]
     found = run_dir.summarize_training([*events, *lost])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.topology.cgroups import CpuQuota, ProcessCpuQuota, cores_per_process
+from ringweave.topology.cgroups import CpuQuota, ProcessCpuQuota, ProcessMemory, cores_per_process
 
 
 class Kernel:
@@ -91,3 +91,35 @@ def test_who_shares_a_quota_with_the_parent_shares_it_with_its_siblings(tmp_path
 def test_this_process_can_ask() -> None:
     quota = ProcessCpuQuota().read()
     assert quota is None or quota.cores > 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_process_is_its_groups_without_that_of_others(tmp_path: Path, version: int) -> None:
+    kernel = Kernel(tmp_path, version, group="/pods/one")
+    mounts = (kernel.process / "mountinfo").read_text().replace("rw,cpu", "rw,memory")
+    (kernel.process / "mountinfo").write_text(mounts)
+    (kernel.process / "cgroup").write_text("4:memory:/pods/one\n" if version == 1 else "0::/pods/one\n")
+    mib = 2**20
+    files = {
+        1: {"memory__limit_in_bytes": f"{900 * mib}", "memory__oom_control": "under_oom 0\noom_kill 2"},
+        2: {"memory__max": f"{900 * mib}", "memory__events": "oom 5\noom_kill 2"},
+    }
+    in_group = {1: f"rss 7\ntotal_rss {500 * mib}", 2: f"anon {500 * mib}\nfile 9"}
+    kernel.group("pods/one", **files[version], memory__stat=in_group[version])
+    if version == 2:
+        (kernel.point / "cgroup.controllers").write_text("cpu memory\n")
+    status = "VmHWM:\t  409600 kB\nRssAnon:\t  307200 kB\nRssFile:\t  102400 kB\n"
+    (kernel.process / "status").write_text(status)
+    (kernel.process / "stat").write_text("12 (a) S 77 1 1 0\n")
+    parent = tmp_path / "77"
+    parent.mkdir()
+    memory = ProcessMemory(4, kernel.process)
+    assert memory.limit_bytes() == 700 * mib, "200 MiB are others'"
+    assert memory.peak_bytes() == 300 * mib
+    assert memory.num_oom_kills() == 2
+    memory.reset_peak()
+    assert (kernel.process / "clear_refs").read_text() == "5"
+    (parent / "cgroup").write_text((kernel.process / "cgroup").read_text())
+    assert ProcessMemory(4, kernel.process).limit_bytes() == 225 * mib, "a quarter each"
+    kernel.group("pods/one", **{"memory__limit_in_bytes" if version == 1 else "memory__max": "max"})
+    assert ProcessMemory(4, kernel.process).limit_bytes() is None

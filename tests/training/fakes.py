@@ -3,6 +3,7 @@
 from typing import Any
 from unittest.mock import MagicMock
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -15,6 +16,7 @@ from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState
 from ringweave.training.gradients import SampleWeights
+from ringweave.training.memory.memory_guard import MemoryMeter
 from ringweave.training.timing import HostTimeline, StepTimer
 
 
@@ -80,3 +82,36 @@ def trainer_state(member: str, share_table: ShareTable, *, recomputes: bool = Fa
 
 def _ignore(account: EpochAccount) -> None:
     del account
+
+
+class Card(MemoryMeter):
+    """Memory of 10 kB a sample and 100 kB fixed; allocations above its limit fail as on a card."""
+
+    def __init__(self, limit_bytes: float, *, says_bytes: float | None = None) -> None:
+        """`says_bytes`: the limit that it claims to have."""
+        self._limit_bytes, self._says_bytes = limit_bytes, says_bytes or limit_bytes
+        self._peak = 0.0
+        self.num_releases, self.keeps_freed = 0, True
+        self.at_once: list[int] = []
+        """Samples of every pass with gradients."""
+
+    def limit_bytes(self) -> float:
+        return self._says_bytes
+
+    def reset_peak(self) -> None:
+        self._peak = 0.0
+
+    def peak_bytes(self) -> float:
+        return self._peak
+
+    def release_freed(self) -> None:
+        self.num_releases += 1
+
+    def keep_freed(self, *, is_kept: bool) -> None:
+        self.keeps_freed = is_kept
+
+    def allocate(self, num_samples: int) -> None:
+        used = 100e3 + 10e3 * num_samples
+        if used > self._limit_bytes:
+            raise torch.OutOfMemoryError(f"{num_samples} samples")
+        self._peak = max(self._peak, used)

@@ -29,6 +29,9 @@ CASES = {
     "tokens, by batch": Case(weighs="batch"),
     "tokens, by batch, accumulation": Case(weighs="batch", accumulate=3, uses_no_sync=True),
     "tokens, by batch, stream": Case(weighs="batch", streams=True),
+    "little memory": Case(fitting=3, clips=True, schedules=True, has_regularizer=True),
+    "little memory, sum, accumulation": Case(fitting=2, reduction="sum", accumulate=3, uses_no_sync=True),
+    "little memory, tokens": Case(fitting=3, weighs="batch"),
 }
 
 
@@ -37,6 +40,13 @@ def test_weights_equal_those_of_one_process(case: Case) -> None:
     for distance, is_accounted in run_ranks(training_functions.distance_from_one_process, 3, case, SHARES):
         assert distance < 1e-9
         assert is_accounted
+
+
+def test_ranks_with_little_memory_wait_for_no_gradient_of_unused_parameters() -> None:
+    (first, weights), (other, same) = run_ranks(training_functions.train_with_unused, 2, 3)
+    assert first
+    assert other
+    assert weights == same
 
 
 def test_a_wrong_weight_would_show() -> None:

@@ -18,7 +18,9 @@ from ringweave.errors import DisagreementError
 from ringweave.planning.balancing import ShareChange
 from ringweave.training import SharedLoader
 from ringweave.training.gradients import SampleWeights
+from ringweave.training.memory import memory_guard
 from ringweave.training.timing import HostTimeline
+from tests.training.fakes import Card
 
 FEATURES = 6
 NUM_TOKENS = 4
@@ -44,6 +46,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     weighs: str = ""
     """The loss is a mean over tokens of ragged samples, whose numbers `prepare` gets by `sample` or by `batch`."""
+    fitting: int = 0
+    """Samples that fit into the memory of a rank at once; 0: all."""
 
 
 class Stream(IterableDataset):
@@ -142,6 +146,8 @@ def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: 
     alone = weights_of(model)
     made = make(case)
     weight = weight_of(case, made[2].dataset)
+    if case.fitting:
+        limit_memory(made[0], case.fitting)
     parallel, optimizer, shared = ringweave.prepare(*made, mode="sync", reduction=case.reduction, weight=weight)
     accounts = watch_accounts(shared)
     change_shares(shared, every, shares)
@@ -150,6 +156,50 @@ def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: 
     assert_same_everywhere(together)
     assert accounts
     return ((together - alone).abs().max() / alone.abs().max()).item(), all(accounts)
+
+
+def limit_memory(model: nn.Module, fitting: int) -> None:
+    """Let so many samples fit at once, half as many as the card says: there are errors too, and smaller passes."""
+    card = Card(100e3 + 10e3 * fitting, says_bytes=(100e3 + 20e3 * fitting) / 0.9)
+
+    def allocate(_model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            card.allocate(len(inputs[0]))
+
+    model.register_forward_pre_hook(allocate)
+    memory_guard.find_meter = lambda *_: card
+
+
+class Branches(nn.Module):
+    """Uses one layer always, one in some passes, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(FEATURES, 3).double() for _ in range(3))
+        self.is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + self.sometimes(x) if self.is_on else self.always(x)
+
+
+def train_with_unused(num_epochs: int) -> tuple[bool, float]:
+    """(the unused layer has no gradient, sum of all weights), where three samples fit into the memory at once."""
+    torch.manual_seed(0)
+    model = Branches()
+    limit_memory(model, 3)
+    samples = TensorDataset(torch.randn(48, FEATURES, dtype=torch.float64), torch.randn(48, 3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parallel, optimizer, loader = ringweave.prepare(
+        model, optimizer, DataLoader(samples, batch_size=24), mode="sync", ddp={"find_unused_parameters": True}
+    )
+    has_none = True
+    for number, (x, y) in enumerate(forever(loader, 2 * num_epochs)):
+        model.is_on = number % 2 == 1 or dist.get_rank() == 1
+        optimizer.zero_grad()
+        nn.functional.mse_loss(parallel(x), y).backward()
+        has_none &= model.never.weight.grad is None
+        optimizer.step()
+    return has_none, weights_of(model).sum().item()
 
 
 def distance_without_weights(case: Case, shares: list[tuple[int, ...]]) -> tuple[float, bool]:

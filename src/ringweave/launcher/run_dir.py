@@ -131,7 +131,7 @@ def list_tuned_schedules(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def summarize_training(events: Iterable[Event]) -> dict[str, Any] | None:
-    """Summarize the training: mode and reason, the last shares, whether every epoch's sample account is exact.
+    """Summarize the training: mode and reason, last shares and limits of memory, whether the sample accounts are exact.
 
     Returns None if the script does not call `ringweave.prepare`; the last of several calls counts.
     """
@@ -144,7 +144,10 @@ def summarize_training(events: Iterable[Event]) -> dict[str, Any] | None:
                 "epochs_accounted": 0,
                 "samples_accounted": 0,
                 "exact": None,
+                "samples_at_once": {},
             }
+        elif event["kind"] == "memory_limited" and summary is not None:
+            summary["samples_at_once"][str(event["rank"])] = event["samples_at_once"]
         elif event["kind"] == "shares_changed" and summary is not None:
             summary |= {"shares": event["shares"], "changes": summary["changes"] + 1}
         elif event["kind"] == "samples_accounted" and summary is not None:
@@ -168,7 +171,12 @@ def describe_training(summary: Mapping[str, Any] | None) -> str:
     elif not summary["exact"]:
         account = f"{samples} samples in {count} epochs, not each exactly once: see samples_accounted in events.jsonl"
     why = summary["reason"].rstrip(".")
-    return f"ringweave: trained in mode {summary['mode']}: {why}. {account[0].upper()}{account[1:]}.\n"
+    limited = "".join(
+        f" Rank {rank} computes at most {number} samples at once, limited by memory (predicted)."
+        for rank, number in summary["samples_at_once"].items()
+        if number < max(summary["shares"], default=0)
+    )
+    return f"ringweave: trained in mode {summary['mode']}: {why}. {account[0].upper()}{account[1:]}.{limited}\n"
 
 
 def _read_run_json(path: Path) -> dict[str, Any]:

@@ -466,6 +466,17 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "predicted_after_s": "the same with the new shares",
         },
     ),
+    "memory_limited": EventKind(
+        meaning="The samples that a rank computes at once are limited by its memory: at first, and after each change.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "samples_at_once": "most samples that fit, predicted from measured use; a larger share is in microbatches",
+            "memory_bytes": "memory that the rank may use; a tenth of it stays free",
+            "fixed_bytes": "use without samples, measured; null if an error came before",
+            "sample_bytes": "use of one more sample, measured; null if an error came before",
+        },
+    ),
     "samples_accounted": EventKind(
         meaning="An epoch of the data is complete; the samples given to all ranks were compared with its samples.",
         written_by="worker",

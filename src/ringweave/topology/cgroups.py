@@ -1,8 +1,10 @@
-"""Control groups of version 1 or 2: their mount point, and the CPU quota of this process.
+"""Control groups of version 1 or 2: their mount point, and the CPU quota and memory of this process.
 
-Source: kernel, Documentation/admin-guide/cgroup-v2.rst (cpu.max, cpu.stat) and cgroup-v1 with scheduler/sched-bwc.rst.
+Source: kernel, Documentation/admin-guide/cgroup-v2.rst (cpu.max, cpu.stat, memory.max, memory.events, memory.stat) and
+cgroup-v1 with scheduler/sched-bwc.rst and memory.rst.
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -87,10 +89,14 @@ def cores_per_process(num_siblings: int, process: Path = PROC_SELF) -> float | N
     quota = ProcessCpuQuota(process).read()
     if quota is None:
         return None
+    return quota.cores / (max(1, num_siblings) if _is_shared_with_parent(process) else 1)
+
+
+def _is_shared_with_parent(process: Path) -> bool:
+    """Return whether the process is in the groups of its parent, so that their limits bind both."""
     stat = _read_text(process / "stat").rpartition(")")[2].split()  # state, parent, and more; a name may have blanks
     parent = process.with_name(stat[1]) if len(stat) > 1 else process
-    is_shared = _read_text(parent / "cgroup") == _read_text(process / "cgroup")
-    return quota.cores / (max(1, num_siblings) if is_shared else 1)
+    return _read_text(parent / "cgroup") == _read_text(process / "cgroup")
 
 
 def memory_limit_bytes(process: Path = PROC_SELF) -> int | None:
@@ -104,6 +110,58 @@ def memory_limit_bytes(process: Path = PROC_SELF) -> int | None:
     ]
     limits = [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT_BYTES]
     return min(limits, default=None)
+
+
+class ProcessMemory:
+    """Memory of this process, and of its group: limit, use, and processes that the kernel has killed for memory."""
+
+    def __init__(self, num_siblings: int, process: Path = PROC_SELF) -> None:
+        """Find the group; the process is assumed to stay in it.
+
+        Args:
+            num_siblings: Processes that its parent has started, including this one; as in `cores_per_process`.
+            process: Its folder below /proc.
+        """
+        mount = find_mount(_read_text(process / "mountinfo"), controller="memory")
+        groups = _group_folders(mount, _read_text(process / "cgroup"), "memory") if mount else ()
+        self._process, self._group, self._version = (
+            process,
+            groups[0] if groups else None,
+            mount.version if mount else 0,
+        )
+        self._num_sharing = max(1, num_siblings) if _is_shared_with_parent(process) else 1
+
+    def limit_bytes(self) -> int | None:
+        """Return the bytes that this process may use, without those of others in its group; None without a limit."""
+        limit = memory_limit_bytes(self._process)
+        if limit is None or self._num_sharing > 1:
+            return None if limit is None else limit // self._num_sharing
+        in_group = self._group_numbers("memory.stat").get("total_rss" if self._version == 1 else "anon", 0)
+        return limit - max(0, in_group - self._status_bytes("RssAnon"))
+
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` start anew; without permission it stays the peak of the whole life."""
+        with contextlib.suppress(OSError):
+            (self._process / "clear_refs").write_text("5", encoding="ascii")
+
+    def peak_bytes(self) -> int:
+        """Return the most memory since the last reset, without pages of files, which the kernel can drop."""
+        return self._status_bytes("VmHWM") - self._status_bytes("RssFile")
+
+    def num_oom_kills(self) -> int:
+        """Return the processes of the group that the kernel has killed for memory so far."""
+        return self._group_numbers("memory.oom_control" if self._version == 1 else "memory.events").get("oom_kill", 0)
+
+    def _group_numbers(self, name: str) -> dict[str, int]:
+        if self._group is None:
+            return {}
+        pairs = (line.split() for line in _read_text(self._group / name).splitlines())
+        return {words[0]: int(words[1]) for words in pairs if len(words) == 2 and words[1].isdecimal()}
+
+    def _status_bytes(self, name: str) -> int:
+        """Return a value of the process's status, which is in KiB; 0 where the kernel does not tell it."""
+        lines = _read_text(self._process / "status").splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _group_folders(mount: CgroupMount, memberships: str, controller: str = "cpu") -> tuple[Path, ...]:

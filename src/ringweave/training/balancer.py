@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ringweave.planning.balancing import Rebalancer, ShareChange, Speed, SpeedEstimator
+from ringweave.planning.balancing import MemoryLimit, Rebalancer, ShareChange, Speed, SpeedEstimator
 from ringweave.planning.balancing.shares import Shares
 from ringweave.training.collectives import ControlGroup, SpeedExchange
 from ringweave.training.timing import StepTimer
@@ -57,6 +57,10 @@ class ShareBalancer:
     def recent_s(self) -> tuple[float, ...]:
         """Seconds of a sample on this rank, in each of several recent steps."""
         return self._estimator.recent_s
+
+    def set_memory(self, limit: MemoryLimit) -> None:
+        """Set the limit of this rank's memory, which all ranks learn with its speed."""
+        self._estimator.memory = limit
 
     def reset_shares(
         self,

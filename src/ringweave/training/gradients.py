@@ -37,15 +37,32 @@ class SampleWeights:
     """Weight of the samples on this rank; their number, unless the script gives weights."""
     total_weight: float | Callable[[], float] = 1.0
     """Weight of the samples over all ranks, or a function that waits for it."""
+    weigh_range: Callable[[int, int], float] | None = None
+    """Weight of the samples `first` to `until - 1` of this rank; None: their number."""
+    is_within_pass: bool = False
+    """Gradients are computed within a pass that sums and hands them over later, and are weighted then."""
 
     def set(self, num_samples: int, num_total: int, batch_part: float = 1.0) -> None:
         """Set the batch that the next passes compute; each sample weighs the same."""
         self.num_samples, self.num_total, self.batch_part = num_samples, num_total, batch_part
-        self.weight, self.total_weight = num_samples, num_total
+        self.weight, self.total_weight, self.weigh_range = num_samples, num_total, None
 
-    def set_weights(self, weight: float, total_weight: float | Callable[[], float]) -> None:
-        """Set other weights for this batch: that of the samples on this rank, and of those over all ranks."""
-        self.weight, self.total_weight = weight, total_weight
+    def set_weights(
+        self,
+        weight: float,
+        total_weight: float | Callable[[], float],
+        weigh_range: Callable[[int, int], float] | None = None,
+    ) -> None:
+        """Set other weights for this batch: of the samples on this rank, of those over all ranks, and of a range."""
+        self.weight, self.total_weight, self.weigh_range = weight, total_weight, weigh_range
+
+    def fraction_of_range(self, first: int, until: int) -> float:
+        """Return the factor of a loss of so many samples of this rank, in the loss of all its samples."""
+        if not self.is_mean:
+            return 1.0
+        if self.weigh_range is None:
+            return (until - first) / max(1, self.num_samples)
+        return self.weigh_range(first, until) / self.weight if self.weight else 0.0
 
     @property
     def fraction(self) -> float:
@@ -71,6 +88,8 @@ class SampleWeights:
     @unserializable_hook
     def weigh(self, gradient: Tensor) -> Tensor | None:
         """Multiply a gradient by the factor; the hook of every parameter."""
+        if self.is_within_pass:
+            return None
         factor = self.factor
         if factor == 1.0:
             return None

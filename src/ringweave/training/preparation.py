@@ -32,6 +32,7 @@ from ringweave.training.elastic import member_process
 from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import GradientReducer, SampleWeights
+from ringweave.training.memory import memory_guard
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous, Script
@@ -91,7 +92,8 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             worker.
         reduction: `mean` if the loss is a mean over the samples of a batch, `sum` if it is their sum. Exactness depends
             on it; for a weighted mean, or one over tokens of unequal numbers, give `weight` too.
-        max_samples: Limit of samples of one batch in this rank's memory; may differ between ranks.
+        max_samples: Limit of samples of one batch in this rank's memory; may differ between ranks. None measures the
+            memory, where it is limited, and computes a share that does not fit in microbatches.
         ddp: Further arguments of DistributedDataParallel.
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
         extra_state: Under `ringweave run --elastic`, further objects with `state_dict` and `load_state_dict`, such as a
@@ -170,6 +172,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=script.is_mean)
     parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
+    memory_guard.guard_memory(script, parallel, weights, environment, trainer.set_memory)
     incomplete = IncompleteStep(script.optimizer, script.extra_state, lambda: bool(trainer.accounting.missing))
     optimizer, source = script.optimizer, None
     if member.exchange is None or member.worker is None:
@@ -221,6 +224,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     reducer = GradientReducer(process_group=None, timer=timer)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
+    memory_guard.guard_memory(script, parallel, weights, environment, balancer.set_memory)
     weight = BatchWeight(script.weight, control) if callable(script.weight) else script.sample_weights
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
@@ -332,6 +336,7 @@ def _prepare_static_rings(
         num_prefetched=max(each["num_prefetched"] for each in reports),
     )
     shares.join_ring(assignment.current.ring, assignment.current.speed_control)
+    memory_guard.guard_memory(script, parallel, weights, environment, shares.set_memory)
     regrouper = RingRegrouper(
         assignment=assignment,
         settings=settings,

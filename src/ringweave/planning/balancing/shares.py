@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ringweave.errors import CapacityError, TrainingError, explain
+from ringweave.planning.balancing.memory import MemoryLimit
 from ringweave.planning.balancing.speed import Speed
 
 MIN_GAIN = 0.08
@@ -237,6 +238,8 @@ class Rebalancer:
         self._confirmed_steps = 0.0
         """Time for which relieving them has seemed worth it, in steps that could be halved."""
         self._settling_steps = 0
+        self._limits: tuple[MemoryLimit | None, ...] | None = None
+        """Limits of memory at the last look; others are no noise, so a change by them need not wait."""
         self._confirmation_steps = _FIRST_CONFIRMATION_STEPS if begins_with_guess else _CONFIRMATION_STEPS
 
     def record_other_change(self, gain: float) -> None:
@@ -265,6 +268,10 @@ class Rebalancer:
         self._reversals *= _DECAY_PER_LOOK
         self._recent_moves = tuple(moved * _DECAY_PER_LOOK for moved in self._recent_moves)
         self._settling_steps = max(0, self._settling_steps - num_steps)
+        limits = tuple(speed.memory for speed in speeds)
+        if limits != self._limits:
+            self._settling_steps = _SETTLING_STEPS if any(limits) else self._settling_steps
+            self._limits = limits
         change = rebalance(current, speeds, caps, self.min_gain)
         if change is None:
             self._slow_ranks = frozenset()

@@ -1,5 +1,6 @@
 """Loader that `prepare` returns: gives this rank its portion of every batch and accounts for every sample."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, Self
@@ -15,6 +16,7 @@ from ringweave.training.data.order import Portion
 from ringweave.training.data.sources import OrderSource, SampleSource
 from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
 from ringweave.training.gradients import SampleWeights
+from ringweave.training.memory import microbatches
 from ringweave.training.timing import StepTimer
 
 
@@ -33,6 +35,11 @@ class SampleWeightTable:
         """Return the weight of this rank's portion, and of the whole batch."""
         del batch
         return float(self._weights[own.indices].sum()), float(self._weights[own.batch].sum())
+
+    def weigh_range(self, own: Portion, batch: Any, first: int, until: int) -> float:
+        """Return the weight of some samples of this rank's portion."""
+        del batch
+        return float(self._weights[own.indices[first:until]].sum())
 
     @classmethod
     def of_script(cls, weights: Sequence[float], loader: DataLoader) -> Self:
@@ -71,6 +78,10 @@ class BatchWeight:
             do = "Return the number of tokens, or the sum of weights, of the batch"
             raise TrainingError(explain("weight of a batch", got=weight, expected="a number from 0 on", do=do))
         return weight, self._control.start_sum(weight)
+
+    def weigh_range(self, own: Portion, batch: Any, first: int, until: int) -> float:
+        """Return the weight of some samples of this rank's portion."""
+        return float(self._weigh_batch(microbatches.slice_samples(batch, len(own.indices), first, until)))
 
 
 class SharedLoader:
@@ -155,7 +166,8 @@ class SharedLoader:
                 self.latest_portion = own
                 self._weights.set(len(own.indices), own.num_total, batch_part)
                 if self._sample_weights is not None:
-                    self._weights.set_weights(*self._sample_weights.weigh(own, batch))
+                    weigh_range = functools.partial(self._sample_weights.weigh_range, own, batch)
+                    self._weights.set_weights(*self._sample_weights.weigh(own, batch), weigh_range)
                 self._timer.record_samples(len(own.indices))
                 yield batch
         except GeneratorExit:

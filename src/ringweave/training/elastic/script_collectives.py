@@ -206,9 +206,8 @@ class OperationHeader:
     def to_tensor(self, width: int) -> Tensor:
         """Return it as a tensor as wide as a row of a reduction, (width,) int64."""
         words = torch.zeros(width, dtype=torch.int64)
-        words[:NUM_ROW_WORDS] = torch.tensor(
-            [self.num_bytes, self.digest, self.source, self.flags, _KINDS.index(self.kind), 0, 0]
-        )
+        own = [self.num_bytes, self.digest, self.source, self.flags, _KINDS.index(self.kind)]
+        words[: len(own)] = torch.tensor(own)
         return words
 
     @classmethod

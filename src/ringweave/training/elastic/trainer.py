@@ -9,7 +9,7 @@ from typing_extensions import Buffer
 
 from ringweave import rpc
 from ringweave.membership.membership_records import Membership, furthest_status
-from ringweave.planning.balancing import Speed, SpeedEstimator
+from ringweave.planning.balancing import MemoryLimit, Speed, SpeedEstimator
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.rpc.state_transfer import ReadThrottle, StateServer
 from ringweave.training import collectives
@@ -85,6 +85,10 @@ class TrainerState:
         self._captured_buffers: dict[str, Buffer] = {}
         self._published: dict[str, bool] = {}
         self.ring = ring(self) if ring is not None else None
+
+    def set_memory(self, limit: MemoryLimit) -> None:
+        """Set the limit of this member's memory, which all members learn with its speed."""
+        self._estimator.memory = limit
 
     def measure_step(self) -> None:
         self._timer.end_step()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringweave.planning import modes, ring_grouping
-from ringweave.planning.balancing import Rebalancer, ShareChange, Speed
+from ringweave.planning.balancing import MemoryLimit, Rebalancer, ShareChange, Speed
 from ringweave.planning.balancing.shares import Shares
 from ringweave.planning.balancing.speed import MAX_BLOCKS
 from ringweave.training.balancer import ShareBalancer
@@ -162,6 +162,10 @@ class RingShares:
     def recent_s(self) -> tuple[float, ...]:
         """Seconds of a sample on this rank, in each of several recent steps."""
         return self._balancer.recent_s
+
+    def set_memory(self, limit: MemoryLimit) -> None:
+        """Set the limit of this rank's memory, which other ranks learn with its speed."""
+        self._balancer.set_memory(limit)
 
     def begin_pass(self) -> None:
         """Start an epoch; earlier shards that were not computed are void."""
