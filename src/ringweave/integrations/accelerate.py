@@ -108,7 +108,9 @@ class Accelerator(accelerate.Accelerator):
             prepared = self._prepare_training((model, optimizer, loader), places[triple[0]], schedulers)
             found.update(zip(triple, prepared, strict=True))
         for index, each in enumerate(args):
-            if found[index] is each:
+            if found[index] is each and isinstance(each, nn.Module):  # one that is not trained
+                found[index] = self.prepare_model(each, device_placement=places[index], evaluation_mode=True)
+            elif found[index] is each:
                 found[index] = self._prepare_one(each, first_pass=True, device_placement=places[index])
             if isinstance(each, LRScheduler):
                 found[index] = self._prepare_one(each)
