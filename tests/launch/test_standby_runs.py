@@ -28,6 +28,7 @@ for epoch in range(3):
 {SUM}"""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(3 * TIMEOUT_S)

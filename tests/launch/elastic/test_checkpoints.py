@@ -40,6 +40,7 @@ def kill_all(run: Run) -> None:
     assert not left
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_goes_on_with_fewer_workers_and_trains_on_each_sample_once(
     start, script, tmp_path: Path
 ) -> None:

@@ -40,7 +40,8 @@ def said(place: Place, job: str, node: str, attempt: int, rank: int) -> list[dic
     return [json.loads(line.text) for line in lines if line.text.startswith("{") and line.text.endswith("}")]
 
 
-@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("node", [0, 1])
 def test_a_killed_pod_comes_back_while_the_others_train_on(place: Place, tmp_path: Path, node: int) -> None:
     """Node 0 has the coordinator that decides and half of the members: it takes the Service to find it again."""
     job, other = f"elastic{node}", 1 - node
