@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
 	@echo "make test    run the tests"
-	@echo "make test-thorough  run them with many more examples of every property, drawn anew (an hour)"
+	@echo "make test-thorough  run all of them, with many more examples of every property, drawn anew (two hours)"
 	@echo "make test-kube KUBECONFIG=...  run the tests of jobs on Kubernetes against a real API server"
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"

@@ -1,4 +1,4 @@
-"""How much properties and brute force try: what is enough for every day, or far more under `make test-thorough`.
+"""Effort of the tests: what is enough for every day, or far more under `make test-thorough`.
 
 Daily the examples are always the same ones: a rare failure is found by the thorough run, which draws others each time,
 and stops nobody's work on something else.
