@@ -42,7 +42,8 @@ def test_a_rank_that_became_slow_gets_less():
     assert not changes  # nothing is known yet
     for _ in range(20):
         shares.begin_batch()
-        shares.record_batch(64)
+        shares.count_batch()
+        timer.record_samples(64)
         clock.now_s += 64 * 0.04
         timer.gradients_ready()
         clock.now_s += 100.0  # the push, and the wait for its answer
@@ -63,7 +64,8 @@ def test_nobody_gets_more_than_its_memory_takes():
     shares.join_ring((0, 1), Silent())
     for _ in range(20):
         shares.begin_batch()
-        shares.record_batch(64)
+        shares.count_batch()
+        timer.record_samples(64)
         clock.now_s += 64 * 0.04
         timer.gradients_ready()
     shares.begin_batch()
@@ -85,7 +87,8 @@ def compute(shares: RingShares, timer: StepTimer, clock: Clock, num_batches: int
         shares.begin_batch()
         own = shares.ring_shares[1]
         shares.count_shard()
-        shares.record_batch(own)
+        shares.count_batch()
+        timer.record_samples(own)
         clock.now_s += own * 0.04 + fixed_s
         timer.gradients_ready()
 
