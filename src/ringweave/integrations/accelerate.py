@@ -358,17 +358,9 @@ def whole_batch_loader(loader: DataLoader, factor: int) -> DataLoader:
     return DataLoader(
         loader.dataset,
         batch_size=factor * loader.batch_size,
-        **sampler,
         drop_last=loader.drop_last,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+        **sampler,
+        **sources.loading_options(loader),
     )
 
 

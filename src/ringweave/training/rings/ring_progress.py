@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ringweave.membership.membership_records import Membership, parse_member_name
@@ -43,12 +43,6 @@ class UnpushedSamples:
             self.pass_number, self.epoch = pass_number, epoch
             self.spans.clear()
         self.spans.extend(spans)
-
-    def take(self) -> "UnpushedSamples":
-        """Return a copy and reset, for the next push."""
-        taken = replace(self, spans=list(self.spans))
-        self.clear()
-        return taken
 
     def clear(self) -> None:
         self.num_samples, self.batch_share, self.num_batches = 0, 0.0, 0
