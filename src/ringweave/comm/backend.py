@@ -1,7 +1,8 @@
-"""Backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
+"""Backend "ringweave" of torch.distributed: a process group whose large collectives run by verified schedules.
 
-CUDA tensors take part through the bridge. Every other collective goes to the native backend inside the group: Gloo for
-CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for CUDA tensors.
+Allreduce, allgather, reduce-scatter and broadcast have schedules. CUDA tensors take part in allreduces through the
+bridge. Everything else goes to the native backend inside the group: Gloo for CPU tensors, and NCCL, or Gloo where NCCL
+is not allowed, for CUDA tensors.
 
 Planning, schedules and their engine are imported where they are first used: a group forms, and sends small messages, in
 a small part of the time that these imports take.
@@ -13,13 +14,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions
 
 from ringweave.comm import group_info, plan_choice
 from ringweave.comm.counters import CollectiveCounters
@@ -28,12 +30,14 @@ from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
 from ringweave.comm.native_backend import NativeBackends, NativeProcessGroup
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.comm.work import JoinedWork
 from ringweave.environment import NATIVE, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import CommunicationError
 
 if TYPE_CHECKING:
     from ringweave.comm.bridge import DeviceBridge, StagedMessage
     from ringweave.comm.engine.engine import CollectiveEngine
+    from ringweave.comm.engine.messages import CollectiveMessage
     from ringweave.comm.probing.network_measurement import NetworkMeasurement
     from ringweave.comm.tuning.selector import ScheduleSelector
     from ringweave.telemetry.events import EventLog
@@ -50,9 +54,9 @@ aborts the process. A group that DDP has used outlives `destroy_process_group`, 
 
 
 class RingweaveProcessGroup(NativeProcessGroup):
-    """Process group that runs large allreduces by schedules and everything else natively.
+    """Process group that runs large collectives by schedules and everything else natively.
 
-    CUDA tensors take part in that through the bridge; their other collectives go to NCCL, or to Gloo without NCCL.
+    CUDA tensors take part in allreduces through the bridge; their other collectives go to NCCL, or to Gloo without it.
     """
 
     # Longer than a constructor should be: it joins all parts of a group, each made elsewhere.
@@ -139,12 +143,129 @@ class RingweaveProcessGroup(NativeProcessGroup):
         forced: str | None,
         staged: "StagedMessage | None" = None,
     ) -> Work:
+        from ringweave.comm.engine.messages import ReducedTensor
+
+        message = ReducedTensor.of(tensor, opts.reduceOp, policy.reduction, staged)
+        return self._start(message, [tensor], opts, forced=forced, native_can=policy.native_can)
+
+    def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> Work | None:  # pyrefly: ignore
+        """Give all ranks the root's content of a tensor; takes the arguments of torch's ProcessGroup.broadcast."""
+        is_plain = isinstance(opts, BroadcastOptions) and isinstance(tensors, list) and len(tensors) == 1
+        if not is_plain or not self._runs_by_schedule(tensors, self._native_limit_bytes):
+            return _native_method("broadcast")(self, tensors, *(() if opts is None else (opts,)), *more)
+        from ringweave.comm.engine.messages import BroadcastTensor
+
+        return self._start(BroadcastTensor.of(tensors[0], opts.rootRank), tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
+        """Gather each rank's tensor in a list of tensors; takes the arguments of torch's ProcessGroup.allgather."""
+        is_single = isinstance(outputs, list) and len(outputs) == 1 and isinstance(outputs[0], list)
+        if not is_single or len(inputs) != 1 or not self._can_gather(outputs[0], inputs[0]):
+            return _native_method("allgather")(self, outputs, inputs, *options)
+        return self._gather(outputs[0], inputs[0], *options)
+
+    def _allgather_base(self, output: Tensor, own: Tensor, *options: Any) -> Work | None:  # pyrefly: ignore
+        """Gather each rank's tensor in one tensor; takes the arguments of torch's method of that name."""
+        if not output.is_contiguous() or not self._can_gather([output], own):
+            return _native_method("_allgather_base")(self, output, own, *options)
+        return self._gather([output], own, *options)
+
+    all_gather_single = _allgather_base  # pyrefly: ignore
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
+        """Gather several tensors; takes the arguments of torch's method of that name."""
+        if not self._runs_by_schedule(outputs, self._native_limit_bytes):
+            return _native_method("allgather_into_tensor_coalesced")(self, outputs, inputs, *options)
+        pairs = zip(outputs, inputs, strict=True)
+        return JoinedWork([self._allgather_base(output, own, *options) for output, own in pairs], outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # pyrefly: ignore
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
+        """Reduce a list of tensors, one for each rank; takes the arguments of torch's ProcessGroup.reduce_scatter."""
+        is_single = isinstance(inputs, list) and len(inputs) == 1 and isinstance(inputs[0], list)
+        if not is_single or not self._can_scatter(outputs[0], inputs[0], *options):
+            return _native_method("reduce_scatter")(self, outputs, inputs, *options)
+        return self._scatter(outputs[0], inputs[0], *options)
+
+    def _reduce_scatter_base(self, output: Tensor, blocks: Tensor, *options: Any) -> Work | None:  # pyrefly: ignore
+        """Reduce a tensor of a block for each rank; takes the arguments of torch's method of that name."""
+        if not self._can_scatter(output, [blocks], *options):
+            return _native_method("_reduce_scatter_base")(self, output, blocks, *options)
+        return self._scatter(output, [blocks], *options)
+
+    reduce_scatter_single = _reduce_scatter_base  # pyrefly: ignore
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
+        """Reduce and scatter several tensors; takes the arguments of torch's method of that name."""
+        if not self._runs_by_schedule(inputs, self._native_limit_bytes):
+            return _native_method("reduce_scatter_tensor_coalesced")(self, outputs, inputs, *options)
+        pairs = zip(outputs, inputs, strict=True)
+        return JoinedWork([self._reduce_scatter_base(output, blocks, *options) for output, blocks in pairs], outputs)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # pyrefly: ignore
+
+    def _can_gather(self, outputs: list[Tensor], own: Tensor) -> bool:
+        """Return True if the outputs are equal blocks, as many as ranks, in one tensor or more, large enough."""
+        size = self.members.group_size
+        counts = [size * own.numel()] if len(outputs) == 1 else [own.numel()] * size
+        is_equal = [output.numel() for output in outputs] == counts and all(each.dtype == own.dtype for each in outputs)
+        return is_equal and self._runs_by_schedule([own, *outputs], self._native_limit_bytes + own.nbytes)
+
+    def _gather(self, outputs: list[Tensor], own: Tensor, *options: Any) -> Work:
+        from ringweave.comm.engine.messages import GatheredBlocks
+
+        message = GatheredBlocks.of(own, outputs, self.members.group_rank)
+        return self._start(message, outputs, options[0] if options else AllgatherOptions())
+
+    def _can_scatter(self, output: Tensor, blocks: list[Tensor], *options: Any) -> bool:
+        """Return True if the inputs are equal blocks, as many as ranks, in one tensor or more, large enough."""
+        size = self.members.group_size
+        counts = [size * output.numel()] if len(blocks) == 1 else [output.numel()] * size
+        is_equal = [each.numel() for each in blocks] == counts and all(each.dtype == output.dtype for each in blocks)
+        if not is_equal or not all(isinstance(each, ReduceScatterOptions) for each in options):
+            return False
+        op = options[0].reduceOp if options else ReduceScatterOptions().reduceOp
+        limit_bytes = self._message_policy(op, output.dtype).native_limit_bytes
+        return self._runs_by_schedule([output, *blocks], limit_bytes + output.nbytes)
+
+    def _scatter(self, output: Tensor, blocks: list[Tensor], *options: Any) -> Work:
+        from ringweave.comm.engine.messages import ScatteredBlocks
+
+        opts = options[0] if options else ReduceScatterOptions()
+        policy = self._message_policy(opts.reduceOp, output.dtype)
+        message = ScatteredBlocks.of(blocks, output, opts.reduceOp, policy.reduction, self.members.group_rank)
+        return self._start(message, [output], opts, native_can=policy.native_can)
+
+    def _runs_by_schedule(self, tensors: Sequence[Any], limit_bytes: float) -> bool:
+        """Return True if all are plain tensors on the CPU, and together not smaller than the limit."""
+        num_bytes = 0
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.layout != torch.strided:
+                return False
+            if tensor.is_complex() and (tensor.is_conj() or tensor.is_neg()):
+                return False
+            num_bytes += tensor.nbytes
+        return num_bytes >= max(1, limit_bytes)
+
+    def _start(
+        self,
+        message: "CollectiveMessage",
+        results: list[Tensor],
+        opts: Any,
+        *,
+        forced: str | None = None,
+        native_can: bool = True,
+    ) -> Work:
+        """Start a collective by a schedule; None forces the environment's, if any."""
         from ringweave.comm.tuning.selector import CollectiveRequest
 
-        request = CollectiveRequest(num_bytes=tensor.nbytes, forced=forced, native_can=policy.native_can)
-        return self._engine.allreduce(tensor, opts.reduceOp, policy.reduction, request, self._timeout_s(opts), staged)
+        request = CollectiveRequest(
+            kind=message.kind, num_bytes=message.num_bytes, forced=forced or self._forced, native_can=native_can
+        )
+        return self._engine.run(message, results, request, self._timeout_s(opts))
 
-    def _timeout_s(self, opts: AllreduceOptions) -> float:
+    def _timeout_s(self, opts: Any) -> float:
         own: timedelta = opts.timeout if opts.timeout > timedelta() else self._gloo.options._timeout
         return own.total_seconds()
 
@@ -346,6 +467,10 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
         for door in listeners:
             door.close()
         raise
+
+
+def _native_method(name: str) -> Callable[..., Work | None]:
+    return getattr(NativeProcessGroup, name)
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

@@ -20,6 +20,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
 from ringweave.planning.autotune.tuner import GroupPlacement
+from ringweave.schedules.schedule import CollectiveKind
 
 _MAX_CHOICES = 4096
 
@@ -44,22 +45,22 @@ class GroupPlan:
     def __init__(
         self,
         make: Callable[[], Plan],
-        load: Callable[[Plan], Mapping[int, str] | None],
+        load: Callable[[Plan], Mapping[str, str] | None],
         broadcast: "PlanBroadcast | None",
     ) -> None:
         """Without `broadcast`, nothing is sent: every rank makes the plan itself, and the group is not tuned.
 
         Args:
             make: Makes the plan.
-            load: Winner of each size class with this plan in earlier runs; None if the group is not to be tuned.
+            load: Winner of each message class with this plan in earlier runs; None if the group is not to be tuned.
             broadcast: Carries the plan from the first rank to the others.
         """
         self._make = make
         self._broadcast = broadcast
         self._lock = threading.Lock()
         self._plan: Plan | None = None
-        self._tuned: Mapping[int, str] | None = None
-        self._choices: dict[tuple[int, str | None], ScheduleChoice] = {}
+        self._tuned: Mapping[str, str] | None = None
+        self._choices: dict[tuple[CollectiveKind, int, str | None], ScheduleChoice] = {}
         self._is_aborted = False
         if broadcast is not None and broadcast.group.group_rank == 0:
             self._plan = make()
@@ -92,8 +93,8 @@ class GroupPlan:
         return self._tuned is not None
 
     @property
-    def tuned(self) -> Mapping[int, str]:
-        """Winner of each size class in earlier runs."""
+    def tuned(self) -> Mapping[str, str]:
+        """Winner of each message class in earlier runs."""
         return self._tuned or {}
 
     def replace(self, plan: Plan) -> None:
@@ -102,19 +103,19 @@ class GroupPlan:
             self._plan = plan
             self._choices.clear()
 
-    def choose(self, num_bytes: int, forced: str | None) -> ScheduleChoice:
-        """Return the plan's choice for messages of that size, cached by size.
+    def choose(self, num_bytes: int, forced: str | None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
+        """Return the plan's choice for messages of that kind and size, cached.
 
         Raises:
             PeerError: The first rank did not send the plan in time.
         """
         if forced == schedules.NATIVE:
             return NATIVE_CHOICE
-        key = (num_bytes, forced)
+        key = (kind, num_bytes, forced)
         if key not in self._choices:
             if len(self._choices) >= _MAX_CHOICES:
                 self._choices.clear()
-            self._choices[key] = self.wait_for_plan().choose(num_bytes, forced)
+            self._choices[key] = self.wait_for_plan().choose(num_bytes, forced, kind)
         return self._choices[key]
 
 
@@ -131,14 +132,14 @@ class PlanBroadcast:
     sleep: Callable[[float], None] = time.sleep
     """Called between two polls."""
 
-    def send(self, plan: Plan, tuned: Mapping[int, str] | None) -> None:
+    def send(self, plan: Plan, tuned: Mapping[str, str] | None) -> None:
         """Publish the plan; called on the first rank."""
-        known = None if tuned is None else {str(number): name for number, name in tuned.items()}
+        known = None if tuned is None else dict(tuned)
         self.store.set(_PLAN_KEY, json.dumps({"plan": str(plan), "tuned": known}))
 
     def receive(
         self, timeout_s: float | None = None, is_aborted: Callable[[], bool] = lambda: False
-    ) -> tuple[Plan, Mapping[int, str] | None]:
+    ) -> tuple[Plan, Mapping[str, str] | None]:
         """Return the plan and winners that the first rank sent.
 
         Args:
@@ -176,9 +177,9 @@ class PlanBroadcast:
         )
 
 
-def _parse_shared_plan(document: Any) -> tuple[Plan, Mapping[int, str] | None]:
+def _parse_shared_plan(document: Any) -> tuple[Plan, Mapping[str, str] | None]:
     tuned = document["tuned"]
-    known = None if tuned is None else {int(number): str(name) for number, name in tuned.items()}
+    known = None if tuned is None else {str(key): str(name) for key, name in tuned.items()}
     return Plan.parse(document["plan"]), known
 
 

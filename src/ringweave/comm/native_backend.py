@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
-from torch.distributed.distributed_c10d import AllgatherOptions, ProcessGroupGloo
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceScatterOptions,
+)
 
 from ringweave import relayed_address
 from ringweave.comm.group_info import GroupInfo
@@ -196,10 +201,7 @@ class NativeBackends:
         """
         options = AllreduceOptions()
         options.reduceOp = op
-        options.timeout = timedelta(seconds=timeout_s)
-        self._convert_errors(
-            lambda: self._wait(self._by_channel[channel], self._by_channel[channel].allreduce([message], options))
-        )
+        self._run(channel, timeout_s, options, lambda gloo: gloo.allreduce([message], options))
 
     def allgather(self, channel: int, row: Tensor, timeout_s: float) -> Tensor:
         """Return the row of each rank, (group_size, width), from each rank's (width,) on the CPU; blocks.
@@ -208,11 +210,37 @@ class NativeBackends:
             TransferFailedError: The backend failed.
         """
         rows = row.new_empty((self._group.group_size, *row.shape))
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout_s)
-        gloo = self._by_channel[channel]
-        self._convert_errors(lambda: self._wait(gloo, gloo._allgather_base(rows, row[None], options)))
+        self.allgather_blocks(channel, rows, row[None], timeout_s)
         return rows
+
+    def allgather_blocks(self, channel: int, blocks: Tensor, own: Tensor, timeout_s: float) -> None:
+        """Gather each rank's block, `own`, in `blocks`, contiguous and group_size times as long; blocks the thread.
+
+        Raises:
+            TransferFailedError: The backend failed.
+        """
+        options = AllgatherOptions()
+        self._run(channel, timeout_s, options, lambda gloo: gloo._allgather_base(blocks, own, options))
+
+    def reduce_scatter(self, channel: int, own: Tensor, blocks: Tensor, op: Any, timeout_s: float) -> None:
+        """Reduce `blocks` over the ranks, and give each rank its block, `own`; both contiguous; blocks.
+
+        Raises:
+            TransferFailedError: The backend failed.
+        """
+        options = ReduceScatterOptions()
+        options.reduceOp = op
+        self._run(channel, timeout_s, options, lambda gloo: gloo._reduce_scatter_base(own, blocks, options))
+
+    def broadcast(self, channel: int, message: Tensor, root: int, timeout_s: float) -> None:
+        """Give all ranks the root's content of a contiguous tensor; blocks.
+
+        Raises:
+            TransferFailedError: The backend failed.
+        """
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._run(channel, timeout_s, options, lambda gloo: gloo.broadcast([message], options))
 
     def abort(self) -> None:
         """Fail everything in flight, from any thread."""
@@ -251,6 +279,12 @@ class NativeBackends:
         if is_aborted:  # aborted meanwhile: the aborting thread did not see this one
             abort_gloo(gloo, self._group)
             raise RuntimeError(_ABORTED)
+
+    def _run(self, channel: int, timeout_s: float, options: Any, start: Callable[[Any], Work]) -> None:
+        """Run what `start` starts on the channel's Gloo group with these options."""
+        options.timeout = timedelta(seconds=timeout_s)
+        gloo = self._by_channel[channel]
+        self._convert_errors(lambda: self._wait(gloo, start(gloo)))
 
     def _wait(self, gloo: Any, work: Work) -> None:
         try:

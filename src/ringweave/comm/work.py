@@ -1,6 +1,8 @@
 """Pending work: the asynchronous result that a collective returns while it is still running."""
 
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
@@ -129,6 +131,57 @@ class PendingWork(Work):
         if self._error is not None:
             raise self._error
         return self._tensors
+
+
+class JoinedWork(Work):
+    """Several works as one: done when all are."""
+
+    def __init__(self, works: Sequence[Work | None], tensors: list[Tensor]) -> None:
+        """A work that is None is done; `tensors` are the results of all."""
+        super().__init__()
+        self._works = [work for work in works if work is not None]
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensors of all works hold their results.
+
+        Raises:
+            CommunicationError: A collective failed, or `timeout` passed first.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
+        for work in self._works:
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            work.wait() if left_s is None else work.wait(timedelta(seconds=left_s))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the first work's error that there is."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        """Wait, then return the tensors."""
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        """Wait, as `wait` does."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future that resolves to the tensors, or fails with the first error."""
+
+        def tensors(done: torch.futures.Future[list[torch.futures.Future[list[Tensor]]]]) -> list[Tensor]:
+            for future in done.value():
+                future.value()
+            return self._tensors
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(tensors)
 
 
 def _future_devices(on_device: DeviceResult) -> list[int | str | torch.device] | None:

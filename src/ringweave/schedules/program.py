@@ -1,9 +1,10 @@
 """Program of one rank: a straight list of instructions that runs its part of a schedule in pipelined segments.
 
 The message is cut into segments, and each segment runs the whole schedule for itself, so that while one segment is
-being combined the next ones are on the wire. All decisions are taken here, once per message size: how far ahead each
-receive is posted and into which buffer, when each send may leave, which operations must complete before a region is
-overwritten. The executor then only follows.
+being combined the next ones are on the wire. Where chunks have owners (reduce-scatter, allgather), every chunk is cut
+into segments instead, so that a chunk stays in its owner's block of the message. All decisions are taken here, once per
+message size: how far ahead each receive is posted and into which buffer, when each send may leave, which operations
+must complete before a region is overwritten. The executor then only follows.
 
 Pieces (one transfer of one segment) carry a key, (round + lag * segment, segment, place in the round), that is the same
 on both sides. Every rank waits in the order of the keys and never for anything that comes later than the piece it
@@ -19,7 +20,7 @@ small and in the caches.
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -230,6 +231,8 @@ def project_all_ranks(schedule: Schedule) -> list[tuple[Transfer, ...]]:
 @dataclass(slots=True)
 class _Piece:
     transfer: Transfer
+    chunks: range
+    """Its chunks, or that one of the transfer's chunks of which it is a part."""
     start: int
     stop: int
     key: tuple[int, int, int]
@@ -274,18 +277,41 @@ def _cut_pieces(
 ) -> list[_Piece]:
     """Return all pieces in the order of their keys, with their dependencies; empty pieces are left out."""
     pieces: list[_Piece] = []
-    count = pipelining.num_segments
-    for segment in range(count):
-        begin, end = num_elements * segment // count, num_elements * (segment + 1) // count
-        offsets = [begin + offset for offset in schedule.offsets(end - begin)]
+    for segment in range(pipelining.num_segments):
+        regions = _segment_regions(schedule, num_elements, segment, pipelining.num_segments)
         for place, transfer in enumerate(transfers):
-            start, stop = offsets[transfer.first_chunk], offsets[transfer.first_chunk + transfer.num_chunks]
-            if start < stop:
-                key = (transfer.round_index + pipelining.lag * segment, segment, place)
-                pieces.append(_Piece(transfer, start, stop, key))
+            key = (transfer.round_index + pipelining.lag * segment, segment, place)
+            for chunks, start, stop in regions(transfer.first_chunk, transfer.num_chunks):
+                if start < stop:
+                    pieces.append(_Piece(transfer, chunks, start, stop, key))
     pieces.sort(key=lambda piece: piece.key)
     _find_hazards(pieces)
     return pieces
+
+
+_Region = tuple[range, int, int]
+"""Consecutive chunks, and the first element and the end of their part of a segment."""
+
+
+def _segment_regions(
+    schedule: Schedule, num_elements: int, segment: int, num_segments: int
+) -> Callable[[int, int], list[_Region]]:
+    """Return the function that gives the regions of consecutive chunks in one segment, in ascending order."""
+    if schedule.collective.owners is None or num_segments == 1:
+        begin, end = num_elements * segment // num_segments, num_elements * (segment + 1) // num_segments
+        borders = [begin + offset for offset in schedule.offsets(end - begin)]
+        return lambda first, count: [(range(first, first + count), borders[first], borders[first + count])]
+    borders = schedule.offsets(num_elements)
+
+    def parts_of_chunks(first: int, count: int) -> list[_Region]:
+        found: list[_Region] = []
+        for chunk in range(first, first + count):
+            start, size = borders[chunk], borders[chunk + 1] - borders[chunk]
+            stop = start + size * (segment + 1) // num_segments
+            found.append((range(chunk, chunk + 1), start + size * segment // num_segments, stop))
+        return found
+
+    return parts_of_chunks
 
 
 def _find_hazards(pieces: list[_Piece]) -> None:
@@ -293,12 +319,11 @@ def _find_hazards(pieces: list[_Piece]) -> None:
     last_write: dict[tuple[int, int], int] = {}
     reads_since: dict[tuple[int, int], list[int]] = {}
     for number, piece in enumerate(pieces):
-        transfer = piece.transfer
-        for chunk in range(transfer.first_chunk, transfer.first_chunk + transfer.num_chunks):
+        for chunk in piece.chunks:
             region = (piece.key[1], chunk)
             if region in last_write and last_write[region] not in piece.after_arrivals:
                 piece.after_arrivals.append(last_write[region])
-            if transfer.sends:
+            if piece.transfer.sends:
                 reads_since.setdefault(region, []).append(number)
             else:
                 piece.after_departures.extend(n for n in reads_since.pop(region, ()) if n not in piece.after_departures)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.schedules import Schedule
-from ringweave.schedules.generators.direct import direct
-from ringweave.schedules.generators.ring import ring
+from ringweave.schedules.generators.direct import direct, direct_allgather, direct_reduce_scatter
+from ringweave.schedules.generators.ring import ring, ring_allgather, ring_reduce_scatter
 from ringweave.schedules.program import Instruction, Opcode, Pipelining, RankProgram, compile_program
 from tests import effort
 from tests.schedules import samples
@@ -83,6 +83,28 @@ def test_ranks_that_share_memory_end_with_the_same_sum(
     check_sums(memories)
     apart = compile_all(schedule, num_elements, pipelining)
     assert World(apart, num_elements, Random(0), eager=True, pace="even").run() == memories
+
+
+@pytest.mark.slow
+@settings(max_examples=effort.share_of(400))
+@given(
+    st.sampled_from(["ring", "direct"]), st.integers(1, 5), st.integers(0, 9), PIPELINING, PACE, st.booleans(), RANDOM
+)
+def test_chunks_with_owners_stay_in_the_blocks_of_their_owners(
+    name: str, num_ranks: int, block: int, pipelining: Pipelining, pace: str, eager: bool, random: Random
+) -> None:
+    num_elements, nodes = num_ranks * block, [random.randrange(2) for _ in range(num_ranks)]
+    scatter, gather = {
+        "ring": (ring_reduce_scatter(num_ranks, first=-1), ring_allgather(num_ranks, first=0)),
+        "direct": (direct_reduce_scatter(num_ranks), direct_allgather(num_ranks)),
+    }[name]
+    summed = World(compile_all(scatter, num_elements, pipelining, nodes), num_elements, random, eager=eager, pace=pace)
+    gathered = World(compile_all(gather, num_elements, pipelining, nodes), num_elements, random, eager=eager, pace=pace)
+    sums, copies = summed.run(), gathered.run()
+    for element in range(num_elements):
+        owner = element // block
+        assert sorted(summands(sums[owner][element])) == list(range(num_ranks))
+        assert [memory[element] for memory in copies] == [owner] * num_ranks
 
 
 def test_content_for_several_neighbours_is_shown_once_in_memory_that_is_used_again() -> None:

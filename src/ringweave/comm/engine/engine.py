@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringweave import planning, schedules
+from ringweave import schedules
 from ringweave.comm import bridge
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import executor
@@ -20,11 +20,9 @@ from ringweave.comm.engine.executor import (
     ProgramCache,
     ScratchMemory,
     check_agreement,
-    flatten_tensor,
     run_program,
-    write_back,
 )
-from ringweave.comm.engine.reductions import ReduceOperation
+from ringweave.comm.engine.messages import CollectiveMessage
 from ringweave.comm.failure_registry import GroupEnd
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
@@ -105,7 +103,7 @@ class CollectiveChannel:
     ) -> None:
         """`transport` exists from the start, used or not, so that an abort ends a wait for connections."""
         self.transport = transport
-        self.scratch = ScratchMemory()
+        self.scratch, self.messages = ScratchMemory(), ScratchMemory()
         self._callbacks = callbacks
         self._run_job = run_job
         self._jobs: queue.SimpleQueue[CollectiveJob | None] = queue.SimpleQueue()
@@ -174,44 +172,9 @@ class CompiledProgram:
         return self._segment_marks
 
 
-@dataclass(slots=True)
-class ScheduledMessage:
-    """Message of one collective, and its program."""
-
-    tensor: Tensor
-    op: Any
-    reduction: ReduceOperation
-    staged: bridge.StagedMessage | None
-    """None on the CPU."""
-    program: Future[CompiledProgram] | None = None
-    """None for the native backend."""
-    makes_program: bool = False
-    """This collective makes the program."""
-
-    def begin(self, channel: int, num_segments: int) -> Tensor:
-        """Return the elements on the host, one-dimensional; of a device, when the first segment is there."""
-        if self.staged is None:
-            return flatten_tensor(self.tensor)
-        return bridge.fetch_segments(self.staged, channel, bridge.segment_bounds(self.tensor.numel(), num_segments))
-
-    def finish(self, message: Tensor) -> None:
-        """Give the tensor the result, of which the bridge has sent what a program made."""
-        if self.staged is None:
-            write_back(message, self.tensor)
-            return
-        if self.program is None:
-            self.staged.put(0, message.numel())
-        self.staged.finish()
-
-    def release(self) -> None:
-        """Cancel the program if this collective was to make it and did not, so that no other collective waits for it.
-
-        Collectives that only use the program leave it alone: it may be in the making.
-        """
-        if self.makes_program and self.program is not None:
-            self.program.cancel()  # no effect on a finished one
-        if self.staged is not None:
-            self.staged.discard()
+def _combine_nothing(_mine: Tensor, _arriving: Tensor) -> None:
+    """Stand for the reduction of a collective that has none: its schedules only copy."""
+    raise AssertionError("a collective without a reduction has a program that reduces")
 
 
 _ABORT_TIMEOUT_S = 5.0
@@ -247,7 +210,7 @@ class CollectiveEngine:
             CollectiveChannel(f"ringweave-{counters.group}-{index}", connect(index), self._run_job, self._callbacks)
             for index in range(NUM_CHANNELS)
         ]
-        self._rank_parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
+        self._rank_parts: dict[tuple[Any, ...], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
         self._plan_version, self._num_exchanges = 1, 0
         self._idle_channel = 0
         """Channel that does not have the newest collective."""
@@ -255,38 +218,31 @@ class CollectiveEngine:
         self._order_lock = threading.Lock()
         end.attach(self._abort_connections)
 
-    def allreduce(
-        self,
-        tensor: Tensor,
-        op: Any,
-        reduction: ReduceOperation,
-        request: CollectiveRequest,
-        timeout_s: float,
-        staged: bridge.StagedMessage | None = None,
+    def run(
+        self, message: CollectiveMessage, results: list[Tensor], request: CollectiveRequest, timeout_s: float
     ) -> PendingWork:
-        """Reduce `tensor` over the group, in place, by the schedule that the selector decides on.
+        """Start a collective by the schedule that the selector decides on.
 
         Args:
-            tensor: Any shape and strides; on the CPU, unless `staged` is given.
-            op: Reduce operation of torch.
-            reduction: Combines contributions.
+            message: The collective and its tensors; on the CPU, unless the message is staged.
+            results: Tensors that the work returns.
             request: Input of the selector.
             timeout_s: Limit on the whole collective, from its start.
-            staged: The tensor on its way through the bridge.
         """
-        scheduled = ScheduledMessage(tensor, op, reduction, staged)
-        work = PendingWork([tensor], staged)
+        work = PendingWork(results, message.staged)
         with self._order_lock:  # channels get collectives in the order of their numbers
             pending = self._selector.admit(
-                request, lambda decision: self._reserve_program(scheduled, decision), timeout_s
+                request, lambda decision: self._reserve_program(message, decision), timeout_s
             )
             schedule = pending.decision.choice.schedule if pending.decision else "a schedule to be tried"
-            operation = f"allreduce #{pending.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {schedule})"
+            content = f"{message.num_elements} x {message.dtype}, {schedule}"
+            detail = f"{message.detail}, " if message.detail else ""
+            operation = f"{message.kind} #{pending.number} ({detail}{content})"
             job = CollectiveJob(
-                lambda channel: self._run_allreduce(pending, scheduled, channel, timeout_s),
+                lambda channel: self._run_collective(pending, message, channel, timeout_s),
                 operation,
                 work,
-                scheduled.release,
+                message.release,
             )
             channel = pending.number % NUM_CHANNELS  # assigned to the channels in turn
             self._idle_channel = (channel + 1) % NUM_CHANNELS
@@ -330,78 +286,74 @@ class CollectiveEngine:
             job.work.resolve_future()
         return job.work
 
-    def _reserve_program(self, scheduled: ScheduledMessage, decision: ScheduleDecision) -> None:
+    def _reserve_program(self, message: CollectiveMessage, decision: ScheduleDecision) -> None:
         """Reserve the program for this kind of message; called in the order of the collectives."""
-        if decision.choice.schedule == schedules.NATIVE:
+        choice = decision.choice
+        if choice.schedule == schedules.NATIVE:
             return
-        choice, tensor = decision.choice, scheduled.tensor
         if decision.version != self._plan_version:
             # Programs of another plan are not used again.
             self._plan_version, self._programs = (decision.version, ProgramCache())
-        kind = (choice, tensor.numel(), tensor.dtype, scheduled.reduction.name)
-        scheduled.program, scheduled.makes_program = self._programs.get_or_reserve(
+        kind = (choice, message.operation, message.num_elements, message.dtype)
+        message.program, message.makes_program = self._programs.get_or_reserve(
             kind, choice.num_segments * self._group.group_size
         )
 
-    def _run_allreduce(
-        self, pending: PendingCollective, scheduled: ScheduledMessage, channel: CollectiveChannel, timeout_s: float
+    def _run_collective(
+        self, pending: PendingCollective, message: CollectiveMessage, channel: CollectiveChannel, timeout_s: float
     ) -> None:
         """Run one collective, in the thread of its channel."""
         tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
         decision = self._selector.wait_for_decision(pending, channel.transport, tag=tag, timeout_s=timeout_s)
         index = pending.number % NUM_CHANNELS
-        message = scheduled.begin(index, decision.choice.num_segments)
+        elements = message.begin(index, decision.choice.num_segments, channel.messages)
         compiled = None
-        if scheduled.program is None:
+        if message.program is None:
             self._native.prepare(index, lambda: self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s))
         else:
-            if scheduled.makes_program:
-                self._fulfil_program(
-                    scheduled.program, channel, message, scheduled.reduction, decision, pending.number, timeout_s
-                )
-            compiled = scheduled.program.result()
+            if message.makes_program:
+                self._fulfil_program(message.program, channel, message, decision, pending.number, timeout_s)
+            compiled = message.program.result()
             channel.transport.connect(compiled.program.peers, timeout_s)
         if decision.is_trial:
             self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s)
         started_s = time.monotonic()
         if compiled is None:
-            self._native.allreduce(index, message, scheduled.op, timeout_s)
+            message.run_natively(self._native, index, elements, timeout_s)
         else:
-            self._run_program(compiled, message, scheduled, channel, pending.number, timeout_s)
+            self._run_program(compiled, elements, message, channel, pending.number, timeout_s)
+        message.finish(elements, self._group.group_size)
         seconds = time.monotonic() - started_s
-        scheduled.finish(message)
-        self._counters.count(decision.choice.schedule, message.nbytes, compiled.program.num_sends if compiled else 0)
+        self._counters.count(decision.choice.schedule, message.num_bytes, compiled.program.num_sends if compiled else 0)
         self._selector.record_finished(pending, seconds)
 
     def _run_program(
         self,
         compiled: CompiledProgram,
-        message: Tensor,
-        scheduled: ScheduledMessage,
+        elements: Tensor,
+        message: CollectiveMessage,
         channel: CollectiveChannel,
         number: int,
         timeout_s: float,
     ) -> None:
-        reduction, staged, program = scheduled.reduction, scheduled.staged, compiled.program
+        reduction, staged, program = message.reduction, message.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
-        instructions, size = None, self._group.group_size
-        if staged is None:
-            reduction.prepare(message)
-        else:  # prepares and finishes the message by segments
-            marks = compiled.segment_marks
-            instructions = bridge.paced_instructions(program, marks, staged, message, reduction, size)
+        instructions = None
+        if reduction is not None and staged is not None:  # prepares and finishes the message by segments
+            marks, size = compiled.segment_marks, self._group.group_size
+            instructions = bridge.paced_instructions(program, marks, staged, elements, reduction, size)
+        elif reduction is not None:
+            reduction.prepare(elements)
         run_program(
             program,
-            message,
-            reduction.combine,
+            elements,
+            reduction.combine if reduction else _combine_nothing,
             transport,
             channel.scratch,
             tag=tag,
             timeout_s=timeout_s,
             instructions=instructions,
         )
-        if staged is None:
-            reduction.finish(message, size)
 
     def close(self, timeout_s: float) -> None:
         """Finish submitted collectives within the limit, then abort the rest; safe to call twice.
@@ -470,20 +422,19 @@ class CollectiveEngine:
     def _compile(
         self,
         channel: CollectiveChannel,
-        message: Tensor,
-        reduction: ReduceOperation,
+        message: CollectiveMessage,
         decision: ScheduleDecision,
         number: int,
         timeout_s: float,
     ) -> CompiledProgram:
         """Compile the program for messages like this one, and check that the neighbours have the same intent."""
-        choice = decision.choice
-        schedule, transfers = self._rank_part(choice.schedule, decision.plan, decision.version)
-        program = compile_program(schedule, transfers, message.numel(), choice.pipelining, self._group.same_node_ranks)
+        choice, num_elements = decision.choice, message.num_elements
+        schedule, transfers = self._rank_part(message, choice.schedule, decision)
+        program = compile_program(schedule, transfers, num_elements, choice.pipelining, self._group.same_node_ranks)
         intent = CollectiveIntent(
-            operation=reduction.name,
+            operation=message.operation,
             dtype=str(message.dtype),
-            num_elements=message.numel(),
+            num_elements=num_elements,
             schedule=choice.schedule,
             digest=schedule.digest,
             pipelining=", ".join(f"{name} {value}" for name, value in asdict(choice.pipelining).items()),
@@ -496,22 +447,24 @@ class CollectiveEngine:
                 tag=executor.make_tag(number, executor.NO_SIGNATURE),
                 timeout_s=timeout_s,
             )
-        self._log_agreement(schedule, message.nbytes)
-        bounds = bridge.segment_bounds(message.numel(), choice.num_segments)
+        self._log_agreement(schedule, message.num_bytes)
+        bounds = bridge.segment_bounds(num_elements, choice.num_segments)
         return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
     def _rank_part(
-        self, schedule_name: str, plan: planning.Plan, version: int
+        self, message: CollectiveMessage, schedule_name: str, decision: ScheduleDecision
     ) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
-        if (version, schedule_name) not in self._rank_parts:
-            schedule = plan.generate(schedule_name)
+        """Return the proved schedule, and this rank's transfers of it."""
+        key = (decision.version, schedule_name, message.kind, message.root)
+        if key not in self._rank_parts:
+            schedule = decision.plan.generate(schedule_name, message.kind, message.root)
             schedules.verify(schedule)
             part = schedule, schedules.project_rank(schedule, self._group.group_rank)
             # The schedules of earlier plans are dropped.
-            kept = {key: old for key, old in self._rank_parts.items() if key[0] == version}
-            self._rank_parts = {**kept, (version, schedule_name): part}
+            kept = {known: old for known, old in self._rank_parts.items() if known[0] == decision.version}
+            self._rank_parts = {**kept, key: part}
             return part
-        return self._rank_parts[version, schedule_name]
+        return self._rank_parts[key]
 
     def _log_agreement(self, schedule: schedules.Schedule, num_bytes: int) -> None:
         if self._log is not None and self._group.group_rank == 0:

@@ -37,7 +37,7 @@ class CollectiveIntent:
 
     def __str__(self) -> str:
         return (
-            f"allreduce({self.operation}) of {self.num_elements} x {self.dtype} by {self.schedule} "
+            f"{self.operation} of {self.num_elements} x {self.dtype} by {self.schedule} "
             f"{self.digest[:12]}, {self.pipelining}"
         )
 

@@ -29,8 +29,9 @@ from ringweave.comm.transport.interface import TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import Plan, ScheduleChoice
-from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, size_class
+from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, message_class
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport
+from ringweave.schedules.schedule import CollectiveKind
 from ringweave.telemetry.events import EventLog
 
 _TIMINGS_FLUSH_S = 30.0
@@ -38,8 +39,8 @@ _MAX_TIMED_KINDS = 512
 _NUM_TIMES_KEPT = 101
 """Number of the latest times of a kind whose median is taken."""
 
-_TimingKey = tuple[int, ScheduleChoice, int]
-"""Version of the plan, choice, bytes."""
+_TimingKey = tuple[int, CollectiveKind, ScheduleChoice, int]
+"""Version of the plan, collective, choice, bytes."""
 
 
 class ScheduleTimings:
@@ -61,11 +62,13 @@ class ScheduleTimings:
         self._unwritten: dict[_TimingKey, None] = {}  # a set that keeps its order
         self._next_flush_s = clock() + _TIMINGS_FLUSH_S
 
-    def record(self, version: int, choice: ScheduleChoice, num_bytes: int, seconds: float) -> None:
+    def record(
+        self, version: int, kind: CollectiveKind, choice: ScheduleChoice, num_bytes: int, seconds: float
+    ) -> None:
         """Record the seconds of a collective on this rank under this version of the plan."""
         if self._log is None:
             return
-        key = version, choice, num_bytes
+        key = version, kind, choice, num_bytes
         with self._lock:
             if key not in self._seconds and len(self._seconds) >= _MAX_TIMED_KINDS:
                 return
@@ -83,8 +86,8 @@ class ScheduleTimings:
         with self._lock:
             rows = [(key, statistics.median(self._seconds[key]), self._rounds[key]) for key in self._unwritten]
             self._unwritten.clear()
-        for (version, choice, num_bytes), measured_s, rounds in rows:
-            fields: dict[str, object] = {"version": version, **asdict(choice)}
+        for (version, kind, choice, num_bytes), measured_s, rounds in rows:
+            fields: dict[str, object] = {"version": version, "collective": kind, **asdict(choice)}
             fields["predicted_s"] = choice.predicted_s if choice.predicted_s < float("inf") else None
             measured = {"bytes": num_bytes, "measured_s": measured_s, "rounds": rounds}
             self._log.write("schedule_measured", **self._labels, **fields, **measured)
@@ -105,6 +108,7 @@ class CollectiveRequest:
 
     num_bytes: int
     """Size of the message."""
+    kind: CollectiveKind = "allreduce"
     forced: str | None
     """Schedule that the user forces."""
     native_can: bool
@@ -132,13 +136,13 @@ class PendingCollective:
     on_decision: Callable[[ScheduleDecision], None]
     """Callback with the decision, called in the order of the numbers."""
     class_index: int = 0
-    """Index among the tunable collectives of its size class."""
+    """Index among the tunable collectives of its message class."""
     decision: ScheduleDecision | None = None
 
 
 @dataclass(slots=True)
-class _SizeClassState:
-    """State of one size class."""
+class _ClassState:
+    """State of one message class."""
 
     count: int = 0
     """Number of collectives so far."""
@@ -178,7 +182,7 @@ class ScheduleSelector:
         self._undecided: deque[PendingCollective] = deque()
         self._consulting: PendingCollective | None = None
         self._unfinished: set[int] = set()
-        self._size_classes: dict[int, _SizeClassState] = {}
+        self._classes: dict[str, _ClassState] = {}
         self._plan_version = 1
         self._trial_s = float("nan")
         self._is_aborted = False
@@ -251,15 +255,16 @@ class ScheduleSelector:
             if decision.is_trial:
                 self._trial_s = seconds
             elif decision.version == self._plan_version and self._is_tuned(pending.request):
-                size_class_state = self._size_class_state(pending)
-                size_class_state.s_per_byte[pending.class_index] = seconds / max(1, pending.request.num_bytes)
-                if len(size_class_state.s_per_byte) > _MAX_KEPT_TIMES:
-                    del size_class_state.s_per_byte[next(iter(size_class_state.s_per_byte))]
+                state = self._state_of(pending)
+                state.s_per_byte[pending.class_index] = seconds / max(1, pending.request.num_bytes)
+                if len(state.s_per_byte) > _MAX_KEPT_TIMES:
+                    del state.s_per_byte[next(iter(state.s_per_byte))]
             if self._consulting is pending:
                 self._consulting = None
                 self._decide_ready()
             self._changed.notify_all()
-        self._timings.record(decision.version, decision.choice, pending.request.num_bytes, seconds)
+        request = pending.request
+        self._timings.record(decision.version, request.kind, decision.choice, request.num_bytes, seconds)
 
     @property
     def plan(self) -> Plan:
@@ -285,8 +290,8 @@ class ScheduleSelector:
     def _is_tuned(self, request: CollectiveRequest) -> bool:
         return self._group_plan.is_tunable and request.forced is None and request.native_can
 
-    def _size_class_state(self, pending: PendingCollective) -> _SizeClassState:
-        return self._size_classes.setdefault(size_class(pending.request.num_bytes), _SizeClassState())
+    def _state_of(self, pending: PendingCollective) -> _ClassState:
+        return self._classes.setdefault(message_class(pending.request.num_bytes, pending.request.kind), _ClassState())
 
     def _decide_ready(self) -> None:
         """Decide collectives in order, up to the next one with a consultation due."""
@@ -295,17 +300,17 @@ class ScheduleSelector:
             if not self._is_tuned(pending.request):
                 self._set_decision(pending, pending.request.forced)
             else:
-                size_class_state = self._size_class_state(pending)
-                pending.class_index, size_class_state.count = size_class_state.count, size_class_state.count + 1
-                if not size_class_state.chosen or pending.class_index >= size_class_state.next_consultation:
+                state = self._state_of(pending)
+                pending.class_index, state.count = state.count, state.count + 1
+                if not state.chosen or pending.class_index >= state.next_consultation:
                     self._consulting = pending
                 else:
-                    self._set_decision(pending, size_class_state.chosen)
+                    self._set_decision(pending, state.chosen)
             self._undecided.popleft()
         self._changed.notify_all()
 
     def _set_decision(self, pending: PendingCollective, name: str | None, *, is_trial: bool = False) -> None:
-        choice = self._group_plan.choose(pending.request.num_bytes, name)
+        choice = self._group_plan.choose(pending.request.num_bytes, name, pending.request.kind)
         pending.decision = ScheduleDecision(choice, self._group_plan.wait_for_plan(), self._plan_version, is_trial)
         pending.on_decision(pending.decision)
 
@@ -338,21 +343,22 @@ class ScheduleSelector:
 
     def _decide_after_survey(self, pending: PendingCollective, rates: list[float], started_s: float) -> str:
         assert self._autotuner is not None
-        now_s = self._clock()
-        decision = self._autotuner.decide_after_survey(pending.request.num_bytes, rates, now_s, now_s - started_s)
+        now_s, request = self._clock(), pending.request
+        decision = self._autotuner.decide_after_survey(request.num_bytes, rates, now_s, now_s - started_s, request.kind)
         self._log_events(self._autotuner)
         return str(decision)
 
     def _make_report(self, pending: PendingCollective) -> TuningReport:
-        """Report this rank's times since the last report of the size class."""
+        """Report this rank's times since the last report of the message class."""
         with self._changed:
-            size_class_state = self._size_class_state(pending)
-            until = max(size_class_state.reported_until, pending.class_index - _NUM_UNREPORTED)
-            first = max(size_class_state.chosen_from, size_class_state.reported_until, until - REPORT_WINDOW)
-            window = [size_class_state.s_per_byte.get(index, float("nan")) for index in range(first, until)]
-            size_class_state.reported_until = until
+            state = self._state_of(pending)
+            until = max(state.reported_until, pending.class_index - _NUM_UNREPORTED)
+            first = max(state.chosen_from, state.reported_until, until - REPORT_WINDOW)
+            window = [state.s_per_byte.get(index, float("nan")) for index in range(first, until)]
+            state.reported_until = until
             trial_s, self._trial_s = self._trial_s, float("nan")
-        return TuningReport(num_bytes=pending.request.num_bytes, trial_s=trial_s, window=tuple(window))
+        request = pending.request
+        return TuningReport(num_bytes=request.num_bytes, kind=request.kind, trial_s=trial_s, window=tuple(window))
 
     def _apply_decision(self, pending: PendingCollective, decision: TuningDecision) -> None:
         """Apply the decision from this collective on."""
@@ -367,15 +373,15 @@ class ScheduleSelector:
             if plan is not None:
                 self._group_plan.replace(plan)
                 self._plan_version += 1
-                for size_class_state in self._size_classes.values():
-                    size_class_state.chosen = ""
-                    size_class_state.s_per_byte.clear()
-            size_class_state = self._size_class_state(pending)
+                for state in self._classes.values():
+                    state.chosen = ""
+                    state.s_per_byte.clear()
+            state = self._state_of(pending)
             if not decision.is_trial:
-                if size_class_state.chosen != decision.schedule:
-                    size_class_state.chosen_from = size_class_state.reported_until = pending.class_index
-                size_class_state.chosen = decision.schedule
-                size_class_state.next_consultation = pending.class_index + decision.next_in
+                if state.chosen != decision.schedule:
+                    state.chosen_from = state.reported_until = pending.class_index
+                state.chosen = decision.schedule
+                state.next_consultation = pending.class_index + decision.next_in
             self._set_decision(pending, decision.schedule, is_trial=decision.is_trial)
             if not decision.is_trial:
                 self._consulting = None
@@ -393,7 +399,7 @@ class ScheduleSelector:
             raise TransferFailedError(None, "the connections of this group were cut", hung=False)
 
 
-_FORMAT = "ringweave-tuning-2"
+_FORMAT = "ringweave-tuning-3"
 
 
 class TuningCache:
@@ -416,11 +422,11 @@ class TuningCache:
         root = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/nonexistent")) / ".cache"
         return cls(root / "ringweave" / "tuning")
 
-    def load(self, plan: Plan) -> dict[int, str]:
-        """Return the schedule by size class; empty if nothing is known or the file is unreadable."""
-        return {number: schedule for number, (schedule, _) in self._read(plan).items()}
+    def load(self, plan: Plan) -> dict[str, str]:
+        """Return the schedule by message class; empty if nothing is known or the file is unreadable."""
+        return {key: schedule for key, (schedule, _) in self._read(plan).items()}
 
-    def save(self, plan: Plan, schedules: Mapping[int, str]) -> None:
+    def save(self, plan: Plan, schedules: Mapping[str, str]) -> None:
         """Store the winners for the next run; do nothing where the folder is not writable.
 
         A winner that was known already keeps its age: it was not tried again.
@@ -428,8 +434,8 @@ class TuningCache:
         path = self._path(plan)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         known, now = self._read(plan), self._clock()
-        since = {number: at for number, (name, at) in known.items() if schedules.get(number) == name}
-        rows = {str(number): [name, since.get(number, now)] for number, name in sorted(schedules.items())}
+        since = {key: at for key, (name, at) in known.items() if schedules.get(key) == name}
+        rows = {key: [name, since.get(key, now)] for key, name in sorted(schedules.items())}
         document = {_FORMAT: rows, "nodes": plan.nodes}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,17 +444,17 @@ class TuningCache:
         except OSError:
             return
 
-    def _read(self, plan: Plan) -> dict[int, tuple[str, float]]:
-        """Return the schedule by size class and the time it won, without expired ones."""
+    def _read(self, plan: Plan) -> dict[str, tuple[str, float]]:
+        """Return the schedule by message class and the time it won, without expired ones."""
         try:
             document = json.loads(self._path(plan).read_text(encoding="utf-8"))
-            found = {int(number): (name, float(at)) for number, (name, at) in document[_FORMAT].items()}
+            found = {key: (name, float(at)) for key, (name, at) in document[_FORMAT].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
         if not all(name in schedules.SCHEDULE_NAMES for name, _ in found.values()):
             return {}
         now = self._clock()
-        return {number: (name, at) for number, (name, at) in found.items() if 0 <= now - at <= MAX_AGE_S}
+        return {key: (name, at) for key, (name, at) in found.items() if 0 <= now - at <= MAX_AGE_S}
 
     def _path(self, plan: Plan) -> Path:
         versions = [importlib.metadata.version("ringweave"), importlib.metadata.version("torch")]
@@ -485,7 +491,7 @@ def make_selector(
     """
     cache = TuningCache.for_user(os.environ)
 
-    def load(plan: Plan) -> Mapping[int, str] | None:
+    def load(plan: Plan) -> Mapping[str, str] | None:
         return cache.load(plan) if plan_choice.may_tune(group, environment) else None
 
     def make_autotuner(plan: Plan) -> Autotuner:

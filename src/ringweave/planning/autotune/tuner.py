@@ -17,6 +17,7 @@ from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningRe
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
 from ringweave.schedules import NATIVE
+from ringweave.schedules.schedule import CollectiveKind
 from ringweave.sim import HostModel
 from ringweave.topology import Cluster
 
@@ -39,7 +40,7 @@ class DriftVerdict(enum.Enum):
 
 
 class DriftDetector:
-    """Detects drift in the times of one schedule at one size class.
+    """Detects drift in the times of one schedule in one message class.
 
     A few slow collectives are no drift: five of the newest six must lie beyond the limit. With a well-known baseline,
     normal noise of 10 % does that by chance once in 1e10 collectives.
@@ -151,16 +152,18 @@ class PlanPredictor:
 
     def __init__(self, placement: GroupPlacement) -> None:
         self._placement = placement
-        self._demands: dict[tuple[int, str, tuple[tuple[str, float], ...]], cost.ScheduleDemand] = {}
+        self._demands: dict[tuple[int, str, str, tuple[tuple[str, float], ...]], cost.ScheduleDemand] = {}
 
-    def predicted_s(self, plan: Plan, name: str, num_bytes: int, rates: Mapping[str, float]) -> float:
+    def predicted_s(
+        self, plan: Plan, name: str, num_bytes: int, rates: Mapping[str, float], kind: CollectiveKind = "allreduce"
+    ) -> float:
         """Return the prediction for a schedule, or for the native backend, as the plan runs it."""
-        choice = plan.choose(num_bytes, NATIVE_EQUIVALENT if name == NATIVE else name)
-        key = id(plan), choice.schedule, tuple(sorted(rates.items()))
+        choice = plan.choose(num_bytes, NATIVE_EQUIVALENT if name == NATIVE else name, kind)
+        key = id(plan), kind, choice.schedule, tuple(sorted(rates.items()))
         if key not in self._demands:
             net = self._placement.network(rates)
             where = cost.vertices_of_ranks(net, self._placement.nodes)
-            schedule = plan.generate(choice.schedule)
+            schedule = plan.generate(choice.schedule, kind, 0 if kind == "broadcast" else None)
             self._demands[key] = cost.schedule_demand(schedule, net, where, self._placement.assumptions)
         return self._demands[key].predicted_s(num_bytes, num_segments=choice.num_segments, lag=choice.lag)
 
@@ -179,11 +182,12 @@ class CorrectedPrediction:
         num_bytes: int,
         measured: Mapping[str, float],
         rates: Mapping[str, float],
+        kind: CollectiveKind = "allreduce",
     ) -> None:
         """`measured` has the seconds per byte of each schedule, with `plan` and at these link rates."""
-        self._predictor, self._plan, self._num_bytes = predictor, plan, num_bytes
+        self._predictor, self._plan, self._num_bytes, self._kind = predictor, plan, num_bytes, kind
         self._corrections = {
-            name: s_per_byte * num_bytes / predictor.predicted_s(plan, name, num_bytes, rates)
+            name: s_per_byte * num_bytes / predictor.predicted_s(plan, name, num_bytes, rates, kind)
             for name, s_per_byte in measured.items()
         }
         known = [correction for name, correction in self._corrections.items() if name != NATIVE]
@@ -191,15 +195,18 @@ class CorrectedPrediction:
 
     def corrected_s(self, name: str, rates: Mapping[str, float]) -> float:
         """Return the seconds of a schedule of the plan, or of the native backend, at other rates."""
-        return self._predictor.predicted_s(self._plan, name, self._num_bytes, rates) * self._correction(name)
+        return self._predicted_s(self._plan, name, rates) * self._correction(name)
 
     def best_s(self, new_plan: Plan, rates: Mapping[str, float]) -> float:
         """Return the seconds of the best candidate that trials could find with another plan, made for other rates."""
-        found = [choice.predicted_s * self._correction(choice.schedule) for choice in new_plan.choices(self._num_bytes)]
+        choices = new_plan.choices(self._num_bytes, self._kind)
+        found = [choice.predicted_s * self._correction(choice.schedule) for choice in choices]
         if NATIVE in self._corrections:
-            by_host_s = self._predictor.predicted_s(new_plan, NATIVE, self._num_bytes, rates)
-            found.append(by_host_s * self._corrections[NATIVE])
+            found.append(self._predicted_s(new_plan, NATIVE, rates) * self._corrections[NATIVE])
         return min(found)
+
+    def _predicted_s(self, plan: Plan, name: str, rates: Mapping[str, float]) -> float:
+        return self._predictor.predicted_s(plan, name, self._num_bytes, rates, self._kind)
 
     def _correction(self, name: str) -> float:
         return self._corrections.get(name, self._median_correction)
@@ -221,28 +228,34 @@ _SHORT_TRIALS_S = 2.0
 Medians of three such rounds differed by more than candidates do."""
 
 
-def size_class(num_bytes: int) -> int:
-    """Return the size class of a message: two classes for each doubling of the size; one schedule serves a class."""
-    return round(2 * math.log2(max(1, num_bytes)))
+def message_class(num_bytes: int, kind: CollectiveKind = "allreduce") -> str:
+    """Return the class of a message: two for each doubling of the size; one schedule serves all messages of a class."""
+    return f"{kind} {round(2 * math.log2(max(1, num_bytes)))}"
 
 
-def pick_candidates(plan: Plan, num_bytes: int, estimates: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """Return the candidates for a message size: the three best schedules, and the native backend.
+def pick_candidates(
+    plan: Plan,
+    num_bytes: int,
+    estimates: Mapping[str, float] | None = None,
+    kind: CollectiveKind = "allreduce",
+) -> tuple[str, ...]:
+    """Return the candidates for a message: the three best schedules, and the native backend.
 
     Args:
         plan: The group's plan.
         num_bytes: Size of the message.
         estimates: Simulated seconds by name of schedule; None uses the formulas alone. The first candidate is the
             plan's own choice in any case.
+        kind: The collective.
     """
-    ranked = [plan.choose(num_bytes).schedule]
+    ranked = [plan.choose(num_bytes, None, kind).schedule]
     ranked += [plan.fastest(estimates), *sorted(estimates, key=estimates.__getitem__)] if estimates else []
-    ranked += [choice.schedule for choice in plan.choices(num_bytes)]
+    ranked += [choice.schedule for choice in plan.choices(num_bytes, kind)]
     return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], NATIVE)
 
 
 class CandidateTrials:
-    """Trials of one size class.
+    """Trials of one message class.
 
     The first round warms up (connections, programs, memory). Every other round runs the candidates in reverse, so that
     slow changes affect all of them alike. After each round, candidates slower than a multiple of the fastest are
@@ -320,7 +333,7 @@ class CandidateTrials:
 
 
 MIN_PERIOD, MAX_PERIOD = 4, 256
-"""Collectives of a size class between two reports."""
+"""Collectives of a message class between two reports."""
 NEVER = 2**62
 MAX_AGE_S = 24 * 3600.0
 """Age at which a winner is tried again: its trials' disturbances have mostly passed by then."""
@@ -343,9 +356,10 @@ _FAN_OUT = 8
 
 
 @dataclass(slots=True)
-class _SizeClassTuning:
-    """Tuning state of one size class."""
+class _ClassTuning:
+    """Tuning state of one message class."""
 
+    kind: CollectiveKind
     trials: CandidateTrials
     drift: DriftDetector = field(default_factory=DriftDetector)
     chosen: str = ""
@@ -388,7 +402,7 @@ class Autotuner:
         self,
         placement: GroupPlacement,
         plan: Plan,
-        known_winners: Mapping[int, str] | None = None,
+        known_winners: Mapping[str, str] | None = None,
         estimate: Callable[[Plan, int, Mapping[str, float]], Mapping[str, float]] | None = None,
     ) -> None:
         """Start from the known facts.
@@ -396,7 +410,7 @@ class Autotuner:
         Args:
             placement: The group's nodes on the cluster.
             plan: The plan for this placement.
-            known_winners: Winning schedule of each size class in an earlier run with the same plan.
+            known_winners: Winning schedule of each message class in an earlier run with the same plan.
             estimate: Simulates a plan's candidates for a size at changed rates; called once for each class that is to
                 be tried. None is `placement.simulate_candidates`.
         """
@@ -407,8 +421,8 @@ class Autotuner:
         self._placement = placement
         self._plan = plan
         self._plan_version = 1
-        self._size_classes: dict[int, _SizeClassTuning] = {}
-        self._trial: tuple[int, str, int] | None = None
+        self._classes: dict[str, _ClassTuning] = {}
+        self._trial: tuple[str, str, int] | None = None
         self._rates: dict[str, float] = {}
         self._survey_phases: tuple[SurveyPhase, ...] = ()
         self._survey_reason = ""
@@ -440,15 +454,20 @@ class Autotuner:
             now_s: The first rank's clock.
         """
         self._observe_report(report)
-        size_class_tuning = self._size_class_tuning(report.num_bytes)
-        size_class_tuning.record_decision_time(now_s)
-        self._expire_winner(size_class_tuning, now_s)
-        if self._is_survey_due(size_class_tuning, now_s):
+        case = self._case_of(report.num_bytes, report.kind)
+        case.record_decision_time(now_s)
+        self._expire_winner(case, now_s)
+        if self._is_survey_due(case, now_s):
             return TuningDecision(num_bytes=report.num_bytes, phases=self._begin_survey())
-        return self._decide_next(report.num_bytes, size_class_tuning)
+        return self._decide_next(case)
 
     def decide_after_survey(
-        self, num_bytes: int, measured: Sequence[float], now_s: float, duration_s: float
+        self,
+        num_bytes: int,
+        measured: Sequence[float],
+        now_s: float,
+        duration_s: float,
+        kind: CollectiveKind = "allreduce",
     ) -> TuningDecision:
         """Return the decision that follows from a survey.
 
@@ -457,6 +476,7 @@ class Autotuner:
             measured: Bytes per second of each stream.
             now_s: The first rank's clock.
             duration_s: Duration of the survey.
+            kind: The message's collective.
         """
         survey = self._make_survey()
         revised_rates = (
@@ -471,15 +491,15 @@ class Autotuner:
         new_plan = self._placement.plan(self._rates) if is_new else self._plan
         before_s, after_s = self._compare_plans(new_plan)
         if not is_new or before_s < after_s * _MIN_PLAN_GAIN:
-            for case in self._size_classes.values():
+            for case in self._classes.values():
                 case.drift = DriftDetector()  # the newest measurements become the baseline
                 if not case.trials.measured_warm():
                     case.rates = dict(self._rates)
-            return self._decide_next(num_bytes, self._size_class_tuning(num_bytes))
+            return self._decide_next(self._case_of(num_bytes, kind))
         self._num_fruitless_surveys, self._next_drift_survey_s = 0, now_s
         self._plan_version += 1
         self._plan = new_plan
-        self._size_classes.clear()
+        self._classes.clear()
         self.winners = dict(self._winners_at_nominal_rates) if not self._rates else {}
         self._trial = None
         self._add_event("plan_made", rates=dict(self._rates), **self._plan_facts())
@@ -491,7 +511,7 @@ class Autotuner:
             old_s=before_s,
             new_s=after_s,
         )
-        decision = self._decide_next(num_bytes, self._size_class_tuning(num_bytes))
+        decision = self._decide_next(self._case_of(num_bytes, kind))
         return TuningDecision(
             num_bytes=num_bytes,
             schedule=decision.schedule,
@@ -503,82 +523,86 @@ class Autotuner:
     def _observe_report(self, report: TuningReport) -> None:
         """Record the measurements since the last report."""
         if self._trial is not None:
-            number, name, num_bytes = self._trial
-            case = self._size_classes[number]
+            key, name, num_bytes = self._trial
+            case = self._classes[key]
             if case.trials.next_trial == name:
                 case.trials.observe(report.trial_s, num_bytes)
             self._trial = None
         if self._placement.num_nodes > 1:
-            watch = self._size_class_tuning(report.num_bytes).drift
+            watch = self._case_of(report.num_bytes, report.kind).drift
             for seconds in report.window:
                 watch.observe(seconds)
 
-    def _size_class_tuning(self, num_bytes: int) -> _SizeClassTuning:
-        number = size_class(num_bytes)
-        if number not in self._size_classes:
-            known = self.winners.get(number, "")
-            tuner = CandidateTrials((known,) if known else self._candidates(num_bytes))
-            self._size_classes[number] = _SizeClassTuning(tuner, chosen=known, rates=dict(self._rates))
-        self._size_classes[number].num_bytes = num_bytes
-        return self._size_classes[number]
+    def _case_of(self, num_bytes: int, kind: CollectiveKind) -> _ClassTuning:
+        key = message_class(num_bytes, kind)
+        if key not in self._classes:
+            known = self.winners.get(key, "")
+            trials = CandidateTrials((known,) if known else self._candidates(num_bytes, kind))
+            self._classes[key] = _ClassTuning(kind, trials, chosen=known, rates=dict(self._rates))
+        self._classes[key].num_bytes = num_bytes
+        return self._classes[key]
 
-    def _candidates(self, num_bytes: int) -> tuple[str, ...]:
-        return pick_candidates(self._plan, num_bytes, self._estimate(self._plan, num_bytes, self._rates))
+    def _candidates(self, num_bytes: int, kind: CollectiveKind) -> tuple[str, ...]:
+        estimates = self._estimate(self._plan, num_bytes, self._rates) if kind == "allreduce" else None
+        return pick_candidates(self._plan, num_bytes, estimates, kind)
 
-    def _expire_winner(self, case: _SizeClassTuning, now_s: float) -> None:
+    def _expire_winner(self, case: _ClassTuning, now_s: float) -> None:
         """Begin trials anew if the last ones are too old."""
         if not case.chosen:
             return
         if case.chosen_at_s is None:
             case.chosen_at_s = now_s
         elif now_s - case.chosen_at_s > MAX_AGE_S:
-            case.trials = CandidateTrials(self._candidates(case.num_bytes))
+            case.trials = CandidateTrials(self._candidates(case.num_bytes, case.kind))
             case.chosen, case.chosen_at_s, case.rates = "", None, dict(self._rates)
 
-    def _decide_next(self, num_bytes: int, case: _SizeClassTuning) -> TuningDecision:
+    def _decide_next(self, case: _ClassTuning) -> TuningDecision:
         """Return a trial, or the winner."""
+        num_bytes = case.num_bytes
         trial = None if case.chosen else case.trials.next_trial
         if trial is not None:
-            self._trial, case.period = (size_class(num_bytes), trial, num_bytes), 1
+            self._trial, case.period = (message_class(num_bytes, case.kind), trial, num_bytes), 1
             return TuningDecision(num_bytes=num_bytes, schedule=trial, is_trial=True)
         if not case.chosen:
-            self._record_winner(num_bytes, case)
-        case.period = self._period(num_bytes, case) if self._placement.num_nodes > 1 else NEVER
+            self._record_winner(case)
+        case.period = self._period(case) if self._placement.num_nodes > 1 else NEVER
         return TuningDecision(num_bytes=num_bytes, schedule=case.chosen, next_in=case.period)
 
-    def _record_winner(self, num_bytes: int, case: _SizeClassTuning) -> None:
+    def _record_winner(self, case: _ClassTuning) -> None:
         case.chosen, case.drift = case.trials.chosen, DriftDetector()
-        self.winners[size_class(num_bytes)] = case.chosen
+        num_bytes, key = case.num_bytes, message_class(case.num_bytes, case.kind)
+        self.winners[key] = case.chosen
         if not self._rates:
-            self._winners_at_nominal_rates[size_class(num_bytes)] = case.chosen
-        predicted = {name: self._predicted_s(name, num_bytes) for name in case.trials.measured()}
+            self._winners_at_nominal_rates[key] = case.chosen
+        predicted = {name: self._predicted_s(name, case) for name in case.trials.measured()}
         measured = {name: seconds * num_bytes for name, seconds in case.trials.measured().items()}
         self._add_event(
             "schedule_tuned",
             version=self._plan_version,
+            collective=case.kind,
             schedule=case.chosen,
             bytes=num_bytes,
             predicted_s=predicted,
             measured_s=measured,
         )
 
-    def _predicted_s(self, name: str, num_bytes: int) -> float | None:
+    def _predicted_s(self, name: str, case: _ClassTuning) -> float | None:
         """Return None if nothing is predicted, as for the native backend."""
-        seconds = math.inf if name == NATIVE else self._plan.choose(num_bytes, name).predicted_s
+        seconds = math.inf if name == NATIVE else self._plan.choose(case.num_bytes, name, case.kind).predicted_s
         return seconds if seconds < math.inf else None
 
-    def _period(self, num_bytes: int, case: _SizeClassTuning) -> int:
+    def _period(self, case: _ClassTuning) -> int:
         """Return the collectives until the next report: often enough to see drift, rarely enough to cost nothing."""
         levels = math.ceil(math.log(max(2, len(self._plan.nodes)), _FAN_OUT))
         report_s = 2 * levels * (self._placement.cluster.latency_s + _FAN_OUT * _MESSAGE_S)
         known = case.trials.measured().get(case.chosen) or case.drift.current or case.drift.baseline
         alike = NATIVE_EQUIVALENT if case.chosen == NATIVE else case.chosen
-        took_s = known * num_bytes if known else self._predicted_s(alike, num_bytes) or report_s
+        took_s = known * case.num_bytes if known else self._predicted_s(alike, case) or report_s
         return max(
             MIN_PERIOD, min(MAX_PERIOD, math.ceil(report_s / (_REPORT_TIME_FRACTION * max(took_s, case.interval_s))))
         )
 
-    def _is_survey_due(self, case: _SizeClassTuning, now_s: float) -> bool:
+    def _is_survey_due(self, case: _ClassTuning, now_s: float) -> bool:
         verdict, self._suspects = case.drift.verdict, ()
         if verdict != DriftVerdict.STEADY and now_s >= self._next_drift_survey_s:
             now_and_usual = f"{case.drift.current or 0:.3g} s per byte, it was {case.drift.baseline or 0:.3g}"
@@ -597,13 +621,13 @@ class Autotuner:
         nominal = self._nominal_rates() if self._rates else {}
         return tuple(name for name, rate in self._rates.items() if rate < nominal[name])
 
-    def _is_faster_than_links(self, case: _SizeClassTuning) -> bool:
+    def _is_faster_than_links(self, case: _ClassTuning) -> bool:
         """Return True if the winner beat the bound of links measured before: other traffic may have used them then."""
         took = case.trials.measured().get(case.chosen)
         return (
             bool(self._placement.rates)
             and took is not None
-            and took < _IMPOSSIBLE_FRACTION * self._plan.bound_s_per_byte
+            and took * case.num_bytes < _IMPOSSIBLE_FRACTION * self._plan.bound_s(case.num_bytes, case.kind)
         )
 
     def _nominal_rates(self) -> dict[str, float]:
@@ -642,9 +666,9 @@ class Autotuner:
         """Return the expected seconds of all classes in use, with the current and a new plan, at current rates."""
         before_s = after_s = 0.0
         formulas = PlanPredictor(self._placement)
-        for case in self._size_classes.values():
-            expected = CorrectedPrediction(formulas, self._plan, case.num_bytes, case.measured, case.rates)
-            runs = case.chosen or self._plan.choose(case.num_bytes).schedule
+        for case in self._classes.values():
+            expected = CorrectedPrediction(formulas, self._plan, case.num_bytes, case.measured, case.rates, case.kind)
+            runs = case.chosen or self._plan.choose(case.num_bytes, None, case.kind).schedule
             before_s += expected.corrected_s(runs, self._rates)
             after_s += expected.best_s(new_plan, self._rates)
         return before_s, after_s

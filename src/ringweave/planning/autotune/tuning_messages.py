@@ -9,10 +9,11 @@ from typing import NamedTuple
 from ringweave.errors import ScheduleError, explain, shorten
 from ringweave.files import file_io
 from ringweave.planning import plans
+from ringweave.schedules.schedule import COLLECTIVE_KINDS, CollectiveKind
 
 REPORT_WINDOW = 16
-"""Collectives of one size class in a report."""
-REPORT_LENGTH = 3 + REPORT_WINDOW
+"""Collectives of one message class in a report."""
+REPORT_LENGTH = 5 + REPORT_WINDOW
 """Numbers in the vector."""
 
 
@@ -26,9 +27,11 @@ class TuningReport:
     """
 
     num_bytes: int
-    """Size of the message that is about to be reduced; infinite if ranks differ."""
+    """Size of the message that waits for the decision; the smallest if ranks differ."""
+    kind: CollectiveKind = "allreduce"
+    """Its collective."""
     is_equal: bool = True
-    """All ranks have a message of that size."""
+    """All ranks have a message of that kind and size."""
     trial_s: float = math.nan
     """Time of the last trial on the slowest rank; not a number without a trial."""
     window: tuple[float, ...] = ()
@@ -37,14 +40,16 @@ class TuningReport:
     def to_vector(self) -> list[float]:
         """Return numbers whose minimum over ranks, ignoring not-a-number, is the combined report."""
         window = [*self.window[-REPORT_WINDOW:], *[math.nan] * (REPORT_WINDOW - len(self.window))]
-        return [float(self.num_bytes), -float(self.num_bytes), -self.trial_s, *window]
+        number = float(COLLECTIVE_KINDS.index(self.kind))
+        return [float(self.num_bytes), -float(self.num_bytes), number, -number, -self.trial_s, *window]
 
     @classmethod
     def from_vector(cls, vector: Sequence[float]) -> "TuningReport":
-        smallest, largest, trial, *window = vector
+        smallest, largest, first_kind, last_kind, trial, *window = vector
         return cls(
             num_bytes=int(smallest),
-            is_equal=smallest == -largest,
+            kind=COLLECTIVE_KINDS[int(first_kind)],
+            is_equal=(smallest, first_kind) == (-largest, -last_kind),
             trial_s=-trial,
             window=tuple(seconds for seconds in window if not math.isnan(seconds)),
         )

@@ -1,0 +1,258 @@
+"""Messages of collectives: the elements on which a program works in place, and the tensors that they come from.
+
+A message is one-dimensional and the same size on all ranks. For an allgather and a reduce-scatter it consists of a
+block for each rank. Collectives that only copy work on bytes.
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringweave.comm import bridge
+from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_back
+from ringweave.comm.engine.reductions import ReduceOperation
+from ringweave.comm.native_backend import NativeBackends
+from ringweave.schedules.schedule import CollectiveKind
+
+if TYPE_CHECKING:
+    from ringweave.comm.engine.engine import CompiledProgram
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectiveMessage:
+    """Message of one collective on one rank, and its program. Abstract."""
+
+    kind: CollectiveKind
+    num_elements: int
+    dtype: torch.dtype
+    """Of the message's elements."""
+    reduction: ReduceOperation | None = None
+    """Combines contributions; None where the collective only copies."""
+    root: int | None = None
+    """Group rank that has the message of a broadcast."""
+    staged: bridge.StagedMessage | None = None
+    """The tensor on its way through the bridge; None on the CPU."""
+    program: "Future[CompiledProgram] | None" = None
+    """None for the native backend."""
+    makes_program: bool = field(default=False, init=False)
+    """This collective makes the program."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def detail(self) -> str:
+        """Reduce operation or root in words; empty for an allgather."""
+        if self.reduction is not None:
+            return self.reduction.name
+        return "" if self.root is None else f"from rank {self.root}"
+
+    @property
+    def operation(self) -> str:
+        """Operation in words; equal on all ranks."""
+        return f"{self.kind}({self.detail})" if self.detail else self.kind
+
+    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+        """Return the elements on the host, with this rank's contribution in them.
+
+        Args:
+            channel: Index of the channel that runs the collective.
+            num_segments: Segments of its program.
+            memory: Of the channel, for messages that have no memory of their own.
+        """
+        raise NotImplementedError
+
+    def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
+        """Run the collective by the native backend of a channel; blocks.
+
+        Raises:
+            TransferFailedError: The backend failed.
+        """
+        raise NotImplementedError
+
+    def finish(self, message: Tensor, num_ranks: int) -> None:
+        """Give the tensors the result that `message` holds."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Cancel the program if this collective was to make it and did not, so that no other collective waits for it.
+
+        Collectives that only use the program leave it alone: it may be in the making.
+        """
+        if self.makes_program and self.program is not None:
+            self.program.cancel()  # no effect on a finished one
+        if self.staged is not None:
+            self.staged.discard()
+
+
+@dataclass(slots=True, kw_only=True)
+class ReducedTensor(CollectiveMessage):
+    """A tensor that is reduced over all ranks, in place."""
+
+    tensor: Tensor
+    """Any shape and strides."""
+    op: Any
+    """Reduce operation of torch."""
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, op: Any, reduction: ReduceOperation, staged: bridge.StagedMessage | None
+    ) -> "ReducedTensor":
+        return cls(
+            kind="allreduce",
+            num_elements=tensor.numel(),
+            dtype=tensor.dtype,
+            reduction=reduction,
+            staged=staged,
+            tensor=tensor,
+            op=op,
+        )
+
+    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+        """Return the tensor's own elements, or a copy; of a device, when the first segment is there."""
+        if self.staged is None:
+            return flatten_tensor(self.tensor)
+        return bridge.fetch_segments(self.staged, channel, bridge.segment_bounds(self.num_elements, num_segments))
+
+    def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
+        native.allreduce(channel, message, self.op, timeout_s)
+
+    def finish(self, message: Tensor, num_ranks: int) -> None:
+        """Finish the reduction, and write a copy back; the bridge has done so with what a program made."""
+        if self.staged is None:
+            if self.program is not None and self.reduction is not None:
+                self.reduction.finish(message, num_ranks)
+            write_back(message, self.tensor)
+            return
+        if self.program is None:
+            self.staged.put(0, message.numel())
+        self.staged.finish()
+
+
+@dataclass(slots=True, kw_only=True)
+class BroadcastTensor(CollectiveMessage):
+    """A tensor that gets the root's content."""
+
+    tensor: Tensor
+    """Any shape and strides."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, root: int) -> "BroadcastTensor":
+        return cls(kind="broadcast", num_elements=tensor.nbytes, dtype=torch.uint8, root=root, tensor=tensor)
+
+    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+        return _as_bytes(flatten_tensor(self.tensor))
+
+    def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
+        assert self.root is not None
+        native.broadcast(channel, message, self.root, timeout_s)
+
+    def finish(self, message: Tensor, num_ranks: int) -> None:
+        write_back(message.view(self.tensor.dtype), self.tensor)
+
+
+@dataclass(slots=True, kw_only=True)
+class GatheredBlocks(CollectiveMessage):
+    """Equal blocks of all ranks that come together on each rank."""
+
+    block: Tensor
+    """This rank's."""
+    outputs: list[Tensor]
+    """One tensor for all blocks, contiguous, or one for each block."""
+    group_rank: int
+
+    @classmethod
+    def of(cls, block: Tensor, outputs: list[Tensor], group_rank: int) -> "GatheredBlocks":
+        num_bytes = sum(output.nbytes for output in outputs)
+        return cls(
+            kind="allgather",
+            num_elements=num_bytes,
+            dtype=torch.uint8,
+            block=block,
+            outputs=outputs,
+            group_rank=group_rank,
+        )
+
+    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+        """Return the output's own memory if it is one tensor, else memory of the channel."""
+        if len(self.outputs) == 1:
+            message = _as_bytes(flatten_tensor(self.outputs[0]))
+        else:
+            message = memory.take_buffers(1, self.num_elements, torch.uint8)[0]
+        own = _block_of(message, self.group_rank, self.block.nbytes).view(self.block.dtype)
+        if self.block.nbytes and own.data_ptr() != self.block.data_ptr():
+            own.view(self.block.shape).copy_(self.block.detach())
+        return message
+
+    def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
+        own = _block_of(message, self.group_rank, self.block.nbytes)
+        native.allgather_blocks(channel, message, own.clone(), timeout_s)
+
+    def finish(self, message: Tensor, num_ranks: int) -> None:
+        if len(self.outputs) == 1:
+            return
+        for rank, output in enumerate(self.outputs):
+            block = _block_of(message, rank, output.nbytes).view(output.dtype)
+            output.detach().copy_(block.view(output.shape))
+
+
+@dataclass(slots=True, kw_only=True)
+class ScatteredBlocks(CollectiveMessage):
+    """Blocks that are reduced over all ranks, one of which each rank gets."""
+
+    blocks: list[Tensor]
+    """One tensor for all blocks, or one for each rank; left as they are."""
+    output: Tensor
+    op: Any
+    """Reduce operation of torch."""
+    group_rank: int
+
+    @classmethod
+    def of(
+        cls, blocks: list[Tensor], output: Tensor, op: Any, reduction: ReduceOperation, group_rank: int
+    ) -> "ScatteredBlocks":
+        return cls(
+            kind="reduce-scatter",
+            num_elements=sum(block.numel() for block in blocks),
+            dtype=output.dtype,
+            reduction=reduction,
+            blocks=blocks,
+            output=output,
+            op=op,
+            group_rank=group_rank,
+        )
+
+    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+        """Return a copy of the blocks, in which a program can add; for the native backend, the blocks themselves."""
+        if self.program is None and len(self.blocks) == 1:
+            return flatten_tensor(self.blocks[0])
+        message = memory.take_buffers(1, self.num_elements, self.dtype)[0]
+        start = 0
+        for block in self.blocks:
+            message[start : start + block.numel()].view(block.shape).copy_(block.detach())
+            start += block.numel()
+        return message
+
+    def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
+        output = flatten_tensor(self.output)
+        native.reduce_scatter(channel, output, message, self.op, timeout_s)
+        write_back(output, self.output)
+
+    def finish(self, message: Tensor, num_ranks: int) -> None:
+        if self.program is None or self.reduction is None:
+            return
+        own = _block_of(message, self.group_rank, self.output.numel())
+        self.reduction.finish(own, num_ranks)
+        self.output.detach().copy_(own.view(self.output.shape))
+
+
+def _block_of(message: Tensor, rank: int, size: int) -> Tensor:
+    return message[rank * size : (rank + 1) * size]
+
+
+def _as_bytes(elements: Tensor) -> Tensor:
+    return elements.view(torch.uint8)

@@ -1,0 +1,41 @@
+"""Allgather, reduce-scatter and broadcast of the backend against torch in one process, in real processes."""
+
+import pytest
+
+from ringweave.testing.ranks import Ranks, run_ranks
+from tests.comm import collective_functions
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TWO_NODES = ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "multi-level"])
+def test_every_form_of_collectives_on_blocks_is_exact(schedule: str) -> None:
+    environ = {"RINGWEAVE_SCHEDULE": schedule}
+    for counters in run_ranks(collective_functions.check_blocks, 3, environ=environ, nodes=TWO_NODES):
+        assert counters[schedule]["collectives"] > 50
+        assert set(counters) <= {schedule, "native"}
+
+
+def test_broadcasts_from_every_rank_are_exact() -> None:
+    environ = {"RINGWEAVE_SCHEDULE": "ring"}
+    for counters in run_ranks(collective_functions.check_broadcasts, 3, environ=environ, nodes=TWO_NODES):
+        assert counters["ring"]["collectives"] >= 3 * 5
+
+
+def test_schedules_that_trials_choose_are_exact() -> None:
+    run_ranks(collective_functions.check_blocks, 3, nodes=TWO_NODES)
+
+
+@pytest.mark.parametrize("environ", [{}, {"RINGWEAVE_SCHEDULE": "ring"}], ids=["tuned", "forced"])
+def test_many_collectives_of_all_kinds_in_flight(environ: dict[str, str]) -> None:
+    run_ranks(collective_functions.check_many_at_once, 4, environ=environ, nodes=["a", "a", "b", "b"])
+
+
+def test_ranks_that_call_different_collectives_are_named() -> None:
+    environ = {"RINGWEAVE_SCHEDULE": "ring"}
+    with Ranks(collective_functions.disagree_in_kind, 3, environ=environ, nodes=TWO_NODES) as ranks:
+        texts = [outcome.error for outcome in ranks.outcomes(timeout_s=60)]
+    assert any("is about to run broadcast(from rank 1) of 240000 x torch.uint8 by ring" in text for text in texts)
+    assert any("allgather of 720000 x torch.uint8" in text for text in texts)
