@@ -54,6 +54,7 @@ def test_plans_and_tunings_are_listed() -> None:
             "kind": "schedule_tuned",
             "group": "g",
             "version": 1,
+            "collective": "allgather",
             "bytes": 9,
             "schedule": "ring",
             "measured_s": {},
@@ -66,17 +67,15 @@ def test_plans_and_tunings_are_listed() -> None:
         {"group": "g", "version": 2, "rates": {"a->core": 5.0}, "why": "slower"},
     ]
     assert run_dir.list_tuned_schedules(events) == [
-        {"group": "g", "version": 1, "bytes": 9, "schedule": "ring", "measured_s": {}}
+        {"group": "g", "version": 1, "collective": "allgather", "bytes": 9, "schedule": "ring", "measured_s": {}}
     ]
 
 
 def test_every_agreement_is_listed_once() -> None:
-    agreed = {"kind": "schedule_agreed", "group": "world", "schedule": "ring", "digest": "ab", "bytes": 100}
+    kept = {"group": "world", "collective": "allreduce", "schedule": "ring", "digest": "ab", "bytes": 100}
+    agreed = {"kind": "schedule_agreed", **kept}
     events = [agreed | {"rank": 0}, agreed | {"rank": 1}, agreed | {"rank": 0, "bytes": 200}]
-    assert run_dir.list_agreed_schedules(events) == [
-        {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 100},
-        {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 200},
-    ]
+    assert run_dir.list_agreed_schedules(events) == [kept, kept | {"bytes": 200}]
 
 
 def test_training_is_summed_up() -> None:

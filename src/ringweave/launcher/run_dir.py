@@ -97,8 +97,8 @@ def count_collectives(events: Iterable[Event]) -> dict[str, ScheduleCounts]:
 
 
 def list_agreed_schedules(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return every schedule that a group agreed on, once: group, schedule, digest, bytes."""
-    keys = ("group", "schedule", "digest", "bytes")
+    """Return every schedule that a group agreed on, once: group, collective, schedule, digest, bytes."""
+    keys = ("group", "collective", "schedule", "digest", "bytes")
     agreed = {tuple(event[key] for key in keys): None for event in events if event["kind"] == "schedule_agreed"}
     return [dict(zip(keys, values, strict=True)) for values in agreed]
 
@@ -125,8 +125,8 @@ def list_plan_versions(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def list_tuned_schedules(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the tuning results: group, plan version, bytes, winning schedule, measured seconds of all candidates."""
-    keys = ("group", "version", "bytes", "schedule", "measured_s")
+    """Return the tuning results: the group, plan version, collective, bytes, winner, measured seconds of candidates."""
+    keys = ("group", "version", "collective", "bytes", "schedule", "measured_s")
     return [{key: event[key] for key in keys} for event in events if event["kind"] == "schedule_tuned"]
 
 

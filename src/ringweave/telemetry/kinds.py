@@ -189,6 +189,7 @@ RING_KINDS: Mapping[str, EventKind] = {
 
 
 _NODE_FIELD = "name of the worker's node in the cluster file"
+_COLLECTIVE_FIELD = "kind of collective: allreduce, reduce-scatter, allgather or broadcast"
 _PLAN_VERSION_FIELD = "number of the group's plan: 1 for the first, then 2, 3, ..."
 _SERVER_NODE_FIELD = "name of the server's node in the cluster file"
 _GROUP_FIELD = "name of the process group, the same on all its ranks"
@@ -363,6 +364,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         fields={
             "rank": RANK_FIELD,
             "group": _GROUP_FIELD,
+            "collective": _COLLECTIVE_FIELD,
             "schedule": "name of the schedule",
             "digest": "digest of the schedule's operations, equal on all ranks",
             "bytes": "size of the message it was chosen for",
@@ -392,12 +394,13 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "schedule_tuned": EventKind(
-        meaning="The candidates for a size were tried, and one was found to be the fastest.",
+        meaning="The candidates for a collective and size were tried, and one was found to be the fastest.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
             "group": _GROUP_FIELD,
             "version": _PLAN_VERSION_FIELD,
+            "collective": _COLLECTIVE_FIELD,
             "schedule": "name of the one that is taken from now on",
             "bytes": "size of the message of the last trial",
             "predicted_s": "schedule -> predicted seconds, null where nothing is predicted",
@@ -418,12 +421,13 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "schedule_measured": EventKind(
-        meaning="Duration of collectives. The last event of each group, plan, schedule, size and pipelining counts.",
+        meaning="Duration of collectives. The last event of each group, plan, collective, schedule, size and pipelining counts.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
             "group": _GROUP_FIELD,
             "version": _PLAN_VERSION_FIELD,
+            "collective": _COLLECTIVE_FIELD,
             "schedule": "name of the schedule",
             "bytes": "size of the message",
             "num_segments": "segments that it was cut into",

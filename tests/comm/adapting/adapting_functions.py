@@ -169,7 +169,7 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
 class Scripted:
     """An adviser that has the network surveyed at the second consultation, and then rules another plan, ring first."""
 
-    def __init__(self, where: GroupPlacement, plan: Plan, tuned: Mapping[int, str], estimate: object) -> None:
+    def __init__(self, where: GroupPlacement, plan: Plan, tuned: Mapping[str, str], estimate: object) -> None:
         del where, tuned, estimate
         self.plan, self.rates, self.winners, self.num_rules = plan, {}, {}, 0
 
@@ -181,7 +181,9 @@ class Scripted:
             self.num_rules, TuningDecision(num_bytes=0, schedule="direct", next_in=10**6)
         )
 
-    def decide_after_survey(self, num_bytes: int, rates: list[float], now_s: float, seconds: float) -> TuningDecision:
+    def decide_after_survey(
+        self, num_bytes: int, rates: list[float], now_s: float, seconds: float, kind: str
+    ) -> TuningDecision:
         assert all(rate > 0 for rate in rates)
         assert len(rates) == 2
         other = replace(self.plan, ring_order=self.plan.ring_order[::-1])

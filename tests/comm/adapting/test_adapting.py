@@ -62,7 +62,7 @@ def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str
     assert sum(event["rounds"] for event in measured) == 120
     assert all(event["measured_s"] > 0 for event in measured)
     (cached,) = (Path(environ["XDG_CACHE_HOME"]) / "ringweave" / "tuning").iterdir()
-    kept = json.loads(cached.read_text())["ringweave-tuning-2"].values()
+    kept = json.loads(cached.read_text())["ringweave-tuning-3"].values()
     assert {name for name, _ in kept} == {event["schedule"] for event in tuned}
     again = run_ranks(function, 4, 10, 100_000, 30_000, nodes=NODES, environ=environ)
     assert large_ones(again[0], 10) == {name: 10 * num for name, num in Counter(e["schedule"] for e in tuned).items()}

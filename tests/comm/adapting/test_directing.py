@@ -44,7 +44,7 @@ class Guide:
     def abort(self) -> None:
         self.is_cut = True
 
-    def choose(self, num_bytes: int, name: str | None) -> ScheduleChoice:
+    def choose(self, num_bytes: int, name: str | None, kind: str) -> ScheduleChoice:
         return ScheduleChoice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
 
 
@@ -187,14 +187,14 @@ def test_timings_write_medians_of_each_kind(tmp_path) -> None:
     by_host = ScheduleChoice(schedule="native", num_segments=1, lag=0, window=1, predicted_s=float("inf"))
     ring = ScheduleChoice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
     for seconds in (1.0, 3.0, 2.0):
-        timings.record(1, ring, 100, seconds)
+        timings.record(1, "allreduce", ring, 100, seconds)
     assert list(read_events(tmp_path / "events.jsonl")) == []
     now[0] = 31.0
-    timings.record(1, by_host, 100, 7.0)
+    timings.record(1, "allreduce", by_host, 100, 7.0)
     timings.flush()
     events = {event["schedule"]: event for event in read_events(tmp_path / "events.jsonl")}
     del events["ring"]["time"]
-    expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "version": 1}
+    expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "version": 1, "collective": "allreduce"}
     kind = {"schedule": "ring", "bytes": 100, "num_segments": 4, "lag": 1, "window": 8, "rounds": 3}
     assert events["ring"] == expected | kind | {"predicted_s": 0.5, "measured_s": 2.0}
     assert events["native"]["predicted_s"] is None
@@ -203,11 +203,11 @@ def test_timings_write_medians_of_each_kind(tmp_path) -> None:
 def test_timings_keep_plans_apart_and_write_in_the_order_of_what_came_first(tmp_path) -> None:
     timings = ScheduleTimings(EventLog(tmp_path / "events.jsonl"), 0, "g")
     ring = ScheduleChoice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
-    timings.record(2, ring, 200, 9.0)
+    timings.record(2, "allreduce", ring, 200, 9.0)
     for num_bytes in range(300, 700, 10):
-        timings.record(1, ring, num_bytes, 1.0)
-    timings.record(1, ring, 200, 3.0)
-    timings.record(2, ring, 200, 11.0)
+        timings.record(1, "allreduce", ring, num_bytes, 1.0)
+    timings.record(1, "allreduce", ring, 200, 3.0)
+    timings.record(2, "allreduce", ring, 200, 11.0)
     timings.flush()
     rows = [(e["version"], e["bytes"], e["measured_s"]) for e in read_events(tmp_path / "events.jsonl")]
     assert rows == [(2, 200, 10.0), *((1, num_bytes, 1.0) for num_bytes in range(300, 700, 10)), (1, 200, 3.0)]

@@ -14,8 +14,9 @@ from torch.distributed import ReduceOp
 
 from ringweave import schedules
 from ringweave.comm import bridge
-from ringweave.comm.engine.engine import CollectiveEngine, CompiledProgram, ScheduledMessage
+from ringweave.comm.engine.engine import CollectiveEngine, CompiledProgram
 from ringweave.comm.engine.executor import ScratchMemory
+from ringweave.comm.engine.messages import ReducedTensor
 from ringweave.comm.engine.reductions import reduction_for
 from ringweave.comm.work import PendingWork
 from ringweave.schedules.program import Pipelining, compile_program
@@ -184,7 +185,7 @@ class Member:
         self.victims.clear()
         return is_right
 
-    def _call(self, case: Case) -> tuple[Case, ScheduledMessage, PendingWork]:
+    def _call(self, case: Case) -> tuple[Case, ReducedTensor, PendingWork]:
         memory = self.device.allocate(case.num_elements * (2 if case.strided else 1), case.dtype)
         tensor = memory[::2] if case.strided else memory
         mine = contribution(case, self.rank)
@@ -200,17 +201,17 @@ class Member:
         work = PendingWork([tensor], staged)
         if case.use == "future":
             work.get_future().then(lambda done: self._use_in_callback(case, done.value()[0]))
-        return case, ScheduledMessage(tensor, case.op, reduction_for(case.op, case.dtype), staged), work
+        return case, ReducedTensor.of(tensor, case.op, reduction_for(case.op, case.dtype), staged), work
 
-    def _run_in_channel(self, case: Case, scheduled: ScheduledMessage) -> None:
+    def _run_in_channel(self, case: Case, scheduled: ReducedTensor) -> None:
         program = compiled(case.schedule, self.num_ranks, self.rank, case.num_elements, case.pipelining)
         program = self.fault.program(program)
         scheduled.program = program  # type: ignore[assignment]
-        message = scheduled.begin(0, case.pipelining.num_segments)
+        message = scheduled.begin(0, case.pipelining.num_segments, ScratchMemory())
         engine: Any = SimpleNamespace(_group=SimpleNamespace(group_size=self.num_ranks))
         channel: Any = self.channel
         CollectiveEngine._run_program(engine, program, message, scheduled, channel, self.number, PATIENCE_S)
-        scheduled.finish(message)
+        scheduled.finish(message, self.num_ranks)
 
     def _use_in_callback(self, case: Case, tensor: torch.Tensor) -> None:
         """As torch does: the callback's stream waits for the one on which the future was resolved."""

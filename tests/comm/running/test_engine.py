@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import engine
 from ringweave.comm.engine.engine import NUM_CHANNELS, CollectiveEngine
+from ringweave.comm.engine.messages import ReducedTensor
 from ringweave.comm.engine.reductions import reduction_for
 from ringweave.comm.failure_registry import CollectiveFailureReport, GroupEnd
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
@@ -136,8 +137,9 @@ class Group:
 
     def allreduce(self) -> Any:
         op, tensor = ReduceOp.SUM, torch.ones(100)
+        message = ReducedTensor.of(tensor, op, reduction_for(op, tensor.dtype), None)
         asked = CollectiveRequest(num_bytes=tensor.nbytes, forced=None, native_can=True)
-        return self.engine.allreduce(tensor, op, reduction_for(op, tensor.dtype), asked, 100.0)
+        return self.engine.run(message, [tensor], asked, 100.0)
 
 
 @pytest.fixture

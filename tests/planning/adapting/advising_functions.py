@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ringweave import cost, topology
 from ringweave.planning import Plan
 from ringweave.planning.autotune.link_survey import LinkSurvey
-from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement, size_class
+from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement, message_class
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport
 from ringweave.schedules import NATIVE
 
@@ -22,7 +22,7 @@ class World:
         self,
         text: str = TEXT,
         noise: float = 0.0,
-        tuned: Mapping[int, str] | None = None,
+        tuned: Mapping[str, str] | None = None,
         probed: Mapping[str, float] | None = None,
     ) -> None:
         cluster = topology.loads(text)
@@ -39,14 +39,14 @@ class World:
         self.num_surveys = 0
         self.notes: list[tuple[str, dict]] = []
         self._rng, self._noise = random.Random(1), noise
-        self._settled: dict[int, tuple[str, int]] = {}
-        self._window: dict[int, list[float]] = {}
+        self._settled: dict[str, tuple[str, int]] = {}
+        self._window: dict[str, list[float]] = {}
         self._trial_s = float("nan")
         self._known: dict[object, float] = {}
 
     def step(self, num_bytes: int = SIZE) -> tuple[str, float]:
         """One collective: what it took, and its seconds."""
-        number = size_class(num_bytes)
+        number = message_class(num_bytes)
         name, left = self._settled.get(number, ("", 0))
         is_trial = False
         if left <= 0:
@@ -83,7 +83,7 @@ class World:
         return asked.predicted_s(num_bytes, num_segments=choice.num_segments, lag=choice.lag)
 
     def _consult(self, num_bytes: int) -> TuningDecision:
-        window = tuple(self._window.pop(size_class(num_bytes), []))
+        window = tuple(self._window.pop(message_class(num_bytes), []))
         report = TuningReport(num_bytes=num_bytes, trial_s=self._trial_s, window=window)
         self._trial_s = float("nan")
         ruling = TuningDecision.parse(str(self.adviser.decide(report, self.now_s)))

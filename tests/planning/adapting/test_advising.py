@@ -13,8 +13,8 @@ from ringweave.planning.autotune.tuner import (
     NEVER,
     Autotuner,
     GroupPlacement,
+    message_class,
     pick_candidates,
-    size_class,
 )
 from ringweave.planning.autotune.tuning_messages import TuningReport
 from ringweave.schedules import NATIVE
@@ -50,7 +50,7 @@ def test_what_simulations_say_is_tried_beside_the_plans_own_choice() -> None:
 
 
 def test_nothing_is_simulated_for_a_class_that_needs_no_trials() -> None:
-    world = World(tuned={size_class(SIZE): "direct"})
+    world = World(tuned={message_class(SIZE): "direct"})
     for _ in range(40):
         world.step()
     assert world.num_estimates == 0
@@ -85,13 +85,13 @@ def test_a_host_library_that_is_faster_is_taken() -> None:
 
 
 def test_what_an_earlier_run_found_is_not_tried_again() -> None:
-    world = World(tuned={size_class(SIZE): "direct"})
+    world = World(tuned={message_class(SIZE): "direct"})
     assert {world.step()[0] for _ in range(20)} == {"direct"}
     assert world.of_kind("schedule_tuned") == []
 
 
-@pytest.mark.parametrize("tuned", [{}, {size_class(SIZE): "direct"}], ids=["here", "in an earlier run"])
-def test_what_won_a_day_ago_is_tried_again(tuned: Mapping[int, str]) -> None:
+@pytest.mark.parametrize("tuned", [{}, {message_class(SIZE): "direct"}], ids=["here", "in an earlier run"])
+def test_what_won_a_day_ago_is_tried_again(tuned: Mapping[str, str]) -> None:
     """Its trials may have been disturbed; what changes slowly sets off no alarm."""
     world = World(tuned=tuned)
     world.host_factor = 3.0
@@ -168,8 +168,8 @@ def test_a_link_that_probing_found_slow_is_believed_to_be_faster_once_it_is() ->
     assert world.num_surveys == before  # nothing is slow: nothing to look after
 
 
-@pytest.mark.parametrize("tuned", [{}, {size_class(SIZE): "ring"}], ids=["tried", "known"])
-def test_what_is_faster_than_links_that_were_probed_is_looked_into_once(tuned: Mapping[int, str]) -> None:
+@pytest.mark.parametrize("tuned", [{}, {message_class(SIZE): "ring"}], ids=["tried", "known"])
+def test_what_is_faster_than_links_that_were_probed_is_looked_into_once(tuned: Mapping[str, str]) -> None:
     """The other job had ended before this one began: nothing changes while it runs."""
     world = World(probed=BUSY, tuned=tuned)
     world.rates = TRUE
@@ -200,7 +200,7 @@ def test_noise_of_ten_per_cent_changes_nothing() -> None:
 
 
 def test_a_job_that_slows_itself_down_is_surveyed_less_and_less() -> None:
-    world = World(tuned={size_class(SIZE): "ring"})
+    world = World(tuned={message_class(SIZE): "ring"})
     factor = 1.0
     honest = world.seconds
     world.seconds = lambda name, num_bytes: honest(name, num_bytes) * factor  # type: ignore[method-assign]
@@ -229,13 +229,13 @@ def test_one_node_is_tuned_and_left_alone() -> None:
     world = World("name: one\nnodes: [{name: a, nic: 1Gbit/s, devices: 4}]\n")
     while not world.of_kind("schedule_tuned"):
         world.step(10**7)
-    assert world._settled[size_class(10**7)][1] > NEVER / 2
+    assert world._settled[message_class(10**7)][1] > NEVER / 2
 
 
 def test_reports_are_rarer_where_collectives_are_short() -> None:
     periods = {}
     for size in (10**5, 10**8):
-        world = World(tuned={size_class(size): "ring"})
+        world = World(tuned={message_class(size): "ring"})
         ruling = world.adviser.decide(TuningReport(num_bytes=size), 0.0)
         periods[size] = ruling.next_in
     assert MIN_PERIOD == periods[10**8] < periods[10**5] <= MAX_PERIOD

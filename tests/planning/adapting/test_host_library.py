@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ringweave.planning.autotune.tuner import size_class
+from ringweave.planning.autotune.tuner import message_class
 from ringweave.schedules import NATIVE
 from tests.planning.adapting.advising_functions import SIZE, World, steps_until_changed
 
@@ -19,7 +19,7 @@ latency: 50us
 UPLINKS = ("r0->core", "core->r0", "r1->core", "core->r1")
 
 
-def narrow(noise: float, tuned: Mapping[int, str] | None = None) -> World:
+def narrow(noise: float, tuned: Mapping[str, str] | None = None) -> World:
     """Two racks where a native backend that needs 0.9 of a ring's time wins while the uplinks are as the file says."""
     world = World(NARROW, noise=noise, tuned=tuned)
     world.host_factor = 0.9
@@ -27,9 +27,9 @@ def narrow(noise: float, tuned: Mapping[int, str] | None = None) -> World:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("tuned", [None, {size_class(SIZE): NATIVE}], ids=["tried", "known"])
+@pytest.mark.parametrize("tuned", [None, {message_class(SIZE): NATIVE}], ids=["tried", "known"])
 def test_where_the_host_library_won_other_rates_begin_trials_again(
-    noise: float, tuned: Mapping[int, str] | None
+    noise: float, tuned: Mapping[str, str] | None
 ) -> None:
     """The plan's own best stays the same one; what it is better than has changed."""
     world = narrow(noise, tuned)

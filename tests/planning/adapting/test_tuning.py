@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS, NUM_TRIAL_ROUNDS, CandidateTrials, size_class
+from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS, NUM_TRIAL_ROUNDS, CandidateTrials, message_class
 
 NAMES = ("ring", "direct", "multi-level", "native")
 
@@ -82,6 +82,6 @@ def test_with_noise_the_choice_is_near_to_the_fastest(true: list[float], noise: 
 
 @given(st.integers(1, 2**40))
 def test_sizes_of_a_class_are_near_to_each_other(num_bytes: int) -> None:
-    same = [size for size in (num_bytes, num_bytes * 9 // 8) if size_class(size) == size_class(num_bytes)]
+    same = [size for size in (num_bytes, num_bytes * 9 // 8) if message_class(size) == message_class(num_bytes)]
     assert statistics.fmean(same) >= num_bytes
-    assert size_class(2 * num_bytes) == size_class(num_bytes) + 2
+    assert int(message_class(2 * num_bytes).split()[1]) == int(message_class(num_bytes).split()[1]) + 2

@@ -469,5 +469,6 @@ class CollectiveEngine:
     def _log_agreement(self, schedule: schedules.Schedule, num_bytes: int) -> None:
         if self._log is not None and self._group.group_rank == 0:
             rank = self._group.own_info.global_rank
-            fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
+            kind = schedule.collective.kind
+            fields = {"collective": kind, "schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self._counters.group, **fields)
