@@ -18,9 +18,15 @@ def command() -> None:
     """Measure ringweave beside other systems, all alive at once and taking turns."""
 
 
-@command.command
+@click.command
 @click.argument("target", metavar="CLUSTER")
-@click.option("--sizes", metavar="SIZE,...", default="1MB,25MB", show_default=True, help="Sizes of the messages.")
+@click.option(
+    "--sizes",
+    metavar="SIZE,...",
+    default="1MB,25MB",
+    show_default=True,
+    help="Sizes of the messages, all blocks together.",
+)
 @click.option("--systems", metavar="NAME,...", default=_DEFAULT_SYSTEMS, show_default=True, help="What is measured.")
 @click.option("--rounds", type=int, metavar="N", default=15, show_default=True, help="Rounds of each system.")
 @click.option(
@@ -47,7 +53,7 @@ def command() -> None:
 )
 @click.option("--picture", "picture_path", metavar="FILE", help="Draw the result here, as PNG or SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
+def _measure(  # noqa: PLR0913, PLR0917 - one parameter per option
     target: str,
     sizes: str,
     systems: str,
@@ -59,22 +65,20 @@ def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
     picture_path: str | None,
     as_json: bool,
 ) -> int:
-    """Measure allreduce of float32 on CLUSTER.
-
-    CLUSTER is a cluster file, which is brought up as a lab for the time of the benchmark (needs root), or local:N for N
-    ranks on this machine as it is. Time is that of the slowest rank; every value of every round is checked. First the
-    links are measured and the peers' knobs are tried, then all systems take turns. Peers: make bench-setup.
-    """
+    """Measure the collective that the verb names."""
     from ringweave import schedules
     from ringweave.cli.progress import ProgressPrinter
     from ringweave_bench import benchmark_request, comparison, result_tables
     from ringweave_bench.comparison import ComparisonReport
 
     cluster, is_local = benchmark_request.read_target(target)
+    kind, message_sizes = click.get_current_context().info_name, benchmark_request.parse_sizes(sizes)
+    has_blocks = kind in ("reduce-scatter", "allgather")
     request = benchmark_request.BenchmarkRequest(
         cluster=cluster,
         is_local=is_local,
-        sizes=benchmark_request.parse_sizes(sizes),
+        sizes=benchmark_request.whole_blocks(message_sizes, cluster.num_devices) if has_blocks else message_sizes,
+        collective=kind,
         systems=benchmark_request.parse_systems(systems),
         orders=benchmark_request.parse_orders(orders),
         num_rounds=benchmark_request.check_count("--rounds", rounds, 1),
@@ -98,11 +102,23 @@ def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
     return UsageError.exit_code if problem else 0
 
 
+_HELP = """Measure {kind} of float32 on CLUSTER.
+
+CLUSTER is a cluster file, which is brought up as a lab for the time of the benchmark (needs root), or local:N for N
+ranks on this machine as it is. Time is that of the slowest rank; every value of every round is checked. First the links
+are measured and the peers' knobs are tried, then all systems take turns. Peers: make bench-setup.
+"""
+for _kind in ("allreduce", "reduce-scatter", "allgather", "broadcast"):
+    command.add_command(
+        click.Command(_kind, callback=_measure.callback, params=_measure.params, help=_HELP.format(kind=_kind))
+    )
+
+
 @command.command
 @click.argument("results", nargs=-1, required=True, metavar="RESULT...")
 @click.option("--out", "out_path", metavar="FILE", required=True, help="Where the picture goes, as PNG or SVG.")
 def picture(results: tuple[str, ...], out_path: str) -> int:
-    """Draw the RESULTs, documents that `bench allreduce --out` wrote, as one picture."""
+    """Draw the RESULTs, documents that `bench` wrote with --out, as one picture."""
     from ringweave_bench.results import load_results
 
     _check_picture_path(out_path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ringweave import topology, units
 from ringweave.errors import UsageError, explain
+from ringweave.schedules.schedule import CollectiveKind
 from ringweave.topology import Cluster
 from ringweave_bench.systems import SYSTEMS
 
@@ -69,6 +70,7 @@ class BenchmarkRequest:
     sizes: tuple[int, ...]
     """Sizes of the messages in bytes."""
     systems: tuple[str, ...]
+    collective: CollectiveKind = "allreduce"
     orders: tuple[str, ...] = ("block",)
     num_rounds: int = 15
     """Measured rounds of each system at each size."""
@@ -96,6 +98,19 @@ def read_target(text: str) -> tuple[Cluster, bool]:
         do = "Give its nodes more devices"
         raise UsageError(explain("ranks of the cluster", got=cluster.num_devices, expected="two or more", do=do))
     return cluster, False
+
+
+def whole_blocks(sizes: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """Return the sizes without what is left of each where every rank has an equal block of float32.
+
+    Raises:
+        UsageError: A size has less than an element for each rank.
+    """
+    grain = ELEMENT_BYTES * num_ranks
+    if min(sizes) < grain:
+        expected = f"an element of {ELEMENT_BYTES} bytes for each of {num_ranks} ranks"
+        raise UsageError(explain("--sizes", got=min(sizes), expected=expected, do="Give a larger size"))
+    return tuple(dict.fromkeys(size - size % grain for size in sizes))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

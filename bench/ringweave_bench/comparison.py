@@ -70,7 +70,7 @@ class ComparisonReport:
         cluster = self.request.cluster
         rates = self.rates
         return {
-            "collective": "allreduce",
+            "collective": self.request.collective,
             "dtype": "float32",
             "cluster": f"local:{cluster.num_devices}" if self.request.is_local else cluster.name,
             "num_nodes": cluster.num_nodes,
@@ -153,9 +153,10 @@ class _LayoutComparison:
         }
 
     def run(self, names: Sequence[str], save_partial: Callable[[ComparisonReport], None]) -> None:
-        shape = systems.rank_shape(self._node_of_rank, len(os.sched_getaffinity(0)))
+        request = self._report.request
+        shape = systems.rank_shape(self._node_of_rank, len(os.sched_getaffinity(0)), request.collective)
         search = KnobSearch(
-            self._session_factory, self._node_of_rank, self._limits_s, self._report.request.num_search_rounds
+            self._session_factory, self._node_of_rank, self._limits_s, request.num_search_rounds, request.collective
         )
         knobs = search.best_knobs(names, shape, self._progress)
         self._report.search += [attempt.document(self._order) for attempt in search.attempts]
@@ -190,7 +191,7 @@ class _LayoutComparison:
             return
         try:
             if index == 0:
-                rounds.prepare_buffers(session, size)
+                rounds.prepare_buffers(session, self._report.request.collective, size)
             played[name].append(
                 rounds.play_round(session, self._session_factory.bench_cluster, index, self._limits_s[size])
             )
@@ -224,14 +225,17 @@ class _LayoutComparison:
         if not self._session_factory.bench_cluster.is_limited:
             return None
         link_rates = rates.best_known if rates else None
-        return cost.bound(self._report.request.cluster, size, rates=link_rates).seconds or None
+        request, nodes = self._report.request, self._node_of_rank
+        return cost.bound(request.cluster, size, nodes=nodes, rates=link_rates, kind=request.collective).seconds or None
 
     def _theory_bytes(self, schedule: str | None, size: int) -> Mapping[str, float] | None:
         """Return the bytes per link of the schedule, planned here as the ranks planned it."""
         if schedule in (None, schedules.NATIVE) or not self._session_factory.bench_cluster.is_limited:
             return None
-        plan = planning.plan_group(self._report.request.cluster, self._node_of_rank).generate(schedule)
-        return cost.bytes_on_links(plan, self._report.request.cluster, self._node_of_rank, size)
+        request = self._report.request
+        plan = planning.plan_group(request.cluster, self._node_of_rank)
+        planned = plan.generate(schedule, request.collective, 0 if request.collective == "broadcast" else None)
+        return cost.bytes_on_links(planned, request.cluster, self._node_of_rank, size)
 
 
 class _OpenSessions:

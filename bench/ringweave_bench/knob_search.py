@@ -47,14 +47,11 @@ class KnobSearch:
         node_of_rank: tuple[str, ...],
         limits_s: Mapping[int, float],
         num_rounds: int,
+        collective: str,
     ) -> None:
         """`limits_s`: message size -> longest time of a round."""
-        self._session_factory, self._node_of_rank, self._limits_s, self._num_rounds = (
-            session_factory,
-            node_of_rank,
-            limits_s,
-            num_rounds,
-        )
+        self._session_factory, self._node_of_rank = session_factory, node_of_rank
+        self._limits_s, self._num_rounds, self._collective = limits_s, num_rounds, collective
         self.attempts: list[KnobAttempt] = []
         self.notes: list[str] = []
 
@@ -85,7 +82,7 @@ class KnobSearch:
         try:
             with self._session_factory.open_session(SYSTEMS[name], knob, self._node_of_rank) as session:
                 for size, limit_s in self._limits_s.items():
-                    rounds.prepare_buffers(session, size)
+                    rounds.prepare_buffers(session, self._collective, size)
                     attempt = KnobAttempt(
                         system=name, knob=knob, num_bytes=size, seconds=self._play_rounds(session, limit_s)
                     )

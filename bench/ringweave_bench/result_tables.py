@@ -25,7 +25,8 @@ def render_report(report: ComparisonReport) -> str:
 
 def _head_text(report: ComparisonReport) -> str:
     cluster = report.request.cluster
-    lines = [f"allreduce of float32 on {cluster.name}: {cluster.num_devices} ranks on {cluster.num_nodes} nodes"]
+    ranks = f"{cluster.num_devices} ranks on {cluster.num_nodes} nodes"
+    lines = [f"{report.request.collective} of float32 on {cluster.name}: {ranks}"]
     rates = report.rates
     if rates is None:
         return f"{lines[0]}, no limited links"

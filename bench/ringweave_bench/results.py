@@ -32,7 +32,7 @@ def load_results(path: str) -> dict[str, Any]:
 
 
 def _bad_document_text(path: str, got: str) -> str:
-    expected = "a JSON document that `ringweave bench allreduce --out` wrote"
+    expected = "a JSON document that `ringweave bench` wrote with --out"
     return explain("result of a benchmark", got=got, expected=expected, do="Give such files", where=path)
 
 
@@ -65,9 +65,9 @@ class BenchmarkResult:
     raw_bound_s: float | None
     """Bound at the rates of the cluster file."""
     wire_bytes: Mapping[str, float]
-    """Link -> bytes per allreduce, headers included."""
+    """Link -> bytes per collective, headers included."""
     theory_bytes: Mapping[str, float] | None
-    """Link -> bytes per allreduce of the schedule; None if it is unknown."""
+    """Link -> bytes per collective of the schedule; None if it is unknown."""
     schedule: str | None = None
     """Schedule that ringweave used."""
 
@@ -127,7 +127,7 @@ def summarize(seconds: Sequence[float]) -> TimeSummary:
 
 
 def schedule_used(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
-    """Return the schedule of the allreduces between two counts; barriers count as the native backend's."""
+    """Return the schedule of the collectives between two counts; barriers count as the native backend's."""
     new = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
     own = {name: count for name, count in new.items() if name != schedules.NATIVE}
     return max(own, key=lambda name: own[name]) if own else next(iter(new), None)

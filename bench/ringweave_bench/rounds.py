@@ -1,4 +1,4 @@
-"""One round: all ranks run a few allreduces, and every value is checked."""
+"""One round: all ranks run a few collectives, and every value is checked."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ class BenchmarkRound:
     """Result of one round of one system."""
 
     seconds: float
-    """Time of one allreduce on the slowest rank; the average if a round has several."""
+    """Time of one collective on the slowest rank; the average if a round has several."""
     bytes_on_links: dict[str, int] = field(default_factory=dict)
-    """Link -> bytes of all the round's allreduces and of one barrier, headers included."""
+    """Link -> bytes of all the round's collectives and of one barrier, headers included."""
     schedules: dict[str, int] = field(default_factory=dict)
     """Schedule -> rank 0's collectives since its start; empty if the system does not report it."""
 
 
 def calls_per_round(num_bytes: int) -> int:
-    """Return the allreduces of a round: one, but up to 20 small ones, which are below a clock's resolution."""
+    """Return the collectives of a round: one, but up to 20 small ones, which are below a clock's resolution."""
     return max(1, min(_MAX_CALLS, _BYTES_PER_ROUND // num_bytes))
 
 
@@ -44,21 +44,23 @@ def round_timeout_s(num_bytes: int, bound_s: float) -> float:
     return round(_ANSWER_TIMEOUT_S + calls * (_TIMEOUT_BOUNDS * bound_s + num_bytes / _SLOWEST_BYTES_PER_S), 1)
 
 
-def prepare_buffers(session: SystemSession, num_bytes: int) -> None:
-    """Make buffers for messages of this size.
+def prepare_buffers(session: SystemSession, collective: str, num_bytes: int) -> None:
+    """Make buffers for messages of this size: that of all blocks together.
 
     Raises:
         PeerError: A rank failed.
     """
-    session.request({"do": "prepare", "bytes": num_bytes, "calls": calls_per_round(num_bytes)}, _ANSWER_TIMEOUT_S)
+    calls = calls_per_round(num_bytes)
+    order = {"do": "prepare", "collective": collective, "bytes": num_bytes, "calls": calls}
+    session.request(order, _ANSWER_TIMEOUT_S)
 
 
 def play_round(session: SystemSession, bench_cluster: BenchCluster, round_index: int, limit_s: float) -> BenchmarkRound:
-    """Fill the inputs, time the allreduces, check the sums; all ranks finish each part before the next.
+    """Fill the inputs, time the collectives, check the results; all ranks finish each part before the next.
 
     Raises:
         PeerError: A rank failed.
-        CommunicationError: A sum is wrong.
+        CommunicationError: A result is wrong.
     """
     session.request({"do": "fill", "round": round_index}, _ANSWER_TIMEOUT_S)
     before = bench_cluster.bytes_on_links()
@@ -67,7 +69,7 @@ def play_round(session: SystemSession, bench_cluster: BenchCluster, round_index:
     checks = session.request({"do": "check", "round": round_index}, _ANSWER_TIMEOUT_S)
     for rank, check in enumerate(checks):
         if check["wrong"]:
-            raise CommunicationError(_wrong_sum_text(session, rank, round_index, check["wrong"]))
+            raise CommunicationError(_wrong_value_text(session, rank, round_index, check["wrong"]))
     return BenchmarkRound(
         seconds=max(answer["seconds"] for answer in answers),
         bytes_on_links={link: count - before[link] for link, count in after.items()},
@@ -75,9 +77,9 @@ def play_round(session: SystemSession, bench_cluster: BenchCluster, round_index:
     )
 
 
-def _wrong_sum_text(session: SystemSession, rank: int, round_index: int, wrong: dict[str, float]) -> str:
+def _wrong_value_text(session: SystemSession, rank: int, round_index: int, wrong: dict[str, float]) -> str:
     return explain(
-        f"sum of {session.system.name} ({session.knob.name}) in element {wrong['element']:.0f}",
+        f"result of {session.system.name} ({session.knob.name}) in element {wrong['element']:.0f}",
         got=wrong["got"],
         expected=f"{wrong['expected']:g}; {wrong['num_wrong']:.0f} elements are wrong",
         do="Do not trust this system here: its times are not reported",

@@ -39,6 +39,8 @@ class RankShape:
     max_ranks_per_node: int
     is_crowded: bool
     """True with more ranks than CPUs: a polling rank takes time from one that has work."""
+    collective: str
+    """The collective that is measured: peers' algorithms are named for allreduce alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +84,15 @@ class ProcessStart:
     """Variables on top of the controller's."""
 
 
-def rank_shape(node_of_rank: Sequence[str], num_cpus: int) -> RankShape:
+def rank_shape(node_of_rank: Sequence[str], num_cpus: int, collective: str = "allreduce") -> RankShape:
     """Return the shape of ranks on these nodes, all of them on one machine."""
     counts = [node_of_rank.count(node) for node in set(node_of_rank)]
-    return RankShape(num_nodes=len(counts), max_ranks_per_node=max(counts), is_crowded=len(node_of_rank) > num_cpus)
+    return RankShape(
+        num_nodes=len(counts),
+        max_ranks_per_node=max(counts),
+        is_crowded=len(node_of_rank) > num_cpus,
+        collective=collective,
+    )
 
 
 class BenchmarkedSystem(abc.ABC):
@@ -181,6 +188,8 @@ class Mpich(BenchmarkedSystem):
         found = [Knob(name="default")]
         if yielding:
             found.append(Knob(name="default, yielding", environ=yielding))
+        if shape.collective != "allreduce":
+            return found
         found += [_forced_knob(name, name, yielding) for name in _ALGORITHMS]
         if shape.max_ranks_per_node > 1:
             found += [_forced_knob(f"flat {name}", name, {**yielding, **_FLAT_ENVIRON}) for name in _ALGORITHMS]
@@ -242,6 +251,8 @@ class OpenMpi(BenchmarkedSystem):
             found.append(Knob(name="default, yielding", options=yielding))
         if shape.num_nodes > 1 and shape.max_ranks_per_node > 1:
             found.append(Knob(name="without HAN", options=(*yielding, *_NO_HAN)))
+        if shape.collective != "allreduce":
+            return found
         return [
             *found,
             *(

@@ -30,7 +30,7 @@ def test_patience_grows_with_the_bound_and_the_size() -> None:
 def test_a_round_of_a_real_process(start_session, place) -> None:
     session = start_session("sums")
     assert session.version == "fake 1.0"
-    rounds.prepare_buffers(session, 4000)
+    rounds.prepare_buffers(session, "allreduce", 4000)
     for index in range(2):
         found = rounds.play_round(session, place, index, 300.0)
         assert 0 < found.seconds < 300
@@ -39,9 +39,9 @@ def test_a_round_of_a_real_process(start_session, place) -> None:
 
 def test_a_wrong_sum_ends_the_benchmark(start_session, place) -> None:
     session = start_session("wrong")
-    rounds.prepare_buffers(session, 4000)
+    rounds.prepare_buffers(session, "allreduce", 4000)
     with pytest.raises(
-        CommunicationError, match=r"sum of fake \(only one\) in element 3: 4\.0, expected 3; 1 elements"
+        CommunicationError, match=r"result of fake \(only one\) in element 3: 4\.0, expected 3; 1 elements"
     ) as e:
         rounds.play_round(session, place, 0, 300.0)
     assert "Do not trust this system here: its times are not reported. [rank 0, round 0]" in str(e.value)
@@ -54,7 +54,7 @@ def test_a_wrong_sum_ends_the_benchmark(start_session, place) -> None:
 )
 def test_a_rank_that_fails_in_a_round(start_session, place, manner: str, limit_s: float, said: str) -> None:
     session = start_session(manner)
-    rounds.prepare_buffers(session, 4000)
+    rounds.prepare_buffers(session, "allreduce", 4000)
     with pytest.raises(
         PeerError, match=rf"fake \(only one\) failed in 'run': {said}, expected all ranks to answer"
     ) as e:

@@ -39,7 +39,7 @@ def test_the_sum_is_exact_in_any_order(serving, num_elements, world_size, round_
     for array in arrays[1:]:
         total += array
     checker = serving.RankInputs(num_elements, 0, world_size)
-    assert checker.first_wrong(total, round_index, call) is None
+    assert checker.first_wrong("allreduce", total, round_index, call) is None
 
 
 @pytest.mark.parametrize("what", ["one element", "a rank twice", "a chunk moved", "the round before", "not a number"])
@@ -47,7 +47,7 @@ def test_a_wrong_sum_is_found(serving, what: str) -> None:
     arrays = inputs_of(serving, 1000, 4, 5, 2)
     total = np.sum(arrays, axis=0, dtype=np.float32)
     checker = serving.RankInputs(1000, 1, 4)
-    assert checker.first_wrong(total, 5, 2) is None
+    assert checker.first_wrong("allreduce", total, 5, 2) is None
     match what:
         case "one element":
             total[7] += 1
@@ -59,7 +59,28 @@ def test_a_wrong_sum_is_found(serving, what: str) -> None:
             total = np.sum(inputs_of(serving, 1000, 4, 4, 2), axis=0, dtype=np.float32)
         case "not a number":
             total[999] = np.nan
-    found = checker.first_wrong(total, 5, 2)
+    found = checker.first_wrong("allreduce", total, 5, 2)
     assert found is not None
     assert found["num_wrong"] == {"one element": 1, "not a number": 1}.get(what, found["num_wrong"])
     assert found["got"] != found["expected"]
+
+
+@pytest.mark.parametrize("kind", ["reduce-scatter", "allgather", "broadcast"])
+def test_results_of_other_collectives_are_checked_on_every_rank(serving, kind: str) -> None:
+    """A result with one changed element, and one of another round, are found."""
+    size, block = 4, 300
+    whole = size * block
+    given_elements = block if kind == "allgather" else whole
+    arrays = inputs_of(serving, given_elements, size, 5, 2)
+    total = np.sum(arrays, axis=0, dtype=np.float32)
+    for rank in range(size):
+        right = {
+            "reduce-scatter": total[rank * block : (rank + 1) * block],
+            "allgather": np.concatenate(arrays)[:whole],
+            "broadcast": arrays[0],
+        }[kind].copy()
+        checker = serving.RankInputs(whole, rank, size)
+        assert checker.first_wrong(kind, right, 5, 2) is None
+        assert checker.first_wrong(kind, right, 4, 2) is not None
+        right[block - 1] += 1
+        assert checker.first_wrong(kind, right, 5, 2)["element"] == block - 1

@@ -13,7 +13,7 @@ from mpi4py import MPI  # noqa: E402 # pyrefly: ignore
 
 
 class MpiCollectives:
-    """MPI_Allreduce on MPI_COMM_WORLD, with separate buffers, which is the faster way for MPI."""
+    """Collectives on MPI_COMM_WORLD, with separate buffers, which is the faster way for MPI."""
 
     in_place = False
 
@@ -31,6 +31,15 @@ class MpiCollectives:
 
     def allreduce(self, source: Any, result: Any) -> None:
         self._world.Allreduce(source, result)
+
+    def reduce_scatter(self, source: Any, result: Any) -> None:
+        self._world.Reduce_scatter_block(source, result)
+
+    def allgather(self, source: Any, result: Any) -> None:
+        self._world.Allgather(source, result)
+
+    def broadcast(self, source: Any, result: Any) -> None:
+        self._world.Bcast(source, 0)
 
     def schedules(self) -> dict[str, int]:
         """Return nothing, since MPI reports no schedules."""

@@ -1,4 +1,4 @@
-"""Loop of every benchmark worker: receive requests, run rounds of allreduces, check every value.
+"""Loop of every benchmark worker: receive requests, run rounds of a collective, check every value.
 
 The programs of this folder run by path, in interpreters that need not have ringweave: only numpy and the system under
 test are imported. Requests come over a Unix socket, which no limited link carries. While another system is measured a
@@ -45,6 +45,18 @@ class Collectives(Protocol):
         """Sum over all ranks into `result`, which is `source` if the system works in place."""
         ...
 
+    def reduce_scatter(self, source: Any, result: Any) -> None:
+        """Sum over all ranks, and write this rank's block to `result`."""
+        ...
+
+    def allgather(self, source: Any, result: Any) -> None:
+        """Write each rank's block to `result`."""
+        ...
+
+    def broadcast(self, source: Any, result: Any) -> None:
+        """Overwrite `source`, which is `result`, with that of rank 0."""
+        ...
+
     def schedules(self) -> dict[str, int]:
         """Return schedule -> number of collectives so far; empty if the system does not report it."""
         ...
@@ -67,23 +79,31 @@ class RankInputs:
         self._scratch = np.empty_like(self._pattern)
 
     def fill(self, array: np.ndarray, round_index: int, call: int) -> None:
-        """Write this rank's input."""
-        factor, offset = _coefficients(self._rank, round_index, call)
-        self._combine(array, factor, offset)
+        """Write this rank's input: the first elements, as many as there are."""
+        self._combine(array, [_coefficients(self._rank, round_index, call)])
 
-    def first_wrong(self, array: np.ndarray, round_index: int, call: int) -> dict[str, float] | None:
-        """Return the first element that is not the sum over all ranks; None if all are right."""
+    def first_wrong(self, kind: str, array: np.ndarray, round_index: int, call: int) -> dict[str, float] | None:
+        """Return the first element that is not the result of the collective; None if all are right."""
         pairs = [_coefficients(rank, round_index, call) for rank in range(self._world_size)]
-        self._combine(self._scratch, sum(factor for factor, _ in pairs), sum(offset for _, offset in pairs))
-        if np.array_equal(array, self._scratch):
+        expected, block = self._scratch, len(self._scratch) // self._world_size
+        if kind == "allgather":
+            for rank, pair in enumerate(pairs):
+                self._combine(expected[rank * block : (rank + 1) * block], [pair])
+        else:
+            self._combine(expected, pairs[:1] if kind == "broadcast" else pairs)
+        if kind == "reduce-scatter":
+            expected = expected[self._rank * block : (self._rank + 1) * block]
+        if np.array_equal(array, expected):
             return None
-        wrong = np.flatnonzero(array != self._scratch)  # NaN is unequal to itself
+        wrong = np.flatnonzero(array != expected)  # NaN is unequal to itself
         at = int(wrong[0])
-        got, expected = float(array[at]), float(self._scratch[at])
-        return {"element": at, "got": got, "expected": expected, "num_wrong": len(wrong), "call": call}
+        values = {"got": float(array[at]), "expected": float(expected[at])}
+        return {"element": at, **values, "num_wrong": len(wrong), "call": call}
 
-    def _combine(self, array: np.ndarray, factor: int, offset: int) -> None:
-        np.multiply(self._pattern, np.float32(factor), out=array)
+    def _combine(self, array: np.ndarray, pairs: Sequence[tuple[int, int]]) -> None:
+        """Write the sum of the inputs with these factors and offsets."""
+        factor, offset = sum(factor for factor, _ in pairs), sum(offset for _, offset in pairs)
+        np.multiply(self._pattern[: len(array)], np.float32(factor), out=array)
         array += np.float32(offset)
 
 
@@ -101,34 +121,40 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 class MessageBuffers:
-    """The buffers of one message size: one pair for each call of a round."""
+    """The buffers of one collective and message size: one pair for each call of a round."""
 
-    def __init__(self, system: Collectives, num_bytes: int, num_calls: int) -> None:
-        self._system = system
+    def __init__(self, system: Collectives, kind: str, num_bytes: int, num_calls: int) -> None:
+        """`num_bytes` is the size of the whole message: that of the blocks of all ranks."""
+        self._system, self._kind = system, kind
         self._inputs = RankInputs(num_bytes // 4, system.rank, system.world_size)
-        self._sources = [allocate(num_bytes) for _ in range(num_calls)]
-        self._results = self._sources if system.in_place else [allocate(num_bytes) for _ in self._sources]
+        block_bytes = num_bytes // system.world_size
+        self._in_place = kind == "broadcast" or (kind == "allreduce" and system.in_place)
+        source_bytes = block_bytes if kind == "allgather" else num_bytes
+        result_bytes = block_bytes if kind == "reduce-scatter" else num_bytes
+        self._sources = [allocate(source_bytes) for _ in range(num_calls)]
+        self._results = self._sources if self._in_place else [allocate(result_bytes) for _ in self._sources]
         self._pairs = [(system.wrap(a), system.wrap(b)) for a, b in zip(self._sources, self._results, strict=True)]
 
     def fill(self, round_index: int) -> None:
         """Write the inputs of a round, and overwrite the results of the one before."""
         for call, array in enumerate(self._sources):
             self._inputs.fill(array, round_index, call)
-        for array in self._results if not self._system.in_place else ():
+        for array in self._results if not self._in_place else ():
             array.fill(-1)
 
     def run(self) -> float:
-        """Return the seconds of one allreduce on this rank, on average over the calls of the round."""
+        """Return the seconds of one collective on this rank, on average over the calls of the round."""
+        collective = getattr(self._system, self._kind.replace("-", "_"))
         self._system.barrier()
         started_s = time.perf_counter()
         for source, result in self._pairs:
-            self._system.allreduce(source, result)
+            collective(source, result)
         return (time.perf_counter() - started_s) / len(self._pairs)
 
     def first_wrong(self, round_index: int) -> dict[str, float] | None:
         """Return the first wrong element of the round."""
         for call, array in enumerate(self._results):
-            found = self._inputs.first_wrong(array, round_index, call)
+            found = self._inputs.first_wrong(self._kind, array, round_index, call)
             if found is not None:
                 return found
         return None
@@ -171,7 +197,7 @@ def serve(channel: ControlChannel, session: str, system: Collectives) -> None:
         match order["do"]:
             case "prepare":
                 messages = None  # frees the buffers of the last size first
-                messages = MessageBuffers(system, order["bytes"], order["calls"])
+                messages = MessageBuffers(system, order["collective"], order["bytes"], order["calls"])
                 channel.send_document(ready=True)
             case "fill" if messages is not None:
                 messages.fill(order["round"])

@@ -32,6 +32,18 @@ class TorchCollectives:
         """Block until the tensor holds the sum."""
         dist.all_reduce(source)
 
+    def reduce_scatter(self, source: Any, result: Any) -> None:
+        """Block until the result holds this rank's block of the sum."""
+        dist.reduce_scatter_tensor(result, source)
+
+    def allgather(self, source: Any, result: Any) -> None:
+        """Block until the result holds the blocks of all ranks."""
+        dist.all_gather_into_tensor(result, source)
+
+    def broadcast(self, source: Any, result: Any) -> None:
+        """Block until the tensor holds that of rank 0."""
+        dist.broadcast(source, 0)
+
     def schedules(self) -> dict[str, int]:
         """Return the counts of ringweave's group; empty for other backends."""
         count = getattr(dist.group.WORLD, "collectives_by_schedule", None)

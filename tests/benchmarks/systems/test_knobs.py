@@ -11,8 +11,8 @@ from ringweave_bench import systems
 from ringweave_bench.bench_cluster import LabBenchCluster, LocalBenchCluster
 from ringweave_bench.systems import SYSTEMS, Knob, RankShape, SessionSetup
 
-FEW = RankShape(num_nodes=1, max_ranks_per_node=2, is_crowded=False)
-SPREAD = RankShape(num_nodes=4, max_ranks_per_node=2, is_crowded=True)
+FEW = RankShape(num_nodes=1, max_ranks_per_node=2, is_crowded=False, collective="allreduce")
+SPREAD = RankShape(num_nodes=4, max_ranks_per_node=2, is_crowded=True, collective="allreduce")
 CLUSTER = topology.loads("""
 name: c
 nodes:
@@ -72,7 +72,9 @@ def test_only_crowded_ranks_yield() -> None:
 
 
 def test_shapes() -> None:
-    assert systems.rank_shape(("a", "b", "a"), 2) == RankShape(num_nodes=2, max_ranks_per_node=2, is_crowded=True)
+    assert systems.rank_shape(("a", "b", "a"), 2) == RankShape(
+        num_nodes=2, max_ranks_per_node=2, is_crowded=True, collective="allreduce"
+    )
     assert not systems.rank_shape(("a", "b"), 2).is_crowded
 
 
