@@ -44,7 +44,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str | None, got: str) 
     if content is not None:
         path.write_text(content)
     expected = (
-        rf"result of a benchmark: {got}, expected a JSON document that `ringweave bench allreduce --out` wrote\. "
+        rf"result of a benchmark: {got}, expected a JSON document that `ringweave bench` wrote with --out\. "
         rf"Give such files\. \[{path}\]"
     )
     with pytest.raises(UsageError, match=expected):
