@@ -1,8 +1,8 @@
 """Schedules of collectives as plain data: generated, verified on symbolic contributor sets, rendered and parsed."""
 
 from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate
-from ringweave.schedules.compose import compose_allreduce, compose_side_by_side
-from ringweave.schedules.generators.direct import direct, direct_allgather, direct_reduce_scatter
+from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, mirror
+from ringweave.schedules.generators.direct import direct, direct_allgather, direct_broadcast, direct_reduce_scatter
 from ringweave.schedules.generators.halving_doubling import halving_doubling
 from ringweave.schedules.generators.hierarchical import (
     binomial_broadcast,
@@ -22,10 +22,11 @@ from ringweave.schedules.generators.multi_level import (
     multi_level_striped,
 )
 from ringweave.schedules.generators.parameter_server import parameter_server
-from ringweave.schedules.generators.ring import ring, ring_allgather, ring_reduce_scatter
+from ringweave.schedules.generators.ring import ring, ring_allgather, ring_block_allgather, ring_reduce_scatter
 from ringweave.schedules.program import Transfer, project_all_ranks, project_rank
 from ringweave.schedules.schedule import (
     Collective,
+    CollectiveKind,
     LazyRounds,
     ReceiveOp,
     Round,
@@ -40,6 +41,7 @@ __all__ = [
     "NATIVE",
     "SCHEDULE_NAMES",
     "Collective",
+    "CollectiveKind",
     "Domain",
     "LazyRounds",
     "ReceiveOp",
@@ -58,11 +60,13 @@ __all__ = [
     "compose_side_by_side",
     "direct",
     "direct_allgather",
+    "direct_broadcast",
     "direct_reduce_scatter",
     "generate",
     "halving_doubling",
     "hierarchical",
     "leader_matrix",
+    "mirror",
     "multi_level",
     "multi_level_allgather",
     "multi_level_broadcast",
@@ -75,6 +79,7 @@ __all__ = [
     "render",
     "ring",
     "ring_allgather",
+    "ring_block_allgather",
     "ring_reduce_scatter",
     "verify",
 ]
