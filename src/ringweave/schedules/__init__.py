@@ -1,6 +1,6 @@
 """Schedules of collectives as plain data: generated, verified on symbolic contributor sets, rendered and parsed."""
 
-from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate
+from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate, schedule_names
 from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, mirror
 from ringweave.schedules.generators.direct import direct, direct_allgather, direct_broadcast, direct_reduce_scatter
 from ringweave.schedules.generators.halving_doubling import halving_doubling
@@ -15,6 +15,7 @@ from ringweave.schedules.generators.leader_matrix import arrange_leaders, leader
 from ringweave.schedules.generators.multi_level import (
     Domain,
     Stripe,
+    block_owners,
     multi_level,
     multi_level_allgather,
     multi_level_broadcast,
@@ -53,6 +54,7 @@ __all__ = [
     "arrange_leaders",
     "binomial_broadcast",
     "binomial_reduce",
+    "block_owners",
     "chain_broadcast",
     "chain_reduce",
     "check_schedule_name",
@@ -81,5 +83,6 @@ __all__ = [
     "ring_allgather",
     "ring_block_allgather",
     "ring_reduce_scatter",
+    "schedule_names",
     "verify",
 ]

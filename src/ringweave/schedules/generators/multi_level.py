@@ -7,6 +7,7 @@ bound says. The levels use different links, so they overlap when the schedule ru
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -311,6 +312,21 @@ def multi_level_allgather(domain: Domain, shares: Sequence[int], owners: Sequenc
     rounds, phases = concatenate_rounds(*climbs[::-1], *falls)
     collective = Collective("allgather", owner_of_kept)
     return Schedule("multi-level allgather", collective, tree.num_ranks, kept_shares, rounds, phases)
+
+
+def block_owners(shares: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Return the rank that owns each chunk, if the chunks are cuts of equal blocks in the order of the ranks.
+
+    Raises:
+        ScheduleError: A chunk reaches over the border of two blocks.
+    """
+    per_block, rest = divmod(sum(shares), num_ranks)
+    ends = list(accumulate(shares))
+    owners = tuple((end - share) // per_block if per_block else 0 for end, share in zip(ends, shares, strict=True))
+    if rest or any(end > per_block * (owner + 1) for end, owner in zip(ends, owners, strict=True)):
+        expected = f"{num_ranks} blocks of equal size, each cut into whole chunks"
+        raise ScheduleError(explain("shares", got=tuple(shares)[:8], expected=expected, do="Cut block by block"))
+    return owners
 
 
 def _climb_rounds(level: DomainLevel) -> Sequence[Round]:
