@@ -15,6 +15,7 @@ RING_OF_8 = ScheduleDemand(
     busiest_s_per_byte=7e-8,
     busiest="n0->core",
     num_messages=28,
+    num_segment_messages=28,
     num_receives=14,
     streams_meet=False,
     largest_piece=1 / 8,
@@ -52,7 +53,13 @@ def test_pieces_stay_between_their_limits_where_the_segments_allow(
 
 @pytest.mark.parametrize(("num_rounds", "lag"), [(1, 1), (8, 1), (9, 2), (14, 2), (200, 25)])
 def test_about_eight_segments_overlap(num_rounds: int, lag: int) -> None:
-    assert best_pipelining("direct", changed(num_rounds=num_rounds), 25 * MB).lag == lag
+    asked = changed(num_rounds=num_rounds, num_receives=num_rounds)
+    assert best_pipelining("direct", asked, 25 * MB).lag == lag
+
+
+def test_all_segments_follow_each_other_along_a_chain() -> None:
+    asked = changed(num_rounds=31, num_receives=1)
+    assert best_pipelining("ring", asked, 25 * MB).lag == 1
 
 
 def test_the_window_holds_what_two_segments_receive() -> None:

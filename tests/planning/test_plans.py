@@ -14,7 +14,7 @@ from ringweave import cost, planning, schedules, topology
 from ringweave.errors import ClusterError, ScheduleError, UsageError
 from ringweave.planning import Plan, group_planner, plans
 from ringweave.planning.chunk_shares import linear_program
-from ringweave.schedules import NATIVE
+from ringweave.schedules import NATIVE, CollectiveKind, Schedule
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, random_trees
@@ -50,6 +50,86 @@ def test_every_plan_is_text_and_back_and_all_its_schedules_compute_the_sum(case,
     for choice in choices:
         schedules.verify(plan.generate(choice.schedule))
         assert choice.predicted_s >= bound_s * (1 - 1e-9)
+
+
+@pytest.mark.slow
+@settings(max_examples=effort.share_of(50))
+@given(random_trees(max_nodes=5), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_schedule_of_the_other_collectives_is_right_and_no_faster_than_the_bound(
+    case, most: int, random: Random
+) -> None:
+    cluster, taking_part, rates = case
+    nodes = [name for name in taking_part for _ in range(random.randint(1, most))]
+    random.shuffle(nodes)
+    plan = planning.plan_group(cluster, nodes, rates=rates)
+    root = random.randrange(len(nodes))
+    for kind in plans.PLANNED_KINDS[1:]:
+        for choice in plan.choices(25 * MB, kind):
+            schedule = Plan.parse(str(plan)).generate(choice.schedule, kind, root if kind == "broadcast" else None)
+            schedules.verify(schedule)
+            assert schedule == plan.generate(choice.schedule, kind, root)
+            assert (schedule.collective.kind, schedule.num_ranks) == (kind, len(nodes))
+            if kind == "broadcast":
+                assert schedule.collective.root == root
+            else:
+                assert_blocks_in_rank_order(schedule)
+            bound_s = cost.bound(cluster, 25 * MB, nodes=nodes, rates=rates, kind=kind).seconds
+            assert plan.bound_s(25 * MB, kind) == pytest.approx(bound_s)
+            assert choice.predicted_s >= bound_s * (1 - 1e-9)
+
+
+def assert_blocks_in_rank_order(schedule: Schedule) -> None:
+    owners = schedule.collective.owners
+    assert owners is not None
+    assert list(owners) == sorted(owners)
+    sizes = [0] * schedule.num_ranks
+    for owner, share in zip(owners, schedule.shares, strict=True):
+        sizes[owner] += share
+    assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize("kind", plans.PLANNED_KINDS[1:])
+@pytest.mark.parametrize("name", ["two-racks", "unequal-nics", "three-racks", "two-ranks-a-node"])
+def test_the_other_collectives_come_near_their_bounds(name: str, kind: CollectiveKind) -> None:
+    plan = whole(example(name))
+    assert plan.choose(25 * MB, kind=kind).predicted_s < plan.bound_s(25 * MB, kind) / 0.97
+
+
+def test_a_schedule_that_a_collective_lacks_leaves_the_choice_to_the_prediction() -> None:
+    plan = whole(example("two-racks"))
+    assert plan.choose(25 * MB, "leader-matrix", "allgather") == plan.choose(25 * MB, kind="allgather")
+    assert plan.choose(25 * MB, "ring", "allgather").schedule == "ring"
+    assert plan.choose(25 * MB, NATIVE, "allgather").schedule == NATIVE
+    with pytest.raises(UsageError) as caught:
+        plan.generate("leader-matrix", "allgather")
+    assert str(caught.value) == (
+        "schedule of allgather: 'leader-matrix', expected one of ring, direct, multi-level. Name another one."
+    )
+
+
+def test_a_collective_that_was_not_planned_is_the_native_backends_or_runs_as_forced() -> None:
+    cluster = example("two-racks")
+    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes], kinds=["allreduce", "broadcast"])
+    assert [kind for kind, _ in plan.collectives] == ["allreduce", "broadcast"]
+    assert (plan.collective("allgather"), plan.choices(25 * MB, "allgather")) == (None, [])
+    assert plan.choose(25 * MB, kind="allgather").schedule == NATIVE
+    assert plan.choose(25 * MB, "ring", "allgather").predicted_s == math.inf
+    schedules.verify(plan.generate("ring", "allgather"))
+    assert planning.plan_group(cluster, [node.name for node in cluster.nodes], kinds=()).block_stripe is None
+
+
+def test_blocks_of_different_sizes() -> None:
+    plan, shares = whole(example("unequal-nics")), (3, 1, 0, 2)
+    for name in ("ring", "direct"):
+        gathered = plan.generate(name, "allgather", block_shares=shares)
+        schedules.verify(gathered)
+        sizes = dict.fromkeys(range(4), 0)
+        for owner, share in zip(gathered.collective.owners or (), gathered.shares, strict=True):
+            sizes[owner] += share
+        assert tuple(sizes.values()) == shares
+        schedules.verify(plan.generate(name, "reduce-scatter", block_shares=shares))
+    with pytest.raises(UsageError, match=r"schedule of allgather with blocks of different sizes: 'multi-level'"):
+        plan.generate("multi-level", "allgather", block_shares=shares)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +297,12 @@ def test_a_plan_is_one_line_of_json_and_cannot_be_changed() -> None:
         plan.root = 1  # pyrefly: ignore
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"ringweave-plan-1": true}', '{"ringweave-plan-2": true}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"ringweave-plan-2": true}', '{"ringweave-plan-3": true}'])
 def test_text_that_is_no_plan(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Plan.parse(text)
     assert str(caught.value).startswith(
-        f"plan: {text!r}, expected the text of a plan (ringweave-plan-2). Pass on what str(plan) gave, from the same "
+        f"plan: {text!r}, expected the text of a plan (ringweave-plan-3). Pass on what str(plan) gave, from the same "
         "version of ringweave ("
     )
 
@@ -266,7 +346,7 @@ def test_a_short_text_stands_for_no_more_than_plans_have(stripe: dict[str, Any],
     assert len(list(Plan.parse(json.dumps(document)).stripes[0].domain.walk())) == 128
 
 
-@pytest.mark.parametrize("key", ["nodes", "stripes", "demands", "binding"])
+@pytest.mark.parametrize("key", ["nodes", "stripes", "block_stripe", "collectives"])
 def test_text_that_lacks_something(key: str) -> None:
     document = json.loads(str(whole(example("two-racks"))))
     del document[key]

@@ -54,6 +54,23 @@ def over_domains(half: Callable[..., Schedule], *, rooted: bool = False) -> Make
     return make
 
 
+def owned_over_domains(num_ranks: int, random: Random) -> Schedule:
+    """Any owners and any leaders; the owners in the order of the ranks, as plans have them."""
+    shares = some_shares(random.randint(1, 2 * num_ranks), random)
+    domain = random_domain(num_ranks, len(shares), random)
+    owners = sorted(random.choices(range(num_ranks), k=len(shares)))
+    return schedules.multi_level_allgather(domain, shares, owners)
+
+
+def ring_of_blocks(num_ranks: int, random: Random) -> Schedule:
+    shares = random.choice([None, [random.randint(1, 5) for _ in range(num_ranks)]])
+    return schedules.ring_block_allgather(num_ranks, shuffled(num_ranks, random), shares)
+
+
+def mirrored(make: Make) -> Make:
+    return lambda num_ranks, random: schedules.mirror(make(num_ranks, random))
+
+
 def along_a_chain(collective: Callable[..., Schedule]) -> Make:
     return lambda num_ranks, random: collective(num_ranks, random.randrange(num_ranks), shuffled(num_ranks, random))
 
@@ -70,6 +87,11 @@ ALL: dict[str, Make] = {
     "direct allgather": half_of_direct(schedules.direct_allgather),
     "multi-level reduce-scatter": over_domains(schedules.multi_level_reduce_scatter),
     "multi-level allgather": over_domains(schedules.multi_level_allgather),
+    "multi-level allgather of owners": owned_over_domains,
+    "multi-level reduce-scatter to owners": mirrored(owned_over_domains),
+    "ring allgather of blocks": ring_of_blocks,
+    "ring reduce-scatter of blocks": mirrored(ring_of_blocks),
+    "direct broadcast": along_a_tree(schedules.direct_broadcast),
     "multi-level broadcast": over_domains(schedules.multi_level_broadcast, rooted=True),
     "chain broadcast": along_a_chain(schedules.chain_broadcast),
     "chain reduce": along_a_chain(schedules.chain_reduce),

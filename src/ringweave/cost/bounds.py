@@ -1,10 +1,10 @@
-"""Lower bound on the time of an allreduce on a cluster: the worst cut or partition of its nodes.
+"""Lower bound on the time of a collective on a cluster: the worst cut or partition of its nodes.
 
-The partition bound is the maximum of 2 (parts - 1) / (rate out of all parts). Every allreduce without reduction inside
-the network carries at least 2 (parts - 1) times the message out of the parts of any partition, and a part lets out no
-more than its smallest cut. There are many partitions, but beside the bound of the smallest cut, 1/c, only few count:
-those into which a tree falls when a *region*, a connected set of switches, is taken out. For let X_g be the smallest
-cut's side of each part g, and let the ratio be larger than 1/c.
+The partition bound of an allreduce is the maximum of 2 (parts - 1) / (rate out of all parts). Every allreduce without
+reduction inside the network carries at least 2 (parts - 1) times the message out of the parts of any partition, and a
+part lets out no more than its smallest cut. There are many partitions, but beside the bound of the smallest cut, 1/c,
+only few count: those into which a tree falls when a *region*, a connected set of switches, is taken out. For let X_g be
+the smallest cut's side of each part g, and let the ratio be larger than 1/c.
 
 1. The X_g may be taken connected, and disjoint: by submodularity, joining two that share switches saves at least the
    cut around these, which is 2 c or more, for one part less; by the mediant, that raises the ratio.
@@ -15,6 +15,11 @@ cut's side of each part g, and let the ratio be larger than 1/c.
 
 Dinkelbach's iteration (Management Science 13, 1967) finds the best region: for a ratio guessed too low, the region with
 the largest 2 (d - 1) - ratio x (rate into it) has a larger ratio; for the right one no region has a larger one.
+
+The other collectives take half of the copies, and their cuts less than the message. In an allgather all that is owned
+outside of a set of nodes enters it, and all that is owned inside leaves it; a reduce-scatter is its mirror; a broadcast
+enters each set without the root. Added up over parts, the entries of an allgather or broadcast are parts - 1 messages,
+so the rates into the parts give no better bound than these cuts; the rates out of the parts may, where they are slower.
 """
 
 import math
@@ -25,8 +30,8 @@ import numpy as np
 
 from ringweave import units
 from ringweave.cost.loads import ScheduleLoads, WaveLoad, vertices_of_ranks
-from ringweave.cost.network import GroupNetwork, Ints, group_network
-from ringweave.schedules import Schedule
+from ringweave.cost.network import Floats, GroupNetwork, Ints, group_network
+from ringweave.schedules import CollectiveKind, Schedule
 from ringweave.topology import Cluster
 
 
@@ -61,13 +66,15 @@ class ScheduleDemand:
     busiest: str
     """Name of that link, or of the rank whose copies inside its node take longer."""
     num_messages: int
-    """Messages that the busiest rank sends and receives."""
+    """Messages that the busiest rank sends and receives, if the message is one segment."""
+    num_segment_messages: int
+    """The same for each of several segments: more where a transfer of several chunks is then several messages."""
     num_receives: int
-    """Largest number of messages that a rank receives."""
+    """Largest number of messages that a rank receives for each of several segments."""
     streams_meet: bool
     """Some rank receives from more than one other rank."""
     largest_piece: float
-    """Largest operation as a fraction of the message."""
+    """Largest message of one of several segments, times their number, as a fraction of the whole."""
     message_s: float
     """Processor time per message."""
     local_piece_bytes: float
@@ -97,7 +104,8 @@ class ScheduleDemand:
         """
         bytes_per_segment = num_bytes / num_segments
         waves_s = self.waves_s_per_byte * bytes_per_segment
-        messages_s = self.num_messages * self.message_s
+        num_messages = self.num_messages if num_segments == 1 else self.num_segment_messages
+        messages_s = num_messages * self.message_s
         in_flight = self.segments_in_flight(num_segments, lag)
         next_s = max(self.busiest_s_per_byte * bytes_per_segment, waves_s / in_flight, messages_s)
         return self.num_latencies * self.latency_s + waves_s + messages_s + (num_segments - 1) * next_s
@@ -139,9 +147,10 @@ def schedule_demand(
         busiest_s_per_byte=busiest_s / loads.num_units,
         busiest=busiest,
         num_messages=int((loads.num_sends + loads.num_receives).max()),
-        num_receives=int(loads.num_receives.max()),
+        num_segment_messages=int((loads.num_chunk_sends + loads.num_chunk_receives).max()),
+        num_receives=int(loads.num_chunk_receives.max()),
         streams_meet=loads.streams_meet,
-        largest_piece=loads.largest_units / loads.num_units,
+        largest_piece=loads.largest_chunk_units / loads.num_units,
         message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores),
         local_piece_bytes=assumed.local_piece_bytes,
         latency_s=net.latency_s,
@@ -227,7 +236,7 @@ class SwitchRegion:
 
     @property
     def ratio(self) -> float:
-        """Seconds per byte of a message."""
+        """Seconds per byte of an allreduce."""
         return 2 * (self.num_parts - 1) / self.into_bytes_per_s
 
 
@@ -284,7 +293,7 @@ class Bound:
     """A lower bound with its reason."""
 
     seconds: float
-    """No allreduce of the message is faster, with any schedule."""
+    """No such collective of the message is faster, with any schedule."""
     binding: str
     """Description of the binding cut or partition."""
     links: tuple[str, ...]
@@ -297,21 +306,29 @@ def bound(
     *,
     nodes: Sequence[str] | None = None,
     rates: Mapping[str, float] | None = None,
+    kind: CollectiveKind = "allreduce",
+    root: int = 0,
 ) -> Bound:
-    """Return the minimum time of an allreduce among nodes of a cluster, at the rates of its links.
+    """Return the minimum time of a collective among nodes of a cluster, at the rates of its links.
 
-    S max(max over cuts A of 1/B+(A), max over partitions P of 2 (|P|-1) / (B+(g) added up over the parts g)), where B+
-    is the smallest cut out of a set of nodes; and the same with B-, the smallest cut into it, which differs only where
-    the rates of the two directions differ (an allreduce run backwards is an allreduce).
+    Of an allreduce: S max(max over cuts A of 1/B+(A), max over partitions P of 2 (|P|-1) / (B+(g) added up over the
+    parts g)), where B+ is the smallest cut out of a set of nodes; and the same with B-, the smallest cut into it, which
+    differs only where the rates of the two directions differ (an allreduce run backwards is an allreduce).
+
+    Of an allgather of equal blocks: S max(max over links l of (fraction owned at the sending side of l)/B(l), max over
+    P of (|P|-1) / (B+(g) added up)). A reduce-scatter is an allgather run backwards. Of a broadcast: S max(1/B(l) over
+    the links l that lead away from the root, max over P of (|P|-1) / (B+(g) added up)).
 
     It ignores latency, traffic inside a node, and that TCP delivers less than the rate of a link: pass measured rates
-    for a fair comparison. It holds for networks that forward and do not reduce.
+    for a fair comparison. It holds for networks that forward and do not reduce or copy.
 
     Args:
         cluster: Cluster with the nodes.
-        num_bytes: Size of the message, S.
-        nodes: Names of the nodes that take part; all by default.
+        num_bytes: Size of the message, S: of all blocks together.
+        nodes: Name of the node of each rank; None is one rank on every node.
         rates: Measured bytes per second by directed link name (`a0->r0`), in place of the cluster's.
+        kind: The collective: allreduce, reduce-scatter, allgather or broadcast.
+        root: Rank that broadcasts.
 
     Raises:
         ClusterError: A node or a link is not in the cluster, or a rate is not positive.
@@ -324,19 +341,63 @@ def bound(
         (2009). In general: a set of nodes has to let out its sum and let in the others' (S each), and among |P| parts
         each byte takes |P|-1 messages to be summed and |P|-1 to be spread.
     """
-    return network_bound(group_network(cluster, nodes, rates), num_bytes)
+    net = group_network(cluster, nodes, rates)
+    ranks = nodes if nodes is not None else [node.name for node in cluster.nodes]
+    return network_bound(net, num_bytes, kind, vertices_of_ranks(net, ranks), root)
 
 
-def network_bound(net: GroupNetwork, num_bytes: int) -> Bound:
-    """Return the bound of an existing network."""
+def network_bound(
+    net: GroupNetwork,
+    num_bytes: int,
+    kind: CollectiveKind = "allreduce",
+    vertex_of_rank: Ints | None = None,
+    root: int = 0,
+) -> Bound:
+    """Return the bound of an existing network; `vertex_of_rank` is needed for all collectives but allreduce."""
     if len(net) == 1:
         text = f"none: all ranks are on node {net.names[0]}, so that no link is passed"
         return Bound(seconds=0.0, binding=text, links=())
-    largest = _slowest_cut(net)
-    for found in _partition_bounds(net):
+    needs = _link_needs(net, kind, vertex_of_rank, root)
+    largest = _slowest_cut(net, needs)
+    for found in _partition_bounds(net, needs):
         if found.s_per_byte > largest.s_per_byte * _CLEARLY_LARGER:
             largest = found
     return Bound(seconds=num_bytes * largest.s_per_byte, binding=largest.text, links=largest.links)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LinkNeeds:
+    """Fractions of the message that a collective moves at least."""
+
+    leaving: Floats
+    """For each vertex, out of its subtree."""
+    entering: Floats
+    """For each vertex, into its subtree."""
+    leaving_text: str
+    entering_text: str
+    num_copies: int
+    """Messages out of the parts of a partition, per part but one."""
+    ways: tuple[str, ...]
+    """Directions in which a partition may bind more than its cuts: `leave`, `enter`."""
+
+
+def _link_needs(net: GroupNetwork, kind: CollectiveKind, vertex_of_rank: Ints | None, root: int) -> _LinkNeeds:
+    whole = np.ones(len(net))
+    differ = not np.array_equal(net.up_bytes_per_s, net.down_bytes_per_s)
+    if kind == "allreduce":
+        return _LinkNeeds(whole, whole, "all", "all", 2, ("leave", "enter") if differ else ("leave",))
+    assert vertex_of_rank is not None, "it depends on the number of ranks of each node"
+    if kind == "broadcast":
+        inside = net.sums_below(np.bincount(vertex_of_rank[[root]], minlength=len(net)).astype(np.float64))
+        text = "the message"
+        return _LinkNeeds(inside, whole - inside, text, text, 1, ("leave",) if differ else ())
+    owned = net.sums_below(np.bincount(vertex_of_rank, minlength=len(net)) / len(vertex_of_rank))
+    if kind == "allgather":
+        texts = "what they own", "what others own"
+        return _LinkNeeds(owned, whole - owned, *texts, 1, ("leave",) if differ else ())
+    assert kind == "reduce-scatter", f"{kind} has no bound"
+    texts = "their sum of what others own", "the others' sum of what they own"
+    return _LinkNeeds(whole - owned, owned, *texts, 1, ("enter",) if differ else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,27 +407,33 @@ class _BoundCandidate:
     links: tuple[str, ...]
 
 
-def _slowest_cut(net: GroupNetwork) -> _BoundCandidate:
-    """Return the slowest single link: on a tree it is the smallest cut, as every link separates nodes of the group."""
-    vertex = 1 + int(np.minimum(net.up_bytes_per_s, net.down_bytes_per_s)[1:].argmin())
-    up, down = float(net.up_bytes_per_s[vertex]), float(net.down_bytes_per_s[vertex])
-    link = net.up_name(vertex) if up <= down else net.down_name(vertex)
-    way = "leaves" if up <= down else "enters"
-    rate = min(up, down)
-    text = f"cut: all that {way} {_node_list_text(net.nodes_below(vertex))} passes {link} ({units.show_rate(rate)})"
-    return _BoundCandidate(1 / rate, text, (link,))
+def _slowest_cut(net: GroupNetwork, needs: _LinkNeeds) -> _BoundCandidate:
+    """Return the slowest single link: on a tree it is the worst cut, as every link separates nodes of the group."""
+    out, into = (needs.leaving / net.up_bytes_per_s)[1:], (needs.entering / net.down_bytes_per_s)[1:]
+    vertex = 1 + int(np.maximum(out, into).argmax())
+    leaves = out[vertex - 1] >= into[vertex - 1]
+    link, rates = (net.up_name, net.up_bytes_per_s) if leaves else (net.down_name, net.down_bytes_per_s)
+    part, what = (needs.leaving, needs.leaving_text) if leaves else (needs.entering, needs.entering_text)
+    nodes, way, fraction = _node_list_text(net.nodes_below(vertex)), "leave" if leaves else "enter", float(part[vertex])
+    passed = f"{link(vertex)} ({units.show_rate(float(rates[vertex]))})"
+    if what == "all":
+        text = f"cut: all that {way}s {nodes} passes {passed}"
+    else:
+        size = "" if fraction == 1 else f", {fraction:.4g} of the message,"
+        text = f"cut: {what}{size} has to {way} {nodes} by {passed}"
+    return _BoundCandidate(max(float(out[vertex - 1]), float(into[vertex - 1])), text, (link(vertex),))
 
 
-def _partition_bounds(net: GroupNetwork) -> Iterator[_BoundCandidate]:
+def _partition_bounds(net: GroupNetwork, needs: _LinkNeeds) -> Iterator[_BoundCandidate]:
     tree = LinkTree(
         net.parents.tolist(), net.up_bytes_per_s.tolist(), net.down_bytes_per_s.tolist(), net.is_node.tolist()
     )
-    yield _describe_region(net, worst_region(tree), "leave")
-    if tree.up != tree.down:
-        yield _describe_region(net, worst_region(tree.with_links_reversed()), "enter")
+    for way in needs.ways:
+        region = worst_region(tree if way == "leave" else tree.with_links_reversed())
+        yield _describe_region(net, region, way, needs.num_copies)
 
 
-def _describe_region(net: GroupNetwork, region: SwitchRegion, way: str) -> _BoundCandidate:
+def _describe_region(net: GroupNetwork, region: SwitchRegion, way: str, num_copies: int) -> _BoundCandidate:
     parts = [net.nodes_below(vertex) for vertex in region.tops_of_parts]
     away, towards = (net.up_name, net.down_name) if way == "leave" else (net.down_name, net.up_name)
     links = [away(vertex) for vertex in region.tops_of_parts]
@@ -377,11 +444,12 @@ def _describe_region(net: GroupNetwork, region: SwitchRegion, way: str) -> _Boun
     count = region.num_parts
     shown = "; ".join(map(_node_list_text, parts[:_MAX_NAMED_NODES]))
     more = f"; and {count - _MAX_NAMED_NODES} more" if count > _MAX_NAMED_NODES else ""
+    copies = num_copies * (count - 1)
     text = (
-        f"partition into {count} parts ({shown}{more}): the message {2 * (count - 1)} times has to {way} them, at "
+        f"partition into {count} parts ({shown}{more}): the message {copies} times has to {way} them, at "
         f"{units.show_rate(region.into_bytes_per_s)} together"
     )
-    return _BoundCandidate(region.ratio, text, tuple(links))
+    return _BoundCandidate(copies / region.into_bytes_per_s, text, tuple(links))
 
 
 def _node_list_text(names: tuple[str, ...]) -> str:

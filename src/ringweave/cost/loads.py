@@ -89,17 +89,24 @@ class ScheduleLoads:
         self._vertex_of_rank = vertex_of_rank
         self._borders = np.concatenate([[0.0], np.cumsum(np.array(schedule.shares, np.float64))])
         self._waves = _WaveDetector(schedule)
+        self._splits_transfers = schedule.collective.owners is not None
         self.num_units = float(self._borders[-1])
         """Size of the message in units."""
         self.num_sends = np.zeros(schedule.num_ranks, np.int64)
-        """Messages that each rank has sent so far."""
+        """Messages that each rank has sent so far, in one segment."""
         self.num_receives = np.zeros(schedule.num_ranks, np.int64)
-        """Messages that each rank has received so far."""
+        """Messages that each rank has received so far, in one segment."""
+        self.num_chunk_sends = np.zeros(schedule.num_ranks, np.int64)
+        """The same for each of several segments: where chunks have owners, a transfer of several chunks is one message
+        for each of them."""
+        self.num_chunk_receives = np.zeros(schedule.num_ranks, np.int64)
         self.streams_meet = False
         """Some rank has received from more than one other rank so far."""
         self._source = np.full(schedule.num_ranks, -1, np.int64)
         self.largest_units = 0.0
         """The largest operation so far."""
+        self.largest_chunk_units = 0.0
+        """The largest operation so far, or, where chunks have owners, the largest chunk."""
 
     def wave_loads(self) -> Iterator[WaveLoad]:
         """Yield the load of each wave in order; nothing for a schedule without rounds.
@@ -137,8 +144,21 @@ class ScheduleLoads:
             self._sends = np.bincount(round_.src[is_sent], minlength=ranks)
             self._note_sources(round_.src[is_sent], round_.dst[is_sent])
             self.largest_units = max(self.largest_units, float(moved.units.max(initial=0)))
+            self._count_chunks(round_)
         self.num_receives += self._receives
         self.num_sends += self._sends
+        self.num_chunk_receives += self._chunk_receives
+        self.num_chunk_sends += self._chunk_sends
+
+    def _count_chunks(self, round_: Round) -> None:
+        if not self._splits_transfers:
+            self._chunk_receives, self._chunk_sends = self._receives, self._sends
+            self.largest_chunk_units = self.largest_units
+            return
+        ranks = self._schedule.num_ranks
+        self._chunk_receives = np.bincount(round_.dst, round_.num_chunks, ranks).astype(np.int64)
+        self._chunk_sends = np.bincount(round_.src, round_.num_chunks, ranks).astype(np.int64)
+        self.largest_chunk_units = float(max(self._schedule.shares)) if self.largest_units else 0.0
 
     def _note_sources(self, src: NDArray[np.integer], dst: NDArray[np.integer]) -> None:
         known = self._source[dst]

@@ -1,5 +1,6 @@
 """Group planner: from a cluster and the nodes of a group to its rank layout, root node and plan."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,12 @@ from typing import TypeVar
 import numpy as np
 
 from ringweave import cost, schedules
-from ringweave.cost import Assumptions, GroupNetwork, ScheduleDemand
+from ringweave.cost import Assumptions, Bound, GroupNetwork, ScheduleDemand
 from ringweave.errors import RingweaveError
 from ringweave.planning import chunk_shares
 from ringweave.planning.chunk_shares import ShareTree
-from ringweave.planning.plans import Plan, best_pipelining
-from ringweave.schedules import Domain, Schedule, Stripe
+from ringweave.planning.plans import PLANNED_KINDS, CollectivePlan, Plan, best_pipelining
+from ringweave.schedules import CollectiveKind, Domain, Schedule, Stripe
 from ringweave.topology import Cluster, Node, placement
 
 
@@ -169,6 +170,8 @@ _MAX_OPERATIONS = 4_000_000
 _MAX_PLANNED_LEADERS = 4_000_000
 """Limit on chunks times domains of a multi-level schedule that is kept."""
 _MAX_SWITCH_DEPTH = 64
+MAX_RANKS_FOR_ALL_KINDS = 128
+"""Largest group for which all collectives are planned unless asked otherwise."""
 
 
 def plan_group(
@@ -178,6 +181,7 @@ def plan_group(
     rates: Mapping[str, float] | None = None,
     assumptions: Assumptions | None = None,
     leader_per_nic: bool = False,
+    kinds: Sequence[CollectiveKind] | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """Return the plan of a group of ranks.
@@ -188,6 +192,8 @@ def plan_group(
         rates: Measured bytes per second by directed link name (`a0->r0`), in place of the cluster's.
         assumptions: Values that the cluster file lacks; None is the default ones.
         leader_per_nic: Give each NIC of a node a leader in the matrix, not just each node.
+        kinds: Collectives to plan, besides allreduce; None is all of `PLANNED_KINDS` in groups of up to
+            `MAX_RANKS_FOR_ALL_KINDS` ranks, and none in larger ones.
         on_progress: Called with a short text at each stage of the computation.
 
     Raises:
@@ -217,7 +223,11 @@ def plan_group(
     if stripes:
         candidates.consider("multi-level", [stripes], schedules.multi_level_striped)
     candidates.consider("halving-doubling", [count], schedules.halving_doubling)
-    return Plan(
+    if kinds is None:
+        kinds = PLANNED_KINDS if count <= MAX_RANKS_FOR_ALL_KINDS else ()
+    others = [kind for kind in PLANNED_KINDS if kind in kinds and kind != "allreduce"]
+    blocks = _CandidateSet(net, nodes, candidates.assumptions, on_progress)
+    plan = Plan(
         nodes=tuple(nodes),
         ring_order=layout.ring_order,
         groups=layout.groups,
@@ -226,11 +236,25 @@ def plan_group(
         root=layout.root,
         direct_shares=direct_shares,
         stripes=stripes,
-        demands=tuple(candidates.demands.items()),
-        left_out=tuple(candidates.left_out.items()),
-        bound_s_per_byte=bound.seconds,
-        binding=bound.binding,
+        block_stripe=blocks.block_stripe() if others else None,
+        collectives=(("allreduce", candidates.collective_plan(bound)),),
     )
+    planned = [(kind, _plan_collective(plan, net, kind, candidates.assumptions, blocks.left_out)) for kind in others]
+    return dataclasses.replace(plan, collectives=(*plan.collectives, *planned))
+
+
+def _plan_collective(
+    plan: Plan, net: GroupNetwork, kind: CollectiveKind, assumptions: Assumptions, left_out: Mapping[str, str]
+) -> CollectivePlan:
+    """Return the basis of the choices for a collective, from the schedules that `plan` generates for it."""
+    candidates = _CandidateSet(net, plan.nodes, assumptions, lambda what: None)
+    for name in schedules.schedule_names(kind):
+        if name == "multi-level" and plan.block_stripe is None:
+            candidates.left_out |= left_out
+        elif name != "direct" or candidates.is_affordable(name):
+            candidates.consider(name, [name], lambda name: plan.generate(name, kind))
+    vertices = cost.vertices_of_ranks(net, plan.nodes)
+    return candidates.collective_plan(cost.network_bound(net, 1, kind, vertices))
 
 
 class _CandidateSet:
@@ -241,8 +265,9 @@ class _CandidateSet:
     ) -> None:
         self.demands: dict[str, ScheduleDemand] = {}
         self.left_out: dict[str, str] = {}
+        self.assumptions = assumptions
         self._net = net
-        self._assumptions, self._on_progress = assumptions, on_progress
+        self._on_progress = on_progress
         self._vertices = cost.vertices_of_ranks(net, nodes)
 
     def consider(
@@ -254,13 +279,22 @@ class _CandidateSet:
             self._on_progress(
                 f"planning {name}" + (f", layout {number} of {len(variants)}" if len(variants) > 1 else "")
             )
-            demand = cost.schedule_demand(generate(variant), self._net, self._vertices, self._assumptions)
+            demand = cost.schedule_demand(generate(variant), self._net, self._vertices, self.assumptions)
             predicted_s = best_pipelining(name, demand, _REFERENCE_BYTES).predicted_s
             if best is None or predicted_s < best[0]:
                 best = predicted_s, variant, demand
         assert best is not None
         self.demands[name] = best[2]
         return best[1]
+
+    def collective_plan(self, bound: Bound) -> CollectivePlan:
+        """Return the basis of the choices for the collective with this bound."""
+        return CollectivePlan(
+            demands=tuple(self.demands.items()),
+            left_out=tuple(self.left_out.items()),
+            bound_s_per_byte=bound.seconds,
+            binding=bound.binding,
+        )
 
     def is_affordable(self, name: str) -> bool:
         """Return True if there are few enough ranks for a schedule of 2 N^2 operations."""
@@ -281,7 +315,7 @@ class _CandidateSet:
             on_node[vertex] += 1
         for vertex in self._vertices.tolist():
             up, down = self._net.up_bytes_per_s[vertex], self._net.down_bytes_per_s[vertex]
-            rates.append(min(float(min(up, down)), self._assumptions.memory_bytes_per_s) / on_node[vertex])
+            rates.append(min(float(min(up, down)), self.assumptions.memory_bytes_per_s) / on_node[vertex])
         flat = ShareTree([-1] + [0] * count, [1.0, *rates], [-1, *range(count)])
         owned = [0] * count
         for first, end, leaf in chunk_shares.lay_out_message(chunk_shares.solve_fractions(flat)).stripes[0].led_by[0]:
@@ -292,14 +326,8 @@ class _CandidateSet:
         """Return trees and shares of the multi-level schedule; if none, the reason goes to `left_out`."""
         if len(self._vertices) == 1:
             return (Stripe(Domain((0,), (0,)), (1,)),)
-        tree = chunk_shares.build_share_tree(self._net, self._vertices.tolist(), self._assumptions.memory_bytes_per_s)
-        num_domains = len(tree) - tree.num_leaves
-        num_operations = _num_operations(map(len, tree.children))
-        if max(tree.depths) > _MAX_SWITCH_DEPTH:
-            self.left_out["multi-level"] = f"switches below each other more than {_MAX_SWITCH_DEPTH} deep"
-        elif tree.num_leaves * num_domains > _MAX_PLANNED_LEADERS:
-            self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
-        elif self._check_num_operations("multi-level", num_operations):
+        tree = self._checked_share_tree()
+        if tree and self._check_num_operations("multi-level", _num_operations(map(len, tree.children))):
             try:
                 stripes = chunk_shares.make_stripes(tree, bound_s_per_byte)
                 sizes = (len(domain.members) for stripe in stripes for domain in stripe.domain.walk())
@@ -307,6 +335,42 @@ class _CandidateSet:
             except RingweaveError as error:
                 self.left_out["multi-level"] = str(error)
         return ()
+
+    def block_stripe(self) -> Stripe | None:
+        """Return the tree and chunks of the multi-level allgather; if none, the reason goes to `left_out`."""
+        if len(self._vertices) == 1:
+            return Stripe(Domain((0,), (0,)), (1,))
+        self._on_progress("planning the leaders of blocks")
+        if tree := self._checked_share_tree():
+            try:
+                stripe = chunk_shares.make_block_stripe(tree)
+            except RingweaveError as error:
+                self.left_out["multi-level"] = str(error)
+            else:
+                return stripe if self._check_num_operations("multi-level", _num_block_operations(stripe)) else None
+        return None
+
+    def _checked_share_tree(self) -> ShareTree | None:
+        """Return the tree of a group of several ranks, unless it is too large for leaders on every level."""
+        tree = chunk_shares.build_share_tree(self._net, self._vertices.tolist(), self.assumptions.memory_bytes_per_s)
+        num_domains = len(tree) - tree.num_leaves
+        if max(tree.depths) > _MAX_SWITCH_DEPTH:
+            self.left_out["multi-level"] = f"switches below each other more than {_MAX_SWITCH_DEPTH} deep"
+        elif tree.num_leaves * num_domains > _MAX_PLANNED_LEADERS:
+            self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
+        else:
+            return tree
+        return None
+
+
+def _num_block_operations(stripe: Stripe) -> int:
+    """Return a limit on the operations of a multi-level allgather: each run of chunks to each member of a domain."""
+    count = 0
+    for domain in stripe.domain.walk():
+        changes = np.count_nonzero(np.diff(domain.leaders))
+        inside = len(stripe.shares) if domain is stripe.domain else len(set(domain.leaders))
+        count += (len(domain.members) - 1) * (1 + changes + inside)
+    return int(count)
 
 
 def _num_operations(domain_sizes: Iterable[int]) -> int:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -11,7 +11,7 @@ from ringweave import schedules
 from ringweave.cost import ScheduleDemand
 from ringweave.errors import ScheduleError, UsageError, explain, shorten
 from ringweave.files import file_io
-from ringweave.schedules import NATIVE, Domain, Schedule, Stripe
+from ringweave.schedules import NATIVE, CollectiveKind, Domain, Schedule, Stripe
 from ringweave.schedules.program import Pipelining
 
 MIN_PIECE_BYTES = 16 * 10**3
@@ -51,12 +51,13 @@ class ScheduleChoice:
 def best_pipelining(name: str, demand: ScheduleDemand, num_bytes: int) -> ScheduleChoice:
     """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
 
-    Segments always overlap, about eight of them at a time. Small pieces that go round the peers also keep the streams
+    Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
+    Small pieces that go round the peers also keep the streams
     that meet at a link even; measurements show that this matters more than the overlap (docs/notebook/2026-11.md). The
     window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
     """
     largest = demand.largest_piece * num_bytes
-    lag = max(1, math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT))
+    lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
     if demand.num_latencies:
         min_segments, max_segments = (
             _clamp_segments(math.ceil(largest / MAX_PIECE_BYTES)),
@@ -84,11 +85,31 @@ _PREFERENCE_WITHIN_NODE = ("direct", *(name for name in _PREFERENCE if name != "
 """Preference inside a node: the direct schedule, which copies least."""
 
 
+PLANNED_KINDS: tuple[CollectiveKind, ...] = ("allreduce", "reduce-scatter", "allgather", "broadcast")
+"""Collectives that plans know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectivePlan:
+    """Basis of all choices for one collective of a group."""
+
+    demands: tuple[tuple[str, ScheduleDemand], ...]
+    """Basis of the predicted times of each considered schedule."""
+    left_out: tuple[tuple[str, str], ...]
+    """Reason why a schedule was not considered, by name."""
+    bound_s_per_byte: float
+    """Least time of any such collective of this group, per byte of the message."""
+    binding: str
+    """Cut or partition that sets this bound."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Plan of one group on its part of the cluster. One rank makes it and sends its text to the others.
 
-    All choices follow from these numbers alone, so every rank with the same text chooses the same.
+    All choices follow from these numbers alone, so every rank with the same text chooses the same. The size of a
+    message is that of all blocks together for an allgather and a reduce-scatter: N blocks of equal size, block r of
+    which belongs to rank r.
     """
 
     nodes: tuple[str, ...]
@@ -104,17 +125,43 @@ class Plan:
     root: int
     """Rank that serves as parameter server."""
     direct_shares: tuple[int, ...]
-    """Share of each rank in the direct schedule."""
+    """Share of each rank in the direct allreduce."""
     stripes: tuple[Stripe, ...]
-    """Parts of the message with the leaders on every level, for the multi-level schedule; none if that was left out."""
-    demands: tuple[tuple[str, ScheduleDemand], ...]
-    """Basis of the predicted times of each considered schedule."""
-    left_out: tuple[tuple[str, str], ...]
-    """Reason why a schedule was not considered, by name."""
-    bound_s_per_byte: float
-    """Least time of any allreduce of this group, per byte of the message."""
-    binding: str
-    """Cut or partition that sets this bound."""
+    """Parts of the message with the leaders on every level, for the multi-level allreduce; none if that was left
+    out."""
+    block_stripe: Stripe | None
+    """The same for multi-level schedules of the other collectives, in one part; None if these were left out."""
+    collectives: tuple[tuple[CollectiveKind, CollectivePlan], ...]
+    """Allreduce, and the other collectives that were planned. The demands of a broadcast are those of rank 0 as its
+    root."""
+
+    def collective(self, kind: CollectiveKind) -> CollectivePlan | None:
+        """Return the basis of the choices for a collective; None if it was not planned."""
+        return dict(self.collectives).get(kind)
+
+    @property
+    def demands(self) -> tuple[tuple[str, ScheduleDemand], ...]:
+        """Basis of the predicted times of each considered allreduce."""
+        return self._allreduce.demands
+
+    @property
+    def left_out(self) -> tuple[tuple[str, str], ...]:
+        """Reason why an allreduce was not considered, by name."""
+        return self._allreduce.left_out
+
+    @property
+    def bound_s_per_byte(self) -> float:
+        """Least time of any allreduce of this group, per byte of the message."""
+        return self._allreduce.bound_s_per_byte
+
+    @property
+    def binding(self) -> str:
+        """Cut or partition that sets this bound."""
+        return self._allreduce.binding
+
+    @property
+    def _allreduce(self) -> CollectivePlan:
+        return dict(self.collectives)["allreduce"]
 
     @property
     def leaders(self) -> tuple[int, ...]:
@@ -126,60 +173,119 @@ class Plan:
         """Return the leaders in rows."""
         return schedules.arrange_leaders(self.leaders, self.num_columns)
 
-    def demand(self, name: str) -> ScheduleDemand:
+    def demand(self, name: str, kind: CollectiveKind = "allreduce") -> ScheduleDemand:
         """Return the link demands of a schedule that was considered.
 
         Raises:
             KeyError: It was not considered.
         """
-        return dict(self.demands)[name]
+        return self._demands(kind)[name]
 
-    def bound_s(self, num_bytes: int) -> float:
-        """Return the least time of any allreduce of that size: a bound, not a prediction."""
-        return self.bound_s_per_byte * num_bytes
+    def bound_s(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> float:
+        """Return the least time of any such collective of that size: a bound, not a prediction; 0 if not planned."""
+        planned = self.collective(kind)
+        return planned.bound_s_per_byte * num_bytes if planned else 0.0
 
-    def generate(self, name: str) -> Schedule:
+    def generate(
+        self,
+        name: str,
+        kind: CollectiveKind = "allreduce",
+        root: int | None = None,
+        block_shares: Sequence[int] | None = None,
+    ) -> Schedule:
         """Return the schedule of that name on this group's part of the cluster.
 
+        Args:
+            name: One of `schedules.schedule_names(kind)`.
+            kind: The collective.
+            root: Rank that broadcasts; only for a broadcast, where None is rank 0.
+            block_shares: Relative size of each rank's block, for ring and direct schedules of an allgather or a
+                reduce-scatter; None is the same for all.
+
         Raises:
-            UsageError: No such schedule, or `native`, the native backend, which has none.
+            UsageError: The collective has no such schedule, or the name is `native`, the native backend, which has
+                none; or blocks of different sizes are asked of a schedule that has none.
         """
         schedules.check_schedule_name(name)
         if name == NATIVE:
             do = "'native' names the native backend, which plans its messages itself"
             raise UsageError(explain("schedule", got=name, expected="one that is planned here", do=do))
-        return self._generators()[name]()
+        if kind == "allreduce":
+            return self._generators()[name]()
+        names = schedules.schedule_names(kind)
+        if name not in names or (block_shares is not None and (name == "multi-level" or kind == "broadcast")):
+            what = f"schedule of {kind}" + (" with blocks of different sizes" if block_shares is not None else "")
+            raise UsageError(explain(what, got=name, expected=f"one of {', '.join(names)}", do="Name another one"))
+        if kind == "broadcast":
+            return self._broadcast(name, root or 0)
+        gathered = self._allgather(name, block_shares)
+        return gathered if kind == "allgather" else schedules.mirror(gathered)
+
+    def _allgather(self, name: str, block_shares: Sequence[int] | None) -> Schedule:
+        count = len(self.nodes)
+        if name == "ring":
+            return schedules.ring_block_allgather(count, self.ring_order, block_shares)
+        if name == "direct":
+            return schedules.direct_allgather(count, block_shares)
+        stripe = self._block_stripe("allgather")
+        return schedules.multi_level_allgather(*stripe, schedules.block_owners(stripe.shares, count))
+
+    def _broadcast(self, name: str, root: int) -> Schedule:
+        count = len(self.nodes)
+        if name == "ring":
+            return schedules.chain_broadcast(count, root, self.ring_order)
+        if name == "direct":
+            return schedules.direct_broadcast(count, root)
+        return schedules.multi_level_broadcast(*self._block_stripe("broadcast"), root)
+
+    def _block_stripe(self, kind: CollectiveKind) -> Stripe:
+        if self.block_stripe is None:
+            planned = self.collective(kind)
+            raise self._left_out_error(planned.left_out if planned else (("multi-level", f"{kind} was not planned"),))
+        return self.block_stripe
 
     def _multi_level(self) -> Schedule:
         if not self.stripes:
-            reason = dict(self.left_out).get("multi-level", "no reason is given")
-            do = f"Name another one; it was left out: {reason}"
-            raise UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
+            raise self._left_out_error(self.left_out)
         return schedules.multi_level_striped(self.stripes)
 
-    def choices(self, num_bytes: int) -> list[ScheduleChoice]:
-        """Return every considered schedule, at its best pipelining, by predicted time."""
-        found = [best_pipelining(name, asked, num_bytes) for name, asked in self.demands]
+    @staticmethod
+    def _left_out_error(left_out: tuple[tuple[str, str], ...]) -> UsageError:
+        reason = dict(left_out).get("multi-level", "no reason is given")
+        do = f"Name another one; it was left out: {reason}"
+        return UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
+
+    def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> list[ScheduleChoice]:
+        """Return every considered schedule, at its best pipelining, by predicted time; none if not planned."""
+        found = [best_pipelining(name, asked, num_bytes) for name, asked in self._demands(kind).items()]
         return sorted(found, key=lambda choice: choice.predicted_s)
 
-    def choose(self, num_bytes: int, forced: str | None = None) -> ScheduleChoice:
+    def choose(self, num_bytes: int, forced: str | None = None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
         """Return the fastest choice by prediction, or the forced one.
 
         Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate).
 
-        A forced schedule that was left out, and `native`, run without pipelining, with an infinite predicted time.
+        A forced schedule that was left out, and `native`, run without pipelining, with an infinite predicted time. So
+        does `native` where the collective was not planned. A forced schedule that the collective lacks, such as
+        leader-matrix for an allgather, leaves the choice to the prediction.
 
         Raises:
             UsageError: No schedule has the forced name.
         """
-        if forced is None:
-            by_name = {choice.schedule: choice for choice in self.choices(num_bytes)}
+        demands = self._demands(kind)
+        name = None if forced is None else schedules.check_schedule_name(forced)
+        if name is None or name not in (*schedules.schedule_names(kind), NATIVE):
+            if not demands:
+                return ScheduleChoice(schedule=NATIVE, num_segments=1, lag=0, window=2, predicted_s=math.inf)
+            by_name = {choice.schedule: choice for choice in self.choices(num_bytes, kind)}
             return by_name[self.fastest({name: choice.predicted_s for name, choice in by_name.items()})]
-        name = schedules.check_schedule_name(forced)
-        for candidate, asked in self.demands:
-            if candidate == name:
-                return best_pipelining(name, asked, num_bytes)
+        if name in demands:
+            return best_pipelining(name, demands[name], num_bytes)
         return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
+
+    def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:
+        planned = self.collective(kind)
+        return dict(planned.demands) if planned else {}
 
     def fastest(self, seconds: Mapping[str, float]) -> str:
         """Return the schedule of the least time, predicted or simulated; those within 2 % of it count as equal.
@@ -219,7 +325,7 @@ class Plan:
         return parse_plan(text)
 
 
-PLAN_FORMAT = "ringweave-plan-2"
+PLAN_FORMAT = "ringweave-plan-3"
 """First key of the document."""
 MAX_PLAN_BYTES = file_io.MAX_JSON_BYTES
 """Limit on a text that is read; plans of ten thousand ranks have some hundred thousand."""
@@ -235,11 +341,16 @@ def plan_to_text(plan: Plan) -> str:
     document: dict[str, Any] = {PLAN_FORMAT: True}
     for field in fields(plan):
         document[field.name] = getattr(plan, field.name)
-    document["stripes"] = [
-        {"shares": stripe.shares, "domains": _flatten_domains(stripe.domain)} for stripe in plan.stripes
-    ]
-    document["demands"] = {name: asdict(asked) for name, asked in plan.demands}
-    document["left_out"] = dict(plan.left_out)
+    document["stripes"] = [_stripe_document(stripe) for stripe in plan.stripes]
+    document["block_stripe"] = plan.block_stripe and _stripe_document(plan.block_stripe)
+    document["collectives"] = {
+        kind: asdict(planned)
+        | {
+            "demands": {name: asdict(asked) for name, asked in planned.demands},
+            "left_out": dict(planned.left_out),
+        }
+        for kind, planned in plan.collectives
+    }
     return json.dumps(document, separators=(",", ":"))
 
 
@@ -256,16 +367,34 @@ def parse_plan(text: str) -> Plan:
             document[name] = tuple(document[name])
         for name in ("groups", "tiers"):
             document[name] = tuple(map(tuple, document[name]))
-        document["stripes"] = tuple(
-            Stripe(_parse_domain(stripe["domains"], len(stripe["shares"])), tuple(stripe["shares"]))
-            for stripe in _check_num_leaders(document["stripes"])
-        )
-        document["demands"] = tuple((name, ScheduleDemand(**asked)) for name, asked in document["demands"].items())
-        document["left_out"] = tuple(document["left_out"].items())
+        document["stripes"] = tuple(map(_parse_stripe, _check_num_leaders(document["stripes"])))
+        if document["block_stripe"] is not None:
+            document["block_stripe"] = _parse_stripe(*_check_num_leaders([document["block_stripe"]]))
+        document["collectives"] = _parse_collectives(document["collectives"])
         return Plan(**document)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as cause:
         do = f"Pass on what str(plan) gave, from the same version of ringweave ({shorten(cause)})"
         raise ScheduleError(explain("plan", got=text, expected=f"the text of a plan ({PLAN_FORMAT})", do=do)) from cause
+
+
+def _parse_collectives(document: Mapping[str, dict[str, Any]]) -> tuple[tuple[CollectiveKind, CollectivePlan], ...]:
+    found: dict[CollectiveKind, CollectivePlan] = {}
+    for kind in PLANNED_KINDS:
+        if (planned := document.get(kind)) is not None:
+            demands = tuple((name, ScheduleDemand(**asked)) for name, asked in planned["demands"].items())
+            left_out = tuple(planned["left_out"].items())
+            found[kind] = CollectivePlan(**planned | {"demands": demands, "left_out": left_out})
+    if set(document) != set(found) or "allreduce" not in found:
+        raise ValueError(f"collectives {', '.join(document)}")
+    return tuple(found.items())
+
+
+def _stripe_document(stripe: Stripe) -> dict[str, Any]:
+    return {"shares": stripe.shares, "domains": _flatten_domains(stripe.domain)}
+
+
+def _parse_stripe(document: Mapping[str, Any]) -> Stripe:
+    return Stripe(_parse_domain(document["domains"], len(document["shares"])), tuple(document["shares"]))
 
 
 def _flatten_domains(top: Domain) -> list[dict[str, Any]]:

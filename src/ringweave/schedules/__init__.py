@@ -1,8 +1,8 @@
 """Schedules of collectives as plain data: generated, verified on symbolic contributor sets, rendered and parsed."""
 
-from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate
-from ringweave.schedules.compose import compose_allreduce, compose_side_by_side
-from ringweave.schedules.generators.direct import direct, direct_allgather, direct_reduce_scatter
+from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate, schedule_names
+from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, mirror
+from ringweave.schedules.generators.direct import direct, direct_allgather, direct_broadcast, direct_reduce_scatter
 from ringweave.schedules.generators.halving_doubling import halving_doubling
 from ringweave.schedules.generators.hierarchical import (
     binomial_broadcast,
@@ -15,6 +15,7 @@ from ringweave.schedules.generators.leader_matrix import arrange_leaders, leader
 from ringweave.schedules.generators.multi_level import (
     Domain,
     Stripe,
+    block_owners,
     multi_level,
     multi_level_allgather,
     multi_level_broadcast,
@@ -22,10 +23,11 @@ from ringweave.schedules.generators.multi_level import (
     multi_level_striped,
 )
 from ringweave.schedules.generators.parameter_server import parameter_server
-from ringweave.schedules.generators.ring import ring, ring_allgather, ring_reduce_scatter
+from ringweave.schedules.generators.ring import ring, ring_allgather, ring_block_allgather, ring_reduce_scatter
 from ringweave.schedules.program import Transfer, project_all_ranks, project_rank
 from ringweave.schedules.schedule import (
     Collective,
+    CollectiveKind,
     LazyRounds,
     ReceiveOp,
     Round,
@@ -40,6 +42,7 @@ __all__ = [
     "NATIVE",
     "SCHEDULE_NAMES",
     "Collective",
+    "CollectiveKind",
     "Domain",
     "LazyRounds",
     "ReceiveOp",
@@ -51,6 +54,7 @@ __all__ = [
     "arrange_leaders",
     "binomial_broadcast",
     "binomial_reduce",
+    "block_owners",
     "chain_broadcast",
     "chain_reduce",
     "check_schedule_name",
@@ -58,11 +62,13 @@ __all__ = [
     "compose_side_by_side",
     "direct",
     "direct_allgather",
+    "direct_broadcast",
     "direct_reduce_scatter",
     "generate",
     "halving_doubling",
     "hierarchical",
     "leader_matrix",
+    "mirror",
     "multi_level",
     "multi_level_allgather",
     "multi_level_broadcast",
@@ -75,6 +81,8 @@ __all__ = [
     "render",
     "ring",
     "ring_allgather",
+    "ring_block_allgather",
     "ring_reduce_scatter",
+    "schedule_names",
     "verify",
 ]

@@ -15,7 +15,7 @@ from ringweave.schedules.generators.leader_matrix import leader_matrix
 from ringweave.schedules.generators.multi_level import Domain, multi_level
 from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring
-from ringweave.schedules.schedule import Schedule
+from ringweave.schedules.schedule import CollectiveKind, Schedule
 
 
 def _one_rank_per_node(num_ranks: int) -> list[list[int]]:
@@ -39,6 +39,11 @@ _ALLREDUCE_GENERATORS: dict[str, Callable[[int], Schedule]] = {
 
 SCHEDULE_NAMES: tuple[str, ...] = (*_ALLREDUCE_GENERATORS, NATIVE)
 """All names that `--schedule` accepts."""
+
+
+def schedule_names(kind: CollectiveKind) -> tuple[str, ...]:
+    """Return the names of the schedules that plans have for a collective, without `native`."""
+    return tuple(_ALLREDUCE_GENERATORS) if kind == "allreduce" else ("ring", "direct", "multi-level")
 
 
 def check_schedule_name(name: str, where: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Composition of schedules, one after the other or side by side; rounds are still computed on demand."""
+"""Composition of schedules, one after the other, side by side or backwards; rounds are still computed on demand."""
 
 import itertools
 from bisect import bisect_right
@@ -9,11 +9,51 @@ from itertools import accumulate
 
 import numpy as np
 
-from ringweave.errors import ScheduleError
-from ringweave.schedules.schedule import Collective, LazyRounds, Round, Schedule, SchedulePhase
+from ringweave.errors import ScheduleError, explain
+from ringweave.schedules.schedule import (
+    Collective,
+    CollectiveKind,
+    LazyRounds,
+    ReceiveOp,
+    Round,
+    Schedule,
+    SchedulePhase,
+)
 
 _SECOND_HALF = {"reduce-scatter": "allgather", "reduce": "broadcast"}
 """First half of an allreduce -> its second half."""
+_MIRRORED: dict[str, CollectiveKind] = {"allgather": "reduce-scatter", "broadcast": "reduce"}
+
+
+def mirror(schedule: Schedule) -> Schedule:
+    """Run an allgather backwards as the reduce-scatter of the same owners, or a broadcast as the reduce to its root.
+
+    Each operation goes the other way, in the reverse order of the rounds, and combines. In an allgather each chunk
+    reaches each rank once, along a tree from its owner; so each rank adds up what comes from its branches and passes
+    the sum on once.
+
+    Raises:
+        ScheduleError: The schedule reduces.
+    """
+    kind = schedule.collective.kind
+    if kind not in _MIRRORED:
+        expected = "an allgather or a broadcast"
+        raise ScheduleError(explain("schedule to mirror", got=kind, expected=expected, do="Mirror its other half"))
+    mirrored, rounds = _MIRRORED[kind], schedule.rounds
+    count = len(rounds)
+
+    def make(index: int) -> Round:
+        ops = rounds[count - 1 - index]
+        return Round(ops.dst, ops.src, ops.first_chunk, ops.num_chunks, np.full_like(ops.how, ReceiveOp.REDUCE))
+
+    ends = [*(phase.first_round for phase in schedule.phases[1:]), count]
+    phases = tuple(
+        SchedulePhase(count - end, phase.name.replace(kind, mirrored))
+        for phase, end in reversed(list(zip(schedule.phases, ends, strict=False)))
+    )
+    collective = replace(schedule.collective, kind=mirrored)
+    name = schedule.name.replace(kind, mirrored)
+    return Schedule(name, collective, schedule.num_ranks, schedule.shares, LazyRounds(count, make), phases)
 
 
 def compose_allreduce(name: str, first: Schedule, second: Schedule) -> Schedule:

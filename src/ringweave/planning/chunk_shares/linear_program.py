@@ -16,6 +16,8 @@ _LEVEL_SLACK = 1 + 1e-6
 _MIN_PRICE = 1e-7
 _TOTAL_LOAD_WEIGHT = 1e-4
 """Weight of the sum of all loads relative to the busiest link."""
+_DEVIATION_WEIGHT = 1e-4
+"""Weight of the deviation from even fractions relative to the busiest link."""
 _MIN_WEIGHT = 1e-6
 """Parts of the message below this weight are dropped."""
 
@@ -54,6 +56,62 @@ def min_busiest(trees: Sequence[SymmetryClasses]) -> tuple[float, list[float]]:
     return float(found[-1]) / program.unit, [float(found[block.weight]) for block in program.blocks]
 
 
+def solve_blocks(
+    kinds: SymmetryClasses, owned: Sequence[float], even: Sequence[Sequence[float]], least_s_per_byte: float
+) -> list[list[float]]:
+    """Solve the leader fractions of an allgather (`block_routes`): the least busy links, near even fractions.
+
+    Args:
+        kinds: The tree; no domain is removed.
+        owned: For each class, the fraction of the message that the ranks below one of its vertices own.
+        even: For each class, even fractions for the domains above it.
+        least_s_per_byte: Time that no fractions go below.
+
+    Returns:
+        For each class, z for the domains above it, from the root down.
+
+    Raises:
+        RingweaveError: The solver fails.
+    """
+    block = _TreeVariables(kinds, 0)
+    unit, count = min(kinds.rates[1:]), block.weight
+    tau = 1 + 3 * count  # z, the weight, what each z has more and less than even, tau
+    rows: list[_SparseRow] = []
+    for kind, row in enumerate(block.carried_by_kind(), start=1):
+        slowness = unit / kinds.rates[kind]
+        weighted = {column: factor * slowness for column, factor in row.items()}
+        rows.append({**weighted, block.weight: owned[kind] * slowness, tau: -1.0})
+    deviations: list[_SparseRow] = [
+        {column: 1.0, count + 1 + column: -1.0, 2 * count + 1 + column: 1.0} for column in range(count)
+    ]
+    sums, nestings = list(block.sum_constraints()), list(block.nesting_constraints())
+    cost = np.full(tau + 1, _DEVIATION_WEIGHT / max(1, count))
+    cost[: count + 1], cost[tau] = 0.0, 1.0
+    result = linprog(
+        cost,
+        A_ub=_sparse_matrix([*rows, *nestings], tau + 1),
+        b_ub=[0.0] * (len(rows) + len(nestings)),
+        A_eq=_sparse_matrix([*sums, *deviations], tau + 1),
+        b_eq=[0.0] * len(sums) + [z for each in even for z in each],
+        bounds=[(0, 1)] * count + [(1, 1)] + [(0, 1)] * 2 * count + [(least_s_per_byte * unit, None)],
+        method="highs",
+    )
+    return block.unpack(_checked(result).x.tolist())[1]
+
+
+def _checked(result: OptimizeResult) -> OptimizeResult:
+    if not result.success:
+        raise RingweaveError(f"shares: {result.message}, expected a solution. Force --schedule ring and report it.")
+    return result
+
+
+def _sparse_matrix(rows: Sequence[_SparseRow], num_columns: int) -> csr_array:
+    at = [index for index, row in enumerate(rows) for _ in row]
+    columns = [column for row in rows for column in row]
+    values = [value for row in rows for value in row.values()]
+    return csr_array((values, (at, columns)), shape=(len(rows), num_columns))
+
+
 class _TreeVariables:
     """Variables of one tree: z(class, domain above), one after the other, then the weight of the tree."""
 
@@ -72,6 +130,10 @@ class _TreeVariables:
         """Yield the load of each link of the whole tree."""
         for link in self._kinds.links():
             yield link.vertex, {**self._carried(link.members), self.weight: float(sum(link.members.values()))}
+
+    def carried_by_kind(self) -> Iterator[_SparseRow]:
+        """Yield what the link of each class but the root's carries because its vertices lead."""
+        return (self._carried({kind: 1}) for kind in range(1, len(self._kinds.parents)))
 
     def _carried(self, members: Mapping[int, int]) -> _SparseRow:
         """Return the load of the link above some members of a domain, minus the number of these."""
@@ -140,16 +202,14 @@ class _LinearProgram:
         whole = {block.weight: 1.0 for block in self.blocks}
         result = linprog(
             cost,
-            A_ub=self._matrix([*rows, *self._nestings]),
+            A_ub=_sparse_matrix([*rows, *self._nestings], self._tau + 1),
             b_ub=limits + [0.0] * len(self._nestings),
-            A_eq=self._matrix([*self._sums, whole]),
+            A_eq=_sparse_matrix([*self._sums, whole], self._tau + 1),
             b_eq=[0.0] * len(self._sums) + [1.0],
             bounds=[(0, 1)] * self._tau + [(0, at_most)],
             method="highs",
         )
-        if not result.success:
-            raise RingweaveError(f"shares: {result.message}, expected a solution. Force --schedule ring and report it.")
-        return result
+        return _checked(result)
 
     def unpack(self, values: np.ndarray) -> TreeSolutions:
         found = np.clip(values, 0, 1)
@@ -157,9 +217,3 @@ class _LinearProgram:
         solution = [block.unpack(found.tolist()) for block in self.blocks]
         total = sum(weight for weight, _ in solution)
         return [(weight / total, z) for weight, z in solution]
-
-    def _matrix(self, rows: list[_SparseRow]) -> csr_array:
-        at = [index for index, row in enumerate(rows) for _ in row]
-        columns = [column for row in rows for column in row]
-        values = [value for row in rows for value in row.values()]
-        return csr_array((values, (at, columns)), shape=(len(rows), self._tau + 1))

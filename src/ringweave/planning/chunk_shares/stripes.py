@@ -73,7 +73,7 @@ def lay_out_message(solved: LeaderFractions) -> MessageLayout:
 
 def _lay_out_on_grid(parts: Sequence[MessagePart], grid: int) -> MessageLayout:
     stripes, got = [], []
-    for part, num_units in zip(parts, _apportion_units(grid, [part.weight for part in parts]), strict=True):
+    for part, num_units in zip(parts, apportion_units(grid, [part.weight for part in parts]), strict=True):
         if num_units:
             led_by, led = _lay_out_stripe(part.tree, part.led, num_units)
             stripes.append(StripeLayout(part.tree, num_units, led_by))
@@ -112,7 +112,7 @@ def _distribute_units(
     given = [[0] * num_reaches for _ in led]
     for reach in range(num_reaches):
         wanted = [z[reach] - (z[reach - 1] if reach else 0.0) for z in led]
-        for place, units in enumerate(_apportion_units(available[reach], wanted)):
+        for place, units in enumerate(apportion_units(available[reach], wanted)):
             given[place][reach] = units
     left = [[given[place][reach] for place in range(len(led))] for reach in range(num_reaches)]
     at = [0] * num_reaches
@@ -129,7 +129,7 @@ def _distribute_units(
     return given, stretches
 
 
-def _apportion_units(units: int, wanted: Sequence[float]) -> list[int]:
+def apportion_units(units: int, wanted: Sequence[float]) -> list[int]:
     """Return whole units in the wanted ratio, the largest remainders first."""
     positive = [max(0.0, value) for value in wanted]
     total = sum(positive)

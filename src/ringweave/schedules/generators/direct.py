@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.compose import compose_allreduce
+from ringweave.schedules.compose import compose_allreduce, mirror
 from ringweave.schedules.schedule import Collective, LazyRounds, ReceiveOp, Round, Schedule
 
 
@@ -38,20 +38,14 @@ def direct(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
 
 def direct_reduce_scatter(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
     """The first half of `direct`: rank i sends 1 - x_i of the message and receives (N-1) x_i, in N-1 rounds."""
-    owners, kept = _owners_and_shares(num_ranks, shares)
-    chunks, ones, how = _constant_columns(owners, ReceiveOp.REDUCE)
-
-    def make(index: int) -> Round:
-        return Round((owners - np.int32(index + 1)) % num_ranks, owners, chunks, ones, how)
-
-    collective = Collective("reduce-scatter", tuple(owners.tolist()))
-    return Schedule("direct reduce-scatter", collective, num_ranks, kept, LazyRounds(num_ranks - 1, make))
+    return mirror(direct_allgather(num_ranks, shares))
 
 
 def direct_allgather(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
     """The second half of `direct`: rank i sends (N-1) x_i of the message and receives 1 - x_i, in N-1 rounds."""
     owners, kept = _owners_and_shares(num_ranks, shares)
-    chunks, ones, how = _constant_columns(owners, ReceiveOp.COPY)
+    chunks, ones = np.arange(len(owners), dtype=np.int32), np.ones_like(owners)
+    how = np.full_like(owners, ReceiveOp.COPY, np.uint8)
 
     def make(index: int) -> Round:
         return Round(owners, (owners + np.int32(index + 1)) % num_ranks, chunks, ones, how)
@@ -60,10 +54,26 @@ def direct_allgather(num_ranks: int, shares: Sequence[int] | None = None) -> Sch
     return Schedule("direct allgather", collective, num_ranks, kept, LazyRounds(num_ranks - 1, make))
 
 
-def _constant_columns(
-    owners: NDArray[np.int32], how: ReceiveOp
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
-    return np.arange(len(owners), dtype=np.int32), np.ones_like(owners), np.full_like(owners, how, np.uint8)
+def direct_broadcast(num_ranks: int, root: int = 0) -> Schedule:
+    """Broadcast in which the root sends the whole message to each other rank, those after it first.
+
+    Returns:
+        A schedule of one chunk and N-1 rounds of one operation, none of which waits for another.
+
+    Raises:
+        ScheduleError: The root is no rank of the group.
+
+    Cost:
+        The root sends the message N-1 times: for ranks of one node, which read it from the same memory, and for small
+        messages.
+    """
+    root_column = np.array([root], np.int32)
+
+    def make(index: int) -> Round:
+        return Round.of(root_column, (root_column + np.int32(index + 1)) % num_ranks, 0, ReceiveOp.COPY)
+
+    collective = Collective("broadcast", root=root)
+    return Schedule("direct broadcast", collective, num_ranks, (1,), LazyRounds(max(0, num_ranks - 1), make))
 
 
 def _owners_and_shares(num_ranks: int, shares: Sequence[int] | None) -> tuple[NDArray[np.int32], tuple[int, ...]]:

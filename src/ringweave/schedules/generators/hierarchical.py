@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.compose import concatenate_rounds
+from ringweave.schedules.compose import concatenate_rounds, mirror
 from ringweave.schedules.generators import ring
 from ringweave.schedules.generators.ring import checked_rank_order
 from ringweave.schedules.schedule import Collective, LazyRounds, ReceiveOp, Round, Schedule
@@ -48,11 +48,7 @@ def chain_broadcast(num_ranks: int, root: int = 0, order: Sequence[int] | None =
 
 def chain_reduce(num_ranks: int, root: int = 0, order: Sequence[int] | None = None) -> Schedule:
     """Reduce along the chain of `chain_broadcast`, reversed: each rank forwards its partial sum towards the root."""
-    chain = _ranks_from_root("chain order", num_ranks, root, order)[::-1]
-    rounds = LazyRounds(
-        num_ranks - 1, lambda index: Round.of(chain[index : index + 1], chain[index + 1], 0, ReceiveOp.REDUCE)
-    )
-    return Schedule("chain reduce", Collective("reduce", root=root), num_ranks, (1,), rounds)
+    return mirror(chain_broadcast(num_ranks, root, order))
 
 
 def binomial_broadcast(num_ranks: int, root: int = 0) -> Schedule:
@@ -67,25 +63,18 @@ def binomial_broadcast(num_ranks: int, root: int = 0) -> Schedule:
         The root sends the message in every round.
     """
     ranks = _ranks_from_root("tree order", num_ranks, root, None)
-    rounds = LazyRounds(_num_doublings(num_ranks), lambda index: _doubling_round(ranks, 1 << index, ReceiveOp.COPY))
+
+    def make(index: int) -> Round:
+        far = ranks[1 << index : 2 << index]
+        return Round.of(ranks[: len(far)], far, 0, ReceiveOp.COPY)
+
+    rounds = LazyRounds((num_ranks - 1).bit_length(), make)
     return Schedule("binomial broadcast", Collective("broadcast", root=root), num_ranks, (1,), rounds)
 
 
 def binomial_reduce(num_ranks: int, root: int = 0) -> Schedule:
     """Reduce in ceil(log2 N) rounds: the tree of `binomial_broadcast`, reversed."""
-    ranks, last = _ranks_from_root("tree order", num_ranks, root, None), _num_doublings(num_ranks) - 1
-    rounds = LazyRounds(last + 1, lambda index: _doubling_round(ranks, 1 << (last - index), ReceiveOp.REDUCE))
-    return Schedule("binomial reduce", Collective("reduce", root=root), num_ranks, (1,), rounds)
-
-
-def _doubling_round(ranks: NDArray[np.int32], distance: int, how: ReceiveOp) -> Round:
-    far = ranks[distance : 2 * distance]
-    near = ranks[: len(far)]
-    return Round.of(near, far, 0, how) if how == ReceiveOp.COPY else Round.of(far, near, 0, how)
-
-
-def _num_doublings(num_ranks: int) -> int:
-    return (num_ranks - 1).bit_length()
+    return mirror(binomial_broadcast(num_ranks, root))
 
 
 def _ranks_from_root(what: str, num_ranks: int, root: int, order: Sequence[int] | None) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Multi-level allreduce over nested domains: each chunk has a leader in every domain and moves up and down by levels.
+"""Multi-level collectives over nested domains: each chunk has a leader in every domain and moves up and down by levels.
 
 Domains are, for instance, the ranks of a node, the nodes of a rack and the racks of a cluster. If the leaders of the
 chunks are spread over ranks and racks by the rates of their links, both host links and uplinks carry what the lower
@@ -7,6 +7,7 @@ bound says. The levels use different links, so they overlap when the schedule ru
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ class DomainLevel:
     """All domains of one depth. A run is a range of chunks in which no leader changes in its domain."""
 
     first_chunk: _Ints
-    """For each run, like the next five."""
+    """For each run, like the next six."""
     num_chunks: _Ints
     num_members: _Ints
     """Number of members of its domain."""
@@ -59,6 +60,8 @@ class DomainLevel:
     """The domain's leader."""
     place: _Ints
     """Index of the member that leads the domain."""
+    owner_place: _Ints
+    """Index of the member that has the chunks' owner; -1 if none has, or owners do not matter."""
     rank_of: _Ints
     """For each member: the rank, or -1 for a domain."""
     domain_of: _Ints
@@ -66,9 +69,9 @@ class DomainLevel:
     heads: _Ints
     """Leaders of the domains at the level below, (domains, chunks)."""
 
-    def leader_at_distance(self, distance: int) -> _Ints:
+    def leader_at_distance(self, distance: int | _Ints) -> _Ints:
         """Return, for each run, the leader of the member `distance` places after the leading member."""
-        member = self.members_at + (self.place + np.int32(distance)) % self.num_members
+        member = self.members_at + (self.place + np.asarray(distance, np.int32)) % self.num_members
         ranks = self.rank_of[member]
         if self.heads.size:
             ranks = np.where(ranks >= 0, ranks, self.heads[self.domain_of[member], self.first_chunk])
@@ -98,12 +101,15 @@ class DomainTree:
         self.num_ranks = self._count_ranks()
         self._within = self._domain_of_ranks()
 
-    def levels(self, chunks: Sequence[int], root: int | None = None) -> list[DomainLevel]:
+    def levels(
+        self, chunks: Sequence[int], root: int | None = None, owners: Sequence[int] | None = None
+    ) -> list[DomainLevel]:
         """Return the levels from the top down, for the named chunks, which are renumbered from 0.
 
         Args:
             chunks: Indices into `Domain.leaders`.
             root: A rank that overrides the leaders of every domain it is in; None keeps the leaders.
+            owners: Rank that owns each of these chunks; None if owners do not matter.
 
         Raises:
             ScheduleError: A domain's leader leads none of its members.
@@ -116,17 +122,19 @@ class DomainTree:
             leaders = np.stack([self._checked_leaders(depth, at)[kept] for at in range(len(self._domains[depth]))])
             if root is not None and self._within[depth][0, root] >= 0:
                 leaders[self._within[depth][0, root]] = root
-            level, of_run = self._level(depth, leaders, heads)
+            level, of_run = self._level(depth, leaders, heads, owners)
             self._check_leaders(depth, level, of_run, kept)
             built.append(level)
             heads = leaders
         return built[::-1]
 
-    def _level(self, depth: int, leaders: _Ints, heads: _Ints) -> tuple[DomainLevel, _Ints]:
+    def _level(
+        self, depth: int, leaders: _Ints, heads: _Ints, owners: Sequence[int] | None
+    ) -> tuple[DomainLevel, _Ints]:
         """Return the level, and the domain of each of its runs."""
-        domains = self._domains[depth]
+        domains, owner_places = self._domains[depth], self._owner_places(depth, leaders.shape, owners)
         begins = np.ones(leaders.shape, np.bool_)
-        begins[:, 1:] = leaders[:, 1:] != leaders[:, :-1]
+        begins[:, 1:] = (leaders[:, 1:] != leaders[:, :-1]) | (owner_places[:, 1:] != owner_places[:, :-1])
         for (parent, _), head in zip(self._parents[depth + 1], heads, strict=True):
             begins[parent, 1:] |= head[1:] != head[:-1]
         of_run, first = (column.astype(np.int32) for column in np.nonzero(begins))
@@ -142,11 +150,21 @@ class DomainTree:
             members_at=(np.cumsum(sizes, dtype=np.int32) - sizes)[of_run],
             leader=leader,
             place=self._within[depth][1, leader],
+            owner_place=owner_places[of_run, first],
             rank_of=ranks,
             domain_of=np.where(ranks < 0, np.cumsum(ranks < 0) - 1, 0).astype(np.int32),
             heads=heads,
         )
         return level, of_run
+
+    def _owner_places(self, depth: int, shape: tuple[int, ...], owners: Sequence[int] | None) -> _Ints:
+        """Return the member with the owner, (domains, chunks); -1 where the owner is outside of the domain."""
+        places = np.full(shape, -1, np.int32)
+        if owners is not None:
+            domain, place = self._within[depth][:, np.asarray(owners, np.intp)]
+            inside = np.flatnonzero(domain >= 0)
+            places[domain[inside], inside] = place[inside]
+        return places
 
     def _checked_leaders(self, depth: int, at: int) -> _Ints:
         given = np.asarray(self._domains[depth][at].leaders)
@@ -253,13 +271,76 @@ def multi_level_reduce_scatter(domain: Domain, shares: Sequence[int]) -> Schedul
     return _multi_level_half("reduce-scatter", domain, shares, up)
 
 
-def multi_level_allgather(domain: Domain, shares: Sequence[int]) -> Schedule:
-    """The downward half of `multi_level`: the leaders of the whole tree own the chunks."""
+def multi_level_allgather(domain: Domain, shares: Sequence[int], owners: Sequence[int] | None = None) -> Schedule:
+    """Allgather over a tree of domains; without `owners`, the downward half of `multi_level`.
+
+    A chunk climbs from its owner: on each level, from the deepest up, the leader of the owner's member sends it to the
+    leader of the domain, if that is another rank. Then it comes down from the leader of the whole tree: each domain's
+    leader sends it to the leaders of the other members, except the member of the owner, which has it already. So every
+    rank receives each chunk once, and each domain lets it in once. `mirror` makes the reduce-scatter of the same
+    owners.
+
+    Args:
+        domain: The tree; its depth may vary.
+        shares: Relative size of each chunk; a chunk of share 0 is left out.
+        owners: Rank that owns each chunk; None is the chunk's leader of the whole tree.
+
+    Raises:
+        ScheduleError: As `multi_level`; or an owner is no rank of the tree.
+
+    Cost:
+        Of a chunk, the leader of a domain of m members sends m-1 times its size on that level, or m-2 times if another
+        member has the owner.
+    """
 
     def down(level: DomainLevel, distance: int) -> Round:
-        return _level_round(level, distance, level.leader, level.leader_at_distance(distance), ReceiveOp.COPY)
+        lacks = (level.place + np.int32(distance)) % level.num_members != level.owner_place
+        src, dst = level.leader, level.leader_at_distance(distance)
+        return _level_round(level, distance, src, dst, ReceiveOp.COPY, lacks)
 
-    return _multi_level_half("allgather", domain, shares, down)
+    if owners is None:
+        return _multi_level_half("allgather", domain, shares, down)
+    kept, tree = _chunks_with_share(shares), DomainTree(domain, len(shares))
+    outside = [owner for owner in owners if not 0 <= owner < tree.num_ranks]
+    if outside:
+        expected = f"ranks 0..{tree.num_ranks - 1}"
+        raise ScheduleError(explain("owner", got=outside[0], expected=expected, do="Name ranks of the tree"))
+    owner_of_kept, kept_shares = tuple(owners[chunk] for chunk in kept), tuple(shares[chunk] for chunk in kept)
+    levels = tree.levels(kept, owners=owner_of_kept)
+    climbs = [(f"allgather to leaders at depth {d}", _climb_rounds(level)) for d, level in enumerate(levels)]
+    falls = [(f"allgather at depth {d}", _used_rounds(_level_rounds(level, down))) for d, level in enumerate(levels)]
+    rounds, phases = concatenate_rounds(*climbs[::-1], *falls)
+    collective = Collective("allgather", owner_of_kept)
+    return Schedule("multi-level allgather", collective, tree.num_ranks, kept_shares, rounds, phases)
+
+
+def block_owners(shares: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Return the rank that owns each chunk, if the chunks are cuts of equal blocks in the order of the ranks.
+
+    Raises:
+        ScheduleError: A chunk reaches over the border of two blocks.
+    """
+    per_block, rest = divmod(sum(shares), num_ranks)
+    ends = list(accumulate(shares))
+    owners = tuple((end - share) // per_block if per_block else 0 for end, share in zip(ends, shares, strict=True))
+    if rest or any(end > per_block * (owner + 1) for end, owner in zip(ends, owners, strict=True)):
+        expected = f"{num_ranks} blocks of equal size, each cut into whole chunks"
+        raise ScheduleError(explain("shares", got=tuple(shares)[:8], expected=expected, do="Cut block by block"))
+    return owners
+
+
+def _climb_rounds(level: DomainLevel) -> Sequence[Round]:
+    """Return the round in which chunks go from the leaders of their owners' members to the leaders of the domains."""
+    climbs = (level.owner_place >= 0) & (level.owner_place != level.place)
+    src = level.leader_at_distance(level.owner_place - level.place)
+    ops = _join_neighbours(_run_operations(level, src, level.leader, ReceiveOp.COPY).select(climbs))
+    return _used_rounds([ops])
+
+
+def _used_rounds(rounds: Sequence[Round]) -> Sequence[Round]:
+    """Return the rounds without those that have no operation."""
+    used = [index for index, round_ in enumerate(rounds) if len(round_)]
+    return LazyRounds(len(used), lambda index: rounds[used[index]])
 
 
 def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> Schedule:
@@ -322,11 +403,21 @@ def _level_rounds(level: DomainLevel, move: Callable[[DomainLevel, int], Round])
     return LazyRounds(int(level.num_members.max(initial=1)) - 1, lambda index: move(level, index + 1))
 
 
-def _level_round(level: DomainLevel, distance: int, src: np.ndarray, dst: np.ndarray, how: ReceiveOp) -> Round:
-    """Return one operation per run of each domain with enough members, merged with its neighbour where possible."""
-    ops = Round(src, dst, level.first_chunk, level.num_chunks, np.full(len(src), how, np.uint8))
-    takes_part = level.num_members > distance
+def _level_round(
+    level: DomainLevel, distance: int, src: _Ints, dst: _Ints, how: ReceiveOp, is_due: NDArray[np.bool_] | None = None
+) -> Round:
+    """Return one operation per run of each domain with enough members, merged with its neighbour where possible.
+
+    Runs that are not due have none; None is that all are.
+    """
+    ops, takes_part = _run_operations(level, src, dst, how), level.num_members > distance
+    if is_due is not None:
+        takes_part &= is_due
     return _join_neighbours(ops if takes_part.all() else ops.select(takes_part))
+
+
+def _run_operations(level: DomainLevel, src: _Ints, dst: _Ints, how: ReceiveOp) -> Round:
+    return Round(src, dst, level.first_chunk, level.num_chunks, np.full(len(src), how, np.uint8))
 
 
 def _join_neighbours(ops: Round) -> Round:

@@ -69,6 +69,35 @@ def ring_allgather(num_ranks: int, order: Sequence[int] | None = None, first: in
     return _ring_half("allgather", num_ranks, order, first, owned=first)
 
 
+def ring_block_allgather(
+    num_ranks: int, order: Sequence[int] | None = None, block_shares: Sequence[int] | None = None
+) -> Schedule:
+    """Allgather along a ring, with one chunk per rank, in the order of the ranks: chunk r is the block of rank r.
+
+    Args:
+        num_ranks: Size of the group, N.
+        order: The ring as ranks; None is the order of the ranks.
+        block_shares: Relative size of each rank's block; None is the same for all.
+
+    Returns:
+        A schedule of N-1 rounds: each rank first sends its own block to the right, then the last one received.
+
+    Raises:
+        ScheduleError: `order` does not name every rank once, or there is not one share per rank.
+    """
+    at_place = checked_rank_order("ring order", num_ranks, order)
+    right, one_block = np.roll(at_place, -1), np.ones_like(at_place)
+    how = np.full_like(at_place, ReceiveOp.COPY, np.uint8)
+
+    def make(index: int) -> Round:
+        return Round(at_place, right, np.roll(at_place, index), one_block, how)
+
+    owners, shares = tuple(range(num_ranks)), tuple(block_shares or (1,) * num_ranks)
+    return Schedule(
+        "ring allgather", Collective("allgather", owners), num_ranks, shares, LazyRounds(num_ranks - 1, make)
+    )
+
+
 def _ring_half(
     kind: CollectiveKind, num_ranks: int, order: Sequence[int] | None, first: int, *, owned: int
 ) -> Schedule:
