@@ -9,8 +9,10 @@ import click
 
 from ringweave.errors import UsageError
 from ringweave.files import file_io
+from ringweave.schedules import CollectiveKind
 
 _DEFAULT_SYSTEMS = "ringweave,gloo,openmpi,mpich"
+_KINDS: tuple[CollectiveKind, ...] = ("allreduce", "reduce-scatter", "allgather", "broadcast")
 
 
 @click.group
@@ -72,7 +74,8 @@ def _measure(  # noqa: PLR0913, PLR0917 - one parameter per option
     from ringweave_bench.comparison import ComparisonReport
 
     cluster, is_local = benchmark_request.read_target(target)
-    kind, message_sizes = click.get_current_context().info_name, benchmark_request.parse_sizes(sizes)
+    kind = next(each for each in _KINDS if each == click.get_current_context().info_name)
+    message_sizes = benchmark_request.parse_sizes(sizes)
     has_blocks = kind in ("reduce-scatter", "allgather")
     request = benchmark_request.BenchmarkRequest(
         cluster=cluster,
@@ -108,7 +111,7 @@ CLUSTER is a cluster file, which is brought up as a lab for the time of the benc
 ranks on this machine as it is. Time is that of the slowest rank; every value of every round is checked. First the links
 are measured and the peers' knobs are tried, then all systems take turns. Peers: make bench-setup.
 """
-for _kind in ("allreduce", "reduce-scatter", "allgather", "broadcast"):
+for _kind in _KINDS:
     command.add_command(
         click.Command(_kind, callback=_measure.callback, params=_measure.params, help=_HELP.format(kind=_kind))
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ringweave import topology, units
 from ringweave.errors import UsageError, explain
-from ringweave.schedules.schedule import CollectiveKind
+from ringweave.schedules import CollectiveKind
 from ringweave.topology import Cluster
 from ringweave_bench.systems import SYSTEMS
 

@@ -421,7 +421,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "schedule_measured": EventKind(
-        meaning="Duration of collectives. The last event of each group, plan, collective, schedule, size and pipelining counts.",
+        meaning="Duration of collectives. The last event of each group, plan, collective, schedule, size and "
+        "pipelining counts.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,

@@ -15,7 +15,7 @@ from ringweave.comm import bridge
 from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_back
 from ringweave.comm.engine.reductions import ReduceOperation
 from ringweave.comm.native_backend import NativeBackends
-from ringweave.schedules.schedule import CollectiveKind
+from ringweave.schedules import CollectiveKind
 
 if TYPE_CHECKING:
     from ringweave.comm.engine.engine import CompiledProgram

@@ -31,7 +31,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, message_class
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport
-from ringweave.schedules.schedule import CollectiveKind
+from ringweave.schedules import CollectiveKind
 from ringweave.telemetry.events import EventLog
 
 _TIMINGS_FLUSH_S = 30.0

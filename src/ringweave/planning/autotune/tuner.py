@@ -16,8 +16,7 @@ from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyPhase
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
-from ringweave.schedules import NATIVE
-from ringweave.schedules.schedule import CollectiveKind
+from ringweave.schedules import NATIVE, CollectiveKind
 from ringweave.sim import HostModel
 from ringweave.topology import Cluster
 
