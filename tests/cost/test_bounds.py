@@ -1,15 +1,22 @@
 import itertools
 import math
+from random import Random
 
 import networkx
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from ringweave import cost, topology
 from ringweave.errors import ClusterError
+from ringweave.schedules import CollectiveKind
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, node, random_trees
+
+OTHERS: tuple[CollectiveKind, ...] = ("reduce-scatter", "allgather", "broadcast")
 
 
 def rates_of(cluster: Cluster, rates: dict[str, float]) -> dict[tuple[str, str], float]:
@@ -68,6 +75,83 @@ def test_the_bound_is_the_largest_over_all_partitions_of_more_nodes(case) -> Non
     cluster, nodes, rates = case
     expected = by_brute_force(rates_of(cluster, rates), nodes)
     assert math.isclose(cost.bound(cluster, 1, nodes=nodes, rates=rates).seconds, expected, rel_tol=1e-9)
+
+
+def other_by_brute_force(rates: dict[tuple[str, str], float], ranks: list[str], kind: str, root: str) -> float:
+    """Seconds per byte of an allgather, reduce-scatter or broadcast: all cuts and all partitions."""
+    turned = {link[::-1]: rate for link, rate in rates.items()} if kind == "reduce-scatter" else rates
+    nodes = list(dict.fromkeys(ranks))
+    out = {
+        frozenset(part): smallest_cut(turned, set(part), set(nodes) - set(part))
+        for size in range(1, len(nodes))
+        for part in itertools.combinations(nodes, size)
+    }
+    best = 0.0
+    for part, rate in out.items():
+        known = float(root in part) if kind == "broadcast" else sum(name in part for name in ranks) / len(ranks)
+        best = max(best, known / rate)
+    for parts in set_partitions(nodes):
+        if len(parts) > 1:
+            best = max(best, (len(parts) - 1) / sum(out[frozenset(part)] for part in parts))
+    return best
+
+
+@pytest.mark.slow
+@settings(max_examples=effort.share_of(60))
+@given(random_trees(max_nodes=5), st.sampled_from(OTHERS), st.integers(0, 2), st.randoms(use_true_random=False))
+def test_the_bounds_of_the_other_collectives_are_the_largest_over_all_cuts_and_partitions(
+    case, kind: CollectiveKind, more: int, random: Random
+) -> None:
+    cluster, nodes, rates = case
+    ranks = nodes + random.choices(nodes, k=more)
+    root = random.randrange(len(ranks))
+    expected = other_by_brute_force(rates_of(cluster, rates), ranks, kind, ranks[root]) if len(nodes) > 1 else 0.0
+    found = cost.bound(cluster, 1000, nodes=ranks, rates=rates, kind=kind, root=root)
+    assert math.isclose(found.seconds, 1000 * expected, rel_tol=1e-9)
+
+
+def arborescences(root: int, count: int):
+    """All trees of ranks out of a root, as edges."""
+    others = [rank for rank in range(count) if rank != root]
+    for parents in itertools.product(range(count), repeat=count - 1):
+        above = dict(zip(others, parents, strict=True))
+        graph = networkx.DiGraph([(parent, child) for child, parent in above.items()])
+        if all(child != parent for child, parent in above.items()) and networkx.is_arborescence(graph):
+            yield tuple(graph.edges)
+
+
+def least_seconds(cluster: Cluster, nodes: list[str], rates: dict[str, float], shares: list[float]) -> float:
+    """Seconds per byte in which every rank gets all blocks of these sizes, by a linear program over all trees."""
+    net = cost.group_network(cluster, nodes, rates)
+    at = cost.vertices_of_ranks(net, nodes).tolist()
+    trees = [(owner, tree) for owner in range(len(nodes)) for tree in arborescences(owner, len(nodes))]
+    slow = np.concatenate([1 / net.up_bytes_per_s, 1 / net.down_bytes_per_s])
+    loads = np.zeros((len(slow), len(trees) + 1))
+    owned = np.zeros((len(nodes), len(trees) + 1))
+    for column, (owner, tree) in enumerate(trees):
+        owned[owner, column] = 1
+        for src, dst in tree:
+            src_path, dst_path = ([v for v in range(1, len(net)) if v <= a < net.ends[v]] for a in (at[src], at[dst]))
+            for vertex in set(src_path) - set(dst_path):
+                loads[vertex, column] += slow[vertex]
+            for vertex in set(dst_path) - set(src_path):
+                loads[len(net) + vertex, column] += slow[len(net) + vertex]
+    loads[:, -1] = -1
+    objective = np.eye(len(trees) + 1)[-1]
+    return float(linprog(objective, A_ub=loads, b_ub=np.zeros(len(slow)), A_eq=owned, b_eq=shares).fun)
+
+
+@pytest.mark.slow
+@settings(max_examples=effort.share_of(30), deadline=None)
+@given(random_trees(min_nodes=2, max_nodes=4))
+def test_the_bounds_of_allgather_and_broadcast_can_be_reached_and_not_be_beaten(case) -> None:
+    cluster, nodes, rates = case
+    for kind, shares in (("allgather", [1 / len(nodes)] * len(nodes)), ("broadcast", [1.0] + [0.0] * (len(nodes) - 1))):
+        least_s = least_seconds(cluster, nodes, rates, shares)
+        bound_s = cost.bound(cluster, 1, nodes=nodes, rates=rates, kind=kind).seconds
+        assert bound_s <= least_s * (1 + 1e-6)
+        if not rates:  # where the two directions of a link differ, the bound may be out of reach
+            assert math.isclose(bound_s, least_s, rel_tol=1e-6)
 
 
 @given(random_trees(max_nodes=6))
@@ -129,6 +213,45 @@ def test_four_racks() -> None:
         "partition into 4 parts (n0-0, n0-1, n0-2, n0-3; n1-0, n1-1, n1-2, n1-3; n2-0, n2-1, n2-2, n2-3; n3-0, n3-1, "
         "n3-2, n3-3): the message 6 times has to leave them, at 800Mbit/s together"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "text"),
+    [
+        (
+            "allgather",
+            0.5,
+            "cut: what they own, 0.5 of the message, has to leave n0-0, n0-1, n0-2, n0-3 by r0->core (200Mbit/s)",
+        ),
+        (
+            "reduce-scatter",
+            0.5,
+            "cut: their sum of what others own, 0.5 of the message, has to leave n0-0, n0-1, n0-2, n0-3 by r0->core "
+            "(200Mbit/s)",
+        ),
+        ("broadcast", 1.0, "cut: the message has to enter n0-0, n0-1, n0-2, n0-3 by core->r0 (200Mbit/s)"),
+    ],
+)
+def test_two_racks_of_the_other_collectives(kind: CollectiveKind, seconds: float, text: str) -> None:
+    found = cost.bound(racks(2, 4, "400Mbit/s", "200Mbit/s"), 25 * MB, kind=kind, root=5)
+    assert found.seconds == seconds
+    assert found.binding == text
+
+
+def test_ranks_that_all_send_slowly() -> None:
+    rates = {f"n{index}->core": 5.0 * MB for index in range(4)}
+    found = cost.bound(flat([25.0 * MB] * 4), 25 * MB, rates=rates, kind="allgather")
+    assert math.isclose(found.seconds, 3.75)
+    assert found.binding == (
+        "partition into 4 parts (n0; n1; n2; n3): the message 3 times has to leave them, at 160Mbit/s together"
+    )
+
+
+def test_a_node_with_more_ranks_owns_more() -> None:
+    cluster = flat([25.0 * MB] * 2)
+    found = cost.bound(cluster, 25 * MB, nodes=["n0", "n0", "n0", "n1"], kind="allgather")
+    assert math.isclose(found.seconds, 0.75)
+    assert found.binding == "cut: what they own, 0.75 of the message, has to leave n0 by n0->core (200Mbit/s)"
 
 
 def test_a_region_of_some_of_the_switches() -> None:

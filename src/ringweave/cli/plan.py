@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -14,6 +14,8 @@ from ringweave.cost import network
 from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.launcher.run_dir import RunDir
 from ringweave.planning import Plan, ScheduleChoice
+from ringweave.planning.plans import PLANNED_KINDS
+from ringweave.schedules import CollectiveKind
 from ringweave.telemetry import Event, events
 from ringweave.topology import Cluster, placement
 
@@ -79,7 +81,22 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
 
 @click.command
 @click.argument("cluster_path", metavar="[CLUSTER]", required=False)
-@click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option(
+    "--collective",
+    "kind",
+    type=click.Choice(PLANNED_KINDS),
+    default="allreduce",
+    show_default=True,
+    help="The collective; a broadcast starts at rank 0.",
+)
+@click.option(
+    "--bytes",
+    "size",
+    metavar="SIZE",
+    default="25MB",
+    show_default=True,
+    help="Size of the message; of all blocks together.",
+)
 @click.option(
     "--simulate",
     "num_simulated",
@@ -96,6 +113,7 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str | None,
+    kind: CollectiveKind,
     size: str,
     num_simulated: int | None,
     rates_path: str | None,
@@ -104,14 +122,14 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     run_dir: str | None,
     as_json: bool,
 ) -> int:
-    """Print the least time of an allreduce on all devices of CLUSTER, and the schedule that is predicted to be fastest.
+    """Print the least time of a collective on all devices of CLUSTER, and the schedule that is predicted fastest.
 
     The bound follows from the rates in the cluster file, or of --rates, and holds for every schedule. Times are
     predicted by formula, not measured; among several nodes, up to about 16 ranks, a few segments by each schedule in
     question are also run on virtual time, with assumed costs of processors and queues, and the fastest there is chosen.
     With --run it prints predicted and measured times of a run's collectives.
     """
-    _check_arguments(cluster_path, run_dir, picture, rates_path)
+    _check_arguments(cluster_path, run_dir, picture, rates_path, kind)
     if run_dir is not None:
         pass
 
@@ -123,30 +141,38 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
     progress = cli_progress.terminal_progress()
     plan = planning.plan_group(
-        cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, on_progress=progress.print_if_due
+        cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, kinds=[kind], on_progress=progress.print_if_due
     )
-    simulated = _simulate_schedules(plan, cluster, num_bytes, num_simulated, rates, progress)
+    message = _Message(kind, num_bytes)
+    simulated = _simulate_schedules(plan, cluster, message, num_simulated, rates, progress)
     if picture_path is not None:
         from ringweave.plots import plan_plot
 
         plan_plot.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated)
     if as_json:
-        click.echo(json.dumps(_plan_document(cluster, plan, num_bytes, simulated) | {"measured_rates": rates}))
+        click.echo(json.dumps(_plan_document(cluster, plan, message, simulated) | {"measured_rates": rates}))
     else:
         lines = [
             *cli_progress.measured_rates_line(rates, cluster, rates_path),
             "",
-            *_plan_lines(cluster, plan, num_bytes),
+            *_plan_lines(cluster, plan, message),
             "",
         ]
-        click.echo("\n".join([cluster.describe(), *lines, *_choice_table(plan, num_bytes, simulated)]))
+        click.echo("\n".join([cluster.describe(), *lines, *_choice_table(plan, message, simulated)]))
     return 0
+
+
+class _Message(NamedTuple):
+    """A collective and its size."""
+
+    kind: CollectiveKind
+    num_bytes: int
 
 
 def _simulate_schedules(
     plan: Plan,
     cluster: Cluster,
-    num_bytes: int,
+    message: _Message,
     count: int | None,
     rates: Mapping[str, float],
     progress: ProgressPrinter,
@@ -162,18 +188,29 @@ def _simulate_schedules(
 
     machine = HostModel.assumed()  # these costs agree with measurements (docs/explanation/cost-and-simulation.md)
     if count is None:
-        return simulated.estimate_candidates(plan, cluster, num_bytes, rates=rates, machine=machine)
+        return simulated.estimate_candidates(
+            plan, cluster, message.num_bytes, kind=message.kind, rates=rates, machine=machine
+        )
     return simulated.simulate_best(
-        plan, cluster, num_bytes, count=count, rates=rates, machine=machine, on_progress=tell
+        plan,
+        cluster,
+        message.num_bytes,
+        count=count,
+        kind=message.kind,
+        rates=rates,
+        machine=machine,
+        on_progress=tell,
     )
 
 
-def _chosen_schedule(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> str:
+def _chosen_schedule(plan: Plan, message: _Message, simulated: Mapping[str, float]) -> str:
     """Return the schedule chosen by simulation, or by formula where nothing was simulated."""
-    return plan.fastest(simulated) if simulated else plan.choose(num_bytes).schedule
+    return plan.fastest(simulated) if simulated else plan.choose(message.num_bytes, kind=message.kind).schedule
 
 
-def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
+def _check_arguments(
+    cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None, kind: CollectiveKind
+) -> None:
     if (cluster_path is None) == (run_dir is None):
         got = "neither" if run_dir is None else "both"
         expected = "either CLUSTER or --run RUN_DIR"
@@ -181,6 +218,9 @@ def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str
     if picture is not None and run_dir is not None:
         do = "Draw the plan of its cluster file: ringweave plan RUN_DIR/cluster.yaml --picture FILE"
         raise UsageError(explain("--picture", got=picture, expected="a CLUSTER to draw", do=do))
+    if picture is not None and kind != "allreduce":
+        do = "Leave --picture out, or draw the allreduce"
+        raise UsageError(explain("--collective with --picture", got=kind, expected="allreduce", do=do))
     if rates is not None and run_dir is not None:
         do = "Leave it out: what the run was planned with is in its events"
         raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
@@ -194,13 +234,18 @@ def _check_picture_path(picture: str | None) -> Path | None:
     return figures.check_picture_path(picture)
 
 
-def _plan_document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> dict[str, object]:
-    bound_s = plan.bound_s(num_bytes)
+def _plan_document(
+    cluster: Cluster, plan: Plan, message: _Message, simulated: Mapping[str, float]
+) -> dict[str, object]:
+    kind, num_bytes = message
+    planned, bound_s = plan.collective(kind), plan.bound_s(num_bytes, kind)
+    assert planned is not None
     return {
+        "collective": kind,
         "bytes": num_bytes,
         "bound_s": bound_s,
-        "binding": plan.binding,
-        "chosen": _chosen_schedule(plan, num_bytes, simulated),
+        "binding": planned.binding,
+        "chosen": _chosen_schedule(plan, message, simulated),
         "choices": [
             {
                 "schedule": choice.schedule,
@@ -210,11 +255,11 @@ def _plan_document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapp
                 "num_segments": choice.num_segments,
                 "lag": choice.lag,
                 "window": choice.window,
-                "most_loaded": plan.demand(choice.schedule).busiest,
+                "most_loaded": plan.demand(choice.schedule, kind).busiest,
             }
-            for choice in plan.choices(num_bytes)
+            for choice in plan.choices(num_bytes, kind)
         ],
-        "left_out": dict(plan.left_out),
+        "left_out": dict(planned.left_out),
         "leaders": list(plan.leaders),
         "leader_reasons": leader_reasons(cluster, plan),
         "matrix": [list(row) for row in plan.matrix],
@@ -230,19 +275,28 @@ def _bound_fraction(bound_s: float, choice: ScheduleChoice) -> float | None:
     return bound_s / choice.predicted_s if choice.predicted_s else None
 
 
-def _plan_lines(cluster: Cluster, plan: Plan, num_bytes: int) -> list[str]:
+def _plan_lines(cluster: Cluster, plan: Plan, message: _Message) -> list[str]:
+    """Return the bound and its reason, the ring, the leaders of an allreduce, and the ways of tensors."""
+    kind, num_bytes = message
+    planned = plan.collective(kind)
+    assert planned is not None
+
     def who(rank: int) -> str:
         return plan.nodes[rank] if cluster.node(plan.nodes[rank]).num_devices == 1 else f"{plan.nodes[rank]}/{rank}"
 
+    what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks"
     return [
-        f"bound    {_format_time(plan.bound_s(num_bytes))} for {units.format_bytes(num_bytes)} "
-        f"among {len(plan.nodes)} ranks",
-        f"         {plan.binding}",
+        f"bound    {_format_time(plan.bound_s(num_bytes, kind))} for {_of_kind(kind)}{what}",
+        f"         {planned.binding}",
         f"ring     {join_names(map(who, plan.ring_order))}",
-        *leader_lines(cluster, plan, who),
+        *(leader_lines(cluster, plan, who) if kind == "allreduce" else ()),
         f"RDMA     {_rdma_line(cluster, plan)}",
         *_cuda_lines(cluster, plan),
     ]
+
+
+def _of_kind(kind: CollectiveKind) -> str:
+    return "" if kind == "allreduce" else f"the {kind} of "
 
 
 def _rdma_nics(cluster: Cluster, plan: Plan) -> list[str]:
@@ -267,13 +321,15 @@ def _cuda_lines(cluster: Cluster, plan: Plan) -> list[str]:
     return ["CUDA     tensors of GPUs take NCCL, unless run --schedule forces one of these; CPU tensors what follows"]
 
 
-def _choice_table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> list[str]:
-    chosen = _chosen_schedule(plan, num_bytes, simulated)
+def _choice_table(plan: Plan, message: _Message, simulated: Mapping[str, float]) -> list[str]:
+    chosen, (kind, num_bytes) = _chosen_schedule(plan, message, simulated), message
+    planned = plan.collective(kind)
+    assert planned is not None
     second = ["simulated"] if simulated else []
     rows = [("schedule", "predicted", *second, "bound/predicted", "segments", "most loaded")]
-    for choice in plan.choices(num_bytes):
-        fraction = _bound_fraction(plan.bound_s(num_bytes), choice)
-        demand = plan.demand(choice.schedule)
+    for choice in plan.choices(num_bytes, kind):
+        fraction = _bound_fraction(plan.bound_s(num_bytes, kind), choice)
+        demand = plan.demand(choice.schedule, kind)
         rows.append(
             (
                 choice.schedule,
@@ -290,22 +346,23 @@ def _choice_table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) ->
         + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     ]
-    why = _choice_reason(plan, num_bytes, plan.choose(num_bytes, chosen), simulated)
-    return [*lines, *(f"  {name}: left out, {reason}" for name, reason in plan.left_out), "", why]
+    why = _choice_reason(plan, message, plan.choose(num_bytes, chosen, kind), simulated)
+    return [*lines, *(f"  {name}: left out, {reason}" for name, reason in planned.left_out), "", why]
 
 
-def _choice_reason(plan: Plan, num_bytes: int, chosen: ScheduleChoice, simulated: Mapping[str, float]) -> str:
+def _choice_reason(plan: Plan, message: _Message, chosen: ScheduleChoice, simulated: Mapping[str, float]) -> str:
     """Return the reason of the choice, in a sentence or two."""
-    demand = plan.demand(chosen.schedule)
+    kind, num_bytes = message
+    demand = plan.demand(chosen.schedule, kind)
     if demand.busiest_s_per_byte * num_bytes < chosen.predicted_s / 2:
         reason = (
             f"waits for {demand.num_latencies} messages one after the other and handles {demand.num_messages} per rank"
         )
     else:
         reason = f"needs its most loaded link for {_format_time(demand.busiest_s_per_byte * num_bytes)} only"
-    by_formula = plan.choose(num_bytes).schedule
+    by_formula = plan.choose(num_bytes, kind=kind).schedule
     if not simulated:
-        others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes)}
+        others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes, kind)}
         return f"* {chosen.schedule} {reason}; {_runner_up_text(chosen.schedule, others, 'predicted')}."
     differs = f" By formula it would be {by_formula}." if by_formula != chosen.schedule else ""
     return f"* {chosen.schedule} {reason}; {_runner_up_text(chosen.schedule, simulated, 'simulated')}.{differs}"

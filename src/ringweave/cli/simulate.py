@@ -1,4 +1,4 @@
-"""`ringweave simulate`: simulates an allreduce on a cluster in virtual time."""
+"""`ringweave simulate`: simulates a collective on a cluster in virtual time."""
 
 import functools
 import json
@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 
-from ringweave import planning, sim, topology, units
+from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import progress as cli_progress
-from ringweave.cost import network
+from ringweave.cost import Bound, network
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
+from ringweave.planning.plans import PLANNED_KINDS
+from ringweave.schedules import CollectiveKind
 from ringweave.sim import Fault, HostModel, NodeSlowdown, SimulationResult, scenario
 from ringweave.sim.scenario import FAILURE_FORMS, STRAGGLER_FORMS, parse_failure, parse_straggler
 from ringweave.topology import Cluster
@@ -27,7 +29,23 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
 @click.option(
     "--schedule", metavar="NAME", help="Simulate this schedule; by default the one that is predicted to be fastest."
 )
-@click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option(
+    "--collective",
+    "kind",
+    type=click.Choice(PLANNED_KINDS),
+    default="allreduce",
+    show_default=True,
+    help="The collective.",
+)
+@click.option("--root", type=click.IntRange(min=0), metavar="RANK", help="Rank that broadcasts; by default rank 0.")
+@click.option(
+    "--bytes",
+    "size",
+    metavar="SIZE",
+    default="25MB",
+    show_default=True,
+    help="Size of the message; of all blocks together.",
+)
 @click.option(
     "--segments", type=click.IntRange(1, 4096), metavar="N", help="Cut the message so; by default as planned."
 )
@@ -47,6 +65,8 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
 def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str,
     schedule: str | None,
+    kind: CollectiveKind,
+    root: int | None,
     size: str,
     segments: int | None,
     processors: str | None,
@@ -56,7 +76,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     trace_path: str | None,
     as_json: bool,
 ) -> int:
-    """Simulate an allreduce on all devices of CLUSTER, event by event: streams that share the links of the file.
+    """Simulate a collective on all devices of CLUSTER, event by event: streams that share the links of the file.
 
     Prints the time of the slowest rank, the bytes on each link and, after a failure, the ranks that never finish and
     the time of detection. By default the network alone takes time: latency and, without --rates, rates of the
@@ -71,10 +91,12 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
     progress = cli_progress.terminal_progress()
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
-    plan = planning.plan_group(cluster, ranks, rates=rates, on_progress=progress.print_if_due)
-    choice = _resolve_choice(plan, num_bytes, schedule, segments)
+    _check_root(root, kind, len(ranks))
+    plan = planning.plan_group(cluster, ranks, rates=rates, kinds=[kind], on_progress=progress.print_if_due)
+    choice = _resolve_choice(plan, num_bytes, kind, schedule, segments)
+    bound = cost.bound(cluster, num_bytes, nodes=ranks, rates=rates, kind=kind, root=root or 0)
     found = sim.simulate(
-        plan.generate(choice.schedule),
+        plan.generate(choice.schedule, kind, root),
         cluster,
         plan.nodes,
         num_bytes,
@@ -86,14 +108,16 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         progress=functools.partial(progress.print_fraction, f"simulating {choice.schedule}"),
     )
     if trace_path is not None:
-        trace = sim.trace_document(found, cluster, plan.nodes, _trace_title(cluster, choice, num_bytes))
+        trace = sim.trace_document(found, cluster, plan.nodes, _trace_title(cluster, choice, kind, num_bytes))
         file_io.write_output("--trace", trace_path, json.dumps(trace) + "\n")
     if as_json:
-        given = {"processors": processors, "measured_rates": rates}
-        click.echo(json.dumps(_simulation_document(found, plan, choice, num_bytes) | given))
+        given = {"collective": kind, "processors": processors, "measured_rates": rates}
+        click.echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
     else:
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
-        lines = _simulation_lines(found, cluster, plan, choice, num_bytes, work, rates)
+        what = f"{units.format_bytes(num_bytes)} among {len(ranks)} ranks by {choice.schedule}"
+        what = what if kind == "allreduce" else f"the {kind} of {what}"
+        lines = _simulation_lines(found, cluster, plan, bound, f"{what} ({_cut_text(choice)})", work, rates)
         click.echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
     return 0
 
@@ -120,12 +144,26 @@ def _resolve_machine(processors: str) -> HostModel:
     return HostModel.assumed() if processors == "assumed" else scenario.load_host_costs(processors)
 
 
-def _trace_title(cluster: Cluster, choice: ScheduleChoice, num_bytes: int) -> str:
-    return f"allreduce of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
+def _trace_title(cluster: Cluster, choice: ScheduleChoice, kind: CollectiveKind, num_bytes: int) -> str:
+    return f"{kind} of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
 
 
-def _resolve_choice(plan: Plan, num_bytes: int, schedule: str | None, segments: int | None) -> ScheduleChoice:
-    choice = plan.choose(num_bytes, schedule)
+def _check_root(root: int | None, kind: CollectiveKind, num_ranks: int) -> None:
+    if root is not None and kind != "broadcast":
+        do = "Leave --root out, or add --collective broadcast"
+        raise UsageError(explain("--root", got=root, expected=f"none for {kind}", do=do))
+    if root is not None and root >= num_ranks:
+        raise UsageError(explain("--root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank"))
+
+
+def _resolve_choice(
+    plan: Plan, num_bytes: int, kind: CollectiveKind, schedule: str | None, segments: int | None
+) -> ScheduleChoice:
+    names = schedules.schedule_names(kind)
+    if schedule is not None and schedules.check_schedule_name(schedule) not in (*names, schedules.NATIVE):
+        expected = f"one of {', '.join(names)}"
+        raise UsageError(explain(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these"))
+    choice = plan.choose(num_bytes, schedule, kind)
     if segments is None:
         return choice
     return ScheduleChoice(
@@ -137,7 +175,13 @@ def _resolve_choice(plan: Plan, num_bytes: int, schedule: str | None, segments: 
     )
 
 
-def _simulation_document(found: SimulationResult, plan: Plan, choice: ScheduleChoice, num_bytes: int) -> dict[str, Any]:
+def _cut_text(choice: ScheduleChoice) -> str:
+    return f"{choice.num_segments} segment{'s' if choice.num_segments > 1 else ''}"
+
+
+def _simulation_document(
+    found: SimulationResult, bound: Bound, choice: ScheduleChoice, num_bytes: int
+) -> dict[str, Any]:
     return {
         "bytes": num_bytes,
         "schedule": choice.schedule,
@@ -145,8 +189,8 @@ def _simulation_document(found: SimulationResult, plan: Plan, choice: ScheduleCh
         "lag": choice.lag,
         "window": choice.window,
         "simulated_s": _json_number(found.seconds),
-        "bound_s": plan.bound_s(num_bytes),
-        "binding": plan.binding,
+        "bound_s": bound.seconds,
+        "binding": bound.binding,
         "bytes_on_link": dict(found.bytes_on_link),
         "finish_s": [_json_number(time_s) for time_s in found.finish_s],
         "died": list(found.died),
@@ -163,20 +207,17 @@ def _simulation_lines(
     found: SimulationResult,
     cluster: Cluster,
     plan: Plan,
-    choice: ScheduleChoice,
-    num_bytes: int,
+    bound: Bound,
+    what: str,
     work: str,
     measured: Mapping[str, float],
 ) -> list[str]:
-    bound_s = plan.bound_s(num_bytes)
-    cut = f"{choice.num_segments} segment{'s' if choice.num_segments > 1 else ''}"
-    what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks by {choice.schedule} ({cut})"
     if found.seconds < math.inf:
-        share = f", {bound_s / found.seconds:.2f} of that" if found.seconds else ""
+        share = f", {bound.seconds / found.seconds:.2f} of that" if found.seconds else ""
         lines = [f"simulated  {_format_milliseconds(found.seconds)} for {what}; {work}"]
     else:
         share, lines = "", [f"simulated  never through: {what}; {work}", *_failure_lines(found, plan)]
-    lines += [f"bound      {_format_milliseconds(bound_s)}{share}", f"           {plan.binding}"]
+    lines += [f"bound      {_format_milliseconds(bound.seconds)}{share}", f"           {bound.binding}"]
     rates = {**{link.name: link.bandwidth_bytes_per_s for link in cluster.links()}, **measured}
     loaded = sorted(found.bytes_on_link.items(), key=lambda pair: -pair[1] / rates[pair[0]])
     lines += [

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ringweave import sim
 from ringweave.planning.plans import Plan, ScheduleChoice
+from ringweave.schedules import CollectiveKind, Schedule
 from ringweave.schedules.program import Pipelining
 from ringweave.sim import HostModel
 from ringweave.topology import Cluster
@@ -24,12 +25,13 @@ _TARGET_BURSTS, _MAX_BURSTS = 4000, 8000
 _MAX_BURST_BYTES = 32 * 2**10
 
 
-def simulate_best(
+def simulate_best(  # noqa: PLR0913 - plan, message, options
     plan: Plan,
     cluster: Cluster,
     num_bytes: int,
     *,
     count: int,
+    kind: CollectiveKind = "allreduce",
     rates: Mapping[str, float] | None = None,
     machine: HostModel | None = None,
     on_progress: Callable[[str, int, int], None] = lambda schedule, done, total: None,
@@ -41,6 +43,7 @@ def simulate_best(
         cluster: The group's cluster.
         num_bytes: Size of the message.
         count: Number of schedules.
+        kind: The collective; a broadcast starts at rank 0.
         rates: Measured bytes per second by directed link name, as in the plan.
         machine: Costs of processors, memory and kernels; None simulates the network alone.
         on_progress: Called now and then with the name of a schedule, its simulated amount and its total.
@@ -53,7 +56,7 @@ def simulate_best(
     """
     return {
         choice.schedule: sim.simulate(
-            plan.generate(choice.schedule),
+            plan.generate(choice.schedule, kind),
             cluster,
             plan.nodes,
             num_bytes,
@@ -62,7 +65,7 @@ def simulate_best(
             machine=machine,
             progress=functools.partial(on_progress, choice.schedule),
         ).seconds
-        for choice in plan.choices(num_bytes)[:count]
+        for choice in plan.choices(num_bytes, kind)[:count]
     }
 
 
@@ -71,6 +74,7 @@ def estimate_candidates(
     cluster: Cluster,
     num_bytes: int,
     *,
+    kind: CollectiveKind = "allreduce",
     rates: Mapping[str, float] | None = None,
     machine: HostModel | None = None,
 ) -> dict[str, float]:
@@ -85,6 +89,7 @@ def estimate_candidates(
         plan: The plan of the group, made for this cluster.
         cluster: The group's cluster.
         num_bytes: Size of the message.
+        kind: The collective; a broadcast starts at rank 0.
         rates: Measured bytes per second by directed link name, as in the plan.
         machine: Costs of processors, memory and kernels; None is `HostModel.assumed()`.
 
@@ -94,7 +99,7 @@ def estimate_candidates(
     Cost:
         0.1 to 0.8 s of processor time for 3 to 8 ranks; at most about 1.5 s.
     """
-    found = plan.choices(num_bytes)
+    found = plan.choices(num_bytes, kind)
     candidates = [choice for choice in found if choice.predicted_s <= _CANDIDATE_RATIO * found[0].predicted_s][
         :_MAX_CANDIDATES
     ]
@@ -102,7 +107,10 @@ def estimate_candidates(
         return {}
     estimates: dict[str, float] = {}
     for choice in candidates:
-        seconds = _estimate_candidate(plan, cluster, num_bytes, choice, rates, machine or HostModel.assumed())
+        schedule = plan.generate(choice.schedule, kind)
+        seconds = _estimate_candidate(
+            schedule, plan.nodes, cluster, num_bytes, choice, rates, machine or HostModel.assumed()
+        )
         if seconds is None:
             return {}  # simulated times must not be compared with formulas
         estimates[choice.schedule] = seconds
@@ -110,7 +118,8 @@ def estimate_candidates(
 
 
 def _estimate_candidate(
-    plan: Plan,
+    schedule: Schedule,
+    nodes: Sequence[str],
     cluster: Cluster,
     num_bytes: int,
     choice: ScheduleChoice,
@@ -118,11 +127,12 @@ def _estimate_candidate(
     machine: HostModel,
 ) -> float | None:
     """Return None if even a few segments are too much."""
-    schedule, count = plan.generate(choice.schedule), choice.num_segments
-    num_messages = max(1, sum(len(round_) for round_ in schedule.rounds))
+    count, is_owned = choice.num_segments, schedule.collective.owners is not None
+    num_messages = sum(int(each.num_chunks.sum()) if is_owned else len(each) for each in schedule.rounds) or 1
     few = min(count, max(2, _TARGET_MESSAGES // num_messages))
     runs = [few] if few == count else [few, few // 2]
-    moved_bytes = 2 * (len(plan.nodes) - 1) * num_bytes / count * sum(runs)
+    copies = 2 if schedule.collective.kind == "allreduce" else 1
+    moved_bytes = copies * (len(nodes) - 1) * num_bytes / count * sum(runs)
     burst_bytes = min(_MAX_BURST_BYTES, max(machine.burst_bytes, moved_bytes / _TARGET_BURSTS))
     if num_messages * sum(runs) > _MAX_MESSAGES or moved_bytes / burst_bytes > _MAX_BURSTS:
         return None
@@ -131,7 +141,7 @@ def _estimate_candidate(
         sim.simulate(
             schedule,
             cluster,
-            plan.nodes,
+            nodes,
             max(4, math.ceil(num_bytes * segments / count)),
             pipelining=Pipelining(num_segments=segments, lag=choice.lag, window=choice.window),
             rates=rates,

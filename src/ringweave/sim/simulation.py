@@ -469,12 +469,15 @@ def simulate(  # noqa: PLR0913 - schedule, cluster, options, machine and faults
 def has_few_messages(schedule: Schedule, pipelining: Pipelining, max_messages: int) -> bool:
     """Return whether a schedule has at most so many messages, counting those of every segment.
 
+    Where chunks have owners, each of several segments has a message for each chunk of a transfer.
+
     Cost:
         One pass over the rounds, until there are too many.
     """
-    count = 0
+    is_split, count = pipelining.num_segments > 1 and schedule.collective.owners is not None, 0
     for round_ in schedule.rounds:
-        count += len(round_) * pipelining.num_segments
+        num_messages = int(round_.num_chunks.sum()) if is_split else len(round_)
+        count += num_messages * pipelining.num_segments
         if count > max_messages:
             return False
     return True

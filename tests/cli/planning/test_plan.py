@@ -33,6 +33,26 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
         assert choice["fraction_of_bound"] == pytest.approx(found["bound_s"] / choice["predicted_s"])
 
 
+def test_the_screen_of_another_collective(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line(["plan", RACKS, "--collective", "allgather", "--simulate", "0"]) == 0
+    check_golden(GOLDEN / "allgather.txt", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound_s", "chosen"),
+    [("reduce-scatter", 0.5, "multi-level"), ("allgather", 0.5, "multi-level"), ("broadcast", 1.0, "ring")],
+)
+def test_the_document_of_another_collective(
+    kind: str, bound_s: float, chosen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run_command_line(["plan", RACKS, "--collective", kind, "--simulate", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["collective"], found["bound_s"], found["chosen"]) == (kind, bound_s, chosen)
+    assert [choice["schedule"] for choice in found["choices"]] == ["multi-level", "ring", "direct"]
+    assert found["choices"][0]["fraction_of_bound"] > 0.98
+    assert "r0->core" in found["binding"]
+
+
 def test_without_a_size_it_is_25_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run_command_line(["plan", RACKS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == 25_000_000
@@ -81,6 +101,10 @@ def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]
         (
             ["plan", "--run", "x", "--picture", "p.png"],
             "--picture: 'p.png', expected a CLUSTER to draw. Draw the plan of its cluster file: ringweave plan RUN_DIR",
+        ),
+        (
+            ["plan", RACKS, "--picture", "p.png", "--collective", "broadcast"],
+            "--collective with --picture: 'broadcast', expected allreduce. Leave --picture out, or draw the allreduce.",
         ),
         (["plan", RACKS, "--picture", "p.gif"], "picture: 'p.gif', expected a file name ending in .png or .svg."),
         (

@@ -37,6 +37,26 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["died"], found["noticed_s"]) == ([], {})
 
 
+@pytest.mark.parametrize("kind", ["reduce-scatter", "allgather"])
+def test_another_collective(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--collective", kind)
+    assert (found["collective"], found["schedule"], found["bound_s"]) == (kind, "multi-level", 0.02)
+    assert found["bytes_on_link"]["r0->core"] == pytest.approx(0.5e6, rel=1e-4)
+    assert 0.8 < found["bound_s"] / found["simulated_s"] < 1
+
+
+def test_a_broadcast_from_a_rank_of_the_second_rack(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--collective", "broadcast", "--schedule", "ring", "--root", "5")
+    assert (found["bytes_on_link"]["r1->b-0"], found["bytes_on_link"].get("r1->b-1", 0)) == (1e6, 0)
+    assert found["binding"] == "cut: the message has to enter a-0, a-1, a-2, a-3 by core->r0 (200Mbit/s)"
+
+
+def test_the_screen_of_a_broadcast(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--collective", "broadcast", "--schedule", "ring", "--root", "3"]
+    assert main.run_command_line(["simulate", RACKS, "--bytes", "1MB", *arguments]) == 0
+    check_golden(GOLDEN / "broadcast.txt", capsys.readouterr().out)
+
+
 def test_without_a_name_it_is_the_schedule_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run_command_line(["plan", RACKS, "--bytes", "1MB", "--simulate", "0", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["chosen"]
@@ -139,6 +159,12 @@ def test_a_trace_on_a_full_disk_is_an_error_in_one_line(capsys: pytest.CaptureFi
     ("arguments", "text"),
     [
         (["--schedule", "rign"], "schedule: 'rign', expected one of"),
+        (
+            ["--collective", "allgather", "--schedule", "ps"],
+            "--schedule of allgather: 'ps', expected one of ring, direct, multi-level. Name one of these.",
+        ),
+        (["--root", "1"], "--root: 1, expected none for allreduce. Leave --root out, or add --collective broadcast."),
+        (["--collective", "broadcast", "--root", "8"], "--root: 8, expected ranks 0..7. Name a rank."),
         (["--schedule", "native"], "'native' names the native backend"),
         (["--straggle", "z-9=2"], "node of a fault: 'z-9', expected a node with ranks of this group."),
         (["--fail", "rank:8"], "rank of a fault: 8, expected 0 to 7."),
