@@ -39,22 +39,34 @@ class ScheduleChoice:
     before the next one is waited for."""
     window: int
     """Receives that are posted ahead."""
+    ahead: int | None = None
+    """Rounds, in the order of waiting, by which a send may precede the piece that its rank waits for; None is any
+    number."""
     predicted_s: float
     """Predicted time; infinite without a prediction."""
 
     @property
     def pipelining(self) -> Pipelining:
         """Return the division of the message in time, for compiling programs."""
-        return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window)
+        return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window, ahead=self.ahead)
 
 
-def best_pipelining(name: str, demand: ScheduleDemand, num_bytes: int) -> ScheduleChoice:
+_AHEAD_S = 0.025
+"""Time by which sends may precede the pieces that a rank waits for, beside four latencies: processors come late."""
+
+
+def best_pipelining(
+    name: str, demand: ScheduleDemand, num_bytes: int, kind: CollectiveKind = "allreduce"
+) -> ScheduleChoice:
     """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
 
     Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
-    Small pieces that go round the peers also keep the streams
-    that meet at a link even; measurements show that this matters more than the overlap (docs/notebook/2026-11.md). The
-    window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
+    Small pieces that go round the peers also keep the streams that meet at a link even; measurements show that this
+    matters more than the overlap (docs/notebook/2026-11.md). The window holds the receives of two segments. Inside one
+    node the plan's assumptions set the size of pieces.
+
+    In an allgather and a reduce-scatter each rank could send its own block or its contributions to all near ranks at
+    once. Sent so, they take the rank's link from pieces that still have a slow uplink to pass; so they are held back.
     """
     largest = demand.largest_piece * num_bytes
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
@@ -71,7 +83,13 @@ def best_pipelining(name: str, demand: ScheduleDemand, num_bytes: int) -> Schedu
     as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
     best = max(count for count in counts if times[count] <= as_good_s)
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
-    return ScheduleChoice(schedule=name, num_segments=best, lag=lag, window=window, predicted_s=times[best])
+    ahead = None
+    if demand.num_latencies and demand.streams_meet and kind in ("allgather", "reduce-scatter"):
+        segments_ahead = (_AHEAD_S + 4 * demand.latency_s) * best / times[best]
+        ahead = lag * max(2, math.ceil(segments_ahead))
+    return ScheduleChoice(
+        schedule=name, num_segments=best, lag=lag, window=window, ahead=ahead, predicted_s=times[best]
+    )
 
 
 def _clamp_segments(num_segments: int) -> int:
@@ -257,7 +275,7 @@ class Plan:
 
     def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> list[ScheduleChoice]:
         """Return every considered schedule, at its best pipelining, by predicted time; none if not planned."""
-        found = [best_pipelining(name, asked, num_bytes) for name, asked in self._demands(kind).items()]
+        found = [best_pipelining(name, asked, num_bytes, kind) for name, asked in self._demands(kind).items()]
         return sorted(found, key=lambda choice: choice.predicted_s)
 
     def choose(self, num_bytes: int, forced: str | None = None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
@@ -280,7 +298,7 @@ class Plan:
             by_name = {choice.schedule: choice for choice in self.choices(num_bytes, kind)}
             return by_name[self.fastest({name: choice.predicted_s for name, choice in by_name.items()})]
         if name in demands:
-            return best_pipelining(name, demands[name], num_bytes)
+            return best_pipelining(name, demands[name], num_bytes, kind)
         return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
 
     def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:

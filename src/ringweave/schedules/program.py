@@ -8,9 +8,11 @@ must complete before a region is overwritten. The executor then only follows.
 
 Pieces (one transfer of one segment) carry a key, (round + lag * segment, segment, place in the round), that is the same
 on both sides. Every rank waits in the order of the keys and never for anything that comes later than the piece it
-waits for; so the piece with the smallest key that has not arrived can always move, and there is no deadlock. A piece
-for a rank of this node may leave only when that rank takes it, at its turn; its place in the round is not the same on
-both sides, so it is not waited for before a turn of the same round and segment.
+waits for; so the piece with the smallest key that has not arrived can always move, and there is no deadlock. Sends may
+be held back until the rank waits for a piece at most `ahead` rounds before them, which delays no piece whose turn it
+is: streams that could start at once would take the links from those that all others wait for. A piece for a rank of
+this node may leave only when that rank takes it, at its turn; its place in the round is not the same on both sides, so
+it is not waited for before a turn of the same round and segment.
 
 Content for ranks of the same node goes through shared memory. Content for several of them is staged once. Only the
 segments of a window have slots of their own: segment s uses those of segment s - window again, so the memory stays
@@ -20,6 +22,7 @@ small and in the caches.
 import dataclasses
 import enum
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -181,10 +184,14 @@ class Pipelining:
     """Rounds by which a segment follows the one before it in the order of waiting."""
     window: int = 2
     """Receives that are posted and not yet waited for."""
+    ahead: int | None = None
+    """Rounds, in the order of waiting, by which a send may precede the piece that its rank waits for; None is any
+    number."""
 
     def __post_init__(self) -> None:
-        if self.num_segments < 1 or self.lag < 0 or self.window < 1:
-            raise ValueError(f"pipelining: {self}, expected num_segments >= 1, lag >= 0, window >= 1")
+        if self.num_segments < 1 or self.lag < 0 or self.window < 1 or (self.ahead or 0) < 0:
+            expected = "num_segments >= 1, lag >= 0, window >= 1, ahead >= 0"
+            raise ValueError(f"pipelining: {self}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +271,7 @@ def compile_program(
     """
     pieces = _cut_pieces(schedule, transfers, num_elements, pipelining)
     layout = _assign_slots([p for p in pieces if p.transfer.sends and p.transfer.peer in neighbours], pipelining)
-    emitter = _ProgramEmitter(pieces, pipelining.window)
+    emitter = _ProgramEmitter(pieces, pipelining)
     emitter.run()
     sends = sum(piece.transfer.sends for piece in pieces)
     largest = max((p.stop - p.start for p in pieces if not (p.transfer.sends or p.in_place)), default=0)
@@ -344,11 +351,11 @@ def _assign_slots(staged: Sequence[_Piece], pipelining: Pipelining) -> StagingLa
 class _ProgramEmitter:
     """Walks the receives in the order of their keys and emits everything else as early as is safe."""
 
-    def __init__(self, pieces: list[_Piece], window: int) -> None:
+    def __init__(self, pieces: list[_Piece], pipelining: Pipelining) -> None:
         self.instructions: list[Instruction] = []
         self.num_buffers = 0
         self._pieces = pieces
-        self._window = window
+        self._window, self._ahead = pipelining.window, math.inf if pipelining.ahead is None else pipelining.ahead
         self._receives = [n for n, piece in enumerate(pieces) if not piece.transfer.sends]
         self._sends: dict[int, list[int]] = {}
         for number in reversed([n for n, piece in enumerate(pieces) if piece.transfer.sends]):
@@ -363,9 +370,9 @@ class _ProgramEmitter:
     def run(self) -> None:
         """Emit the whole program."""
         for place, number in enumerate(self._receives):
-            self._send_ready()
-            self._post_ahead(place)
             piece = self._pieces[number]
+            self._send_ready(piece.key[0] + self._ahead)
+            self._post_ahead(place)
             if piece.transfer.how == ReceiveOp.REDUCE:
                 self._wait_for_sends(piece.after_departures)
             buffer = self._buffer_of[number]
@@ -373,15 +380,18 @@ class _ProgramEmitter:
             self._arrived.add(number)
             if buffer != IN_PLACE:
                 self._free_buffers.append(buffer)
-        self._send_ready()
+        self._send_ready(math.inf)
         self._wait_for_sends(sorted(self._in_flight))
         assert not any(self._sends.values()), "a send depends on nothing that arrives"
 
-    def _send_ready(self) -> None:
-        """Emit every send whose content has arrived, to each peer in the order of the keys."""
+    def _send_ready(self, last: float) -> None:
+        """Emit every send up to key `last` whose content has arrived, to each peer in the order of the keys."""
         for waiting in self._sends.values():
-            while waiting and self._arrived.issuperset(self._pieces[waiting[-1]].after_arrivals):
-                number = waiting.pop()
+            while waiting:
+                number, piece = waiting[-1], self._pieces[waiting[-1]]
+                if piece.key[0] > last or not self._arrived.issuperset(piece.after_arrivals):
+                    break
+                waiting.pop()
                 self._emit(Opcode.SEND, number, self._pieces[number].slot)
                 self._in_flight.add(number)
 

@@ -434,6 +434,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "num_segments": "segments that it was cut into",
             "lag": "rounds by which a segment trailed the one before",
             "window": "receives that were posted ahead",
+            "ahead": "rounds by which a send could precede the piece waited for, null for any number",
             "predicted_s": "predicted seconds, null where nothing is predicted",
             "measured_s": "measured seconds on the first rank, waiting for late ranks included: median of the newest",
             "rounds": "how many were measured",

@@ -19,7 +19,13 @@ from tests import effort
 from tests.schedules import samples
 from tests.schedules.programs.worlds import ViolationError, World, check_exposure
 
-PIPELINING = st.builds(Pipelining, num_segments=st.integers(1, 8), lag=st.integers(0, 4), window=st.integers(1, 6))
+PIPELINING = st.builds(
+    Pipelining,
+    num_segments=st.integers(1, 8),
+    lag=st.integers(0, 4),
+    window=st.integers(1, 6),
+    ahead=st.none() | st.integers(0, 5),
+)
 PACE = st.sampled_from(["even", "one slow", "wires slow", "ranks slow"])
 RANDOM = st.randoms(use_true_random=False)
 GENERATOR = st.sampled_from(sorted(samples.ALL))
@@ -174,9 +180,11 @@ def test_one_rank_or_no_elements_is_nothing_to_do() -> None:
             assert (program.num_pieces, program.num_sends, program.num_buffers, program.buffer_elements) == (0,) * 4
 
 
-@pytest.mark.parametrize("wrong", [{"num_segments": 0}, {"lag": -1}, {"window": 0}])
+@pytest.mark.parametrize("wrong", [{"num_segments": 0}, {"lag": -1}, {"window": 0}, {"ahead": -1}])
 def test_pipelining_that_is_none(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"^pipelining: .*, expected num_segments >= 1, lag >= 0, window >= 1$"):
+    with pytest.raises(
+        ValueError, match=r"^pipelining: .*, expected num_segments >= 1, lag >= 0, window >= 1, ahead >= 0$"
+    ):
         Pipelining(**wrong)
 
 
