@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from random import Random
 
-from ringweave import cost
+from ringweave import cost, planning
 from ringweave.planning import chunk_shares
 from ringweave.topology import Cluster, Device, Nic, Node, Switch
 
@@ -51,6 +51,28 @@ def busiest_over_bound(cluster: Cluster) -> tuple[float, float]:
     return found.busiest_s_per_byte / bound_s, chunk_shares.lay_out_message(found).busiest_s_per_byte / bound_s
 
 
+def gathering_over_bound(cluster: Cluster) -> tuple[float, float]:
+    """Return the ratio of the multi-level allgather, and the smaller one of it and the ring's."""
+    nodes = [node.name for node in cluster.nodes]
+    plan = planning.plan_group(cluster, nodes, kinds=["allgather"])
+    found = {name: asked.busiest_s_per_byte for name, asked in plan.collective("allgather").demands}
+    bound_s = plan.bound_s(1, "allgather")
+    return found["multi-level"] / bound_s, min(found["multi-level"], found["ring"]) / bound_s
+
+
+def study_gathering(name: str, make: Callable[[Random], Cluster], count: int) -> None:
+    """Print one row of the table of allgathers."""
+    pairs = [gathering_over_bound(make(Random(seed))) for seed in range(count)]
+    for what, ratios in zip(
+        ("multi-level", "the better of it and ring"), map(sorted, zip(*pairs, strict=True)), strict=True
+    ):
+        near = sum(ratio < 1.01 for ratio in ratios) / count
+        print(
+            f"{name}, allgather, {what}: {near:.1%} within 1 %; 90 %: {ratios[count * 9 // 10]:.3f}, "
+            f"99 %: {ratios[count * 99 // 100]:.3f}, worst {ratios[-1]:.3f}"
+        )
+
+
 def study(name: str, make: Callable[[Random], Cluster], count: int) -> None:
     """Print one row of the table."""
     pairs = [busiest_over_bound(make(Random(seed))) for seed in range(count)]
@@ -66,11 +88,12 @@ def study(name: str, make: Callable[[Random], Cluster], count: int) -> None:
 def main() -> None:
     """Print all rows."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    study("any tree, rates uniform", lambda random: any_tree(random, lambda r: r.uniform(1e7, 1e8)), count)
-    study("any tree, rates 1, 2, 4, 10", lambda random: any_tree(random, _classes), count)
-    study("any tree, rates log-uniform", lambda random: any_tree(random, lambda r: 10 ** r.uniform(7, 9)), count)
-    study("racks, nodes alike", lambda random: racks(random, alike=True), count)
-    study("racks, nodes mixed", lambda random: racks(random, alike=False), count)
+    for each in (study, study_gathering):
+        each("any tree, rates uniform", lambda random: any_tree(random, lambda r: r.uniform(1e7, 1e8)), count)
+        each("any tree, rates 1, 2, 4, 10", lambda random: any_tree(random, _classes), count)
+        each("any tree, rates log-uniform", lambda random: any_tree(random, lambda r: 10 ** r.uniform(7, 9)), count)
+        each("racks, nodes alike", lambda random: racks(random, alike=True), count)
+        each("racks, nodes mixed", lambda random: racks(random, alike=False), count)
 
 
 def _node(name: str, rate: float, switch: str | None) -> Node:

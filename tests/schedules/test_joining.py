@@ -14,6 +14,7 @@ from ringweave.schedules import (
     compose_side_by_side,
 )
 from ringweave.schedules.compose import concatenate_rounds
+from tests.schedules import generated
 
 EXPECTED = (
     "expected a reduce-scatter and the allgather of the same owners, or a reduce and the broadcast of the same root, "
@@ -27,6 +28,38 @@ def counted(num_rounds: int, made: list[int]) -> LazyRounds:
         return Round.of([index], [index + 1], 0, 1)
 
     return LazyRounds(num_rounds, make)
+
+
+def test_a_mirror_reduces_to_the_owners_what_an_allgather_spreads() -> None:
+    gathered = schedules.ring_block_allgather(5, [3, 1, 0, 4, 2])
+    scattered = schedules.mirror(gathered)
+    assert (scattered.collective.kind, scattered.name) == ("reduce-scatter", "ring reduce-scatter")
+    assert scattered.collective.owners == gathered.collective.owners == tuple(range(5))
+    assert generated.moved(scattered) == generated.moved(gathered)[::-1]
+    schedules.verify(scattered)
+
+
+def test_phases_of_a_mirror_are_reversed() -> None:
+    racks = schedules.Domain((schedules.Domain((0, 1), (0, 1)), 2), (0, 2))
+    gathered = schedules.multi_level_allgather(racks, (1, 1), (0, 1))
+    assert [tuple(phase) for phase in gathered.phases] == [
+        (0, "allgather to leaders at depth 0"),
+        (1, "allgather at depth 0"),
+        (2, "allgather at depth 1"),
+    ]
+    assert [tuple(phase) for phase in schedules.mirror(gathered).phases] == [
+        (0, "reduce-scatter at depth 1"),
+        (1, "reduce-scatter at depth 0"),
+        (2, "reduce-scatter to leaders at depth 0"),
+    ]
+
+
+def test_only_what_copies_has_a_mirror() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        schedules.mirror(schedules.ring(3))
+    assert str(caught.value) == (
+        "schedule to mirror: 'allreduce', expected an allgather or a broadcast. Mirror its other half."
+    )
 
 
 def test_rounds_are_made_when_asked_for_and_come_in_order() -> None:

@@ -122,6 +122,13 @@ def two_racks() -> Domain:
     return Domain((Domain((0, 1), (0, 0, 1, 1)), Domain((2, 3), (2, 2, 3, 3))), (0, 2, 1, 3))
 
 
+def relayed_racks() -> Domain:
+    """Ranks 0, 1 and 2, 3 in racks; rank 0 leads the block of rank 1, the others lead their own."""
+    return Domain((Domain((0, 1), (0, 0, 0, 1)), Domain((2, 3), (2, 3, 2, 3))), (0, 0, 2, 3))
+
+
+GATHERED = schedules.multi_level_allgather(relayed_racks(), (1, 1, 1, 1), (0, 1, 2, 3))
+
 SMALL = {
     "ring-5": schedules.ring(5),
     "leader-matrix-6": schedules.leader_matrix([[0], [1], [2], [3], [4], [5]]),
@@ -132,6 +139,9 @@ SMALL = {
     "direct-4": schedules.direct(4, [2, 1, 0, 1]),
     "multi-level-two-racks": schedules.multi_level(two_racks(), (1, 1, 1, 1)),
     "multi-level-broadcast": schedules.multi_level_broadcast(two_racks(), (1, 1, 1, 1), 1),
+    "multi-level-allgather": GATHERED,
+    "multi-level-reduce-scatter": schedules.mirror(GATHERED),
+    "ring-allgather-4": schedules.ring_block_allgather(4, [0, 2, 3, 1], [1, 2, 1, 1]),
     "halving-doubling-6": schedules.halving_doubling(6),
     "broadcast-binomial-5": schedules.binomial_broadcast(5, 1),
 }
@@ -147,7 +157,7 @@ def test_the_pictures_of_the_docs_are_what_is_made() -> None:
     text = (Path(__file__).parents[3] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
     pictures = [block.partition("```")[0] for block in text.split("```text\n")[1:]]
     made = [schedules.render(schedule) for schedule in SMALL.values()]
-    assert len(pictures) == 9
+    assert len(pictures) == 10
     assert all(picture in made for picture in pictures)
     assert {picture.partition(":")[0] for picture in pictures} >= set(schedules.SCHEDULE_NAMES) - {schedules.NATIVE}
 

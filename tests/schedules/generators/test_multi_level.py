@@ -243,3 +243,22 @@ def test_a_thousand_ranks_in_racks() -> None:
     schedule = multi_level(two_tiers(25, 40), (1,) * 1000)
     schedules.verify(schedule)
     assert generated.ALL.keys() >= {"multi-level"}
+
+
+def test_owners_of_cut_blocks() -> None:
+    assert schedules.block_owners((2, 1, 1, 2, 0), 3) == (0, 1, 1, 2, 2)
+    for shares in ((1, 2, 1), (1, 1, 1)):
+        with pytest.raises(
+            ScheduleError, match=r"shares: \(.*\), expected 2 blocks of equal size, each cut into whole"
+        ):
+            schedules.block_owners(shares, 2)
+
+
+def test_an_owner_that_there_is_not() -> None:
+    with pytest.raises(ScheduleError, match=r"owner: 2, expected ranks 0\.\.1\. Name ranks of the tree"):
+        schedules.multi_level_allgather(Domain((0, 1), (0, 1)), (1, 1), (0, 2))
+
+
+def test_a_direct_broadcast_has_a_root_of_the_group() -> None:
+    with pytest.raises(ScheduleError, match=r"root: 3, expected ranks 0\.\.2"):
+        schedules.direct_broadcast(3, 3)

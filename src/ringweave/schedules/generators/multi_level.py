@@ -322,7 +322,8 @@ def block_owners(shares: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """
     per_block, rest = divmod(sum(shares), num_ranks)
     ends = list(accumulate(shares))
-    owners = tuple((end - share) // per_block if per_block else 0 for end, share in zip(ends, shares, strict=True))
+    firsts = [min(end - share, sum(shares) - 1) for end, share in zip(ends, shares, strict=True)]
+    owners = tuple(first // per_block if per_block else 0 for first in firsts)
     if rest or any(end > per_block * (owner + 1) for end, owner in zip(ends, owners, strict=True)):
         expected = f"{num_ranks} blocks of equal size, each cut into whole chunks"
         raise ScheduleError(explain("shares", got=tuple(shares)[:8], expected=expected, do="Cut block by block"))
