@@ -387,7 +387,7 @@ def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-_MEASURED_KEY = ("group", "version", "schedule", "bytes", "num_segments", "lag", "window")
+_MEASURED_KEY = ("group", "version", "collective", "schedule", "bytes", "num_segments", "lag", "window")
 _MEASURED_VALUES = ("predicted_s", "measured_s", "rounds")
 
 
@@ -414,16 +414,20 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
     return 0
 
 
-def compare_measured(events_of_attempt: list[Event], bound_by_group: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the last measurement of each group, plan version, size, schedule and pipelining, with its prediction.
+def compare_measured(
+    events_of_attempt: list[Event], bound_by_group: dict[tuple[str, str], float]
+) -> list[dict[str, Any]]:
+    """Return the last measurement of each group, plan, collective, size, schedule and pipelining, with its prediction.
 
     Args:
         events_of_attempt: The events of one attempt.
-        bound_by_group: The bound of each group for which there is one, at the rates of the cluster file, in seconds per
-            byte; for plans that no event tells of.
+        bound_by_group: The bound of each group and collective for which there is one, at the rates of the cluster file,
+            in seconds per byte; for plans that no event tells of, and for other collectives than allreduce.
     """
     bound_by_plan = {
-        (e["group"], e["version"]): e["bound_s_per_byte"] for e in events_of_attempt if e["kind"] == "plan_made"
+        (e["group"], e["version"], "allreduce"): e["bound_s_per_byte"]
+        for e in events_of_attempt
+        if e["kind"] == "plan_made"
     }
     last_measured = {_measured_key(event): event for event in events_of_attempt if event["kind"] == "schedule_measured"}
     rows = [
@@ -432,7 +436,8 @@ def compare_measured(events_of_attempt: list[Event], bound_by_group: dict[str, f
     ]
     for row in rows:
         predicted_s = row["predicted_s"]
-        s_per_byte = bound_by_plan.get((row["group"], row["version"]), bound_by_group.get(row["group"]))
+        group, kind = row["group"], row["collective"]
+        s_per_byte = bound_by_plan.get((group, row["version"], kind), bound_by_group.get((group, kind)))
         row["measured_over_predicted"] = row["measured_s"] / predicted_s if predicted_s else None
         row["bound_s"] = s_per_byte * row["bytes"] if s_per_byte else None
         row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if row["bound_s"] else None
@@ -440,18 +445,20 @@ def compare_measured(events_of_attempt: list[Event], bound_by_group: dict[str, f
 
 
 def _measured_key(event: Event) -> tuple[Any, ...]:
-    """Return the key of a measurement; older logs name no version."""
-    return tuple(event.get(name, 1) if name == "version" else event[name] for name in _MEASURED_KEY)
+    """Return the key of a measurement; older logs name no version and no collective."""
+    known = {"version": 1, "collective": "allreduce", **event}
+    return tuple(known[name] for name in _MEASURED_KEY)
 
 
-def _bounds_of_cluster_file(directory: RunDir, found: list[Event]) -> dict[str, float]:
-    """Return the bound of each group by the run's cluster file; empty if the file is gone or has changed."""
+def _bounds_of_cluster_file(directory: RunDir, found: list[Event]) -> dict[tuple[str, str], float]:
+    """Return the bound of each group and collective by the run's cluster file; empty if it is gone or has changed."""
     try:
         cluster = topology.load(str(directory.cluster_file))
         return {
-            event["group"]: cost.bound(cluster, 1, nodes=event["nodes"]).seconds
+            (event["group"], kind): cost.bound(cluster, 1, nodes=event["nodes"], kind=kind).seconds
             for event in found
             if event["kind"] == "group_formed"
+            for kind in PLANNED_KINDS
         }
     except (OSError, RingweaveError):
         return {}
@@ -461,6 +468,7 @@ def _measured_table(rows: list[dict[str, Any]]) -> list[str]:
     titles = (
         "group",
         "plan",
+        "collective",
         "schedule",
         "bytes",
         "segments",
@@ -486,6 +494,7 @@ def _measured_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["group"],
         str(row["version"]),
+        row["collective"],
         row["schedule"],
         units.format_bytes(row["bytes"]),
         str(row["num_segments"]),

@@ -15,11 +15,13 @@ def measured(log: EventLog, **changes) -> None:
         "rank": 0,
         "group": "0",
         "version": 1,
+        "collective": "allreduce",
         "schedule": "multi-level",
         "bytes": 25_000_000,
         "num_segments": 64,
         "lag": 1,
         "window": 8,
+        "ahead": None,
         "predicted_s": 1.0,
         "measured_s": 1.25,
         "rounds": 9,
@@ -40,16 +42,18 @@ def test_predicted_beside_measured(log: EventLog, tmp_path: Path, capsys: pytest
     measured(log, measured_s=9.0, rounds=1)
     measured(log)
     measured(log, bytes=1_000_000, schedule="native", predicted_s=None, measured_s=0.1)
+    measured(log, collective="broadcast", predicted_s=1.0, measured_s=2.0)
     assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
-    planned, native = json.loads(capsys.readouterr().out)["measured"]
+    planned, native, broadcast = json.loads(capsys.readouterr().out)["measured"]
     assert (planned["measured_s"], planned["rounds"], planned["measured_over_predicted"]) == (1.25, 9, 1.25)
     assert (planned["bound_s"], planned["fraction_of_bound"]) == (1.0, 0.8)
     assert (native["predicted_s"], native["measured_over_predicted"]) == (None, None)
     assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 0
+    assert (broadcast["bound_s"], broadcast["fraction_of_bound"]) == (1.0, 0.5)
     title, first, second, *_ = capsys.readouterr().out.splitlines()
-    assert title.startswith("group  plan  schedule ")
-    assert " ".join(first.split()) == "0 1 multi-level 25MB 64 1000 ms 1000 ms 1250 ms 1.25 9"
-    assert " ".join(second.split()) == "0 1 native 1MB 64 40 ms - 100 ms - 9"
+    assert title.startswith("group  plan  collective  schedule ")
+    assert " ".join(first.split()) == "0 1 allreduce multi-level 25MB 64 1000 ms 1000 ms 1250 ms 1.25 9"
+    assert " ".join(second.split()) == "0 1 allreduce native 1MB 64 40 ms - 100 ms - 9"
 
 
 def test_without_a_cluster_file_there_is_no_bound(log: EventLog, tmp_path: Path, capsys) -> None:
