@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import BarrierOptions
 
-from ringweave.comm import group_info, plan_choice
+from ringweave.comm import barrier, group_info, plan_choice
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
@@ -147,6 +148,44 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def _timeout_s(self, opts: AllreduceOptions) -> float:
         own: timedelta = opts.timeout if opts.timeout > timedelta() else self._gloo.options._timeout
         return own.total_seconds()
+
+    def barrier(  # pyrefly: ignore - one signature that takes what torch's two overloads take
+        self, opts: BarrierOptions | timedelta | None = None, timeout: timedelta | None = None
+    ) -> Work | None:
+        """Wait for all ranks and for this rank's earlier collectives; arguments as of torch's ProcessGroup.barrier.
+
+        A synchronous barrier begins when the earlier ones have finished here, so at its end they have on every rank.
+
+        Raises:
+            CommunicationError: An earlier collective failed.
+        """
+        opts = barrier.barrier_options(opts, timeout)
+        earlier = self._made_engine.unfinished_works() if self._made_engine is not None else []
+        if not opts.asyncOp:
+            for work in earlier:
+                work.wait()
+            return super().barrier(opts)
+        native = super().barrier(opts)
+        return barrier.BarrierWork(native, earlier) if earlier and native is not None else native
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, and then for this rank's earlier collectives; rank 0 names the ranks that do not come.
+
+        Args:
+            timeout: Rank 0's limit on waiting for the others; None is the group's.
+            wait_all_ranks: Name all ranks that do not come, instead of the first.
+
+        Raises:
+            PeerError: A rank did not come, which ends the group; or an earlier collective failed.
+        """
+        limit = self._timeout if timeout is None else timeout
+        try:
+            barrier.monitored_barrier(self.native_group, limit, wait_all_ranks=wait_all_ranks)
+        except TransferFailedError as failure:
+            raise self.fail(failure, "monitored_barrier") from failure
+        if self._made_engine is not None:
+            for work in self._made_engine.unfinished_works():
+                work.wait()
 
     def allgather_small(self, row: Tensor) -> Tensor:
         """Return a short row of each rank, (group_size, width), from each rank's (width,) on the CPU; a barrier.
@@ -341,11 +380,21 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
             from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
 
             environment = torchrun.join_run(store, info, environment)
-        return RingweaveProcessGroup(store, info, listeners, str(options.group_id), options.timeout, environment)
+        group_class = _group_class()
+        return group_class(store, info, listeners, str(options.group_id), options.timeout, environment)
     except BaseException:
         for door in listeners:
             door.close()
         raise
+
+
+def _group_class() -> type[RingweaveProcessGroup]:
+    """Return the class of a new group, by torch's debug level."""
+    if torch.distributed.get_debug_level() != torch.distributed.DebugLevel.DETAIL:
+        return RingweaveProcessGroup
+    from ringweave.comm import call_checks
+
+    return call_checks.DebugProcessGroup
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

@@ -39,6 +39,10 @@ _POLL_INTERVAL, _NUM_POLLS_AFTER_ABORT = timedelta(milliseconds=100), 10
 enough if it is scheduled. Polls are counted instead of timed, because a stopped process gets no processor."""
 
 
+_CPP_STACK = "Exception raised from"
+"""Beginning of the part of torch's errors that names functions."""
+
+
 class StuckWorkError(RuntimeError):
     """A work does not end although its connections are closed."""
 
@@ -117,8 +121,9 @@ def leak_backend(backend: Any) -> None:
 
 def transfer_failure(cause: RuntimeError) -> TransferFailedError:
     """Convert the native backend's error, which does not name a peer."""
-    text = str(cause).strip().partition("\n")[0] or type(cause).__name__
-    return TransferFailedError(None, text, hung="imed out" in text or "imeout" in text)
+    whole = str(cause).strip().partition(_CPP_STACK)[0]
+    text = whole.partition("\n")[0] or type(cause).__name__
+    return TransferFailedError(None, text, hung="imed out" in whole or "imeout" in whole)
 
 
 def named_error(
@@ -295,6 +300,8 @@ _DELEGATED_METHODS = (
 """Methods of torch's ProcessGroup that start a collective or a message, in torch 2.11 to 2.14, except allreduce."""
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 """Works that cannot be polled: a wait that times out closes their connection."""
+COLLECTIVE_METHODS = ("allreduce", *(name for name in _DELEGATED_METHODS if name not in _POINT_TO_POINT))
+"""Methods of torch's ProcessGroup that start a collective."""
 
 
 class NativeWork(Work):
@@ -330,7 +337,7 @@ class NativeWork(Work):
         return done
 
     def is_completed(self) -> bool:
-        return self.work.is_completed()
+        return self.work.is_completed() if self._future is None else self._future.done()
 
     def is_success(self) -> bool:
         return self.work.is_success()
