@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,8 @@ NAME_TESTS = {"test_get_backend": "compares the backend's name with gloo"}
 """Tests that ringweave is not to pass, and the reason."""
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Failure)\b.*$", re.MULTILINE)
 _MAX_REASON = 300
+_CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV)
+"""Exit codes of processes that nothing ended from outside; torch looks at the first process alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +115,14 @@ def run_systems(
 ) -> None:
     """Run what is not in `outcomes` yet, and has passed on Gloo; add it there and to the file."""
     with ThreadPoolExecutor(options.jobs) as pool:
+        running = []
         for system in systems:
             tests = [name for name in wanted if is_due(outcomes.get(name, {}), system)]
             num_parts = max(1, options.jobs // len(systems))
             for part in range(num_parts):
-                pool.submit(run_system, system, tests[part::num_parts], outcomes, options, logs)
+                running.append(pool.submit(run_system, system, tests[part::num_parts], outcomes, options, logs))
+        for each in running:
+            each.result()
 
 
 def is_due(rows: dict[str, Outcome], system: str) -> bool:
@@ -139,6 +145,8 @@ def run_system(system: str, tests: Sequence[str], outcomes: Outcomes, options: a
             outcomes.setdefault(name, {})[system] = Outcome(**row)
             print(f"{system:12} {row['outcome']:8} {row['seconds']:6.1f} s  {name}  {row['reason']}", flush=True)
             save_outcomes(outcomes, options)
+    if process.returncode:
+        raise RuntimeError(f"the process of {system} ended with {process.returncode}; call this again to go on")
 
 
 def save_outcomes(outcomes: Outcomes, options: argparse.Namespace) -> None:
@@ -240,11 +248,14 @@ def make_test_case(limit_s: int, *, forces: bool) -> Any:
 
         def tearDown(self) -> None:
             processes = list(self.processes)
+            crashed = [each.exitcode for each in processes if each.exitcode in _CRASHES]
             super().tearDown()  # which terminates them
             for process in processes:
                 process.join(1)
                 process.kill()
                 process.join()
+            if crashed:
+                raise AssertionError(f"processes ended by signals: {crashed}")
 
     return TorchTests
 
