@@ -36,6 +36,8 @@ NAME_TESTS = {"test_get_backend": "compares the backend's name with gloo"}
 """Tests that ringweave is not to pass, and the reason."""
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Failure)\b.*$", re.MULTILINE)
 _MAX_REASON = 300
+_MIN_GROUP_OF_TWO = 3
+"""World size from which there are the groups of ranks 1 and 2 that some tests make; torch skips these below 8."""
 _CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV)
 """Exit codes of processes that nothing ended from outside; torch looks at the first process alone."""
 
@@ -183,7 +185,7 @@ def report(outcomes: Outcomes, wanted: Sequence[str], systems: Sequence[str]) ->
 
 def run_tests(options: argparse.Namespace) -> None:
     """Print one JSON line for each test: in the process that forks them."""
-    case = make_test_case(options.limit, forces=options.run not in (GLOO, OWN_CHOICE, "list"))
+    case = make_test_case(options.limit, options.world_size, forces=options.run not in (GLOO, OWN_CHOICE, "list"))
     if options.run == "list":
         print(json.dumps(unittest.TestLoader().getTestCaseNames(case)))
         return
@@ -226,12 +228,14 @@ def redirected_output(log: Path) -> Iterator[None]:
                 os.close(old)
 
 
-def make_test_case(limit_s: int, *, forces: bool) -> Any:
+def make_test_case(limit_s: int, world_size: int, *, forces: bool) -> Any:
     """Return torch's test class, whose processes are forked; `forces` lets a forced schedule run every size."""
     from torch.testing._internal import common_distributed
 
     common_distributed.TIMEOUT_DEFAULT = limit_s
     common_distributed.TIMEOUT_OVERRIDE.clear()
+    if world_size >= _MIN_GROUP_OF_TWO:
+        common_distributed.skip_if_small_worldsize = lambda function: function
     skip_without_gpus(common_distributed)
     from torch.testing._internal.distributed import distributed_test
 

@@ -78,7 +78,7 @@ def _with_own_monitored_barrier(function: Any) -> Any:
             function(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, float) else timeout  # as torch's function does
-        own = distributed_c10d._get_default_group() if group is None else group
+        own: Any = distributed_c10d._get_default_group() if group is None else group
         own.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier

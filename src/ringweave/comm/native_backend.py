@@ -422,6 +422,31 @@ class NativeProcessGroup(dist.ProcessGroup):
             after()
         return None
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks have called this, by Gloo; a failure ends the group, as it breaks Gloo's connections.
+
+        Args:
+            timeout: Rank 0's limit on waiting for the others, whose time is not limited; None is the group's.
+            wait_all_ranks: Wait for each rank so long, and name all that do not come instead of the first.
+
+        Raises:
+            PeerError: On rank 0, ranks did not come. On the others, rank 0 gave up or died.
+        """
+        try:
+            self._pass_monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
+        except RuntimeError as cause:
+            failure = transfer_failure(cause)
+            is_hung = failure.hung or "onnection" not in str(cause)
+            named = TransferFailedError(None, str(failure), hung=is_hung)
+            named.__cause__ = cause
+            raise self.fail(named, "monitored_barrier") from named
+
+    def _pass_monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        if timeout < timedelta(milliseconds=1) and self.rank() == 0 < self.size() - 1:  # torch takes it for 0 or 1 ms
+            raise RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms")
+        group: Any = self.native_group  # torch's stubs lack the method
+        group.monitored_barrier(timeout, wait_all_ranks)
+
     def wrap_gloo_work(
         self, work: Work, operation: Callable[[], str], after: Callable[[], object] | None = None
     ) -> NativeWork:

@@ -1,6 +1,8 @@
 """Pending work: the asynchronous result that a collective returns while it is still running."""
 
+import itertools
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
@@ -134,3 +136,66 @@ class PendingWork(Work):
 def _future_devices(on_device: DeviceResult) -> list[int | str | torch.device] | None:
     """Return the devices of a future; the CPU, where tests have their device, cannot be one."""
     return [on_device.device] if on_device.device.type != "cpu" else None
+
+
+class BarrierWork(Work):
+    """Asynchronous barrier, done when all ranks have called it and this rank's earlier collectives have finished.
+
+    The native barrier starts at the call, in the order of the script's native collectives. A later start would let it
+    meet another one.
+    """
+
+    def __init__(self, native: Work, earlier: Sequence[Work]) -> None:
+        """`native` is the native barrier; `earlier` are the collectives that it does not know of."""
+        super().__init__()
+        self._native, self._earlier = native, tuple(earlier)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the barrier is done.
+
+        Raises:
+            CommunicationError: An earlier collective failed, or a rank did not come.
+        """
+        limit = timeout or timedelta()  # 0 means none of its own
+        return all(work.wait(limit) for work in (*self._earlier, self._native))
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in (*self._earlier, self._native))
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in (*self._earlier, self._native))
+
+    def exception(self) -> BaseException | None:
+        """Return the error of an earlier collective, or else of the native barrier, once finished."""
+        errors = (work.exception() for work in (*self._earlier, self._native))
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[Tensor]:
+        """Wait; a barrier has no tensors."""
+        self.wait()
+        return []
+
+    def synchronize(self) -> None:
+        """Wait, as `wait` does."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future that resolves to no tensors when the barrier is done, or fails with the first error."""
+        joined: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        futures = [work.get_future() for work in (*self._earlier, self._native)]
+        num_done = itertools.count(1)  # counts atomically: callbacks run in several threads
+
+        def note_done(_: object) -> None:
+            if next(num_done) < len(futures):
+                return
+            try:
+                for future in futures:
+                    future.wait()
+            except Exception as error:
+                joined.set_exception(error)  # pyrefly: ignore - torch annotates it wrongly
+            else:
+                joined.set_result([])
+
+        for future in futures:
+            future.add_done_callback(note_done)
+        return joined
