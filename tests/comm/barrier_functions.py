@@ -1,5 +1,6 @@
 """Functions of the ranks in tests/comm/test_barriers.py."""
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ def pass_barriers() -> dict[str, Any]:
         "overrun": _run_out_of_time(),
         "mismatches": _call_different_collectives(),
         "absent": _stay_away(),
+        "aborted": _abort_during_barriers(),
     }
     dist.barrier()
     return found
@@ -120,4 +122,27 @@ def _stay_away() -> dict[str, str]:
             except RuntimeError as error:
                 errors[kind] = str(error)
         dist.barrier()
+    return errors
+
+
+def _abort_during_barriers() -> list[str]:
+    """Abort a group on rank 0 while barriers wait for an allreduce that no other rank calls; return their errors."""
+    group: Any = dist.new_group()
+    if dist.get_rank() != 0:
+        return []
+    group.allreduce([torch.ones(_ELEMENTS)])
+    work, errors = group.barrier(), []
+
+    def wait(barrier: Callable[[], Any]) -> None:
+        try:
+            barrier()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=wait, args=(each,)) for each in (work.wait, lambda: dist.barrier(group))]
+    for thread in threads:
+        thread.start()
+    group.abort()
+    for thread in threads:
+        thread.join(100)
     return errors

@@ -57,6 +57,8 @@ def test_barriers_wait_for_scheduled_collectives_and_name_those_that_stay_away()
         assert "rank 1 (node a) does not answer" in found[2]["absent"][kind]
         assert "Rank 2 successfully reached monitoredBarrier" in found[2]["absent"][kind]
         assert kind not in found[1]["absent"]
+    assert len(found[0]["aborted"]) == 2
+    assert all("process group: aborted" in error for error in found[0]["aborted"])
 
 
 def make_works() -> tuple[PendingWork, PendingWork, BarrierWork]:
