@@ -7,8 +7,8 @@ The tests are those that torch installs (`torch.testing._internal.distributed.di
 RINGWEAVE_REPLACE_BACKEND=1 gives them ringweave instead. Each test has processes of its own, forked from one that has
 torch loaded, and a time limit. Gloo runs first, and then ringweave runs what passed on Gloo: with its own choices
 (`ringweave`), and by a schedule whatever the size of the message (`ring`, or the name of another schedule). A test that
-fails is run once more, since some depend on time. The outcomes go to `--out` as JSON, where a later call finds them
-and adds to them. Exit code 1 if a test passes on Gloo alone, other than those in NAME_TESTS.
+fails is run once more, since some depend on time. The outcomes go to `--out` as JSON, where a later call finds them,
+adds to them and repeats those that failed. Exit code 1 if a test passes on Gloo alone, other than those in NAME_TESTS.
 """
 
 import argparse
@@ -81,7 +81,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=3, help="processes of a test (3)")
     parser.add_argument("--limit", type=int, default=90, help="seconds that a test may take (90)")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time (2)")
-    parser.add_argument("--out", type=Path, help="JSON file of outcomes; tests that are in it are not run again")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file of outcomes; what it has is not run again, but for failures"
+    )
     parser.add_argument("--logs", type=Path, help="folder for the output of every test")
     parser.add_argument("--run", metavar="SYSTEM", help=argparse.SUPPRESS)
     parser.add_argument("tests", nargs="*", help=argparse.SUPPRESS)
@@ -128,8 +130,9 @@ def run_systems(
 
 
 def is_due(rows: dict[str, Outcome], system: str) -> bool:
-    """Return True if a test is to be run on a system."""
-    return system not in rows and (system == GLOO or (GLOO in rows and rows[GLOO].outcome == PASSED))
+    """Return True if a test is to be run on a system: what failed in an earlier call is run again."""
+    is_open = system not in rows or rows[system].outcome == FAILED
+    return is_open and (system == GLOO or (GLOO in rows and rows[GLOO].outcome == PASSED))
 
 
 def run_system(system: str, tests: Sequence[str], outcomes: Outcomes, options: argparse.Namespace, logs: Path) -> None:
@@ -243,6 +246,9 @@ def make_test_case(limit_s: int, world_size: int, *, forces: bool) -> Any:
         from ringweave.comm import plan_choice
 
         plan_choice.MIN_SCHEDULED_BYTES = 0
+
+    sync = distributed_test.Barrier.sync  # over files, with 10 s for a busy machine to start processes
+    distributed_test.Barrier.sync = lambda wait_for=None, timeout=0: sync(wait_for, max(timeout, limit_s))
 
     class TorchTests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:

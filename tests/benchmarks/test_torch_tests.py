@@ -14,11 +14,11 @@ def outcome(kind: str, reason: str = "") -> Outcome:
     return Outcome(outcome=kind, seconds=1.0, reason=reason)
 
 
-def test_only_tests_that_pass_on_gloo_are_due_on_others() -> None:
+def test_only_tests_that_pass_on_gloo_are_due_on_others_and_failures_are_repeated() -> None:
     for kind in (PASSED, FAILED, SKIPPED):
         assert torch_tests.is_due({GLOO: outcome(kind)}, "ring") == (kind == PASSED)
-        assert not torch_tests.is_due({GLOO: outcome(kind)}, GLOO)
-        assert not torch_tests.is_due({GLOO: outcome(PASSED), "ring": outcome(kind)}, "ring")
+        assert torch_tests.is_due({GLOO: outcome(kind)}, GLOO) == (kind == FAILED)
+        assert torch_tests.is_due({GLOO: outcome(PASSED), "ring": outcome(kind)}, "ring") == (kind == FAILED)
     assert torch_tests.is_due({}, GLOO)
     assert not torch_tests.is_due({}, "ring")
 
