@@ -15,7 +15,7 @@ from ringweave.comm.failure_registry import CollectiveFailureReport, FailureRegi
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.native_backend import transfer_failure
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.comm.work import BarrierWork, PendingWork
+from ringweave.comm.work import JoinedWork, PendingWork
 from ringweave.testing.ranks import Ranks
 from tests.comm import barrier_functions
 
@@ -61,10 +61,10 @@ def test_barriers_wait_for_scheduled_collectives_and_name_those_that_stay_away()
     assert all("process group: aborted" in error for error in found[0]["aborted"])
 
 
-def make_works() -> tuple[PendingWork, PendingWork, BarrierWork]:
+def make_works() -> tuple[PendingWork, PendingWork, JoinedWork]:
     """Return an earlier collective, a native barrier, and the barrier of both."""
     earlier, native = PendingWork([torch.ones(1)]), PendingWork([])
-    return earlier, native, BarrierWork(native, [earlier])
+    return earlier, native, JoinedWork([earlier, native], [])
 
 
 def finish(work: PendingWork, error: Exception | None = None) -> None:

@@ -30,7 +30,7 @@ from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
 from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, NativeProcessGroup
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.comm.work import BarrierWork, PendingWork
+from ringweave.comm.work import JoinedWork, PendingWork
 from ringweave.environment import NATIVE, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import CommunicationError, DisagreementError
 
@@ -168,8 +168,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
             for work in earlier:
                 work.wait()
             return super().barrier(opts)
-        native = super().barrier(opts)
-        return BarrierWork(native, earlier) if earlier and native is not None else native
+        native = super().barrier(opts)  # at once: a later start would let it meet another native collective
+        return JoinedWork([*earlier, native], []) if earlier else native
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, as `NativeProcessGroup.monitored_barrier`, and then for this rank's earlier collectives.
@@ -353,6 +353,72 @@ class _MessagePolicy(NamedTuple):
     """Smaller messages go to the native backend."""
 
 
+def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:
+    """Make a group of this backend; torch.distributed calls this through its extended API.
+
+    Raises:
+        PlacementError: This process fits no node of the cluster.
+        ClusterError: The cluster file is wrong.
+        UsageError: No schedule has the forced name.
+        PeerError: Some ranks did not come.
+        DisagreementError: A rank has another version of ringweave.
+    """
+    environment = WorkerEnvironment.from_environ(os.environ)
+    global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    location = group_info.locate_process(environment, os.environ)
+    listeners = open_listeners(location.addresses, NUM_CHANNELS, environment.ports)
+    try:
+        # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
+        incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
+        store = PrefixStore(f"{incarnation}/", options.store)
+        info = group_info.exchange_group_info(
+            store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
+        )
+        if os.environ.get(TORCHRUN_ID):
+            from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
+
+            environment = torchrun.join_run(store, info, environment)
+        is_debugging = torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+        group_class = DebugProcessGroup if is_debugging else RingweaveProcessGroup
+        return group_class(store, info, listeners, str(options.group_id), options.timeout, environment)
+    except BaseException:
+        for door in listeners:
+            door.close()
+        raise
+
+
+def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    alive = method()
+    if alive is not None:
+        alive()
+
+
+def _use_measured_network(
+    store: Store, info: group_info.GroupInfo, timeout: timedelta, environment: WorkerEnvironment
+) -> "tuple[group_info.GroupInfo, NetworkMeasurement | None]":
+    """Return the group reachable by the NICs that probing found good, and the measurement on its first rank."""
+    if info.num_nodes == 1:
+        return info, None
+    from ringweave.comm.probing import lookup, measure
+
+    measured = lookup.measurement_for_group(store, info, timeout, environment)
+    return measure.agree_on_nics(store, info, measured, timeout), measured
+
+
+def _open_log(environment: WorkerEnvironment) -> "EventLog | None":
+    if environment.run_dir is None:
+        return None
+    from ringweave.telemetry.events import EventLog
+
+    return EventLog(environment.run_dir / "events.jsonl")
+
+
+def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> None:
+    ranks = [member.global_rank for member in info.ranks]
+    nodes = [member.location.node for member in info.ranks]
+    log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)
+
+
 _COMPARED_ARGUMENTS = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter", "scatter"), (0,)),
     **dict.fromkeys(("_allgather_base", "allgather", "allgather_coalesced", "gather"), (1,)),
@@ -450,72 +516,6 @@ def _checked_method(name: str) -> Callable[..., Work | None]:
 for _name in COLLECTIVE_METHODS:
     if hasattr(RingweaveProcessGroup, _name):
         setattr(DebugProcessGroup, _name, _checked_method(_name))
-
-
-def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:
-    """Make a group of this backend; torch.distributed calls this through its extended API.
-
-    Raises:
-        PlacementError: This process fits no node of the cluster.
-        ClusterError: The cluster file is wrong.
-        UsageError: No schedule has the forced name.
-        PeerError: Some ranks did not come.
-        DisagreementError: A rank has another version of ringweave.
-    """
-    environment = WorkerEnvironment.from_environ(os.environ)
-    global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    location = group_info.locate_process(environment, os.environ)
-    listeners = open_listeners(location.addresses, NUM_CHANNELS, environment.ports)
-    try:
-        # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
-        incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
-        store = PrefixStore(f"{incarnation}/", options.store)
-        info = group_info.exchange_group_info(
-            store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
-        )
-        if os.environ.get(TORCHRUN_ID):
-            from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
-
-            environment = torchrun.join_run(store, info, environment)
-        is_debugging = torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
-        group_class = DebugProcessGroup if is_debugging else RingweaveProcessGroup
-        return group_class(store, info, listeners, str(options.group_id), options.timeout, environment)
-    except BaseException:
-        for door in listeners:
-            door.close()
-        raise
-
-
-def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    alive = method()
-    if alive is not None:
-        alive()
-
-
-def _use_measured_network(
-    store: Store, info: group_info.GroupInfo, timeout: timedelta, environment: WorkerEnvironment
-) -> "tuple[group_info.GroupInfo, NetworkMeasurement | None]":
-    """Return the group reachable by the NICs that probing found good, and the measurement on its first rank."""
-    if info.num_nodes == 1:
-        return info, None
-    from ringweave.comm.probing import lookup, measure
-
-    measured = lookup.measurement_for_group(store, info, timeout, environment)
-    return measure.agree_on_nics(store, info, measured, timeout), measured
-
-
-def _open_log(environment: WorkerEnvironment) -> "EventLog | None":
-    if environment.run_dir is None:
-        return None
-    from ringweave.telemetry.events import EventLog
-
-    return EventLog(environment.run_dir / "events.jsonl")
-
-
-def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> None:
-    ranks = [member.global_rank for member in info.ranks]
-    nodes = [member.location.node for member in info.ranks]
-    log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)
 
 
 def _allreduce_options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:

@@ -1,7 +1,7 @@
 """Pending work: the asynchronous result that a collective returns while it is still running."""
 
-import itertools
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -133,69 +133,57 @@ class PendingWork(Work):
         return self._tensors
 
 
-def _future_devices(on_device: DeviceResult) -> list[int | str | torch.device] | None:
-    """Return the devices of a future; the CPU, where tests have their device, cannot be one."""
-    return [on_device.device] if on_device.device.type != "cpu" else None
+class JoinedWork(Work):
+    """Several works as one: done when all are."""
 
-
-class BarrierWork(Work):
-    """Asynchronous barrier, done when all ranks have called it and this rank's earlier collectives have finished.
-
-    The native barrier starts at the call, in the order of the script's native collectives. A later start would let it
-    meet another one.
-    """
-
-    def __init__(self, native: Work, earlier: Sequence[Work]) -> None:
-        """`native` is the native barrier; `earlier` are the collectives that it does not know of."""
+    def __init__(self, works: Sequence[Work | None], tensors: list[Tensor]) -> None:
+        """A work that is None is done; `tensors` are the results of all."""
         super().__init__()
-        self._native, self._earlier = native, tuple(earlier)
+        self._works = [work for work in works if work is not None]
+        self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the barrier is done.
+        """Block until the tensors of all works hold their results.
 
         Raises:
-            CommunicationError: An earlier collective failed, or a rank did not come.
+            CommunicationError: A collective failed, or `timeout` passed first.
         """
-        limit = timeout or timedelta()  # 0 means none of its own
-        return all(work.wait(limit) for work in (*self._earlier, self._native))
+        deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
+        for work in self._works:
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            work.wait() if left_s is None else work.wait(timedelta(seconds=left_s))
+        return True
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in (*self._earlier, self._native))
+        return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        return all(work.is_success() for work in (*self._earlier, self._native))
+        return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return the error of an earlier collective, or else of the native barrier, once finished."""
-        errors = (work.exception() for work in (*self._earlier, self._native))
-        return next((error for error in errors if error is not None), None)
+        """Return the first work's error that there is."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """Wait; a barrier has no tensors."""
+        """Wait, then return the tensors."""
         self.wait()
-        return []
+        return self._tensors
 
     def synchronize(self) -> None:
         """Wait, as `wait` does."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future that resolves to no tensors when the barrier is done, or fails with the first error."""
-        joined: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        futures = [work.get_future() for work in (*self._earlier, self._native)]
-        num_done = itertools.count(1)  # counts atomically: callbacks run in several threads
+        """Return a future that resolves to the tensors, or fails with the first error."""
 
-        def note_done(_: object) -> None:
-            if next(num_done) < len(futures):
-                return
-            try:
-                for future in futures:
-                    future.wait()
-            except Exception as error:
-                joined.set_exception(error)  # pyrefly: ignore - torch annotates it wrongly
-            else:
-                joined.set_result([])
+        def tensors(done: torch.futures.Future[list[torch.futures.Future[list[Tensor]]]]) -> list[Tensor]:
+            for future in done.value():
+                future.value()
+            return self._tensors
 
-        for future in futures:
-            future.add_done_callback(note_done)
-        return joined
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(tensors)
+
+
+def _future_devices(on_device: DeviceResult) -> list[int | str | torch.device] | None:
+    """Return the devices of a future; the CPU, where tests have their device, cannot be one."""
+    return [on_device.device] if on_device.device.type != "cpu" else None
