@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 from ringweave.environment import WorkerEnvironment
@@ -34,6 +35,7 @@ def _register(environment: WorkerEnvironment) -> None:
     if not dist.is_available():
         return
     dist.Backend.register_backend("ringweave", _create_group, extended_api=True, devices=list(_DEVICES))
+    _admit_to_monitored_barrier()
     if environment.run_dir is None and not environment.replace_backend:
         return
     dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
@@ -54,6 +56,32 @@ def _create_group(options: object, backend_options: object) -> object:
     from ringweave.comm import backend
 
     return backend.create_group(options, backend_options)
+
+
+def _admit_to_monitored_barrier() -> None:
+    """Let `dist.monitored_barrier` take groups of ringweave: torch's function refuses all backends not named gloo."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    admitting = _with_own_monitored_barrier(distributed_c10d.monitored_barrier)
+    for module in (distributed_c10d, dist):
+        module.monitored_barrier = admitting
+
+
+def _with_own_monitored_barrier(function: Any) -> Any:
+    from torch.distributed import distributed_c10d
+
+    @functools.wraps(function)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        is_member = not distributed_c10d._rank_not_in_group(group)
+        if not is_member or distributed_c10d.get_backend(group) != "ringweave":
+            function(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, float) else timeout  # as torch's function does
+        own: Any = distributed_c10d._get_default_group() if group is None else group
+        own.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    return monitored_barrier
 
 
 def _replace_named_backends() -> None:

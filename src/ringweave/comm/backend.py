@@ -10,29 +10,35 @@ a small part of the time that these imports take.
 
 import atexit
 import functools
+import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
-from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
-from ringweave.comm import group_info, plan_choice
+from ringweave.comm import group_info, peer_data, plan_choice
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
-from ringweave.comm.native_backend import NativeBackends, NativeProcessGroup
+from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, NativeProcessGroup
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.comm.work import JoinedWork
+from ringweave.comm.work import JoinedWork, PendingWork
 from ringweave.environment import NATIVE, TORCHRUN_ID, WorkerEnvironment
-from ringweave.errors import CommunicationError
+from ringweave.errors import CommunicationError, DisagreementError
 
 if TYPE_CHECKING:
     from ringweave.comm.bridge import DeviceBridge, StagedMessage
@@ -44,8 +50,8 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "ringweave"
 
-_SIDE_CHANNEL = NUM_CHANNELS
-"""Channel of the native backend that no allreduce uses."""
+_SIDE_CHANNEL, _CHECK_CHANNEL = NUM_CHANNELS, NUM_CHANNELS + 1
+"""Channels of the native backend that no collective uses."""
 _EXIT_TIMEOUT_S = 0.5
 """Limit on waiting for each channel of a group that was not destroyed, at process exit."""
 _RELEASE_S = 0.1
@@ -269,6 +275,40 @@ class RingweaveProcessGroup(NativeProcessGroup):
         own: timedelta = opts.timeout if opts.timeout > timedelta() else self._gloo.options._timeout
         return own.total_seconds()
 
+    def barrier(  # pyrefly: ignore - one signature that takes what torch's two overloads take
+        self, opts: BarrierOptions | timedelta | None = None, timeout: timedelta | None = None
+    ) -> Work | None:
+        """Wait for all ranks and for this rank's earlier collectives; arguments as of torch's ProcessGroup.barrier.
+
+        Gloo's barrier waits for the collectives that Gloo runs. A synchronous barrier begins when the scheduled ones
+        have finished here, so at its end they have on every rank.
+
+        Raises:
+            CommunicationError: An earlier collective failed.
+        """
+        opts = _barrier_options(opts, timeout)
+        earlier = self._unfinished_works()
+        if not opts.asyncOp:
+            for work in earlier:
+                work.wait()
+            return super().barrier(opts)
+        native = super().barrier(opts)  # at once: a later start would let it meet another native collective
+        return JoinedWork([*earlier, native], []) if earlier else native
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, as `NativeProcessGroup.monitored_barrier`, and then for this rank's earlier collectives.
+
+        Raises:
+            PeerError: A rank did not come.
+            CommunicationError: An earlier collective failed.
+        """
+        super().monitored_barrier(timeout, wait_all_ranks)
+        for work in self._unfinished_works():
+            work.wait()
+
+    def _unfinished_works(self) -> list[PendingWork]:
+        return [] if self._made_engine is None else self._made_engine.unfinished_works()
+
     def allgather_small(self, row: Tensor) -> Tensor:
         """Return a short row of each rank, (group_size, width), from each rank's (width,) on the CPU; a barrier.
 
@@ -462,7 +502,9 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
             from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
 
             environment = torchrun.join_run(store, info, environment)
-        return RingweaveProcessGroup(store, info, listeners, str(options.group_id), options.timeout, environment)
+        is_debugging = torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+        group_class = DebugProcessGroup if is_debugging else RingweaveProcessGroup
+        return group_class(store, info, listeners, str(options.group_id), options.timeout, environment)
     except BaseException:
         for door in listeners:
             door.close()
@@ -505,6 +547,105 @@ def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> 
     log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)
 
 
+_COMPARED_ARGUMENTS = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter", "scatter"), (0,)),
+    **dict.fromkeys(("_allgather_base", "allgather", "allgather_coalesced", "gather"), (1,)),
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"), (1,)),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), (0, 1)),
+    **dict.fromkeys(("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), (0, 1)),
+}
+"""Arguments whose tensors have the same shapes on all ranks; none of a barrier, and none of an all-to-all."""
+
+
+class DebugProcessGroup(RingweaveProcessGroup):
+    """Ringweave's process group with a check of every call, for TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    torch wraps a group of Gloo or NCCL in its ProcessGroupWrapper, but none that is written in Python. Like the
+    wrapper, this group passes a monitored barrier before each collective, which names a rank that does not come, and
+    compares what the ranks are about to call: operation, shapes, dtypes and devices.
+
+    Source: ProcessGroupWrapper.cpp of torch 2.13.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        """Arguments are those of RingweaveProcessGroup."""
+        super().__init__(*args)
+        self._num_calls = 0
+
+    def check_call(self, name: str, args: tuple[Any, ...]) -> None:
+        """Block until all ranks make a call, and compare it with this one; a group that has ended checks nothing.
+
+        Raises:
+            DisagreementError: Another rank makes another call. The group can go on.
+            PeerError: A rank does not come within the group's timeout.
+        """
+        if self._end.error is not None:
+            return
+        self._num_calls += 1
+        positions = [index for index in _COMPARED_ARGUMENTS.get(name, ()) if index < len(args)]
+        tensors = list(_iterate_tensors([args[index] for index in positions]))
+        own = {
+            "operation": name.strip("_").upper(),
+            "SequenceNumber": self._num_calls,
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "types": [tensor.type() for tensor in tensors],
+            "devices": [tensor.device.type for tensor in tensors],
+        }
+        NativeProcessGroup.monitored_barrier(self, self._timeout, wait_all_ranks=True)
+        try:
+            calls = self._exchange_calls(own)
+        except TransferFailedError as failure:
+            raise self.fail(failure, f"check of {name.strip('_')}") from failure
+        other = next((rank for rank, call in enumerate(calls) if call != own), None)
+        if other is not None:
+            raise self._disagreement(own, other, calls[other])
+
+    def _exchange_calls(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the call of each rank."""
+        timeout_s, text, what = self._timeout.total_seconds(), json.dumps(own).encode(), "call of another rank"
+        self._native.prepare(_CHECK_CHANNEL, lambda: None)
+        lengths = self._native.allgather(_CHECK_CHANNEL, torch.tensor([len(text)]), timeout_s)[:, 0].tolist()
+        peer_data.check_length(max(lengths), what)
+        row = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
+        rows = [bytes(each.tolist()) for each in self._native.allgather(_CHECK_CHANNEL, row, timeout_s)]
+        return [peer_data.decode_peer_data(each, what, peer_data.require_object, expected="a call") for each in rows]
+
+    def _disagreement(self, own: dict[str, Any], other: int, call: dict[str, Any]) -> DisagreementError:
+        members, differing = self.members, [name for name in own if own[name] != call.get(name)]
+        return DisagreementError(
+            f"{own['operation'].lower()}: {members.rank_text(members.group_rank)} is about to run {json.dumps(own)}, "
+            f"but {members.rank_text(other)} {json.dumps(call)}, expected the same collective on equal tensors on "
+            f"every rank. Collectives differ in the following aspects: {', '.join(differing)}. Compare what the two "
+            "ranks do here."
+        )
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _iterate_tensors(item)
+
+
+def _checked_method(name: str) -> Callable[..., Work | None]:
+    """Make a method that checks the call before the process group makes it."""
+
+    def collective(self: DebugProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
+        self.check_call(name, args)
+        return getattr(super(DebugProcessGroup, self), name)(*args, **kwargs)
+
+    collective.__name__ = name
+    collective.__doc__ = "See torch.distributed.ProcessGroup."
+    return collective
+
+
+for _name in COLLECTIVE_METHODS:
+    if hasattr(RingweaveProcessGroup, _name):
+        setattr(DebugProcessGroup, _name, _checked_method(_name))
+
+
 def _allreduce_options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:
     if isinstance(opts, AllreduceOptions):
         return opts
@@ -513,6 +654,16 @@ def _allreduce_options(opts: Any, timeout: timedelta | None) -> AllreduceOptions
         made.reduceOp = opts
     if timeout is not None:
         made.timeout = timeout
+    return made
+
+
+def _barrier_options(opts: BarrierOptions | timedelta | None, timeout: timedelta | None) -> BarrierOptions:
+    """Return the options that the arguments of torch's ProcessGroup.barrier mean."""
+    if isinstance(opts, BarrierOptions):
+        return opts
+    made, limit = BarrierOptions(), opts if timeout is None else timeout
+    if limit is not None:
+        made.timeout = limit
     return made
 
 

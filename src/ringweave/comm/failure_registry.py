@@ -35,6 +35,8 @@ _MAX_REPORT_BYTES = 1 << 20
 _STORE_TIMEOUT_S = 5.0
 """A store that is silent for so long is on a machine that is stopped or cut off; it counts as dead."""
 
+_LATE_FIX = "if it is only late, give the collective or its group a longer timeout"
+
 _CallT = TypeVar("_CallT")
 
 
@@ -52,6 +54,8 @@ class CollectiveFailureReport:
     """Failure of this rank itself, if that was the cause."""
     disagreement: str = ""
     """Text of a disagreement, which no rank's death explains."""
+    overrun: str = ""
+    """Time limit that ran out, in words, if that was the cause."""
 
 
 def parse_failure_report(value: bytes) -> CollectiveFailureReport | None:
@@ -60,7 +64,7 @@ def parse_failure_report(value: bytes) -> CollectiveFailureReport | None:
         report = CollectiveFailureReport(**file_io.parse_json(value, _MAX_REPORT_BYTES))
     except (ValueError, TypeError):
         return None
-    texts = (report.operation, report.failure, report.disagreement)
+    texts = (report.operation, report.failure, report.disagreement, report.overrun)
     is_suspect = report.suspect is None or type(report.suspect) is int
     is_report = is_suspect and isinstance(report.is_hung, bool) and all(isinstance(text, str) for text in texts)
     return report if is_report else None
@@ -111,6 +115,9 @@ class FailureRegistry:
                     f"{operation}: {culprit} failed in {report.operation}: {report.failure}. Look into its log."
                 )
         unreported = [r for r in range(self._group.group_size) if r not in reports]
+        timed_out = [r for r, report in sorted(reports.items()) if report.is_hung]
+        if timed_out and not unreported:
+            return self._make_timeout_error(timed_out, reports, failure, operation)
         suspected = {report.suspect for report in reports.values()}
         suspects = [] if failure.peer is None else [failure.peer]
         culprits = [r for r in unreported if r in suspected] or unreported or suspects or self._others()
@@ -118,10 +125,11 @@ class FailureRegistry:
         hung = (
             all(r.is_hung for r in reports.values() if r.suspect in culprits)
             if suspected & set(culprits)
-            else failure.hung
+            else failure.hung or bool(timed_out)
         )
         more = f"it failed in {culprit_report.operation}" if culprit_report else ""
-        return self._make_peer_error(culprits, failure, operation, more, hung=hung)
+        overrun = reports[timed_out[0]].overrun if timed_out else ""
+        return self._make_peer_error(culprits, failure, operation, more, hung=hung, overrun=overrun)
 
     def _call_store(self, call: Callable[[], _CallT]) -> _CallT:
         """Call the store with a timeout.
@@ -154,15 +162,41 @@ class FailureRegistry:
             self._sleep(_POLL_S)
 
     def _make_peer_error(
-        self, culprits: list[int], failure: TransferFailedError, operation: str, detail: str, *, hung: bool
+        self,
+        culprits: list[int],
+        failure: TransferFailedError,
+        operation: str,
+        detail: str,
+        *,
+        hung: bool,
+        overrun: str = "",
     ) -> PeerError:
         verb = "does not answer" if hung else "is gone"
         plural = {"does not answer": "do not answer", "is gone": "are gone"}[verb] if len(culprits) > 1 else verb
         addition = f" ({detail})" if detail else ""
+        limit = f" ({overrun})" if overrun else ""
+        cause, fix = (f"time ran out{limit}: ", f"; {_LATE_FIX}") if hung else ("", "")
         own = self._group.rank_text(self._group.group_rank)
         return PeerError(
-            f"{operation}: {self._group.ranks_text(culprits)} {plural}{addition}, expected every rank of the group to "
-            f"take part. Look into the log of that rank first. [{own}: {failure}]"
+            f"{operation}: {cause}{self._group.ranks_text(culprits)} {plural}{addition}, expected every rank of the "
+            f"group to take part. Look into the log of that rank first{fix}. [{own}: {failure}]"
+        )
+
+    def _make_timeout_error(
+        self,
+        timed_out: list[int],
+        reports: dict[int, CollectiveFailureReport],
+        failure: TransferFailedError,
+        operation: str,
+    ) -> PeerError:
+        """Return the error of a group whose ranks are all alive: the time of some was too short."""
+        own = self._group.group_rank
+        report = reports[own if own in timed_out else timed_out[0]]
+        addition = "" if report.operation == operation else f" in {report.operation}"
+        return PeerError(
+            f"{operation}: time ran out on {self._group.ranks_text(timed_out)}{addition} ({report.overrun}), expected "
+            "every rank of the group to take part in time. All ranks are alive: look into the log of the one that "
+            f"comes late, and {_LATE_FIX}. [{self._group.rank_text(own)}: {failure}]"
         )
 
     @staticmethod
@@ -204,14 +238,18 @@ class GroupEnd:
         if is_late:
             abort()
 
-    def fail(self, failure: TransferFailedError, operation: str) -> CommunicationError:
+    def fail(self, failure: TransferFailedError, operation: str, timeout_s: float | None = None) -> CommunicationError:
         """End the group: report the failure, abort every connection so that no rank waits, and name the culprit.
 
         Args:
             failure: The message that did not get through.
             operation: The collective in words.
+            timeout_s: Limit on the collective; None where the failure's own text names it.
         """
-        report = CollectiveFailureReport(operation=operation, suspect=failure.peer, is_hung=failure.hung)
+        overrun = "" if not failure.hung else str(failure) if timeout_s is None else f"timeout of {timeout_s:g} s"
+        report = CollectiveFailureReport(
+            operation=operation, suspect=failure.peer, is_hung=failure.hung, overrun=overrun
+        )
         return self._end_group(report, lambda: self._failures.diagnose(failure, operation), failure)
 
     def fail_alone(self, cause: Exception, operation: str) -> CommunicationError:

@@ -44,6 +44,10 @@ _POLL_INTERVAL, _NUM_POLLS_AFTER_ABORT = timedelta(milliseconds=100), 10
 enough if it is scheduled. Polls are counted instead of timed, because a stopped process gets no processor."""
 
 
+_CPP_STACK = "Exception raised from"
+"""Beginning of the part of torch's errors that names functions."""
+
+
 class StuckWorkError(RuntimeError):
     """A work does not end although its connections are closed."""
 
@@ -122,8 +126,9 @@ def leak_backend(backend: Any) -> None:
 
 def transfer_failure(cause: RuntimeError) -> TransferFailedError:
     """Convert the native backend's error, which does not name a peer."""
-    text = str(cause).strip().partition("\n")[0] or type(cause).__name__
-    return TransferFailedError(None, text, hung="imed out" in text or "imeout" in text)
+    whole = str(cause).strip().partition(_CPP_STACK)[0]
+    text = whole.partition("\n")[0] or type(cause).__name__
+    return TransferFailedError(None, text, hung="imed out" in whole or "imeout" in whole)
 
 
 def named_error(
@@ -329,6 +334,8 @@ _DELEGATED_METHODS = (
 """Methods of torch's ProcessGroup that start a collective or a message, in torch 2.11 to 2.14, except allreduce."""
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 """Works that cannot be polled: a wait that times out closes their connection."""
+COLLECTIVE_METHODS = ("allreduce", *(name for name in _DELEGATED_METHODS if name not in _POINT_TO_POINT))
+"""Methods of torch's ProcessGroup that start a collective."""
 
 
 class NativeWork(Work):
@@ -364,7 +371,7 @@ class NativeWork(Work):
         return done
 
     def is_completed(self) -> bool:
-        return self.work.is_completed()
+        return self.work.is_completed() if self._future is None else self._future.done()
 
     def is_success(self) -> bool:
         return self.work.is_success()
@@ -448,6 +455,31 @@ class NativeProcessGroup(dist.ProcessGroup):
         if after is not None:
             after()
         return None
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks have called this, by Gloo; a failure ends the group, as it breaks Gloo's connections.
+
+        Args:
+            timeout: Rank 0's limit on waiting for the others, whose time is not limited; None is the group's.
+            wait_all_ranks: Wait for each rank so long, and name all that do not come instead of the first.
+
+        Raises:
+            PeerError: On rank 0, ranks did not come. On the others, rank 0 gave up or died.
+        """
+        try:
+            self._pass_monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
+        except RuntimeError as cause:
+            failure = transfer_failure(cause)
+            is_hung = failure.hung or "onnection" not in str(cause)
+            named = TransferFailedError(None, str(failure), hung=is_hung)
+            named.__cause__ = cause
+            raise self.fail(named, "monitored_barrier") from named
+
+    def _pass_monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        if timeout < timedelta(milliseconds=1) and self.rank() == 0 < self.size() - 1:  # torch takes it for 0 or 1 ms
+            raise RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms")
+        group: Any = self.native_group  # torch's stubs lack the method
+        group.monitored_barrier(timeout, wait_all_ranks)
 
     def wrap_gloo_work(
         self, work: Work, operation: Callable[[], str], after: Callable[[], object] | None = None

@@ -190,7 +190,8 @@ def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group],
     cause = TransferFailedError(3, "nothing for 9 s", hung=True)
     first = group.end.fail(cause, "allreduce #1")
     threads[0].join(100)
-    assert group.board.reports == [CollectiveFailureReport(operation="allreduce #1", suspect=3, is_hung=True)]
+    report = CollectiveFailureReport(operation="allreduce #1", suspect=3, is_hung=True, overrun="nothing for 9 s")
+    assert group.board.reports == [report]
     (second,) = later
     assert str(first) == "allreduce #1: nothing for 9 s"
     assert str(second) == "allreduce #2: this process group has failed before: allreduce #1: nothing for 9 s"

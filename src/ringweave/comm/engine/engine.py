@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -85,6 +86,8 @@ class CollectiveJob:
     work: PendingWork
     on_finished: Callable[[], object]
     """Called when the job is over, run or not: other jobs must not wait for ever for its program."""
+    timeout_s: float
+    """Limit on the collective."""
 
 
 class CollectiveChannel:
@@ -214,6 +217,8 @@ class CollectiveEngine:
         self._plan_version, self._num_exchanges = 1, 0
         self._idle_channel = 0
         """Channel that does not have the newest collective."""
+        self._newest_works: dict[int, weakref.ref[PendingWork]] = {}
+        """Work of each channel's newest job."""
         self._programs: ProgramCache[CompiledProgram] = ProgramCache()
         self._order_lock = threading.Lock()
         end.attach(self._abort_connections)
@@ -243,6 +248,7 @@ class CollectiveEngine:
                 operation,
                 work,
                 message.release,
+                timeout_s,
             )
             channel = pending.number % NUM_CHANNELS  # assigned to the channels in turn
             self._idle_channel = (channel + 1) % NUM_CHANNELS
@@ -273,13 +279,20 @@ class CollectiveEngine:
             def run(lane: CollectiveChannel) -> None:
                 tables.append(ControlTree(self._group, lane.transport, tag=tag, timeout_s=timeout_s).allgather(row))
 
-            work = self._submit(CollectiveJob(run, operation, PendingWork([row]), lambda: None), self._idle_channel)
+            job = CollectiveJob(run, operation, PendingWork([row]), lambda: None, timeout_s)
+            work = self._submit(job, self._idle_channel)
         work.wait()
         return tables[0]
+
+    def unfinished_works(self) -> list[PendingWork]:
+        """Return the newest work of each channel that is not finished; a channel finishes its works in order."""
+        works = [reference() for reference in list(self._newest_works.values())]
+        return [work for work in works if work is not None and not work.is_completed()]
 
     def _submit(self, job: CollectiveJob, channel: int) -> PendingWork:
         """Submit a job to a channel, or fail it if the group has ended; in the order of the calls."""
         if self._end.error is None:
+            self._newest_works[channel] = weakref.ref(job.work)
             self._channels[channel].submit(job)
         else:
             job.work.set_finished(self._end.repeated_error(job.operation))
@@ -394,7 +407,7 @@ class CollectiveEngine:
         try:
             job.run(channel)
         except TransferFailedError as failure:
-            return self._end.fail(failure, job.operation)
+            return self._end.fail(failure, job.operation, job.timeout_s)
         except MismatchError as mismatch:
             peer = self._group.rank_text(mismatch.peer)
             error = DisagreementError(f"{job.operation}: {peer} runs something else: {mismatch}")

@@ -312,7 +312,7 @@ class SocketTransport:
             if self._closed:
                 raise TransferFailedError(handle.peer, "the connections of this group were cut", hung=False)
             if left_s <= 0:
-                raise TransferFailedError(handle.peer, f"nothing for {timeout_s:.3g} s", hung=True)
+                raise TransferFailedError(handle.peer, f"nothing for {max(0.0, timeout_s):.3g} s", hung=True)
             for connection in self._shm_connections:
                 self._convert_errors(connection, connection.write)
                 self._watch(connection)
