@@ -64,11 +64,15 @@ class RingweaveProcessGroup(NativeProcessGroup):
         group_name: str,
         timeout: timedelta,
         environment: WorkerEnvironment,
+        nccl_options: object = None,
     ) -> None:
         """The other members connect to this rank's channels at `listeners`; `group_name` names the group in events."""
         self._native_limit_bytes = plan_choice.native_limit_bytes(info, environment)
         info, self._measured = _use_measured_network(store, info, timeout, environment)
-        super().__init__(store, info, timeout, allows_nccl=plan_choice.allows_nccl(info, environment))
+        allows_nccl = plan_choice.allows_nccl(info, environment)
+        super().__init__(
+            store, info, timeout, allows_nccl=allows_nccl, nccl_options=nccl_options, name=group_name
+        )
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners
@@ -206,6 +210,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Finish pending collectives within the group's timeout; `destroy_process_group` calls this."""
         if self._made_engine is not None:
             self._made_engine.close(self._timeout.total_seconds())
+        self.shutdown_nccl()
         self._end.close()
         if self._bridge is not None:
             self._bridge.close()
@@ -316,8 +321,12 @@ class _MessagePolicy(NamedTuple):
     """Smaller messages go to the native backend."""
 
 
-def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:
+def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup:
     """Make a group of this backend; torch.distributed calls this through its extended API.
+
+    Args:
+        options: torch's description of the group.
+        backend_options: The script's `pg_options`. Those of NCCL are handed on to it; others have no effect.
 
     Raises:
         PlacementError: This process fits no node of the cluster.
@@ -341,7 +350,8 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
             from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
 
             environment = torchrun.join_run(store, info, environment)
-        return RingweaveProcessGroup(store, info, listeners, str(options.group_id), options.timeout, environment)
+        name, timeout = str(options.group_id), options.timeout
+        return RingweaveProcessGroup(store, info, listeners, name, timeout, environment, backend_options)
     except BaseException:
         for door in listeners:
             door.close()

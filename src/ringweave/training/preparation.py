@@ -117,6 +117,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     """
     options.check_options(reduction, on_failure, is_weighted=weight is not None)
     modes.check_mode(mode)
+    default_group.use_gpu_of(timing.cuda_devices(model))
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
     weights = weight if weight is None or callable(weight) else SampleWeightTable.of_script(weight, loader)
     script = Script(

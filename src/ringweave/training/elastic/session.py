@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringweave.comm import generation_group
+from ringweave.comm import default_group, generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import MembershipError, RingweaveError, RpcError, TrainingError
 from ringweave.membership import membership_records
@@ -197,8 +197,14 @@ class MemberRecovery:
 class SessionThread:
     """Session's own thread: forms ordered generations and commits operations, until this member stops."""
 
-    def __init__(self, state: SessionState, commits: CommitProtocol, recovery: MemberRecovery) -> None:
-        self._state, self._commits, self._recovery = state, commits, recovery
+    def __init__(
+        self,
+        state: SessionState,
+        commits: CommitProtocol,
+        recovery: MemberRecovery,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        self._state, self._commits, self._recovery, self._devices = state, commits, recovery, devices
         self._thread = threading.Thread(target=self._run, name="ringweave elastic", daemon=True)
 
     def start(self) -> None:
@@ -210,6 +216,7 @@ class SessionThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        default_group.use_gpu_of(self._devices)  # the members' layouts tell the type of a device, and not its index
         try:
             with generation_group.direct_collectives():
                 while self._run_once():
@@ -342,10 +349,12 @@ class ElasticSession:
         is_mean: bool,
         num_parameters: int = 0,
         recomputes: bool = False,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """Create a session; every reduction sets the tensors `buffers` to the first member's values.
 
         With `recomputes`, sums that miss samples of lost members are kept for the reduction of these samples.
+        `devices` are the model's.
         """
         self._state = SessionState(member, groups, trainer)
         partial_sums = PartialSums() if recomputes else None
@@ -353,7 +362,7 @@ class ElasticSession:
             self._state, buffers, is_mean=is_mean, num_parameters=num_parameters, partial_sums=partial_sums
         )
         self._recovery = MemberRecovery(self._state, is_mean=is_mean, partial_sums=partial_sums)
-        self._thread = SessionThread(self._state, self._commits, self._recovery)
+        self._thread = SessionThread(self._state, self._commits, self._recovery, devices)
 
     # The training thread.
 
