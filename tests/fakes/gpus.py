@@ -110,6 +110,9 @@ class OnGpu(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self.gpu.name
 
+    def record_stream(self, stream: Any) -> None:  # type: ignore[override]
+        """Nothing: this memory is not reused."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -117,8 +120,6 @@ class OnGpu(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "copy_":
                 return _copy(args[0], args[1], **(kwargs or {}))
-            if name == "record_stream":
-                return None
             if len(gpus) > 1:
                 raise WrongGpuError(f"{name}: tensors of GPUs {sorted(gpu.index for gpu in gpus)}")
             if not gpus or getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
