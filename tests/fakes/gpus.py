@@ -6,8 +6,8 @@ values. Tensors lie in host memory and know their GPU; in-place operations are e
 
 import contextlib
 import threading
-from types import SimpleNamespace
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,7 +133,7 @@ class OnGpu(torch.Tensor):
                 stream.synchronize()
             found = func(*args, **(kwargs or {}))
         if name in _TO_HOST or not isinstance(found, torch.Tensor) or isinstance(found, OnGpu):
-            return found.clone() if name == "cpu" else found
+            return _plain(found).clone() if name == "cpu" else found
         return gpus[0].place(found)
 
 

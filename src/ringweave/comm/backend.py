@@ -70,9 +70,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         self._native_limit_bytes = plan_choice.native_limit_bytes(info, environment)
         info, self._measured = _use_measured_network(store, info, timeout, environment)
         allows_nccl = plan_choice.allows_nccl(info, environment)
-        super().__init__(
-            store, info, timeout, allows_nccl=allows_nccl, nccl_options=nccl_options, name=group_name
-        )
+        super().__init__(store, info, timeout, allows_nccl=allows_nccl, nccl_options=nccl_options, name=group_name)
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners

@@ -14,7 +14,6 @@ from torch.distributed import ReduceOp, distributed_c10d
 from ringweave.comm import autoload, backend, native_backend
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.native_backend import NativeProcessGroup
-from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
 from ringweave.training.elastic.retained_reductions import ReductionRow, RetainedReduction, SumBuffers
 from tests.comm.native.stub_nccl import CircleError, StubNccl, Wires
@@ -105,10 +104,14 @@ def test_our_own_groups_bypass_the_replacement(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nccl_uses_the_nics_of_the_group(nccl: NcclFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    infos = [RankInfo(rank, RankLocation(node, "127.0.0.1", nics=("eth1", "eth2")), ()) for rank, node in enumerate("ab")]
+    infos = [
+        RankInfo(rank, RankLocation(node, "127.0.0.1", nics=("eth1", "eth2")), ()) for rank, node in enumerate("ab")
+    ]
     group: Any = SimpleNamespace(members=GroupInfo(tuple(infos), 0, b""), _timeout=timedelta(seconds=1))
     group._store = dist.HashStore()
-    monkeypatch.setattr(NcclFactory, "__call__", lambda *_: SimpleNamespace(_set_sequence_number_for_group=lambda: None))
+    monkeypatch.setattr(
+        NcclFactory, "__call__", lambda *_: SimpleNamespace(_set_sequence_number_for_group=lambda: None)
+    )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     NativeProcessGroup._make_nccl(group, None, "g")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7", "the user's own"
@@ -265,4 +268,3 @@ def test_batches_of_other_groups_and_backends_stay_torchs(gpus: FakeGpus, monkey
     assert native_backend.group_of_batch([op]) is None
     assert native_backend.group_of_batch([]) is None
     assert native_backend.group_of_batch(["no op"]) is None
-    assert WorkerEnvironment().coordinators == ()

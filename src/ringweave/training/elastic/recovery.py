@@ -103,9 +103,7 @@ class ReplayLog:
         self, commit: Commit, reduction: RetainedReduction, buffers: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
         # In host memory in any case: a device has no room for it. Copied before, since copies take long.
-        self._log.append(
-            LoggedReduction(commit=commit, sums=reduction.host_sums, buffers=buffers)
-        )
+        self._log.append(LoggedReduction(commit=commit, sums=reduction.host_sums, buffers=buffers))
         if not self._is_on_cpu:
             self._free_sums.append(reduction.sums)
 
