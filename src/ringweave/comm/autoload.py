@@ -100,7 +100,7 @@ def _with_grouped_messages(function: Any) -> Any:
 
     @functools.wraps(function)
     def call(p2p_op_list: Any) -> Any:
-        native = sys.modules.get("ringweave.comm.native_backend")  # without it no group is ours
+        native: Any = sys.modules.get("ringweave.comm.native_backend")  # without it no group is ours
         group = native.group_of_batch(p2p_op_list) if native else None
         return function(p2p_op_list) if group is None else native.start_grouped(group, p2p_op_list)
 

@@ -33,8 +33,8 @@ def ensure_process_group(environ: Mapping[str, str]) -> None:
 def use_gpu_of(devices: Iterable[torch.device]) -> None:
     """Make the one GPU among these devices the current one of this thread; no effect without one, or with several.
 
-    What takes no device takes the current one: NCCL's first call, events, random numbers, a script's `.cuda()`. A thread
-    begins with the first GPU of the node, where every rank would make a context of several hundred MB.
+    What takes no device takes the current one: NCCL's first call, events, random numbers, a script's `.cuda()`. Each
+    thread begins with the first GPU of the node, where every rank would make a context of several hundred MB.
     """
     gpus = {device for device in devices if device.type == "cuda" and device.index is not None}
     if len(gpus) == 1:

@@ -468,7 +468,7 @@ class NativeProcessGroup(dist.ProcessGroup):
             nccl.shutdown()
 
     def _abort_nccl(self) -> None:
-        """Abort NCCL in a thread of its own: it may wait for kernels of other groups (pytorch/pytorch, issue 119797)."""
+        """Abort NCCL in a thread of its own, since it may wait for kernels of other groups (pytorch issue 119797)."""
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             threading.Thread(target=nccl.abort, name="ringweave NCCL abort", daemon=True).start()
@@ -506,7 +506,7 @@ class NativeProcessGroup(dist.ProcessGroup):
         options = options if isinstance(options, ProcessGroupNCCL.Options) else ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.global_ranks_in_group = [member.global_rank for member in self.members.ranks]
-        options.group_name = name
+        options.group_name = distributed_c10d.GroupName(name)
         nics = ",".join(self.members.own_info.location.nics) or os.environ.get("GLOO_SOCKET_IFNAME")
         if nics and self.members.num_nodes > 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={nics}")  # exactly these names
@@ -575,7 +575,7 @@ for _name in _DELEGATED_METHODS:
         setattr(NativeProcessGroup, _name, _delegating_method(_name))
 
 
-def host_barrier_options(opts: BarrierOptions | None = None) -> BarrierOptions:
+def host_barrier_options(opts: Any = None) -> Any:
     """Return a barrier's options with which Gloo runs it, in any group.
 
     NCCL's barrier would need a GPU, and guesses one; and its wait cannot be given up after an abort. As there, the

@@ -1,6 +1,6 @@
 """A library in NCCL's place, on fake GPUs: strict where NCCL hangs, quiet where NCCL is.
 
-- A synchronous collective returns no work. A work's `wait` orders the current stream, and blocks with a time limit only.
+- A synchronous collective returns no work. A work's `wait` orders the current stream, and blocks only with a limit.
 - Messages of a pair of ranks share one stream, unless they are grouped. Two ends that both wait are reported.
 - Tensors on another GPU than the current one are refused.
 - The first collective is a meeting: it can be made to block.

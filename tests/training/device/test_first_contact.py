@@ -134,7 +134,8 @@ def test_a_newcomers_zeros_lie_on_its_own_gpu(gpus: FakeGpus) -> None:
     """The others tell the type of their device only; the session's thread would begin with the first GPU."""
     found: list[RetainedReduction] = []
     anything: Any = None
-    thread = SessionThread(anything, anything, anything, [torch.device("cuda", 2)])
+    thread = SessionThread(anything, anything, anything)
+    torch.cuda.set_device(2)
 
     def run_once() -> bool:
         with gpus:
@@ -186,7 +187,7 @@ def test_gradients_of_any_stream_are_summed_by_the_sessions_thread(gpus: FakeGpu
             reduction.complete(ReductionRow(), 0, buffers)
 
     run_on_side_stream(gpus, values, hand_in)
-    in_thread(lambda: reduction.start())
+    in_thread(reduction.start)
     stream = gpus.gpus[2].script
     stream.run_until(stream.num_enqueued)
     with torch._C.DisableTorchFunctionSubclass():
@@ -291,7 +292,8 @@ def test_the_group_tells_who_shares_a_card(gpus: FakeGpus, monkeypatch: pytest.M
         group = NativeProcessGroup(dist.HashStore(), GroupInfo(infos[:1], 0, b""), timedelta(seconds=9))
         group.members = GroupInfo(infos, 0, b"")
         monkeypatch.setattr(meters, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-        meter = meters.find_meter(model, len(seen))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(seen)))
+        meter = meters.find_meter(model)
         assert meter is not None
         return meter.limit_bytes()
 

@@ -97,7 +97,6 @@ def join_job(
         is_mean=script.is_mean or assigned is not None,
         num_parameters=must_match["num_parameters"],
         recomputes=script.on_failure == "recompute",
-        devices=timing.cuda_devices(script.model),
     )
     if assigned is None:
         session.repeat_collectives(startup_log)

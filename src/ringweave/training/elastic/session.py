@@ -197,17 +197,15 @@ class MemberRecovery:
 class SessionThread:
     """Session's own thread: forms ordered generations and commits operations, until this member stops."""
 
-    def __init__(
-        self,
-        state: SessionState,
-        commits: CommitProtocol,
-        recovery: MemberRecovery,
-        devices: Sequence[torch.device] = (),
-    ) -> None:
-        self._state, self._commits, self._recovery, self._devices = state, commits, recovery, devices
+    def __init__(self, state: SessionState, commits: CommitProtocol, recovery: MemberRecovery) -> None:
+        self._state, self._commits, self._recovery = state, commits, recovery
+        self._gpus: list[torch.device] = []
         self._thread = threading.Thread(target=self._run, name="ringweave elastic", daemon=True)
 
     def start(self) -> None:
+        """Start it on the current GPU of the calling thread, which `prepare` has set."""
+        if torch.cuda.is_initialized():
+            self._gpus = [torch.device("cuda", torch.cuda.current_device())]
         self._thread.start()
 
     def wait_stopped(self, timeout_s: float) -> None:
@@ -216,7 +214,7 @@ class SessionThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        default_group.use_gpu_of(self._devices)  # the members' layouts tell the type of a device, and not its index
+        default_group.use_gpu_of(self._gpus)  # the members' layouts tell the type of a device, and not its index
         try:
             with generation_group.direct_collectives():
                 while self._run_once():
@@ -349,12 +347,10 @@ class ElasticSession:
         is_mean: bool,
         num_parameters: int = 0,
         recomputes: bool = False,
-        devices: Sequence[torch.device] = (),
     ) -> None:
         """Create a session; every reduction sets the tensors `buffers` to the first member's values.
 
         With `recomputes`, sums that miss samples of lost members are kept for the reduction of these samples.
-        `devices` are the model's.
         """
         self._state = SessionState(member, groups, trainer)
         partial_sums = PartialSums() if recomputes else None
@@ -362,7 +358,7 @@ class ElasticSession:
             self._state, buffers, is_mean=is_mean, num_parameters=num_parameters, partial_sums=partial_sums
         )
         self._recovery = MemberRecovery(self._state, is_mean=is_mean, partial_sums=partial_sums)
-        self._thread = SessionThread(self._state, self._commits, self._recovery, devices)
+        self._thread = SessionThread(self._state, self._commits, self._recovery)
 
     # The training thread.
 

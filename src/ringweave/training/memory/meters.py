@@ -1,4 +1,4 @@
-"""Meters of the memory in which a rank computes: a card's, by torch's allocator, or a process's, by its control group."""
+"""Meters of the memory in which a rank computes: that of a card, by torch's allocator, or of a control group."""
 
 import abc
 import contextlib
@@ -122,12 +122,12 @@ class HostMeter(MemoryMeter):
         return self._process.num_oom_kills()
 
 
-def find_meter(model: nn.Module, num_local_ranks: int) -> MemoryMeter | None:
+def find_meter(model: nn.Module) -> MemoryMeter | None:
     """Return the meter of the model's device; None for a CPU without a limit, or a model on several devices."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return None
-    (device,) = devices
+    (device,), num_local_ranks = devices, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if device.type == "cuda":
         return CudaMeter(device, num_sharing(num_local_ranks))
     process = ProcessMemory(num_local_ranks)

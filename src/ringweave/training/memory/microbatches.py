@@ -17,8 +17,8 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""Texts of errors of other classes than torch.OutOfMemoryError: torch's allocator for the host, and memory of a card that
-CUDA and its libraries take beside torch's allocator."""
+"""Texts of errors of other classes than torch.OutOfMemoryError: of torch's allocator for the host, and of CUDA and its
+libraries, which take memory of a card beside torch's allocator."""
 _SAME_OUTPUT = 0.02
 """Largest difference of outputs computed together or one by one, as a fraction of the largest output."""
 
