@@ -128,7 +128,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         if self._bridge is None or len(tensors) != 1 or tensor.device.type == "cpu" or not is_strided:
             self._counters.count(NATIVE, tensor.nbytes if is_strided else 0, 0)
             native: Any = self._get_backend(tensor.device)
-            return self.wrap_work(native.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
+            operation = f"allreduce on {tensor.device.type}"
+            return self.wrap_work(self.start_native(lambda: native.allreduce(tensors, opts), operation), operation)
         policy = self._message_policy(opts.reduceOp, tensor.dtype)
         forced = NATIVE if tensor.nbytes < policy.native_limit_bytes else self._forced
         return self._allreduce_by_schedule(tensor, opts, policy, forced, self._bridge.open(tensor))

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ _CONNECT_TIMEOUT = timedelta(seconds=30)
 _POLL_INTERVAL, _NUM_POLLS_AFTER_ABORT = timedelta(milliseconds=100), 10
 """After an abort, a thread that the closed connections wake has finished within this many polls: a millisecond is
 enough if it is scheduled. Polls are counted instead of timed, because a stopped process gets no processor."""
+
+
+_StartedT = TypeVar("_StartedT")
 
 
 class StuckWorkError(RuntimeError):
@@ -400,6 +403,14 @@ class NativeProcessGroup(dist.ProcessGroup):
         """Count a native collective of so many bytes on this rank."""
         raise NotImplementedError
 
+    def start_native(self, start: Callable[[], _StartedT], operation: str) -> _StartedT:
+        """Return what `start` does; an error of the native backend becomes one that names operation and culprit."""
+        try:
+            return start()
+        except dist.DistError as cause:
+            error = named_error(cause, lambda failure: self.fail(failure, operation))
+            raise error from error.__cause__
+
     def wrap_work(self, work: Work | None, operation: str) -> NativeWork | None:
         """Wrap `work` so that its error names operation and culprit.
 
@@ -540,7 +551,7 @@ def check_gloo_supports(name: str, tensors: Any) -> None:
                 f"{name.strip('_')} by Gloo",
                 got="a tensor that is not on the CPU",
                 expected="a CPU tensor, since this group does not use NCCL",
-                do="Move the tensor to the CPU, or set RINGWEAVE_DEVICE_PATH=native to use NCCL",
+                do="Move the tensor to the CPU, or use NCCL by RINGWEAVE_DEVICE_PATH=native, if the job is not elastic",
             )
         )
 
@@ -556,11 +567,7 @@ def _delegating_method(name: str) -> Callable[..., Work | None]:
         uses_gloo = not self._uses_nccl or is_barrier or _is_on_cpu(args[:1])
         if uses_gloo:
             check_gloo_supports(name, args[:1])
-        try:
-            work = getattr(self.native_group, name)(*args, **kwargs)
-        except dist.DistError as cause:
-            error = named_error(cause, lambda failure: self.fail(failure, operation))
-            raise error from error.__cause__
+        work = self.start_native(lambda: getattr(self.native_group, name)(*args, **kwargs), operation)
         if uses_gloo and name not in _POINT_TO_POINT and work is not None:
             return self.wrap_gloo_work(work, lambda: operation)
         return self.wrap_work(work, operation)
@@ -581,12 +588,11 @@ def host_barrier_options(opts: Any = None) -> Any:
     NCCL's barrier would need a GPU, and guesses one; and its wait cannot be given up after an abort. As there, the
     current stream of a GPU in use has done its work on this rank before.
     """
-    opts = opts or BarrierOptions()
-    device: torch.device | None = opts.device
-    if device is not None and device.type == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.current_stream(device).synchronize()
-    opts.device, opts.device_ids = torch.device("cpu"), []
-    return opts
+    host: Any = opts or BarrierOptions()  # torch's stubs take it for frozen
+    if host.device is not None and host.device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.current_stream(host.device).synchronize()
+    host.device, host.device_ids = torch.device("cpu"), []
+    return host
 
 
 def group_of_batch(ops: list[Any]) -> NativeProcessGroup | None:
@@ -605,11 +611,16 @@ def start_grouped(group: NativeProcessGroup, ops: list[Any]) -> list[Work]:
     both send before they receive would wait for each other, since a pair of ranks has one stream.
     """
     distributed_c10d._check_p2p_op_list(ops)
-    with distributed_c10d._coalescing_manager(group, ops[0].tensor.device, async_ops=True) as manager:
-        for op in ops:
-            peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
-            op.op(op.tensor, group=op.group, tag=op.tag, **peer)
-    return [work for each in manager.works if (work := group.wrap_work(each, "batch_isend_irecv")) is not None]
+
+    def start() -> list[Work]:
+        with distributed_c10d._coalescing_manager(group, ops[0].tensor.device, async_ops=True) as manager:
+            for op in ops:
+                peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+                op.op(op.tensor, group=op.group, tag=op.tag, **peer)
+        return manager.works
+
+    works, name = group.start_native(start, "batch_isend_irecv"), "batch_isend_irecv"
+    return [work for each in works if (work := group.wrap_work(each, name)) is not None]
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -116,7 +116,7 @@ def test_a_wrong_argument_is_the_callers_own(group: NativeOnly, gpus: FakeGpus) 
 @pytest.mark.parametrize("name", sorted(native_backend._CPU_ONLY_IN_GLOO & set(NAMES)))
 def test_without_nccl_what_gloo_does_on_the_cpu_alone_is_refused(group: NativeOnly, gpus: FakeGpus, name: str) -> None:
     group._uses_nccl = False
-    text = f"{name.strip('_')} by Gloo: .* not on the CPU.*, expected a CPU tensor.*RINGWEAVE_DEVICE_PATH=native"
+    text = f"{name.strip('_')} by Gloo: .* not on the CPU.*, expected a CPU tensor.*by RINGWEAVE_DEVICE_PATH=native"
     with pytest.raises(CommunicationError, match=text):
         getattr(group, name)(*arguments(name, "cuda", gpus, is_async=True))
     assert group.native_group.called == []

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ from torch.distributed import ReduceOp, distributed_c10d
 from ringweave.comm import autoload, backend, native_backend
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.native_backend import NativeProcessGroup
-from ringweave.errors import UsageError
+from ringweave.errors import CommunicationError, UsageError
 from ringweave.training.elastic.retained_reductions import ReductionRow, RetainedReduction, SumBuffers
 from tests.comm.native.stub_nccl import CircleError, StubNccl, Wires
 from tests.fakes.gpus import FakeGpus, OnGpu
 
 GROUP_OPTIONS = dist.distributed_c10d._DistributedBackendOptions
+_GROUPS: list[backend.RingweaveProcessGroup] = []
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ class NcclFactory:
 
 
 @pytest.fixture
-def nccl(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> NcclFactory:
+def nccl(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclFactory]:
     """A machine with NCCL; its worker has the environment that a test sets."""
     factory = NcclFactory()
     monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", factory, raising=False)
@@ -56,7 +58,9 @@ def nccl(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> NcclFactory:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     for name in [name for name in os.environ if name.startswith("RINGWEAVE_")]:
         monkeypatch.delenv(name)
-    return factory
+    yield factory
+    while _GROUPS:
+        _GROUPS.pop().shutdown()
 
 
 def make_group(pg_options: object = None) -> backend.RingweaveProcessGroup:
@@ -64,20 +68,21 @@ def make_group(pg_options: object = None) -> backend.RingweaveProcessGroup:
     options = GROUP_OPTIONS()
     options.store, options.group_rank, options.group_size = dist.HashStore(), 0, 1
     options.timeout, options.group_id, options.global_ranks_in_group = timedelta(seconds=20), "a group", [5]
-    return backend.create_group(options, pg_options)
+    made = backend.create_group(options, pg_options)
+    _GROUPS.append(made)
+    return made
 
 
 def test_nccl_gets_the_scripts_options_the_groups_name_and_its_ranks(nccl: NcclFactory) -> None:
     own = Options()
     own.is_high_priority_stream = True
-    group = make_group(own)
+    make_group(own)
     ((place, options),) = nccl.made
     assert place == "0 of 1"
     assert options is own
     assert (options.group_name, options.global_ranks_in_group) == ("a group", [5])
     assert options._timeout == timedelta(seconds=20)
-    group.shutdown()
-    make_group(SimpleNamespace(of="gloo")).shutdown()
+    make_group(SimpleNamespace(of="gloo"))
     assert isinstance(nccl.made[1][1], Options), "another backend's options are not NCCL's"
 
 
@@ -125,7 +130,6 @@ def test_an_elastic_job_makes_no_nccl_and_refuses_to(nccl: NcclFactory, monkeypa
     group = make_group()
     assert nccl.made == []
     assert group._bridge is not None
-    group.shutdown()
     monkeypatch.setenv("RINGWEAVE_DEVICE_PATH", "native")
     text = "RINGWEAVE_DEVICE_PATH: 'native', expected auto or bridge in an elastic job, since NCCL does not survive"
     with pytest.raises(UsageError, match=text):
@@ -153,7 +157,22 @@ def test_buckets_of_an_elastic_job_start_without_a_meeting(
         assert not started.is_alive(), "a meeting"
         reduction.wait_done()
         assert reduction.sums[0].tolist()[:2] == [3.0, 3.0]
-    group.shutdown()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_allreduce_on_nccl_has_nccls_work_or_none_and_names_errors(
+    nccl: NcclFactory, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    group, stub, opts = make_group(), StubNccl(), dist.AllreduceOptions()
+    opts.asyncOp = is_async
+    monkeypatch.setattr(backend.RingweaveProcessGroup, "_get_backend", lambda *_: stub, raising=False)
+    work = group.allreduce([gpus.zeros(0, 3)], opts)
+    assert (work is None) == (not is_async)
+    stub.error_at_call = dist.DistBackendError("NCCL error: remote process exited")
+    with pytest.raises(
+        CommunicationError, match=r"allreduce on cuda: rank 5 \(node .*NCCL error: remote process exited"
+    ):
+        group.allreduce([gpus.zeros(0, 3)], opts)
 
 
 def test_a_destroyed_group_shuts_nccl_down_once_and_a_failed_one_aborts_it(nccl: NcclFactory) -> None:
@@ -189,7 +208,6 @@ def test_a_barrier_is_glooss_and_waits_for_the_current_stream(nccl: NcclFactory,
     assert calls[0].device == torch.device("cpu")
     assert len(waits) == 1, "in slices"
     assert gpus.contexts == {2}, "no other context is made"
-    group.shutdown()
 
 
 class Messages(NativeProcessGroup):
