@@ -23,11 +23,14 @@ def default_to_one() -> None:
 
 
 def pick_device() -> torch.device:
-    """Returns this process's own GPU where there are enough for all on this node, else the CPU."""
+    """Returns this process's own GPU, as the current one, where there are enough on this node, else the CPU."""
     local_rank, local_world_size = (
         int(os.environ.get(name, ALONE[name])) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
-    return torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_world_size else torch.device("cpu")
+    if torch.cuda.device_count() < local_world_size:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)  # for what names no device, such as a barrier of NCCL
+    return torch.device("cuda", local_rank)
 
 
 def share_of(batch: int, global_rank: int, world_size: int) -> slice:

@@ -16,7 +16,7 @@ from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState
 from ringweave.training.gradients import SampleWeights
-from ringweave.training.memory.memory_guard import MemoryMeter
+from ringweave.training.memory.meters import MemoryMeter
 from ringweave.training.timing import HostTimeline, StepTimer
 
 

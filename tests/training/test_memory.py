@@ -12,7 +12,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import MemoryLimit
 from ringweave.topology.cgroups import ProcessMemory
 from ringweave.training.gradients import SampleWeights
-from ringweave.training.memory import memory_guard, microbatches
+from ringweave.training.memory import microbatches
 from ringweave.training.memory.memory_guard import MemoryGuard, OomRecord
 from tests.training.fakes import Card
 
@@ -248,17 +248,6 @@ def test_a_batch_is_cut_wherever_it_has_as_many_rows() -> None:
     assert found["x"].tolist() == [2, 3, 4]
     assert [len(each) for each in found["mask"]] == [3, 2]
     assert found["name"] == "a"
-
-
-def test_cards_are_shared_by_workers_beyond_their_number(monkeypatch) -> None:
-    gib = 2**30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 * gib, 80 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60 * gib)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5 * gib)
-    device = torch.device("cuda", 0)
-    assert memory_guard.CudaMeter(device, 1).limit_bytes() == 66 * gib, "without the bytes of others"
-    assert memory_guard.CudaMeter(device, 4).limit_bytes() == 20 * gib
-    assert memory_guard.CudaMeter(device, 1).peak_bytes() == 5 * gib
 
 
 def test_memory_of_this_process_rises_and_falls_with_its_tensors() -> None:

@@ -18,7 +18,7 @@ from ringweave.errors import DisagreementError
 from ringweave.planning.balancing import ShareChange
 from ringweave.training import SharedLoader
 from ringweave.training.gradients import SampleWeights
-from ringweave.training.memory import memory_guard
+from ringweave.training.memory import meters
 from ringweave.training.timing import HostTimeline
 from tests.training.fakes import Card
 
@@ -167,7 +167,7 @@ def limit_memory(model: nn.Module, fitting: int) -> None:
             card.allocate(len(inputs[0]))
 
     model.register_forward_pre_hook(allocate)
-    memory_guard.find_meter = lambda *_: card
+    meters.find_meter = lambda *_: card
 
 
 class Branches(nn.Module):

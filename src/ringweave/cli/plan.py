@@ -309,7 +309,7 @@ def _rdma_line(cluster: Cluster, plan: Plan) -> str:
     """Return a line about RDMA between nodes, and the tensors that use it."""
     names = _rdma_nics(cluster, plan)
     if names:
-        return f"on {join_names(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
+        return f"on {join_names(names)}: what NCCL runs takes it (RINGWEAVE_DEVICE_PATH); all else goes by TCP"
     return "absent (no NIC has rdma: true): between nodes all goes by TCP"
 
 
@@ -318,6 +318,8 @@ def _cuda_lines(cluster: Cluster, plan: Plan) -> list[str]:
     nodes = [cluster.node(name) for name in dict.fromkeys(plan.nodes)]
     if not any(device.kind == "cuda" for node in nodes for device in node.devices):
         return []
+    if len(nodes) > 1:
+        return ["CUDA     tensors of GPUs take what follows too, through host memory (RINGWEAVE_DEVICE_PATH)"]
     return ["CUDA     tensors of GPUs take NCCL, unless run --schedule forces one of these; CPU tensors what follows"]
 
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,8 @@ def _register(environment: WorkerEnvironment) -> None:
     if not dist.is_available():
         return
     dist.Backend.register_backend("ringweave", _create_group, extended_api=True, devices=list(_DEVICES))
-    _admit_to_monitored_barrier()
+    _replace(("monitored_barrier",), _with_own_monitored_barrier)
+    _replace(("batch_isend_irecv",), _with_grouped_messages)
     if environment.run_dir is None and not environment.replace_backend:
         return
     dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
@@ -58,16 +60,6 @@ def _create_group(options: object, backend_options: object) -> object:
     return backend.create_group(options, backend_options)
 
 
-def _admit_to_monitored_barrier() -> None:
-    """Let `dist.monitored_barrier` take groups of ringweave: torch's function refuses all backends not named gloo."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    admitting = _with_own_monitored_barrier(distributed_c10d.monitored_barrier)
-    for module in (distributed_c10d, dist):
-        module.monitored_barrier = admitting
-
-
 def _with_own_monitored_barrier(function: Any) -> Any:
     from torch.distributed import distributed_c10d
 
@@ -86,13 +78,25 @@ def _with_own_monitored_barrier(function: Any) -> Any:
 
 def _replace_named_backends() -> None:
     """Replace gloo or nccl, where named, by ringweave: RINGWEAVE_REPLACE_BACKEND=1."""
+    _replace(("init_process_group", "new_group"), _with_own_backend)
+
+
+def _replace(names: tuple[str, ...], wrap: Callable[[Any], Any]) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    for name in ("init_process_group", "new_group"):
-        replaced = _with_own_backend(getattr(distributed_c10d, name))
+    for name in names:
+        replaced = wrap(getattr(distributed_c10d, name))
         for module in (distributed_c10d, dist):
             setattr(module, name, replaced)
+
+
+def new_native_group(ranks: list[int], backend: str) -> Any:
+    """Make a group of torch's own "gloo" or "nccl", as `dist.new_group` does, whatever replaces them in scripts."""
+    import torch.distributed as dist
+
+    new_group: Any = dist.new_group
+    return getattr(new_group, "of_torch", new_group)(ranks, backend=backend)
 
 
 def _with_own_backend(function: Any) -> Any:
@@ -101,9 +105,22 @@ def _with_own_backend(function: Any) -> Any:
         arguments = inspect.signature(function).bind(*args, **kwargs)
         named = arguments.arguments.get("backend")
         if named is not None and _is_native_backend(named):
-            arguments.arguments["backend"] = "ringweave"
-            arguments.arguments.pop("pg_options", None)  # they are the other backend's own
+            arguments.arguments["backend"] = "ringweave"  # which hands the options of NCCL on
         return function(*arguments.args, **arguments.kwargs)
+
+    replaced: Any = call
+    replaced.of_torch = function
+    return replaced
+
+
+def _with_grouped_messages(function: Any) -> Any:
+    """Let a batch of sends and receives in a group of ours be grouped, as in torch's own groups."""
+
+    @functools.wraps(function)
+    def call(p2p_op_list: Any) -> Any:
+        native: Any = sys.modules.get("ringweave.comm.native_backend")  # without it no group is ours
+        group = native.group_of_batch(p2p_op_list) if native else None
+        return function(p2p_op_list) if group is None else native.start_grouped(group, p2p_op_list)
 
     return call
 

@@ -74,11 +74,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
         group_name: str,
         timeout: timedelta,
         environment: WorkerEnvironment,
+        nccl_options: object = None,
     ) -> None:
         """The other members connect to this rank's channels at `listeners`; `group_name` names the group in events."""
         self._native_limit_bytes = plan_choice.native_limit_bytes(info, environment)
         info, self._measured = _use_measured_network(store, info, timeout, environment)
-        super().__init__(store, info, timeout, allows_nccl=plan_choice.allows_nccl(info, environment))
+        allows_nccl = plan_choice.allows_nccl(info, environment)
+        super().__init__(store, info, timeout, allows_nccl=allows_nccl, nccl_options=nccl_options, name=group_name)
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
         self._listeners = listeners
@@ -136,7 +138,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         if self._bridge is None or len(tensors) != 1 or tensor.device.type == "cpu" or not is_strided:
             self._counters.count(NATIVE, tensor.nbytes if is_strided else 0, 0)
             native: Any = self._get_backend(tensor.device)
-            return self.wrap_work(native.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
+            operation = f"allreduce on {tensor.device.type}"
+            return self.wrap_work(self.start_native(lambda: native.allreduce(tensors, opts), operation), operation)
         policy = self._message_policy(opts.reduceOp, tensor.dtype)
         forced = NATIVE if tensor.nbytes < policy.native_limit_bytes else self._forced
         return self._allreduce_by_schedule(tensor, opts, policy, forced, self._bridge.open(tensor))
@@ -367,6 +370,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Finish pending collectives within the group's timeout; `destroy_process_group` calls this."""
         if self._made_engine is not None:
             self._made_engine.close(self._timeout.total_seconds())
+        self.shutdown_nccl()
         self._end.close()
         if self._bridge is not None:
             self._bridge.close()
@@ -477,8 +481,12 @@ class _MessagePolicy(NamedTuple):
     """Smaller messages go to the native backend."""
 
 
-def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:
+def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup:
     """Make a group of this backend; torch.distributed calls this through its extended API.
+
+    Args:
+        options: torch's description of the group.
+        backend_options: The script's `pg_options`. Those of NCCL are handed on to it; others have no effect.
 
     Raises:
         PlacementError: This process fits no node of the cluster.
@@ -504,7 +512,8 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
             environment = torchrun.join_run(store, info, environment)
         is_debugging = torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
         group_class = DebugProcessGroup if is_debugging else RingweaveProcessGroup
-        return group_class(store, info, listeners, str(options.group_id), options.timeout, environment)
+        name, timeout = str(options.group_id), options.timeout
+        return group_class(store, info, listeners, name, timeout, environment, backend_options)
     except BaseException:
         for door in listeners:
             door.close()

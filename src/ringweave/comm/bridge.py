@@ -135,7 +135,9 @@ class CudaRuntime:
         torch.cuda.set_device(self._device)
 
     def current_stream(self) -> Any:
-        if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device(self._device):
+            is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise CommunicationError(
                 "collective by the bridge: the current stream is captured in a CUDA graph, expected none. "
                 "Keep collectives out of the graph, or set RINGWEAVE_DEVICE_PATH=native."

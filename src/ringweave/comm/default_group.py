@@ -2,9 +2,10 @@
 
 import atexit
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from ringweave import topology
@@ -27,6 +28,17 @@ def ensure_process_group(environ: Mapping[str, str]) -> None:
         dist.init_process_group("ringweave")
     else:
         dist.init_process_group("ringweave", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def use_gpu_of(devices: Iterable[torch.device]) -> None:
+    """Make the one GPU among these devices the current one of this thread; no effect without one, or with several.
+
+    What takes no device takes the current one: NCCL's first call, events, random numbers, a script's `.cuda()`. Each
+    thread begins with the first GPU of the node, where every rank would make a context of several hundred MB.
+    """
+    gpus = {device for device in devices if device.type == "cuda" and device.index is not None}
+    if len(gpus) == 1:
+        torch.cuda.set_device(gpus.pop())
 
 
 def _destroy_at_exit() -> None:

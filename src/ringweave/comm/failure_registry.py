@@ -99,6 +99,9 @@ class FailureRegistry:
 
     def diagnose(self, failure: TransferFailedError, operation: str) -> CommunicationError:
         """Collect the other ranks' reports of the same failure, and return the error that names the culprit."""
+        if self._group.group_size == 1:
+            own = self._group.rank_text(0)
+            return CommunicationError(f"{operation}: {own}, alone in its group, failed: {failure}. Fix what failed.")
         try:
             reports = self._call_store(self._collect_reports)
         except (RuntimeError, TimeoutError):

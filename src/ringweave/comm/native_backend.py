@@ -13,14 +13,15 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
+from torch.distributed import AllreduceOptions, PrefixStore, Store, Work, distributed_c10d
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
+    BarrierOptions,
     BroadcastOptions,
     ProcessGroupGloo,
     ReduceScatterOptions,
@@ -46,6 +47,7 @@ enough if it is scheduled. Polls are counted instead of timed, because a stopped
 
 _CPP_STACK = "Exception raised from"
 """Beginning of the part of torch's errors that names functions."""
+_StartedT = TypeVar("_StartedT")
 
 
 class StuckWorkError(RuntimeError):
@@ -403,8 +405,20 @@ class NativeProcessGroup(dist.ProcessGroup):
     holds it waits for the GIL to release a tensor. See docs/decisions/0003-native-backend-inside-the-group.md.
     """
 
-    def __init__(self, store: Store, group: GroupInfo, timeout: timedelta, *, allows_nccl: bool = True) -> None:
-        """CUDA tensors go to NCCL where it is allowed and there, else to Gloo."""
+    def __init__(
+        self,
+        store: Store,
+        group: GroupInfo,
+        timeout: timedelta,
+        *,
+        allows_nccl: bool = True,
+        nccl_options: Any = None,
+        name: str = "",
+    ) -> None:
+        """CUDA tensors go to NCCL where it is allowed and there, else to Gloo.
+
+        `nccl_options` are the script's `ProcessGroupNCCL.Options`; `name` is the group's, in NCCL's own reports.
+        """
         # torch's stubs lack this constructor, the one that Python subclasses have.
         super().__init__(group.group_rank, group.group_size)  # pyrefly: ignore
         self.members = group
@@ -412,6 +426,8 @@ class NativeProcessGroup(dist.ProcessGroup):
         self._store = store
         self._timeout = timeout
         self.native_group = dist.ProcessGroup(PrefixStore("plain/", store), group.group_rank, group.group_size)
+        self._nccl: Any = self._make_nccl(nccl_options, name) if self._uses_nccl else None
+        """NCCL until it is shut down or aborted; None without it."""
         self._gloo: Any = self._register_native_backends()
         self._is_native_aborted = self._is_leaked = False
         self._pending_works = weakref.WeakSet[NativeWork]()
@@ -426,6 +442,14 @@ class NativeProcessGroup(dist.ProcessGroup):
     def count_native(self, num_bytes: int) -> None:
         """Count a native collective of so many bytes on this rank."""
         raise NotImplementedError
+
+    def start_native(self, start: Callable[[], _StartedT], operation: str) -> _StartedT:
+        """Return what `start` does; an error of the native backend becomes one that names operation and culprit."""
+        try:
+            return start()
+        except dist.DistError as cause:
+            error = named_error(cause, lambda failure: self.fail(failure, operation))
+            raise error from error.__cause__
 
     def wrap_work(self, work: Work | None, operation: str) -> NativeWork | None:
         """Wrap `work` so that its error names operation and culprit.
@@ -507,7 +531,23 @@ class NativeProcessGroup(dist.ProcessGroup):
     def abort_native(self) -> None:
         """Close the native backend's connections: collectives in flight fail, here and at the peers."""
         self._is_native_aborted = True
+        self._abort_nccl()
         abort_gloo(self._gloo, self.members)
+
+    def shutdown_nccl(self) -> None:
+        """Finish NCCL's collectives and free its communicators; DDP keeps the group, so no destructor would.
+
+        All ranks call it in the same order of groups, as `destroy_process_group` does.
+        """
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.shutdown()
+
+    def _abort_nccl(self) -> None:
+        """Abort NCCL in a thread of its own, since it may wait for kernels of other groups (pytorch issue 119797)."""
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            threading.Thread(target=nccl.abort, name="ringweave NCCL abort", daemon=True).start()
 
     def release_native(self) -> None:
         """Leak Gloo if a work survives the abort, so that destroying the group does not block."""
@@ -526,7 +566,7 @@ class NativeProcessGroup(dist.ProcessGroup):
         kinds = dist.ProcessGroup.BackendType
         gloo = make_gloo(PrefixStore("native/", self._store), self.members, self._timeout)
         gloo._set_sequence_number_for_group()
-        cuda: Any = self._make_nccl() if self._uses_nccl else gloo
+        cuda: Any = self._nccl if self._uses_nccl else gloo
         cuda_kind = kinds.NCCL if self._uses_nccl else kinds.GLOO
         for group in (self, self.native_group):
             group._set_default_backend(cuda_kind)
@@ -535,11 +575,17 @@ class NativeProcessGroup(dist.ProcessGroup):
                 group._register_backend(torch.device("cuda"), cuda_kind, cuda)
         return gloo
 
-    def _make_nccl(self) -> Any:
+    def _make_nccl(self, options: Any, name: str) -> Any:
+        """Make NCCL's backend with the script's options, where it gave some, as torch does."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
-        options = ProcessGroupNCCL.Options()
+        options = options if isinstance(options, ProcessGroupNCCL.Options) else ProcessGroupNCCL.Options()
         options._timeout = self._timeout
+        options.global_ranks_in_group = [member.global_rank for member in self.members.ranks]
+        options.group_name = distributed_c10d.GroupName(name)
+        nics = ",".join(self.members.own_info.location.nics) or os.environ.get("GLOO_SOCKET_IFNAME")
+        if nics and self.members.num_nodes > 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={nics}")  # exactly these names
         place = (self.members.group_rank, self.members.group_size)
         nccl = ProcessGroupNCCL(PrefixStore("nccl/", self._store), *place, options)
         nccl._set_sequence_number_for_group()
@@ -570,25 +616,23 @@ def check_gloo_supports(name: str, tensors: Any) -> None:
                 f"{name.strip('_')} by Gloo",
                 got="a tensor that is not on the CPU",
                 expected="a CPU tensor, since this group does not use NCCL",
-                do="Move the tensor to the CPU, or set RINGWEAVE_DEVICE_PATH=native to use NCCL",
+                do="Move the tensor to the CPU, or use NCCL by RINGWEAVE_DEVICE_PATH=native, if the job is not elastic",
             )
         )
 
 
 def _delegating_method(name: str) -> Callable[..., Work | None]:
     """Make a method that delegates a collective to the native backend, under torch's name."""
-    operation = name.strip("_")
+    operation, is_barrier = name.strip("_"), name == "barrier"
 
     def collective(self: NativeProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
         self.count_native(_total_bytes(args[:1]))
-        uses_gloo = not self._uses_nccl or _is_on_cpu(args[:1])
+        if is_barrier:
+            args, kwargs = (host_barrier_options(*args, **kwargs),), {}
+        uses_gloo = not self._uses_nccl or is_barrier or _is_on_cpu(args[:1])
         if uses_gloo:
             check_gloo_supports(name, args[:1])
-        try:
-            work = getattr(self.native_group, name)(*args, **kwargs)
-        except dist.DistError as cause:
-            error = named_error(cause, lambda failure: self.fail(failure, operation))
-            raise error from error.__cause__
+        work = self.start_native(lambda: getattr(self.native_group, name)(*args, **kwargs), operation)
         if uses_gloo and name not in _POINT_TO_POINT and work is not None:
             return self.wrap_gloo_work(work, lambda: operation)
         return self.wrap_work(work, operation)
@@ -601,6 +645,47 @@ def _delegating_method(name: str) -> Callable[..., Work | None]:
 for _name in _DELEGATED_METHODS:
     if hasattr(dist.ProcessGroup, _name):
         setattr(NativeProcessGroup, _name, _delegating_method(_name))
+
+
+def host_barrier_options(opts: Any = None) -> Any:
+    """Return a barrier's options with which Gloo runs it, in any group.
+
+    NCCL's barrier would need a GPU, and guesses one; and its wait cannot be given up after an abort. As there, the
+    current stream of a GPU in use has done its work on this rank before.
+    """
+    host: Any = opts or BarrierOptions()  # torch's stubs take it for frozen
+    if host.device is not None and host.device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.current_stream(host.device).synchronize()
+    host.device, host.device_ids = torch.device("cpu"), []
+    return host
+
+
+def group_of_batch(ops: list[Any]) -> NativeProcessGroup | None:
+    """Return the group of a batch of sends and receives if it is one of ours, on a backend that groups them: NCCL."""
+    if not ops or not isinstance(ops[0], dist.P2POp):
+        return None
+    group = ops[0].group or distributed_c10d._get_default_group()
+    is_ours = isinstance(group, NativeProcessGroup)
+    return group if is_ours and group._get_backend(ops[0].tensor.device).supports_coalescing else None
+
+
+def start_grouped(group: NativeProcessGroup, ops: list[Any]) -> list[Work]:
+    """Start sends and receives as one operation of NCCL, as `batch_isend_irecv` does in groups of torch's own class.
+
+    torch (2.11 to 2.14) checks `type(group) is ProcessGroup`, and starts those of a subclass one by one: two ranks that
+    both send before they receive would wait for each other, since a pair of ranks has one stream.
+    """
+    distributed_c10d._check_p2p_op_list(ops)
+
+    def start() -> list[Work]:
+        with distributed_c10d._coalescing_manager(group, ops[0].tensor.device, async_ops=True) as manager:
+            for op in ops:
+                peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+                op.op(op.tensor, group=op.group, tag=op.tag, **peer)
+        return manager.works
+
+    works, name = group.start_native(start, "batch_isend_irecv"), "batch_isend_irecv"
+    return [work for each in works if (work := group.wrap_work(each, name)) is not None]
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ringweave.comm.group_info import GroupInfo, RankLocation
-from ringweave.environment import AUTO, BRIDGE, NATIVE, WorkerEnvironment
+from ringweave.environment import AUTO, BRIDGE, DEVICE_PATH, NATIVE, WorkerEnvironment
+from ringweave.errors import UsageError, explain
 from ringweave.relayed_address import is_relayed
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
@@ -61,20 +62,30 @@ def native_limit_bytes(group: GroupInfo, environment: WorkerEnvironment) -> floa
 def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     """Return True if the group's allreduces of device tensors go through host memory.
 
-    By default they do in a group of several nodes, where a schedule is forced, and where ranks share a GPU. It is the
-    same on all ranks.
+    By default they do in a group of several nodes, in an elastic job, where a schedule is forced, and where ranks share
+    a GPU. It is the same on all ranks.
     """
     if environment.device_path != AUTO:
         return environment.device_path == BRIDGE
     is_forced = environment.schedule is not None and environment.schedule != NATIVE
-    return is_forced or group.num_nodes > 1 or shares_gpu([member.location for member in group.ranks])
+    has_reason = is_forced or bool(environment.coordinators) or group.num_nodes > 1
+    return has_reason or shares_gpu([member.location for member in group.ranks])
 
 
 def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     """Return True if NCCL may run the collectives that the bridge does not; else Gloo runs them.
 
-    NCCL does not allow ranks that share a GPU, and does not know of relays.
+    NCCL does not allow ranks that share a GPU, and does not know of relays. In an elastic job it is never made: its
+    kernels wait for a dead rank without end, and its watchdog ends the survivors' processes.
+
+    Raises:
+        UsageError: NCCL is asked for in an elastic job with GPUs.
     """
+    if environment.coordinators:
+        if environment.device_path == NATIVE and any(member.location.gpus for member in group.ranks):
+            expected = "auto or bridge in an elastic job, since NCCL does not survive a worker's death"
+            raise UsageError(explain(DEVICE_PATH, got=NATIVE, expected=expected, do="Correct or unset it"))
+        return False
     if any(is_relayed(member.location.address) for member in group.ranks):
         return False
     if environment.device_path != AUTO:
@@ -84,8 +95,10 @@ def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
 
 def shares_gpu(locations: Sequence[RankLocation]) -> bool:
     """Return True if some node has more ranks that see a GPU than different GPUs that they see."""
-    for node in {location.node for location in locations}:
-        seen = [location.gpus for location in locations if location.node == node and location.gpus]
-        if len(seen) > len({gpu for gpus in seen for gpu in gpus}):
-            return True
-    return False
+    return any(num_ranks_per_gpu(locations, node) > 1 for node in {location.node for location in locations})
+
+
+def num_ranks_per_gpu(locations: Sequence[RankLocation], node: str) -> int:
+    """Return the most ranks that share a GPU of a node, if they are spread evenly; 1 without GPUs."""
+    seen = [location.gpus for location in locations if location.node == node and location.gpus]
+    return -(-len(seen) // len({gpu for gpus in seen for gpu in gpus})) if seen else 1

@@ -221,7 +221,7 @@ class LinkRateProber:
         if self._pipeline.device.type == "cpu":
             return self._exchange_both_ways(peer, num_bytes)
         # NCCL tells no messages apart by tags: one direction after the other.
-        probe = LinkProbe(self._pipeline.groups.pipeline, self._pipeline.device, self._clock)
+        probe = LinkProbe(self._pipeline.groups, self._pipeline.device, self._clock)
         return max(probe.exchange(self._stage, *way, num_bytes) for way in ((link, link + 1), (link + 1, link)))
 
     def _exchange_both_ways(self, peer: int, num_bytes: int) -> float:

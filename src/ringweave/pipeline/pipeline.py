@@ -59,6 +59,7 @@ class Pipeline:
         self.settings = settings
         self.layout = _make_layout(len(blocks), settings)
         self.device = settings.device or default_device()
+        default_group.use_gpu_of([self.device])
         self._batch_form = _batch_tensor_forms(_as_inputs(example), side or {}, settings.num_microbatches)
         first, self.side_input_metas = _first_microbatch(_as_inputs(example), side or {}, settings.num_microbatches)
         self.boundaries: tuple[Boundary, ...] = boundaries.trace_boundaries(

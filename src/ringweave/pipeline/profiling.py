@@ -3,7 +3,8 @@
 Blocks of one kind (the same modules, the same shapes) are measured once on each device, on copies with their own
 values: no parameter, running mean or random state of the model changes. Links are measured one at a time with the
 receive already posted, since a sender's own time may include waiting for a busy receiver, or end when the message is
-in a buffer.
+in a buffer. On an accelerator the hand-shake goes through host memory: NCCL has one stream for a pair of ranks, and an
+answer queued there behind a receive that needs the answer would never be sent.
 """
 
 import statistics
@@ -23,6 +24,7 @@ from ringweave.pipeline.runtime import boundaries
 from ringweave.pipeline.runtime.boundaries import Boundary, as_tuple
 from ringweave.pipeline.runtime.process_groups import PipelineGroups
 from ringweave.pipeline.runtime.runner import StageRunner
+from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.pipeline.stage_layout import Layout
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.planning.partition.solve import Partition, solve_partition
@@ -77,7 +79,7 @@ def measure_links(
     num_bytes = max(num_bytes, _MIN_MESSAGE_BYTES)
     stage = layout.stage_of_rank(groups.rank)
     table = torch.zeros(2, layout.num_stages - 1, 2, dtype=torch.float64)
-    probe = LinkProbe(groups.pipeline, device, clock)
+    probe = LinkProbe(groups, device, clock)
     for link in range(layout.num_stages - 1):
         for direction, (src, dst) in enumerate(((link, link + 1), (link + 1, link))):
             for place, size in enumerate((0, num_bytes)):
@@ -99,29 +101,53 @@ def _stage_link(pair: list[float], num_bytes: int) -> StageLink:
 class LinkProbe:
     """Sends one message over a link and waits for the answer."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]) -> None:
-        self._group, self._device, self._clock = group, device, clock
+    def __init__(self, groups: PipelineGroups, device: torch.device, clock: Callable[[], float]) -> None:
+        self._groups, self._device, self._clock = groups, device, clock
         self._answer = torch.zeros(_ANSWER_BYTES, dtype=torch.uint8, device=device)
+        self._stopwatch = Stopwatch(device, clock)
+        self._stopwatch.is_on = True
 
     def exchange(self, stage: int, src: int, dst: int, num_bytes: int) -> float:
-        """Return seconds on the sender, from its start to the receiver's answer; 0 on other ranks."""
+        """Return seconds on the sender, from its start to the receiver's answer; 0 on other ranks.
+
+        On an accelerator they pass between two events of the sender's stream, behind which message and answer lie.
+        """
         if stage == dst:
-            message = torch.empty(num_bytes + _ANSWER_BYTES, dtype=torch.uint8, device=self._device)
-            arriving = dist.irecv(message, group=self._group, group_src=src)
-            dist.send(self._answer, group=self._group, group_dst=src)
-            assert arriving is not None
-            arriving.wait()
-            dist.send(self._answer, group=self._group, group_dst=src)
-        if stage != src:
-            return 0.0
-        message = torch.zeros(num_bytes + _ANSWER_BYTES, dtype=torch.uint8, device=self._device)
-        dist.recv(self._answer, group=self._group, group_src=dst)
-        begun_s = self._clock()
-        dist.send(message, group=self._group, group_dst=dst)
-        dist.recv(self._answer, group=self._group, group_src=dst)
+            self._receive(src, num_bytes)
+        return self._time_send(dst, num_bytes) if stage == src else 0.0
+
+    def _receive(self, src: int, num_bytes: int) -> None:
+        group, message = self._groups.pipeline, self._new_message(num_bytes)
+        arriving = dist.irecv(message, group=group, group_src=src)
+        self._send_ready(src)
+        assert arriving is not None
+        arriving.wait()
+        dist.send(self._answer, group=group, group_dst=src)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._clock() - begun_s
+            torch.cuda.synchronize(self._device)  # the message's memory is used until then
+
+    def _time_send(self, dst: int, num_bytes: int) -> float:
+        group, message = self._groups.pipeline, self._new_message(num_bytes)
+
+        def exchange() -> None:
+            dist.send(message, group=group, group_dst=dst)
+            dist.recv(self._answer, group=group, group_src=dst)
+
+        self._wait_ready(dst)
+        self._stopwatch.time(exchange, is_forward=False)
+        return self._stopwatch.lap().compute_s
+
+    def _new_message(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes + _ANSWER_BYTES, dtype=torch.uint8, device=self._device)
+
+    def _send_ready(self, stage: int) -> None:
+        """Tell the sender that the receive is posted."""
+        group, rank = self._groups.control, self._groups.stage_ranks[stage]
+        dist.send(torch.zeros(1, dtype=torch.uint8), group=group, group_dst=rank)
+
+    def _wait_ready(self, stage: int) -> None:
+        group, rank = self._groups.control, self._groups.stage_ranks[stage]
+        dist.recv(torch.zeros(1, dtype=torch.uint8), group=group, group_src=rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from ringweave.training.elastic import member_process
 from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import GradientReducer, SampleWeights
-from ringweave.training.memory import memory_guard
+from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous, Script
@@ -117,6 +117,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     """
     options.check_options(reduction, on_failure, is_weighted=weight is not None)
     modes.check_mode(mode)
+    default_group.use_gpu_of(timing.cuda_devices(model))
     settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
     weights = weight if weight is None or callable(weight) else SampleWeightTable.of_script(weight, loader)
     script = Script(
@@ -172,7 +173,8 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=script.is_mean)
     parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
-    memory_guard.guard_memory(script, parallel, weights, environment, trainer.set_memory)
+    meter = meters.find_meter(parallel.module)
+    memory_guard.guard_memory(script, parallel, weights, environment, meter, trainer.set_memory)
     incomplete = IncompleteStep(script.optimizer, script.extra_state, lambda: bool(trainer.accounting.missing))
     optimizer, source = script.optimizer, None
     if member.exchange is None or member.worker is None:
@@ -224,7 +226,8 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     reducer = GradientReducer(process_group=None, timer=timer)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
-    memory_guard.guard_memory(script, parallel, weights, environment, balancer.set_memory)
+    meter = meters.find_meter(parallel.module)
+    memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
     weight = BatchWeight(script.weight, control) if callable(script.weight) else script.sample_weights
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
@@ -336,7 +339,8 @@ def _prepare_static_rings(
         num_prefetched=max(each["num_prefetched"] for each in reports),
     )
     shares.join_ring(assignment.current.ring, assignment.current.speed_control)
-    memory_guard.guard_memory(script, parallel, weights, environment, shares.set_memory)
+    meter = meters.find_meter(parallel.module)
+    memory_guard.guard_memory(script, parallel, weights, environment, meter, shares.set_memory)
     regrouper = RingRegrouper(
         assignment=assignment,
         settings=settings,

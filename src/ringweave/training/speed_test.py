@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from ringweave.comm import peer_data
 from ringweave.errors import PeerError, explain
+from ringweave.training import timing
 
 START_TIMEOUT_S = 300.0
 """Time that the first ready rank waits for the last: ranks may load their data meanwhile."""
@@ -46,9 +47,9 @@ def preserve_model_state(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     for parameter in gradients:
         parameter.grad = None
-    devices = {parameter.device.index for parameter in gradients if parameter.device.type == "cuda"}
+    devices = timing.cuda_devices(model)
     try:
-        with torch.random.fork_rng(devices=sorted(index or 0 for index in devices)):
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
         for parameter, gradient in gradients.items():

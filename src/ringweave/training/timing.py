@@ -124,12 +124,18 @@ class HostTimeline(Timeline):
 
 
 class CudaTimeline(Timeline):
-    """Events of the current stream: calls return before the work is done, and the timer must not wait for it."""
+    """Events of one GPU's current stream: calls return before the work is done, and the timer must not wait for it.
+
+    The GPU is named: threads differ in their current one, and no time passes between events of two GPUs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def mark(self) -> torch.cuda.Event:
         """Record an event, which passes once the work before it is done."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def has_passed(self, mark: torch.cuda.Event) -> bool:
@@ -238,9 +244,14 @@ class StepTimer:
 
 
 def choose_timeline(model: nn.Module) -> Timeline:
-    """Return the timeline of the model's device."""
-    is_on_cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
-    return CudaTimeline() if is_on_cuda and torch.cuda.is_available() else HostTimeline.of_this_process()
+    """Return the timeline of the model's device; of a model on several GPUs, that of its last parameters."""
+    gpus = cuda_devices(model)
+    return CudaTimeline(gpus[-1]) if gpus else HostTimeline.of_this_process()
+
+
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """Return the GPUs of a model's parameters, in the model's order."""
+    return list(dict.fromkeys(each.device for each in model.parameters() if each.device.type == "cuda"))
 
 
 def _times_throttled(quota: CpuQuota | None) -> int:

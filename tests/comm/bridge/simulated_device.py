@@ -1,7 +1,7 @@
 """A device in this process: streams that run as late, as early or as randomly as they may, and memory that is reused.
 
-One thread drives a device. What is enqueued runs when an event that comes later is waited for, or, on eager streams, as
-soon as everything before it has run.
+One thread at a time drives a device. What is enqueued runs when an event that comes later is waited for, or, on eager
+streams, as soon as everything before it has run. Time is virtual: an operation takes the seconds that it is given.
 """
 
 import contextlib
@@ -24,7 +24,9 @@ class Stream:
     def __init__(self, device: "SimulatedDevice", *, eager: bool) -> None:
         self.device, self.eager = device, eager
         self.ops: deque[Callable[[], object] | Event] = deque()
-        self.num_done = 0
+        self.num_done, self.now_s = 0, 0.0
+        self.times_s = [0.0]
+        """When each place was reached."""
 
     @property
     def num_enqueued(self) -> int:
@@ -34,6 +36,7 @@ class Stream:
         self.enqueue(event.snapshot())
 
     def enqueue(self, op: "Callable[[], object] | Event") -> None:
+        """What is enqueued may return the seconds that it takes, as a float."""
         self.ops.append(op)
         self.device.advance()
 
@@ -56,8 +59,12 @@ class Stream:
     def _run(self) -> None:
         op = self.ops.popleft()
         self.num_done += 1
-        if not isinstance(op, Event):
-            op()
+        if isinstance(op, Event):
+            self.now_s = max(self.now_s, op.time_s)
+        else:
+            took_s = op()
+            self.now_s += took_s if isinstance(took_s, float) else 0.0
+        self.times_s.append(self.now_s)
 
 
 class Event:
@@ -79,6 +86,11 @@ class Event:
     def query(self) -> bool:
         return self.stream is None or self.stream.num_done >= self.place
 
+    @property
+    def time_s(self) -> float:
+        """When it passed."""
+        return 0.0 if self.stream is None else self.stream.times_s[self.place]
+
     def synchronize(self) -> None:
         if self.stream is not None:
             self.stream.run_until(self.place)
@@ -88,12 +100,14 @@ class Event:
 class SimulatedDevice:
     """Late: the bridge's streams only when forced, the script's at once. Early: the other way round."""
 
+    stream_class = Stream
+
     def __init__(self, kind: str, seed: int = 0) -> None:
         self.kind = kind
         self.random = random.Random(seed)
         self.streams: list[Stream] = []
-        self.script = Stream(self, eager=kind == LATE)
-        self.callbacks = Stream(self, eager=kind == LATE)
+        self.script = self.stream_class(self, eager=kind == LATE)
+        self.callbacks = self.stream_class(self, eager=kind == LATE)
         self.streams += [self.script, self.callbacks]
         self.current = self.script
         self._arena = np.full(NUM_BLOCKS * BLOCK_BYTES, 255, dtype=np.uint8)
@@ -107,7 +121,7 @@ class SimulatedDevice:
         return self.current
 
     def make_stream(self) -> Stream:
-        self.streams.append(Stream(self, eager=self.kind == EARLY))
+        self.streams.append(self.stream_class(self, eager=self.kind == EARLY))
         return self.streams[-1]
 
     def make_event(self) -> Event:

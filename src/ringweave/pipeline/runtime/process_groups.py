@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringweave.comm import autoload
 from ringweave.pipeline.stage_layout import Layout
 
 
@@ -18,6 +19,8 @@ class PipelineGroups:
         replicas = [_new_group(layout.ranks_of_replica(replica), backend) for replica in range(layout.num_replicas)]
         self.pipeline = replicas[layout.replica_of_rank(self.rank)]
         """Ranks of this replica; stage i is rank i of it."""
+        self.stage_ranks = layout.ranks_of_replica(layout.replica_of_rank(self.rank))
+        """Ranks of this replica's stages in `control`."""
         self.stage_replicas: dist.ProcessGroup | None = None
         """Ranks of all replicas that compute the same stage; None with one replica."""
         if layout.num_replicas > 1:
@@ -42,7 +45,7 @@ class PipelineGroups:
 
 
 def _new_group(ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), backend=backend)
+    group = autoload.new_native_group(list(ranks), backend)  # also where `--replace-backend` replaces the script's
     assert isinstance(group, dist.ProcessGroup) or dist.get_rank() not in ranks
     return group  # pyrefly: ignore - ranks outside of a group get a mark instead, and never use it
 

@@ -44,7 +44,8 @@ class BlockSeeds:
         """
         generators = [torch.default_generator]
         if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[index])
         states = [generator.get_state() for generator in generators]
 
         def begin(block: int) -> None:

@@ -27,7 +27,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.is_on = False
-        self._uses_cuda_events = device.type == "cuda"
+        self._device = device
         self.clock = clock
         """Clock in seconds; may be replaced."""
         self._compute_s, self._num_forwards, self._begun_s = 0.0, 0, float("nan")
@@ -40,7 +40,7 @@ class Stopwatch:
         if is_forward:
             self._num_forwards += 1
             self._begun_s = self.clock() if self._num_forwards == 1 else self._begun_s
-        if self._uses_cuda_events:
+        if self._device.type == "cuda":
             return self._time_with_events(compute, *args, **kwargs)
         begun_s = self.clock()
         result = compute(*args, **kwargs)
@@ -59,9 +59,9 @@ class Stopwatch:
 
     def _time_with_events(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin.record(torch.cuda.current_stream(self._device))
         result = compute(*args, **kwargs)
-        end.record()
+        end.record(torch.cuda.current_stream(self._device))
         self._cuda_events.append((begin, end))
         return result
 

@@ -149,20 +149,23 @@ def _encoding_error(path: str, got: str, expected: str) -> TrainingError:
     return TrainingError(explain(f"state of {path}", got=got, expected=expected, do=do))
 
 
-def capture_rng_state() -> dict[str, Any]:
-    """Return the states of the random number generators; of the GPU's too, if a GPU is in use."""
+def capture_rng_state(gpu: torch.device | None = None) -> dict[str, Any]:
+    """Return the states of the random number generators; of one GPU's too, if a GPU is in use.
+
+    `gpu` is the model's; None is the current one of this thread.
+    """
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "cuda": torch.cuda.get_rng_state(gpu or "cuda") if torch.cuda.is_initialized() else None,
     }
 
 
-def restore_rng_state(state: dict[str, Any]) -> None:
+def restore_rng_state(state: dict[str, Any], gpu: torch.device | None = None) -> None:
     """Restore the states of the generators; the GPU's if a GPU is in use on both sides."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], gpu or "cuda")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from ringweave.comm import generation_group
 from ringweave.environment import WorkerEnvironment
@@ -27,6 +29,7 @@ from ringweave.training.checkpoints.store import (
 from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource
 from ringweave.training.rings.shard_source import OfferedCheckpoint, ShardSource, loader_state
+from ringweave.training.timing import cuda_devices
 
 FoundCheckpoint = tuple[CheckpointFile, CheckpointContent]
 
@@ -249,9 +252,15 @@ class Checkpoints:
         started_s = time.perf_counter()
         states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
         if self._rng:
-            states[_RNG_PART] = format.capture_rng_state()
+            states[_RNG_PART] = format.capture_rng_state(self._gpu)
         if states:
             self._submit(train_step, rank, states, started_s)
+
+    @property
+    def _gpu(self) -> torch.device | None:
+        """GPU of the first part that is a model on one; None without."""
+        gpus = [each for part in self._parts.values() if isinstance(part, nn.Module) for each in cuda_devices(part)]
+        return gpus[0] if gpus else None
 
     def _submit(self, train_step: int, rank: int, states: dict[str, Any], started_s: float) -> None:
         """Copy these states and submit them to the writer."""
@@ -425,7 +434,7 @@ class Checkpoints:
         if state is None:
             self._reporter.report_new_rng(rank, saved.train_step, reason)
         else:
-            format.restore_rng_state(state)
+            format.restore_rng_state(state, self._gpu)
 
     def _write_job(self, job: WriteJob) -> None:
         """Write a checkpoint in the writer's thread; errors are reported, never raised."""

@@ -293,6 +293,8 @@ class CommitProtocol:
             number = state.num_reductions + 1
             commit = Commit(number=number, members=state.membership.members, rows=every, used_bits=used_bits)
             reduction.wait_done()  # the others wait for everything that follows
+            if _contributes_zeros(reduction):
+                reduction.copy_to_host()  # before the lock is held
             buffers = self._sync_buffers(self._buffers() if isinstance(reduction, RetainedReduction) else ())
             with state.lock:
                 if abort_count != state.abort_count:
@@ -396,6 +398,7 @@ class CommitProtocol:
         try:
             for own, first in prepared.buffers:
                 own.copy_(first)
+            retained_reductions.synchronize_streams(own.device for own, _ in prepared.buffers)
             reduction.deliver(prepared.commit, is_mean=self._is_mean, partial_sums=self._partial_sums)
         except Exception as error:  # such as a device error: the script must raise it instead of waiting
             reduction.fail(member_details.as_ringweave_error(error))

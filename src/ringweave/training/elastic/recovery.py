@@ -102,10 +102,8 @@ class ReplayLog:
     def append_reduction(
         self, commit: Commit, reduction: RetainedReduction, buffers: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        # In CPU memory in any case: a device has no room for it.
-        self._log.append(
-            LoggedReduction(commit=commit, sums=[summed.cpu() for summed in reduction.sums], buffers=buffers)
-        )
+        # In host memory in any case: a device has no room for it. Copied before, since copies take long.
+        self._log.append(LoggedReduction(commit=commit, sums=reduction.host_sums, buffers=buffers))
         if not self._is_on_cpu:
             self._free_sums.append(reduction.sums)
 

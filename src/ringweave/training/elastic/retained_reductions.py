@@ -9,7 +9,7 @@ import json
 import operator
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,30 @@ class Commit:
         return self.num_planned / num_samples if num_samples else 0.0
 
 
+class StreamMark:
+    """Place in the current streams of some devices, behind which another thread orders its own; the CPU has none."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Mark what the calling thread has enqueued on these devices."""
+        self._events = [
+            (device, torch.accelerator.current_stream(device).record_event())
+            for device in set(devices)
+            if device.type != "cpu"
+        ]
+
+    def order_streams(self) -> None:
+        """Let the calling thread's current streams wait for the mark."""
+        for device, event in self._events:
+            torch.accelerator.current_stream(device).wait_event(event)
+
+
+def synchronize_streams(devices: Iterable[torch.device]) -> None:
+    """Wait until the calling thread's current streams of these devices are done, for threads with other streams."""
+    for device in set(devices):
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
+
+
 _FETCH_POLL_S = 0.05
 _FETCHED_WHAT = "what the first member has fetched"
 FetchedJson = dict[str, Any]
@@ -187,6 +211,8 @@ class _GradientBucket:
     gradients: Tensor
     """Memory of DDP itself; nothing writes to it before the future is resolved."""
     future: torch.futures.Future[Tensor]
+    ready: StreamMark
+    """Mark behind the gradients: after a death, the session's thread sums them, which has streams of its own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -225,6 +251,8 @@ class RetainedReduction:
     used_bits: int = 0
     """Bit i: this member has used parameter i."""
     messages: list[_FusedMessage] = field(default_factory=list)
+    host_sums: list[Tensor] = field(default_factory=list)
+    """The sums in host memory, once copied; on the CPU they are the sums themselves."""
     _small_buckets: list[_GradientBucket] = field(default_factory=list)
     """Small buckets that wait to be fused with the next one."""
     _all_used_bits: torch.futures.Future[int] = field(default_factory=torch.futures.Future)
@@ -241,14 +269,15 @@ class RetainedReduction:
             self._small_buckets[0].gradients.device,
         ) != (gradients.dtype, gradients.device):
             self._close_message(sum_buffers)
-        self._small_buckets.append(_GradientBucket(gradients=gradients, future=future))
+        ready = StreamMark([gradients.device])
+        self._small_buckets.append(_GradientBucket(gradients=gradients, future=future, ready=ready))
         if sum(bucket.gradients.nbytes for bucket in self._small_buckets) >= MIN_SCHEDULED_BYTES:
             self._close_message(sum_buffers)
         return future
 
     def add_zeros(self, zeros: Tensor, summed: Tensor) -> None:
         """Add a message of zeros, with the memory for its sum."""
-        bucket = _GradientBucket(gradients=zeros, future=torch.futures.Future())
+        bucket = _GradientBucket(gradients=zeros, future=torch.futures.Future(), ready=StreamMark([zeros.device]))
         self.messages.append(_FusedMessage(buckets=[bucket], summed=summed))
 
     def complete(self, row: ReductionRow, used_bits: int, sum_buffers: SumBuffers) -> torch.futures.Future[int]:
@@ -277,6 +306,7 @@ class RetainedReduction:
         while self._num_started < len(self.messages):
             message = self.messages[self._num_started]
             for bucket, summed in message.bucket_sums():
+                bucket.ready.order_streams()
                 summed.copy_(bucket.gradients)
             message.work = dist.all_reduce(message.summed, group=group, async_op=True)
             self._num_started += 1
@@ -293,6 +323,10 @@ class RetainedReduction:
         # Waiting for a device's collective only queues it, and a member that reports all sums must have them.
         for device in {summed.device for summed in self.sums} - {torch.device("cpu")}:
             torch.accelerator.synchronize(device)
+
+    def copy_to_host(self) -> None:
+        """Copy the sums to host memory, for the log of a member that replays them; takes as long as the transfer."""
+        self.host_sums = [summed.cpu() for summed in self.sums]
 
     def detach_from_group(self) -> None:
         """Wait out the started messages after the group is gone; then nothing writes to the memory any more."""
@@ -362,6 +396,7 @@ class FetchOnceBroadcast:
         self.fetched: FetchedJson = {}
         """The fetched object, once committed."""
         self._fetch, self._tensors, self._read_abort_count = fetch, list(tensors), read_abort_count
+        self._ready = StreamMark(self._devices())  # the script's, whose gradients another thread reads
         self._started_at_abort_count = -1
         self._group: dist.ProcessGroup | None = None
         self._received: FetchedJson = {}
@@ -397,6 +432,7 @@ class FetchOnceBroadcast:
         dist.broadcast(payload, 0, group=self._group)
         for tensor in self._tensors:
             dist.broadcast(tensor, 0, group=self._group)
+        synchronize_streams(self._devices())
         self._received = peer_data.decode_peer_data(
             bytes(payload.tolist()), _FETCHED_WHAT, peer_data.require_object, expected="a JSON object"
         )
@@ -420,10 +456,15 @@ class FetchOnceBroadcast:
             raise self._error
         return self._received
 
+    def _devices(self) -> list[torch.device]:
+        return [tensor.device for tensor in self._tensors]
+
     def _run_fetch(self) -> None:
         try:
             with torch.no_grad():
+                self._ready.order_streams()
                 self._received = self._fetch()
+                synchronize_streams(self._devices())
         except Exception as error:  # raised by `wait_done`
             self._error = error
         self._has_fetched.set()

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringweave.comm import generation_group
+from ringweave.comm import default_group, generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import MembershipError, RingweaveError, RpcError, TrainingError
 from ringweave.membership import membership_records
@@ -199,9 +199,13 @@ class SessionThread:
 
     def __init__(self, state: SessionState, commits: CommitProtocol, recovery: MemberRecovery) -> None:
         self._state, self._commits, self._recovery = state, commits, recovery
+        self._gpus: list[torch.device] = []
         self._thread = threading.Thread(target=self._run, name="ringweave elastic", daemon=True)
 
     def start(self) -> None:
+        """Start it on the current GPU of the calling thread, which `prepare` has set."""
+        if torch.cuda.is_initialized():
+            self._gpus = [torch.device("cuda", torch.cuda.current_device())]
         self._thread.start()
 
     def wait_stopped(self, timeout_s: float) -> None:
@@ -210,6 +214,7 @@ class SessionThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        default_group.use_gpu_of(self._gpus)  # the members' layouts tell the type of a device, and not its index
         try:
             with generation_group.direct_collectives():
                 while self._run_once():

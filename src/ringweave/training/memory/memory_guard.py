@@ -11,10 +11,8 @@ Source: the caching of outputs and gradients is that of Gao et al., Scaling Deep
 Memory Limited Setup (2021).
 """
 
-import abc
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils import _pytree as pytree
@@ -36,9 +34,9 @@ from ringweave.files import file_io
 from ringweave.planning.balancing import MemoryLimit, MemoryUse
 from ringweave.planning.balancing.memory import RESERVE
 from ringweave.telemetry import EventLog
-from ringweave.topology.cgroups import ProcessMemory
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.memory import microbatches
+from ringweave.training.memory.meters import MemoryMeter
 from ringweave.training.memory.microbatches import CannotSplitError, Microbatch, ModelCall
 from ringweave.training.options import Script
 
@@ -49,10 +47,6 @@ _AMPLE_FRACTION = 0.5
 """The trial ends when a whole batch of all ranks is predicted to use less than this fraction of the memory."""
 _AFTER_OOM = 0.7
 """Factor on the samples at once, of this process or the next one in its slot, after an out-of-memory error."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Options of glibc's mallopt."""
-_MAPPED_BYTES, _KEPT_BYTES = 2**20, 2**25
-"""Values of both: pieces from this size on are mapped one by one; and glibc's own largest value, where none is set."""
 _MAX_RECORD_BYTES = 4096
 _REPORTED_CHANGE = 0.05
 """Smallest change of the limit that is reported again."""
@@ -60,110 +54,6 @@ _ROOMY = 2.0
 """Freed memory is kept between passes if so many times the share fits: kept pieces of other sizes leave holes."""
 _MAX_REPORTED = 2**31
 """Larger numbers of samples are reported as this one."""
-
-
-class MemoryMeter(abc.ABC):
-    """Meter of the memory in which this rank computes."""
-
-    counts_freed = False
-    """The peak includes freed memory that is kept between passes."""
-
-    @abc.abstractmethod
-    def limit_bytes(self) -> float:
-        """Return the bytes that this process may use now."""
-
-    @abc.abstractmethod
-    def reset_peak(self) -> None:
-        """Let `peak_bytes` start anew."""
-
-    @abc.abstractmethod
-    def peak_bytes(self) -> float:
-        """Return the most bytes in use since the last reset."""
-
-    @abc.abstractmethod
-    def release_freed(self) -> None:
-        """Give freed memory back: pieces of other sizes would lie between those of the next pass."""
-
-    @abc.abstractmethod
-    def keep_freed(self, *, is_kept: bool) -> None:
-        """Keep freed memory between passes, which is faster, or give it back at once, as a small memory needs."""
-
-    def num_oom_kills(self) -> int:
-        """Return the processes that the kernel has killed for this memory."""
-        return 0
-
-
-class CudaMeter(MemoryMeter):
-    """Memory of a card, of which the workers that share it get equal parts."""
-
-    def __init__(self, device: torch.device, num_sharing: int) -> None:
-        self._device, self._num_sharing = device, num_sharing
-
-    def limit_bytes(self) -> float:
-        free, total = torch.cuda.mem_get_info(self._device)
-        if self._num_sharing > 1:
-            return total / self._num_sharing
-        return free + torch.cuda.memory_reserved(self._device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> float:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def release_freed(self) -> None:
-        torch.cuda.empty_cache()
-
-    def keep_freed(self, *, is_kept: bool) -> None:
-        """Do nothing: torch keeps it, and gives it back before it reports an error."""
-
-
-class HostMeter(MemoryMeter):
-    """Memory of this process, limited by its control group."""
-
-    def __init__(self, process: ProcessMemory, limit_bytes: float) -> None:
-        self._process, self._limit_bytes = process, limit_bytes
-
-    def limit_bytes(self) -> float:
-        return self._process.limit_bytes() or self._limit_bytes
-
-    def reset_peak(self) -> None:
-        self._process.reset_peak()
-
-    def peak_bytes(self) -> float:
-        return self._process.peak_bytes()
-
-    def release_freed(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-    def keep_freed(self, *, is_kept: bool) -> None:
-        """Let glibc keep freed memory, or map each tensor by itself, which costs page faults and leaves no holes."""
-        self.counts_freed = is_kept
-        with contextlib.suppress(OSError, AttributeError):
-            for option, name in (
-                (_M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_"),
-                (_M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_"),
-            ):
-                of_user = os.environ.get(name, "")
-                kept_bytes = int(of_user) if of_user.isdecimal() else _KEPT_BYTES
-                ctypes.CDLL(None).mallopt(option, kept_bytes if is_kept else _MAPPED_BYTES)
-
-    def num_oom_kills(self) -> int:
-        return self._process.num_oom_kills()
-
-
-def find_meter(model: nn.Module, num_local_ranks: int) -> MemoryMeter | None:
-    """Return the meter of the model's device; None for a CPU without a limit, or a model on several devices."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        return None
-    (device,) = devices
-    if device.type == "cuda":
-        return CudaMeter(device, -(-num_local_ranks // torch.cuda.device_count()))
-    process = ProcessMemory(num_local_ranks)
-    limit = process.limit_bytes() if device.type == "cpu" else None
-    return None if limit is None else HostMeter(process, limit)
 
 
 class OomRecord:
@@ -649,6 +539,7 @@ def guard_memory(
     parallel: DistributedDataParallel,
     weights: SampleWeights,
     environment: WorkerEnvironment,
+    meter: MemoryMeter | None,
     set_limit: Callable[[MemoryLimit], object],
 ) -> None:
     """Guard the memory of a model's training, where it is limited: a card's, or that of a control group.
@@ -658,9 +549,9 @@ def guard_memory(
         parallel: The model under DDP, whose forward passes go through the guard from here on.
         weights: Weights of the present batch, with its number of samples.
         environment: Names the folder of the record of errors, and the event log.
+        meter: Meter of the model's device; None without a limit, where nothing is guarded.
         set_limit: Gets each new limit, in the script's thread.
     """
-    meter = find_meter(parallel.module, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     if meter is None or script.max_samples is not None:
         return
     record = OomRecord.of_worker(environment, os.environ, meter.num_oom_kills())

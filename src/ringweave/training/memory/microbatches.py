@@ -11,6 +11,14 @@ from torch.utils import _pytree as pytree
 
 RandomStates = tuple[Tensor, Tensor | None]
 """Random states of the host and of the card; None without a card."""
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Texts of errors of other classes than torch.OutOfMemoryError: of torch's allocator for the host, and of CUDA and its
+libraries, which take memory of a card beside torch's allocator."""
 _SAME_OUTPUT = 0.02
 """Largest difference of outputs computed together or one by one, as a fraction of the largest output."""
 
@@ -144,7 +152,7 @@ def is_same_leaf(merged: Any, together: Any) -> bool:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that memory could not be allocated, on a card or by the process."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ringweave.errors import PeerError
 from ringweave.planning.balancing.speed import BLOCK_S
-from ringweave.training import gradients, speed_test
+from ringweave.training import gradients, speed_test, timing
 from ringweave.training.speed_test import SpeedTestParticipant
 from ringweave.training.timing import HostTimeline
 
@@ -182,8 +182,8 @@ def run_forward_backward(model: nn.Module, batch: list[Any]) -> None:
     loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for device in timing.cuda_devices(model):  # no other: that would make a context on it
+        torch.cuda.synchronize(device)
 
 
 def _output_tensors(output: Any) -> list[Tensor]:

@@ -51,6 +51,7 @@ def counted(backlog: ReplayLog, number: int, *, is_level: bool = False) -> None:
     reduction = backlog.zero_reduction(number)
     for place, summed in enumerate(reduction.sums):
         summed.fill_(10.0 * number + place)
+    reduction.copy_to_host()
     backlog.append_reduction(commit(number, is_level=is_level), reduction, [])
 
 
@@ -181,7 +182,9 @@ def test_other_buckets_than_the_others_are_refused() -> None:
 def test_buffers_become_those_of_the_others() -> None:
     catching, backlog, _ = made()
     buffer = torch.zeros(2)
-    backlog.append_reduction(commit(5), backlog.zero_reduction(5), [(buffer, torch.tensor([7.0, 8.0]))])
+    reduction = backlog.zero_reduction(5)
+    reduction.copy_to_host()
+    backlog.append_reduction(commit(5), reduction, [(buffer, torch.tensor([7.0, 8.0]))])
     handed_in(catching)
     replay, kept, _ = catching.take_reduction()
     assert buffer.tolist() == [0.0, 0.0]
