@@ -29,6 +29,7 @@ from ringweave.integrations import trainer_parts
 from ringweave.integrations.fabric import LaunchedStrategy
 from ringweave.integrations.trainer_parts import BatchOwner, PartLoader, PreparedLoader
 from ringweave.training import SharedLoader
+from ringweave.training.data import order
 
 _LOGGER = logging.getLogger("ringweave")
 _TENSOR = "ringweave.tensor"
@@ -59,6 +60,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         self._logs = _StepLogs()
         self._pass_number = -1
         """Number of the present batch in its train step."""
+        self._uses_own_sampler: bool | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -70,8 +72,14 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Connect the model, before the data: only predictions use Lightning's own sampler."""
         super().connect(model)
-        trainer = model.trainer
-        trainer._accelerator_connector.use_distributed_sampler = trainer.predicting
+        connector = model.trainer._accelerator_connector
+        if self._uses_own_sampler is None:
+            self._uses_own_sampler = connector.use_distributed_sampler
+        connector.use_distributed_sampler = self._uses_own_sampler and model.trainer.predicting
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_distributed(self) -> None:
         """Make the process group; in an elastic job there is none before the training is prepared."""
@@ -113,7 +121,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         extra |= {"trainer": progress, **({"scaler": scaler} if scaler is not None else {})}
         # Memory is not measured: a trial of training_step would log, and call collectives.
-        limit = self._options["max_samples"] or self._training.batch_size
+        limit = self._options["max_samples"] or order.read_loader(self._training.raw).batch_samples
         assert self.model is not None, "connected"
         self.model = self._prepare_all(self.model, self.optimizers[0], self._training.raw, extra, max_samples=limit)
         assert self._prepared is not None, "prepared"
@@ -164,6 +172,12 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         self._pass_number += 1
         self.set_world_ranks()  # another worker is the first one, if that is lost
 
+    def on_validation_start(self) -> None:
+        """Forget the batch of the training."""
+        self.batch_owner = None
+
+    on_test_start = on_validation_start
+
     def on_train_end(self) -> None:
         """End the last pass, which accounts for samples."""
         if self._training is not None:
@@ -175,7 +189,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         if self._training is not None and self._prepared is not None:
             self._compute_missing(optimizer, self._training)
         output = super().optimizer_step(optimizer, lambda: result, model, **kwargs)
-        self._logs.clear()
+        self._logs.end_step()
         self._pass_number = -1
         return output
 
@@ -185,6 +199,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         first = loop.batch_idx - self._pass_number
         while loader.misses_samples:
+            self._logs.is_repeated = True
             self.lightning_module.zero_grad()
             is_last, self._pass_number = False, -1
             while not is_last:
@@ -307,8 +322,7 @@ class _TrainingLoader(PreparedLoader):
     """Progress of the others, on a worker that has joined them."""
 
     def __init__(self, raw: DataLoader, strategy: RingweaveStrategy) -> None:
-        self.raw, self._strategy = raw, strategy
-        self.dataset, self.batch_size = raw.dataset, raw.batch_size
+        self.raw, self.dataset, self._strategy = raw, raw.dataset, strategy
         self._has_begun = False
         self._batches: Generator[Any] = (batch for batch in ())
         """The running pass."""
@@ -371,6 +385,7 @@ class _StepLogs:
     def __init__(self) -> None:
         self.key, self.weight = "", 0.0
         """Name and weight of the value that is logged now."""
+        self.is_repeated = False
         self._known: dict[str, Tensor] = {}
 
     def own_sums(self, value: Tensor, num_own: int) -> Tensor:
@@ -381,13 +396,14 @@ class _StepLogs:
 
     def mean(self, sums: Tensor, num_total: int) -> Tensor:
         """Return the mean over all processes, of all passes of this step."""
-        known = self._known.get(self.key)
+        known = self._known.get(self.key) if self.is_repeated else None
         if known is not None:
             sums = known if known[2] >= num_total else known + sums
         self._known[self.key] = sums
         return sums[0] / sums[1] if sums[1] else sums[0]
 
-    def clear(self) -> None:
+    def end_step(self) -> None:
+        self.is_repeated = False
         self._known.clear()
 
 
@@ -414,7 +430,7 @@ class _WeightedResults(_ResultCollection):
         if self.batch is None or self.strategy.batch_owner is None:
             super().update_metrics(key, value, batch_size)
             return
-        if not batch_size and isinstance(value, Tensor) and (meta.is_mean_reduction or meta.is_sum_reduction):
+        if not batch_size and isinstance(value, Tensor) and (meta.is_sum_reduction or not value.isfinite().all()):
             value = torch.zeros_like(value)
         with self.strategy.weighing_logs(key, batch_size):
             super().update_metrics(key, value, batch_size)
