@@ -228,38 +228,43 @@ def train_elastically(case: Case, faults: dict[str, tuple[int, str]], pause_s: f
 
 
 def train_by_fabric(case: Case, is_elastic: bool = False, faults: dict[str, int] | None = None) -> Outcome:
-    """Train by an ordinary loop of Fabric; `faults` are member -> batches that it computes before its death."""
-    import ringweave.integrations.lightning
-    from tests.fakes.elastic_job import own_member, send_message
+    """Train by an ordinary loop of Fabric; `faults` are member -> batches that it has computed when it dies."""
+    from ringweave.integrations.lightning import RingweaveFabricStrategy
+    from tests.fakes.elastic_job import own_member
 
     slot = own_member().partition(".")[0] if is_elastic else os.environ["RANK"]
     os.environ.update(RANK=slot, LOCAL_RANK=slot)
     warnings.simplefilter("ignore")
     weights = [count_tokens(collate([each])) for each in Sequences(NUM_SAMPLES)]
-    strategy = ringweave.integrations.lightning.RingweaveFabricStrategy(weight=weights)
+    strategy = RingweaveFabricStrategy(weight=weights)
     fabric = Fabric(accelerator="cpu", strategy=strategy, precision=case.precision)
     fabric.launch()
-    return _run_fabric(case, fabric, make_loaders(case.batch), strategy, faults or {}, send_message)
+    dies_after = (faults or {}).get(own_member(), -1) if is_elastic else -1
+    return _run_fabric(case, fabric, make_loaders(case.batch), strategy, dies_after)
 
 
-def _run_fabric(
-    case: Case, fabric: Fabric, loaders: Any, strategy: Any = None, faults: Any = None, tell: Any = None
-) -> Outcome:
-    module = make_model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    module, optimizer = fabric.setup(module, optimizer)
+def _run_fabric(case: Case, fabric: Fabric, loaders: Any, strategy: Any = None, dies_after: int = -1) -> Outcome:
+    raw = make_model()
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
+    module, optimizer = fabric.setup(raw, optimizer)
     loader, evaluation = fabric.setup_dataloaders(*loaders)
     num_done = 0
+
+    def die(_: Tensor) -> None:
+        if num_done == dies_after:
+            os.kill(os.getpid(), 9)
+
+    raw.lm_head.weight.register_hook(die)
     for _ in range(case.num_epochs):
-        for batch in loader:
-            num_done += 1
-            is_accumulating = num_done % case.accumulate != 0
+        for number, batch in enumerate(loader):
+            is_accumulating = (number + 1) % case.accumulate != 0
             with fabric.no_backward_sync(module, enabled=is_accumulating):
                 fabric.backward(mean_loss(module, batch) / case.accumulate)
             if not is_accumulating:
                 fabric.clip_gradients(module, optimizer, max_norm=0.3)
                 optimizer.step()
                 optimizer.zero_grad()
+            num_done += 1
     correct = torch.zeros(2, dtype=torch.float64)
     for batch in evaluation:
         with torch.no_grad():

@@ -110,6 +110,17 @@ def test_fabric_trains_as_one_process() -> None:
         assert (found.backend, found.ranks) == ("ringweave", (rank, 3))
 
 
+def test_a_worker_of_fabric_dies_in_a_step() -> None:
+    case = Case(accumulate=2)
+    (alone,) = run("train_by_fabric_alone", 1, case)
+    with ElasticJob(lightning_cases.call, 3, "train_by_fabric", case, True, {"1.0": 3}) as job:
+        outcomes = [job.outcome(member) for member in ("0.0", "2.0")]
+    assert not [each.error for each in outcomes if each.error]
+    for rank, outcome in enumerate(outcomes):
+        check_same(outcome.value, alone)
+        assert outcome.value.ranks == (rank, 2)
+
+
 def test_what_cannot_be_shared_out_is_refused() -> None:
     texts = run_ranks(lightning_cases.call, 2, "refusals")[0]
     fit = "training by Lightning: '{}', expected one fit by one optimizer, with automatic optimization. Use strategy="

@@ -113,13 +113,14 @@ class LaunchedStrategy:
 
     def _evaluation_slice(self, num_samples: int) -> slice:
         """Return this process's slice of so many samples: by the present shares once there are some."""
-        of_shares = self._prepared.evaluation_slice if self._prepared else trainer_parts.equal_slice
-        return of_shares(num_samples)
+        if self._prepared is None:
+            return trainer_parts.equal_slice(num_samples)
+        return self._prepared.evaluation_slice(num_samples)
 
     # Collectives; waiting in them is no time of computing.
 
     def _waiting(self) -> AbstractContextManager:
-        return self._prepared.timer.wait() if self._prepared else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._prepared is None else self._prepared.timer.wait()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self._waiting():

@@ -26,10 +26,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ringweave.errors import TrainingError, explain
 from ringweave.integrations import trainer_parts
-from ringweave.integrations.fabric import LaunchedStrategy
+from ringweave.integrations.fabric import LaunchedStrategy, RingweaveFabricStrategy
 from ringweave.integrations.trainer_parts import BatchOwner, PartLoader, PreparedLoader
 from ringweave.training import SharedLoader
 from ringweave.training.data import order
+
+__all__ = ["RingweaveFabricStrategy", "RingweaveStrategy"]
 
 _LOGGER = logging.getLogger("ringweave")
 _TENSOR = "ringweave.tensor"
