@@ -230,7 +230,7 @@ class RingweaveFabricStrategy(LaunchedStrategy, strategies.DDPStrategy):
         if self._module is None or self._optimizer is None or self._loader is None:
             return
         extra = {} if self._schedule is None else {"schedule": self._schedule}
-        self._module.parallel = self._prepare_all(self._module.module, self._optimizer, self._loader.raw, extra)
+        self._module.begin_training(self._prepare_all(self._module.module, self._optimizer, self._loader.raw, extra))
         assert self._prepared is not None, "prepared"
         self._loader.begin_training(self._prepared)
         self._set_world_ranks()
@@ -264,8 +264,8 @@ class _SharedModule(nn.Module):
     def parallel(self) -> DistributedDataParallel | None:
         return self._parallel[0] if self._parallel else None
 
-    @parallel.setter
-    def parallel(self, parallel: DistributedDataParallel) -> None:
+    def begin_training(self, parallel: DistributedDataParallel) -> None:
+        """Let the passes go through DDP from here on."""
         self._parallel = [parallel]  # in a list, as it is no part of this module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
