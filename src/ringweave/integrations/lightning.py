@@ -118,7 +118,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         _set_up_data(trainer)
         if self._training is None:  # limit_train_batches=0
             return
-        progress = _TrainerProgress(trainer)
+        progress = _LoopProgress(trainer)
         extra = {f"schedule {number}": each.scheduler for number, each in enumerate(self.lr_scheduler_configs)}
         scaler = getattr(self.precision_plugin, "scaler", None)
         extra |= {"trainer": progress, **({"scaler": scaler} if scaler is not None else {})}
@@ -286,7 +286,7 @@ def _check_trainer(trainer: Trainer, optimizers: Sequence[Optimizer], *, has_tra
         f"{len(optimizers)} optimizers": len(optimizers) != 1,
         "LBFGS": any(isinstance(each, LBFGS) for each in optimizers),
         "manual optimization in an elastic job": trainer_parts.is_elastic() and not module.automatic_optimization,
-        "reload_dataloaders_every_n_epochs": bool(trainer.reload_dataloaders_every_n_epochs),
+        "reload_dataloaders_every_n_epochs": bool(getattr(trainer, "reload_dataloaders_every_n_epochs", 0)),
     }
     for name, is_given in refused.items():
         if is_given:
@@ -320,7 +320,7 @@ def _set_up_data(trainer: Trainer) -> None:
 class _TrainingLoader(PreparedLoader):
     """Loader of the training as the Trainer expects it; until there is a training it knows its length alone."""
 
-    progress: "_TrainerProgress | None" = None
+    progress: "_LoopProgress | None" = None
     """Progress of the others, on a worker that has joined them."""
 
     def __init__(self, raw: DataLoader, strategy: RingweaveStrategy) -> None:
@@ -357,9 +357,7 @@ class _TrainingLoader(PreparedLoader):
 
     def finish(self) -> None:
         """End the running pass, which accounts for samples if it is complete."""
-        if not self._has_begun:
-            return
-        if self._batches.gi_frame is not None and self.prepared.is_last_batch:
+        if self._has_begun and self.prepared.is_last_batch:
             assert next(self._batches, None) is None, "the last batch is followed by another one"
         self._batches.close()
 
@@ -438,7 +436,7 @@ class _WeightedResults(_ResultCollection):
             super().update_metrics(key, value, batch_size)
 
 
-class _TrainerProgress:
+class _LoopProgress:
     """Progress of a Trainer and state of its callbacks, as part of the state that a joining worker gets."""
 
     def __init__(self, trainer: Trainer) -> None:
