@@ -268,7 +268,7 @@ class Coordinator:
         """Note that the member's process closed its connection abruptly: a live process closes gracefully.
 
         Exception: this process was stopped itself, or had not heard from the member before. Then the member may have
-        moved to another coordinator without a graceful close, unless another member cannot reach it either.
+        moved to another coordinator without a graceful close. It counts as silent once the others need its status.
         """
         is_away = now_s - self._scheduling_delay.last_s > MAY_HAVE_SWITCHED_S or now_s < self._unsure_until_s
         if not self.is_active or is_away or self._failure_detector.may_have_gone(member, now_s):
@@ -436,8 +436,10 @@ class Coordinator:
                 self._exclude(member, membership_records.REASON_EXCLUDED, is_silent=True, may_return=True)
         if self._election.take_unsettled():  # the previous coordinator was lost in the middle of a change
             self._propose(is_urgent=True)
-        for member in sorted(self._failure_detector.unsure_exits & self._failure_reports.keys()):
-            self._exclude(member, "its connections broke", is_silent=True, may_return=True)
+        if self._proposal is not None and self._proposal.is_urgent:
+            for member in sorted(self._failure_detector.unsure_exits):
+                if not self._is_last_state_owner(member):
+                    self._exclude(member, "its connection to the coordinator broke", is_silent=True, may_return=True)
         is_broken = self.membership is not None and self._failure_detector.is_missing_any(
             self.membership.members, now_s
         )
