@@ -10,11 +10,11 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -80,23 +80,29 @@ class Steps:
     def __init__(self, options: argparse.Namespace, model: nn.Module) -> None:
         self.ends_s: list[float] = []
         self._folder, self._num_kills, self._moment = options.out / "kills", options.kills, ""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._trained = options.out / "trained"
+        """One file for each worker that has taken a step: it has the parameters."""
+        for folder in (self._folder, self._trained):
+            folder.mkdir(parents=True, exist_ok=True)
         model.lm_head.weight.register_hook(lambda _: self.reach("backward"))  # pyrefly: ignore - it is a parameter
 
-    def begin(self, number: int) -> None:
-        """Begin a step; choose this worker as the next victim, if it is its turn and enough others are there."""
+    def begin(self, number: int, members: Callable[[], Sequence[str]]) -> None:
+        """Begin a step; choose this worker as the next victim, if it is its turn and enough others have trained."""
         num_killed = len(list(self._folder.iterdir()))
         if num_killed >= self._num_kills or number < KILL_INTERVAL * (num_killed + 1):
             return
-        world_size = dist.get_world_size()
-        if world_size > 2 and dist.get_rank() == (5 * num_killed + 1) % world_size:
-            (self._folder / str(num_killed)).write_text(f"step {number}: {os.environ['RINGWEAVE_MEMBER']}\n")
+        own = os.environ["RINGWEAVE_MEMBER"]
+        trained = [each for each in members() if (self._trained / each).exists()]
+        if len(trained) > 2 and trained[(5 * num_killed + 1) % len(trained)] == own:
+            (self._folder / str(num_killed)).write_text(f"step {number}: {own}\n")
             self._moment = MOMENTS[num_killed % len(MOMENTS)]
             self.reach("forward")
 
     def end(self) -> None:
         """Record the time of the end of a step."""
         self.ends_s.append(time.perf_counter())
+        if self._num_kills:
+            (self._trained / os.environ["RINGWEAVE_MEMBER"]).touch()
         self.reach("after")
 
     def reach(self, moment: str) -> None:
@@ -128,7 +134,7 @@ def train_by_transformers(options: argparse.Namespace) -> dict[str, Any]:
 
     class Watch(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steps.begin(state.global_step)
+            steps.begin(state.global_step, lambda: trainer._prepared[1].prepared.members)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steps.reach("optimizer")
@@ -158,7 +164,7 @@ def train_by_accelerate(options: argparse.Namespace) -> dict[str, Any]:
     for epoch in range(num_epochs) if options.plain else loader.prepared.epochs(num_epochs):
         for index, batch in enumerate(loader):
             number = epoch * len(loader) + index  # about: a step with missing samples counts twice
-            steps.begin(number)
+            steps.begin(number, lambda: loader.prepared.members)
             accelerator.backward(parallel(**batch).loss)
             steps.reach("optimizer")
             optimizer.step()
@@ -191,7 +197,7 @@ def train_by_lightning(options: argparse.Namespace) -> dict[str, Any]:
 
     class Watch(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            steps.begin(trainer.global_step)
+            steps.begin(trainer.global_step, lambda: trainer.strategy._prepared.members)
 
         def on_before_optimizer_step(self, *_: Any) -> None:
             steps.reach("optimizer")

@@ -1,7 +1,6 @@
 """Lightning's Trainer and Fabric on ranks, against the same in one process: ragged sequences, means over tokens."""
 
 import itertools
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -90,9 +89,7 @@ def test_twenty_kills_at_all_moments_of_a_step_change_nothing() -> None:
     victims = [(number % 3, number // 3) for number in range(num_kills)]  # one worker always stays
     faults = {f"{slot}.{incarnation}": (1 + slot, next(moments)) for slot, incarnation in victims}
     with ElasticJob(lightning_cases.call, 4, "train_elastically", case, faults, 0.5) as job:
-        for slot, incarnation in victims:
-            assert job.outcome(f"{slot}.{incarnation}").exit_code == -signal.SIGKILL
-            job.start_worker(slot, incarnation + 1)
+        job.replace_killed(faults)
         last = [member for member in job.members if member not in faults]
         outcomes = [job.outcome(member) for member in last]
     values = [each.value for each in outcomes if each.value is not None]  # None: it came when the others were through
