@@ -89,19 +89,21 @@ class Steps:
     def begin(self, number: int, members: Callable[[], Sequence[str]]) -> None:
         """Begin a step; choose this worker as the next victim, if it is its turn and enough others have trained."""
         num_killed = len(list(self._folder.iterdir()))
-        if num_killed >= self._num_kills or number < KILL_INTERVAL * (num_killed + 1):
+        latest = int((self._folder / str(num_killed - 1)).read_text()) if num_killed else 0
+        if num_killed >= self._num_kills or number < latest + KILL_INTERVAL:
             return
         own = os.environ["RINGWEAVE_MEMBER"]
         trained = [each for each in members() if (self._trained / each).exists()]
         if len(trained) > 2 and trained[(5 * num_killed + 1) % len(trained)] == own:
-            (self._folder / str(num_killed)).write_text(f"step {number}: {own}\n")
+            (self._trained / own).unlink()
+            (self._folder / str(num_killed)).write_text(str(number))
             self._moment = MOMENTS[num_killed % len(MOMENTS)]
             self.reach("forward")
 
     def end(self) -> None:
         """Record the time of the end of a step."""
         self.ends_s.append(time.perf_counter())
-        if self._num_kills:
+        if self._num_kills and not self._moment:
             (self._trained / os.environ["RINGWEAVE_MEMBER"]).touch()
         self.reach("after")
 
