@@ -24,7 +24,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,dev]' -e bench
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,lightning,dev]' -e bench
 	@touch $@
 
 demo: setup

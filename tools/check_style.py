@@ -58,7 +58,7 @@ HERE = Exceptions(
         computing: batching, encoding, logging, profiling, scheduling, testing
         networks, training and schedules: framing, pricing, routing, sharding, staging, timing
         halving-doubling, an MPI algorithm: doubling
-        a noun: accounting, drawing, grouping, ring, string
+        a noun: accounting, drawing, grouping, lightning, ring, string
         users type ringweave.pipeline.adapting: adapting
         imported by its bare name by programs that run by path: serving
     """),

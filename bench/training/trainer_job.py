@@ -1,4 +1,4 @@
-"""Training of a small GPT on ragged sequences by a trainer of Transformers or by Accelerate; a job of trainers.py.
+"""Training of a small GPT on ragged sequences by Transformers, Accelerate or Lightning; a job of trainers.py.
 
 The time of a sample is a pause, as on an accelerator that computes by itself: the processors of one machine are shared
 by all workers, and one of them cannot be slower than the others.
@@ -10,14 +10,14 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel
 
 VOCABULARY, LONGEST, NUM_SAMPLES, BATCH = 64, 24, 512, 8
 SLOWNESS = 4
@@ -71,50 +71,52 @@ def make_model(options: argparse.Namespace) -> Slowed:
     return model
 
 
-class Clock(TrainerCallback):
-    """Records the end of each train step."""
+class Steps:
+    """Train steps of this worker: records the end of each, and kills the worker when it is its turn.
 
-    def __init__(self) -> None:
-        self.ends_s: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Record the time."""
-        self.ends_s.append(time.perf_counter())
-
-
-class Killer(TrainerCallback):
-    """Lets workers kill themselves, one after the other, each at another moment of a train step."""
+    Workers kill themselves, one after the other, each at another moment of a train step.
+    """
 
     def __init__(self, options: argparse.Namespace, model: nn.Module) -> None:
+        self.ends_s: list[float] = []
         self._folder, self._num_kills, self._moment = options.out / "kills", options.kills, ""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        model.lm_head.weight.register_hook(lambda _: self._die("backward"))  # pyrefly: ignore - it is a parameter
+        self._trained = options.out / "trained"
+        """One file for each worker that has taken a step: it has the parameters."""
+        for folder in (self._folder, self._trained):
+            folder.mkdir(parents=True, exist_ok=True)
+        model.lm_head.weight.register_hook(lambda _: self.reach("backward"))  # pyrefly: ignore - it is a parameter
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Choose this worker as the next victim, if it is its turn and enough others are there."""
-        del args, control, kwargs
-        number, world_size = len(list(self._folder.iterdir())), dist.get_world_size()
-        is_due = number < self._num_kills and state.global_step >= KILL_INTERVAL * (number + 1)
-        if is_due and world_size > 2 and dist.get_rank() == (5 * number + 1) % world_size:
-            (self._folder / str(number)).write_text(f"step {state.global_step}: {os.environ['RINGWEAVE_MEMBER']}\n")
-            self._moment = MOMENTS[number % len(MOMENTS)]
-            self._die("forward")
+    def begin(self, number: int, members: Callable[[], Sequence[str]]) -> None:
+        """Begin a step; choose this worker as the next victim, if it is its turn and enough others have trained."""
+        num_killed = len(list(self._folder.iterdir()))
+        latest = int((self._folder / str(num_killed - 1)).read_text()) if num_killed else 0
+        if num_killed >= self._num_kills or number < latest + KILL_INTERVAL:
+            return
+        own = os.environ["RINGWEAVE_MEMBER"]
+        trained = [each for each in members() if (self._trained / each).exists()]
+        if len(trained) > 2 and trained[(5 * num_killed + 1) % len(trained)] == own:
+            (self._trained / own).unlink()
+            (self._folder / str(num_killed)).write_text(str(number))
+            self._moment = MOMENTS[num_killed % len(MOMENTS)]
+            self.reach("forward")
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Die before the parameters change."""
-        self._die("optimizer")
+    def end(self) -> None:
+        """Record the time of the end of a step."""
+        self.ends_s.append(time.perf_counter())
+        if self._num_kills and not self._moment:
+            (self._trained / os.environ["RINGWEAVE_MEMBER"]).touch()
+        self.reach("after")
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Die after the step."""
-        self._die("after")
-
-    def _die(self, moment: str) -> None:
+    def reach(self, moment: str) -> None:
+        """Die if this is the moment."""
         if self._moment == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_by_trainer(options: argparse.Namespace) -> dict[str, Any]:
+def train_by_transformers(options: argparse.Namespace) -> dict[str, Any]:
     """Train with the Trainer, of Transformers itself or of ringweave."""
+    from transformers import TrainerCallback, TrainingArguments
+
     if options.plain:
         from transformers import Trainer
     else:
@@ -129,12 +131,23 @@ def train_by_trainer(options: argparse.Namespace) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
     )
-    clock, model = Clock(), make_model(options)
-    callbacks: list[TrainerCallback] = [clock, *([Killer(options, model)] if options.kills else [])]
+    model = make_model(options)
+    steps = Steps(options, model)
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.begin(state.global_step, lambda: trainer._prepared[1].prepared.members)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.reach("optimizer")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.end()
+
     data = {"train_dataset": Sequences(), "data_collator": collate}
-    trainer = Trainer(model=model, args=arguments, callbacks=callbacks, **data)
+    trainer = Trainer(model=model, args=arguments, callbacks=[Watch()], **data)
     trainer.train()
-    return {"ends_s": clock.ends_s, "steps": trainer.state.global_step, "digest": digest(model)}
+    return {"ends_s": steps.ends_s, "steps": trainer.state.global_step, "digest": digest(model)}
 
 
 def train_by_accelerate(options: argparse.Namespace) -> dict[str, Any]:
@@ -143,17 +156,79 @@ def train_by_accelerate(options: argparse.Namespace) -> dict[str, Any]:
         from accelerate import Accelerator
     else:
         from ringweave.integrations.accelerate import Accelerator
-    accelerator, clock, model = Accelerator(cpu=True), Clock(), make_model(options)
+    accelerator, model = Accelerator(cpu=True), make_model(options)
+    steps = Steps(options, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
     loader = DataLoader(Sequences(), batch_size=BATCH, shuffle=True, collate_fn=collate)
     parallel, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    while len(clock.ends_s) < options.steps:
-        for batch in loader:
+    num_epochs, number = -(-options.steps // len(loader)), 0
+    for epoch in range(num_epochs) if options.plain else loader.prepared.epochs(num_epochs):
+        for index, batch in enumerate(loader):
+            number = epoch * len(loader) + index  # about: a step with missing samples counts twice
+            steps.begin(number, lambda: loader.prepared.members)
             accelerator.backward(parallel(**batch).loss)
+            steps.reach("optimizer")
             optimizer.step()
             optimizer.zero_grad()
-            clock.on_step_end()
-    return {"ends_s": clock.ends_s, "steps": len(clock.ends_s), "digest": digest(model)}
+            steps.end()
+    return {"ends_s": steps.ends_s, "steps": num_epochs * len(loader), "digest": digest(model)}
+
+
+def train_by_lightning(options: argparse.Namespace) -> dict[str, Any]:
+    """Train with Lightning's Trainer, by its own strategy or by ringweave's."""
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+    if not options.plain:
+        import ringweave.integrations.lightning  # noqa: F401 - makes the strategy known
+    model = make_model(options)
+    steps = Steps(options, model)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.model(**batch).loss
+            self.log("loss", loss, sync_dist=True)  # a collective in each step
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            steps.begin(trainer.global_step, lambda: trainer.strategy._prepared.members)
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            steps.reach("optimizer")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps.end()
+
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=4 if options.plain else 1,
+        strategy="ddp" if options.plain else "ringweave",
+        max_steps=options.steps,
+        callbacks=[Watch()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=options.out,
+    )
+    trainer.fit(Module(), DataLoader(Sequences(), batch_size=BATCH, shuffle=True, collate_fn=collate))
+    return {"ends_s": steps.ends_s, "steps": trainer.global_step, "digest": digest(model)}
+
+
+TRAIN = {
+    "transformers": train_by_transformers,
+    "accelerate": train_by_accelerate,
+    "lightning": train_by_lightning,
+}
 
 
 def digest(model: nn.Module) -> str:
@@ -167,7 +242,7 @@ def digest(model: nn.Module) -> str:
 def main() -> None:
     """Train, and write the outcome of this worker."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", choices=("transformers", "accelerate"), required=True)
+    parser.add_argument("--library", choices=TRAIN, required=True)
     parser.add_argument("--plain", action="store_true", help="the library itself, without ringweave")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
@@ -176,8 +251,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train = train_by_trainer if options.library == "transformers" else train_by_accelerate
-    found = train(options)
+    found = TRAIN[options.library](options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"worker-{os.environ['RANK']}.json").write_text(json.dumps(found))
 

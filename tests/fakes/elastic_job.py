@@ -240,6 +240,23 @@ class ElasticJob:
             if isinstance(found, RankOutcome):
                 return found
 
+    def replace_killed(self, victims: Collection[str]) -> None:
+        """Start the next incarnation of each of these workers as soon as it has killed itself, in any order."""
+        left = set(victims)
+        while left:
+            for member in sorted(left & self._processes.keys()):
+                has_ended = member in self._outcomes or member not in self._connections
+                if has_ended and self.outcome(member).exit_code != -signal.SIGKILL:
+                    raise AssertionError(f"{member} was not killed: {self.outcome(member)}")
+                if has_ended:
+                    left.discard(member)
+                    slot, _, incarnation = member.partition(".")
+                    self.start_worker(int(slot), int(incarnation) + 1)
+                    break
+            else:
+                if not self._receive_messages(250.0):
+                    raise TimeoutError(f"none of {sorted(left)} ended in time")
+
     @property
     def members(self) -> list[str]:
         """Names of all started processes."""

@@ -10,6 +10,7 @@ from ringweave.testing import ranks
 
 LIBRARIES = {
     "accelerate": ("accelerate",),
+    "lightning": ("lightning.pytorch", "transformers.models.gpt2.modeling_gpt2"),
     "transformers": ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
 }
 """By library: modules that its ranks import, and that take seconds."""

@@ -1,7 +1,6 @@
 """Transformers' Trainer on ranks, against the same Trainer in one process: ragged sequences, float64."""
 
 import itertools
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +80,7 @@ def test_twenty_kills_at_all_moments_of_a_step_change_nothing() -> None:
     victims = [(number % 3, number // 3) for number in range(num_kills)]  # one worker always stays
     faults = {f"{slot}.{incarnation}": (1 + slot, next(moments)) for slot, incarnation in victims}
     with ElasticJob(trainer_functions.train_elastically, 4, case, faults, 0.5) as job:
-        for slot, incarnation in victims:
-            assert job.outcome(f"{slot}.{incarnation}").exit_code == -signal.SIGKILL
-            job.start_worker(slot, incarnation + 1)
+        job.replace_killed(faults)
         last = [member for member in job.members if member not in faults]
         outcomes = [job.outcome(member) for member in last]
     assert not [each.error for each in outcomes if each.error]

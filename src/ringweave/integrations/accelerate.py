@@ -4,7 +4,6 @@ Importing this module changes how Accelerate makes its process group: it is ring
 there is none before `prepare`, and the number and the rank of the processes are those of the present membership.
 """
 
-import abc
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,17 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ringweave import integrations, training
 from ringweave.comm import default_group
-from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, UsageError, explain
-from ringweave.planning import modes
+from ringweave.errors import TrainingError, explain
+from ringweave.integrations import trainer_parts
+from ringweave.integrations.trainer_parts import BatchOwner, PartLoader, PreparedLoader
 from ringweave.training import SharedLoader
-from ringweave.training.data import order, sources
-from ringweave.training.data.order import Portion
-from ringweave.training.elastic.script_collectives import MAX_INPUT_BYTES
 
 VERSIONS = ("1.15", "1.16")
 """First version that was tested, and the first one that was not."""
@@ -39,16 +35,6 @@ integrations.check_version("accelerate", *VERSIONS)
 
 TrainingTriple = tuple[nn.Module, Optimizer, DataLoader]
 """Model, optimizer and training loader of a call of `prepare`."""
-
-
-def is_launched() -> bool:
-    """Return True if a launcher has started this process, or it has a process group."""
-    return "RANK" in os.environ or dist.is_initialized()
-
-
-def is_elastic() -> bool:
-    """Return True if this process is a worker of an elastic job."""
-    return bool(WorkerEnvironment.from_environ(os.environ).coordinators)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -94,7 +80,7 @@ class Accelerator(accelerate.Accelerator):
             TrainingError: A model to train comes without its optimizer and loader, or there are several.
             UsageError: The mode is one with a parameter server.
         """
-        if not is_launched():
+        if not trainer_parts.is_launched():
             return super().prepare(*args, device_placement=device_placement)
         places = [None] * len(args) if device_placement is None else device_placement
         found = dict(enumerate(args))
@@ -133,8 +119,8 @@ class Accelerator(accelerate.Accelerator):
         parallel, _, prepared = training.prepare(
             placed,
             accelerated.optimizer,
-            whole_batch_loader(loader, self.batch_factor),
-            _mode_of_launcher(),
+            trainer_parts.whole_batch_loader(loader, self.batch_factor),
+            trainer_parts.mode_of_launcher(),
             ddp=self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {},
             **options,
         )
@@ -149,15 +135,15 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a loader for evaluation; a stream, and one before the training is prepared, as Accelerate does."""
         if self.keeps_loaders or isinstance(data_loader, EvaluationLoader):
             return data_loader
-        if self.training_loader is None or not _has_index(data_loader):
+        if self.training_loader is None or not trainer_parts.has_index(data_loader):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         return EvaluationLoader(
-            whole_batch_loader(data_loader, self.batch_factor), self.training_loader.prepared, self.device
+            trainer_parts.whole_batch_loader(data_loader, self.batch_factor), self.training_loader.prepared, self.device
         )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule; it takes as many steps for each train step as the job had processes at its start."""
-        if not is_launched() or getattr(scheduler, "_is_accelerate_prepared", False):
+        if not trainer_parts.is_launched() or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared: Any = super().prepare_scheduler(scheduler)
         prepared.__class__ = _SteadyScheduler
@@ -177,13 +163,10 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors along their first dimension, which may differ between processes.
-
-        Under `--elastic` pieces of up to 1 MiB are sent, so that a worker that dies meanwhile ends nothing.
-        """
-        if not is_launched():
+        """Gather tensors along their first dimension, which may differ between processes."""
+        if not trainer_parts.is_launched():
             return super().gather(tensor)
-        return operations.recursively_apply(_gather_rows, tensor, error_on_other_type=True)
+        return operations.recursively_apply(trainer_parts.gather_rows, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of one batch from all processes, each sample once."""
@@ -218,31 +201,13 @@ def attach(accelerator: accelerate.Accelerator, **options: Any) -> Accelerator:
     return accelerator
 
 
-class BatchOwner(abc.ABC):
-    """Loader that knows this process's portion of its present batch."""
-
-    @property
-    @abc.abstractmethod
-    def portion(self) -> Portion:
-        """This process's portion of the present batch."""
-
-    @property
-    def num_own(self) -> int:
-        """Samples of its own; none while it computes a placeholder sample, whose results count nowhere."""
-        return len(self.portion.indices)
-
-
-class TrainingLoader(BatchOwner, DataLoaderStateMixin):
+class TrainingLoader(PreparedLoader, DataLoaderStateMixin):
     """Loader of the training as Accelerate expects it: it moves batches to the device and knows the last one."""
 
     def __init__(self, prepared: SharedLoader, device: torch.device) -> None:
-        self.prepared, self.device = prepared, device
+        super().__init__(prepared)
+        self.device, self.total_batch_size = device, prepared.batch_size
         self.gradient_state = accelerate_state.GradientState()
-        self.dataset, self.total_batch_size = prepared.dataset, prepared.batch_size
-
-    def __len__(self) -> int:
-        """Train steps, or batches to accumulate, in a whole epoch."""
-        return len(self.prepared)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this process's parts of the batches of the next epoch."""
@@ -261,79 +226,26 @@ class TrainingLoader(BatchOwner, DataLoaderStateMixin):
         self.remainder = 0
         self.gradient_state._add_dataloader(self)
 
-    @property
-    def portion(self) -> Portion:
-        """This process's portion of the present batch."""
-        assert self.prepared.latest_portion is not None, "a batch was handed out"
-        return self.prepared.latest_portion
 
-    @property
-    def misses_samples(self) -> bool:
-        """The last train step misses samples of a lost worker, which come as the next batches."""
-        return self.prepared.misses_samples
-
-    @property
-    def has_joined_late(self) -> bool:
-        """This worker joined while others were training."""
-        return self.prepared.has_joined_late
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, which begins in the middle where it was resumed or joined there."""
-        if self.prepared.is_elastic or epoch != self.prepared.next_epoch:
-            self.prepared.set_epoch(epoch)
-
-    def start_at(self, epoch: int, num_batches: int) -> None:
-        """Let the next pass begin in this epoch, after so many batches."""
-        position = num_batches * self.prepared.batch_size
-        self.prepared.load_state_dict({**self.prepared.state_dict(), "epoch": epoch, "position": position})
-
-    def state_dict(self) -> dict[str, int]:
-        return self.prepared.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.prepared.load_state_dict(state)
-
-
-class EvaluationLoader(BatchOwner, DataLoaderStateMixin):
-    """Loader of an evaluation: each pass hands out every batch in parts, in proportion to the present shares."""
+class EvaluationLoader(PartLoader, DataLoaderStateMixin):
+    """Loader of an evaluation, with parts in proportion to the present shares."""
 
     def __init__(self, loader: DataLoader, prepared: SharedLoader, device: torch.device) -> None:
-        self._loader, self._prepared, self._device = loader, prepared, device
+        super().__init__(loader, prepared.evaluation_slice)
+        self._device, self.total_batch_size = device, loader.batch_size
         self.gradient_state = accelerate_state.GradientState()
-        self.dataset, self.total_batch_size = loader.dataset, loader.batch_size
-        self._portion: Portion | None = None
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this process's parts; one without samples of a batch gets a placeholder sample."""
-        portions = [self._own_portion(indices) for indices in self._batches()]
-        loader = sources.with_batch_sampler(self._loader, [each.samples_to_load for each in portions])
+        """Iterate over this process's parts, and know the last one."""
         self.reset()
         self.remainder = 0
         self.gradient_state._add_dataloader(self)
         try:
-            for number, (batch, self._portion) in enumerate(zip(loader, portions, strict=True), start=1):
-                self.end_of_dataloader = number == len(portions)
+            for number, batch in enumerate(super().__iter__(), start=1):
+                self.end_of_dataloader = number == len(self)
                 yield operations.send_to_device(batch, self._device)
         finally:
             self.end()
-
-    @property
-    def portion(self) -> Portion:
-        """This process's portion of the present batch."""
-        assert self._portion is not None, "a batch was handed out"
-        return self._portion
-
-    def _batches(self) -> Iterator[Any]:
-        samples = torch.tensor(order.evaluation_samples(self._loader), dtype=torch.int64).numpy()
-        assert self._loader.batch_size is not None, "checked with the samples"
-        for first in range(0, len(samples), self._loader.batch_size):
-            yield samples[first : first + self._loader.batch_size]
-
-    def _own_portion(self, indices: Any) -> Portion:
-        return Portion(indices=indices[self._prepared.evaluation_slice(len(indices))], batch=indices)
 
 
 class _SteadyScheduler(AcceleratedScheduler):
@@ -348,33 +260,6 @@ class _SteadyScheduler(AcceleratedScheduler):
             end = getattr(self.scheduler, "total_steps", None)
             if end is None or self.scheduler._step_count <= end:
                 super().step(*args, **kwargs)
-
-
-def whole_batch_loader(loader: DataLoader, factor: int) -> DataLoader:
-    """Return the loader with `factor` times its batch size: that of a train step, from that of each process."""
-    if factor == 1 or loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
-        return loader  # `prepare` refuses batches of no fixed size
-    sampler: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
-    return DataLoader(
-        loader.dataset,
-        batch_size=factor * loader.batch_size,
-        drop_last=loader.drop_last,
-        **sampler,
-        **sources.loading_options(loader),
-    )
-
-
-def _mode_of_launcher() -> str:
-    """Return the mode: that of the launcher, else balanced.
-
-    Raises:
-        UsageError: It is one with a parameter server.
-    """
-    mode = WorkerEnvironment.from_environ(os.environ).mode or modes.AUTO
-    if mode in modes.SERVER_MODES:
-        do = "Start the trainer with --mode balanced, or write the loop yourself with ringweave.prepare"
-        raise UsageError(explain("mode of a trainer", got=mode, expected="sync, balanced or auto", do=do))
-    return modes.BALANCED if mode == modes.AUTO else mode
 
 
 def _single_triple(models: list[int], optimizers: list[int], loaders: list[int]) -> tuple[int, int, int]:
@@ -392,37 +277,6 @@ def _is_trained(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _has_index(loader: DataLoader) -> bool:
-    is_regular = type(loader.batch_sampler) in (torch.utils.data.BatchSampler, type(None))
-    return loader.batch_size is not None and is_regular and not isinstance(loader.dataset, IterableDataset)
-
-
-def _gather_rows(rows: Tensor) -> Tensor:
-    """Gather rows from all processes, which may have different numbers of them.
-
-    In an elastic job the output of a worker that is catching up is a copy of another one's: by the sender's rank, which
-    is sent beside the number of rows, each counts once.
-    """
-    rows = rows[None] if rows.ndim == 0 else rows.contiguous()
-    headers = [each.tolist() for each in _all_gather(torch.tensor([dist.get_rank(), len(rows)], device=rows.device))]
-    most = max(num_rows for _, num_rows in headers)
-    padded = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
-    pieces = [_all_gather(piece) for piece in padded.flatten().split(max(1, MAX_INPUT_BYTES // rows.element_size()))]
-    num_outputs = min(len(headers), *(len(piece) for piece in pieces))
-    senders = {headers[index][0]: index for index in reversed(range(num_outputs))}
-    gathered = [
-        torch.cat([piece[index] for piece in pieces]).view(padded.shape)[: headers[index][1]]
-        for _, index in sorted(senders.items())
-    ]
-    return torch.cat(gathered)
-
-
-def _all_gather(tensor: Tensor) -> list[Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return gathered
-
-
 def _make_own_group(original: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor of PartialState that trains in ringweave's group, or without one in an elastic job."""
 
@@ -433,7 +287,7 @@ def _make_own_group(original: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("backend") == "ringweave":
             del kwargs["backend"]
         cpu = cpu or not torch.accelerator.is_available()
-        if is_elastic():
+        if trainer_parts.is_elastic():
             with _group_of_environment():
                 original(self, cpu, **kwargs)
             return
@@ -466,7 +320,7 @@ def _of_membership(name: str, read: Callable[[], int]) -> property:
     """Return an attribute of Accelerate's state: in an elastic job that of the present membership."""
 
     def get(self: Any) -> int:
-        if is_elastic() and dist.is_initialized():
+        if trainer_parts.is_elastic() and dist.is_initialized():
             return read()
         if name not in self.__dict__:
             raise AttributeError(name)
@@ -482,7 +336,7 @@ def _wait_in_group(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a barrier that passes before an elastic job has a group: each worker prepares its data alone."""
 
     def wait(self: Any) -> None:
-        if dist.is_initialized() or not is_elastic():
+        if dist.is_initialized() or not trainer_parts.is_elastic():
             original(self)
 
     return wait

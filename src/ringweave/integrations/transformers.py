@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 
 from ringweave import integrations
 from ringweave.errors import TrainingError, explain
-from ringweave.integrations import accelerate
+from ringweave.integrations import accelerate, trainer_parts
 from ringweave.integrations.accelerate import EvaluationLoader, TrainingLoader
 
 VERSIONS = ("5.24", "5.25")
@@ -50,7 +50,7 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, as one of ringweave's."""
         super().create_accelerator_and_postprocess()
-        self._is_shared = accelerate.is_launched()
+        self._is_shared = trainer_parts.is_launched()
         self._prepared: tuple[nn.Module, TrainingLoader] | None = None
         self._batches: Generator[Any] = (batch for batch in ())
         """The running pass of the loader."""
@@ -112,7 +112,7 @@ class Trainer(transformers.Trainer):
             if dataloader.generator is None:
                 seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
                 dataloader.generator = torch.Generator().manual_seed(seed)
-            dataloader = accelerate.whole_batch_loader(dataloader, self._own_accelerator.batch_factor)
+            dataloader = trainer_parts.whole_batch_loader(dataloader, self._own_accelerator.batch_factor)
         return super().set_initial_training_values(args, dataloader)
 
     def _init_training_state(
@@ -257,7 +257,7 @@ class Trainer(transformers.Trainer):
             members = self._members()
             self.gather_function = functools.partial(self._gather_results, gather, dataloader)
             output = super().evaluation_loop(loader, *args, **kwargs)
-            if not accelerate.is_elastic():
+            if not trainer_parts.is_elastic():
                 return output
             has_changed = torch.tensor(self._members() != members, dtype=torch.int64)
             dist.all_reduce(has_changed, dist.ReduceOp.MAX)
@@ -363,7 +363,7 @@ class _TrainStep:
         """Return the record of a batch; this worker's items are spread evenly over the slots of its samples."""
         portion = self._loader.portion
         # Outside of elastic jobs one slot for each worker's part is enough, which may hold a sample twice.
-        slots = np.isin(portion.batch, portion.indices) if accelerate.is_elastic() else np.ones(1, dtype=bool)
+        slots = np.isin(portion.batch, portion.indices) if trainer_parts.is_elastic() else np.ones(1, dtype=bool)
         each = self._weight / max(1, slots.sum())
         weights = np.where(slots, each, 0.0)
         return _PassRecord(weights=weights, losses=weights * loss)

@@ -268,14 +268,15 @@ class Coordinator:
         """Note that the member's process closed its connection abruptly: a live process closes gracefully.
 
         Exception: this process was stopped itself, or had not heard from the member before. Then the member may have
-        moved to another coordinator without a graceful close.
+        moved to another coordinator without a graceful close. It counts as silent once the others need its status.
         """
         is_away = now_s - self._scheduling_delay.last_s > MAY_HAVE_SWITCHED_S or now_s < self._unsure_until_s
         if not self.is_active or is_away or self._failure_detector.may_have_gone(member, now_s):
             self.note_disconnect(member)
+            self._failure_detector.note_unsure_exit(member)
         elif member in self._failure_detector.present:
             self._exclude(member, "its connection to the coordinator broke")
-            self._advance(now_s)
+        self._advance(now_s)
 
     def request_leave(self, status: MemberStatus, now_s: float, *, is_finished: bool) -> None:
         """Note that a member wants to leave at the next step boundary or, if finished, takes part in nothing more."""
@@ -435,6 +436,10 @@ class Coordinator:
                 self._exclude(member, membership_records.REASON_EXCLUDED, is_silent=True, may_return=True)
         if self._election.take_unsettled():  # the previous coordinator was lost in the middle of a change
             self._propose(is_urgent=True)
+        if self._proposal is not None and self._proposal.is_urgent:
+            for member in sorted(self._failure_detector.unsure_exits):
+                if not self._is_last_state_owner(member):
+                    self._exclude(member, "its connection to the coordinator broke", is_silent=True, may_return=True)
         is_broken = self.membership is not None and self._failure_detector.is_missing_any(
             self.membership.members, now_s
         )

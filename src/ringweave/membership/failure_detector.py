@@ -332,6 +332,7 @@ class FailureDetector:
         self._silent: dict[str, MemberHealth | None] = {}
         self.leaving: set[str] = set()
         """Members that want to leave."""
+        self._unsure_exits: set[str] = set()
         self._gone: set[str] = set()
         self._finished: dict[str, float] = {}
 
@@ -339,6 +340,14 @@ class FailureDetector:
     def silent(self) -> Set[str]:
         """Members that were excluded for silence; they may be alive."""
         return self._silent.keys()
+
+    @property
+    def unsure_exits(self) -> Set[str]:
+        """Present members whose connection broke as at the end of a process, and that may be elsewhere instead."""
+        return self._unsure_exits & self.present.keys()
+
+    def note_unsure_exit(self, member: str) -> None:
+        self._unsure_exits.add(member)
 
     @property
     def has_finished(self) -> bool:
@@ -386,6 +395,7 @@ class FailureDetector:
         self.present.pop(member, None)
 
     def record_heartbeat(self, member: str, heartbeat: Heartbeat, now_s: float) -> None:
+        self._unsure_exits.discard(member)
         if member in self.present:
             self.present[member].observe(heartbeat, now_s)
 

@@ -62,6 +62,31 @@ def test_whoever_hangs_up_after_a_silence_may_have_gone_elsewhere_without_a_good
     assert (table.coordinator.membership.members == ("2.0",)) == is_dead, "else one of three would go on alone"
 
 
+@pytest.mark.parametrize("is_reported_first", [False, True])
+@pytest.mark.parametrize("beats_again", [False, True])
+def test_a_member_that_hangs_up_after_a_silence_is_gone_at_once_if_the_generation_is_broken(
+    is_reported_first: bool, beats_again: bool
+) -> None:
+    table = Table(3)
+    membership = table.begin("0.0", "1.0", "2.0")
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    table.pass_time(0.7, "1.0", "2.0")
+    if is_reported_first:
+        table.coordinator.report_failure("1.0", membership.generation_id, [], table.now_s)
+    table.coordinator.note_process_exit("0.0", table.now_s)
+    if beats_again:
+        table.coordinator.record_heartbeat("0.0", Heartbeat(), table.now_s)
+    if not is_reported_first:
+        table.coordinator.report_failure("1.0", membership.generation_id, [], table.now_s)
+    if beats_again:
+        assert "0.0" in table.coordinator.present
+        return
+    assert table.coordinator.present == ("1.0", "2.0")
+    table.report_status(holder("1.0"), holder("2.0"))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0")
+
+
 def taken_over(
     *, lost_s: float = 0.0, no_progress_s: float = 0.0, is_settled: bool = True, patience_s: float = 0.8
 ) -> tuple[Table, Membership]:
