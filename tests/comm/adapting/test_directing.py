@@ -195,7 +195,7 @@ def test_timings_write_medians_of_each_kind(tmp_path) -> None:
     events = {event["schedule"]: event for event in read_events(tmp_path / "events.jsonl")}
     del events["ring"]["time"]
     expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "version": 1, "collective": "allreduce"}
-    kind = {"schedule": "ring", "bytes": 100, "num_segments": 4, "lag": 1, "window": 8, "rounds": 3}
+    kind = {"schedule": "ring", "bytes": 100, "num_segments": 4, "lag": 1, "window": 8, "ahead": None, "rounds": 3}
     assert events["ring"] == expected | kind | {"predicted_s": 0.5, "measured_s": 2.0}
     assert events["native"]["predicted_s"] is None
 
