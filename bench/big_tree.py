@@ -2,8 +2,10 @@
 
     python bench/big_tree.py --racks 100 --nodes 10000 big.yaml
     python bench/big_tree.py --racks 100 --nodes 10000 --measure big.yaml
+    python bench/big_tree.py --racks 100 --nodes 10000 --equal-racks --measure big.yaml
 
-Racks differ in size, in the rate of their NICs and of their uplinks; the seed makes them the same every time.
+Racks differ in size, in the rate of their NICs and of their uplinks; the seed makes them the same every time. Equal
+racks have as many nodes each, NICs of 25, 50 or 100 Gbit/s, and uplinks of 400 to 1600 Gbit/s.
 """
 
 import argparse
@@ -32,6 +34,17 @@ def text(num_racks: int, num_nodes: int, seed: int) -> str:
     return "\n".join([*lines, *switches, "latency: 10us", ""])
 
 
+def equal_racks_text(num_racks: int, num_nodes: int, seed: int) -> str:
+    """A cluster file of racks with as many nodes each, and unequal rates."""
+    random_ = random.Random(seed)
+    lines, switches = [f"name: equal-racks-{num_racks}", "nodes:"], ["switches:"]
+    for rack in range(num_racks):
+        nic, count = random_.choice([25, 50, 100]), num_nodes // num_racks
+        lines.append(f"  - {{name: n{rack}, switch: r{rack}, nic: {nic}Gbit/s, devices: 1, count: {count}}}")
+        switches.append(f"  - {{name: r{rack}, uplink: {random_.randrange(400, 1601, 100)}Gbit/s}}")
+    return "\n".join([*lines, *switches, "latency: 10us", ""])
+
+
 def main() -> None:
     """Write the file, and measure if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,9 +52,11 @@ def main() -> None:
     parser.add_argument("--racks", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--equal-racks", action="store_true")
     parser.add_argument("--measure", action="store_true")
     options = parser.parse_args()
-    options.path.write_text(text(options.racks, options.nodes, options.seed))
+    make = equal_racks_text if options.equal_racks else text
+    options.path.write_text(make(options.racks, options.nodes, options.seed))
     if options.measure:
         begun_s = time.monotonic()
         command = [sys.executable, "-m", "ringweave", "plan", str(options.path), "--bytes", "100MB"]

@@ -278,6 +278,20 @@ def test_a_solver_that_gives_up_leaves_the_other_schedules(monkeypatch: pytest.M
     assert plan.choose(25 * MB).schedule == "ring"
 
 
+def test_long_rows_and_columns_have_nested_rings() -> None:
+    """Twelve racks of twelve, whose messages cost more than their bytes in plain rings."""
+    text = ["name: racks", "nodes:", "switches:"]
+    for rack in range(12):
+        text.insert(2, f"  - {{name: n{rack}, switch: r{rack}, nic: 25Gbit/s, devices: 1, count: 12}}")
+        text.append(f"  - {{name: r{rack}, uplink: {100 + rack}Gbit/s}}")
+    cluster = topology.loads("\n".join(text))
+    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes], kinds=())
+    assert (plan.num_columns, plan.nests_rings) == (12, True)
+    assert plan.demand("leader-matrix").num_messages == 2 * 4 * (3 + 2)
+    schedules.verify(plan.generate("leader-matrix"))
+    assert Plan.parse(str(plan)) == plan
+
+
 def test_one_rank_has_nothing_to_do() -> None:
     plan = whole(topology.one_machine([1]))
     assert plan.choose(25 * MB).predicted_s == 0

@@ -18,7 +18,8 @@ Make = Callable[[int, Random], Schedule]
 
 def leader_matrix(num_ranks: int, random: Random) -> Schedule:
     groups = samples.random_groups(num_ranks, random)
-    return schedules.leader_matrix(groups, random.choice([None, random.randint(1, len(groups))]))
+    columns, nests_rings = random.choice([None, random.randint(1, len(groups))]), random.random() < 0.5
+    return schedules.leader_matrix(groups, columns, nests_rings=nests_rings)
 
 
 def multi_level(num_ranks: int, random: Random) -> Schedule:

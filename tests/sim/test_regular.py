@@ -53,12 +53,12 @@ def test_rings_on_any_tree(case, machine: HostModel, latency_s: float, data) -> 
     assert routes.values_by_link(found.carried.tolist()) == pytest.approx(dict(one_by_one.bytes_on_link))
 
 
-@pytest.mark.parametrize("num_columns", [2, 4, 8])
+@pytest.mark.parametrize(("num_columns", "nests_rings"), [(2, False), (4, False), (8, False), (4, True), (8, True)])
 @pytest.mark.parametrize("message_s", [0.0, 0.5])
-def test_a_matrix_of_leaders(num_columns: int, message_s: float) -> None:
+def test_a_matrix_of_leaders(num_columns: int, nests_rings: bool, message_s: float) -> None:
     cluster = dataclasses.replace(flat([10.0] * 16), latency_s=0.25)
     nodes = [each.name for each in cluster.nodes]
-    schedule = schedules.leader_matrix([[rank] for rank in range(16)], num_columns)
+    schedule = schedules.leader_matrix([[rank] for rank in range(16)], num_columns, nests_rings=nests_rings)
     machine = HostModel(message_s=message_s, wake_s=0.75, combine_s_per_byte=0.125, kernel_s_per_byte=0.25, start_s=2.0)
     found = simulate_regular(schedule, routes_of(cluster, nodes), 4 * 16 * 8, machine)
     one_by_one = sim.simulate(schedule, cluster, nodes, 4 * 16 * 8, machine=machine)

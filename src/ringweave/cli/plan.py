@@ -52,7 +52,7 @@ def leader_lines(cluster: Cluster, plan: Plan, name_rank: Callable[[int], str]) 
     return [
         f"leaders  {len(plan.leaders)}, one for each {'node' if _has_leader_per_node(plan) else 'NIC'}",
         *_first_lines(reason_lines, "reasons"),
-        f"matrix   {len(plan.matrix)} x {plan.num_columns}",
+        f"matrix   {len(plan.matrix)} x {plan.num_columns}{', rings of rings' if plan.nests_rings else ''}",
         *_first_lines(
             [f"  row {index}:  {join_names(map(name_rank, row))}" for index, row in enumerate(plan.matrix)], "rows"
         ),
@@ -263,6 +263,7 @@ def _plan_document(
         "leaders": list(plan.leaders),
         "leader_reasons": leader_reasons(cluster, plan),
         "matrix": [list(row) for row in plan.matrix],
+        "nests_rings": plan.nests_rings,
         "ring": list(plan.ring_order),
         "root": plan.root,
         "nodes": list(plan.nodes),

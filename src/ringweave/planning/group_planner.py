@@ -124,6 +124,13 @@ def column_count_candidates(layout: RankLayout) -> list[int | None]:
     return counts + [count for count in dict.fromkeys((inside, smaller)) if count > 1]
 
 
+def matrix_candidates(layout: RankLayout) -> list[tuple[int | None, bool]]:
+    """Return numbers of columns with plain rings, and with nested ones where these can save many messages."""
+    counts = column_count_candidates(layout)
+    is_large = len(layout.groups) >= _MIN_NESTED_LEADERS
+    return [(count, nests_rings) for nests_rings in ((False, True) if is_large else (False,)) for count in counts]
+
+
 def tier_candidates(layout: RankLayout) -> list[tuple[tuple[int, ...], ...]]:
     """Return groups worth comparing for the hierarchical schedule: of nodes, and of racks.
 
@@ -170,6 +177,8 @@ _MAX_OPERATIONS = 4_000_000
 _MAX_PLANNED_LEADERS = 4_000_000
 """Limit on chunks times domains of a multi-level schedule that is kept."""
 _MAX_SWITCH_DEPTH = 64
+_MIN_NESTED_LEADERS = 64
+"""Leaders of the smallest matrix whose rings may be nested."""
 MAX_RANKS_FOR_ALL_KINDS = 128
 """Largest group for which all collectives are planned unless asked otherwise."""
 
@@ -207,10 +216,10 @@ def plan_group(
     candidates = _CandidateSet(net, nodes, assumptions or Assumptions(), on_progress)
     count = len(nodes)
     candidates.consider("ring", [layout.ring_order], lambda order: schedules.ring(count, order))
-    num_columns = candidates.consider(
+    num_columns, nests_rings = candidates.consider(
         "leader-matrix",
-        column_count_candidates(layout),
-        lambda columns: schedules.leader_matrix(layout.groups, columns),
+        matrix_candidates(layout),
+        lambda matrix: schedules.leader_matrix(layout.groups, matrix[0], nests_rings=matrix[1]),
     )
     tiers = candidates.consider("hierarchical", tier_candidates(layout), schedules.hierarchical)
     bound = cost.network_bound(net, 1)
@@ -232,6 +241,7 @@ def plan_group(
         ring_order=layout.ring_order,
         groups=layout.groups,
         num_columns=len(schedules.arrange_leaders([group[0] for group in layout.groups], num_columns)[0]),
+        nests_rings=nests_rings,
         tiers=tiers,
         root=layout.root,
         direct_shares=direct_shares,

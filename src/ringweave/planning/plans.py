@@ -138,6 +138,8 @@ class Plan:
     """Ranks of each node (or NIC), the leader first, in the order of the matrix, row by row."""
     num_columns: int
     """Columns of the matrix of leaders."""
+    nests_rings: bool
+    """The rings of its rows and columns are nested."""
     tiers: tuple[tuple[int, ...], ...]
     """Groups of the hierarchical schedule: of nodes or of racks, by the prediction."""
     root: int
@@ -318,7 +320,9 @@ class Plan:
         count = len(self.nodes)
         return {
             "ring": lambda: schedules.ring(count, self.ring_order),
-            "leader-matrix": lambda: schedules.leader_matrix(self.groups, self.num_columns),
+            "leader-matrix": lambda: schedules.leader_matrix(
+                self.groups, self.num_columns, nests_rings=self.nests_rings
+            ),
             "hierarchical": lambda: schedules.hierarchical(self.tiers),
             "ps": lambda: schedules.parameter_server(count, self.root),
             "direct": lambda: schedules.direct(count, self.direct_shares),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import ReceiveOp, Schedule, arrange_leaders, leader_matrix, ring
+from ringweave.schedules.generators.ring import holder_of_piece
 from tests.schedules import samples
 from tests.schedules.generated import RANDOM, moved
 
@@ -162,3 +163,26 @@ def test_one_leader_per_nic() -> None:
     assert arrange_leaders([0, 2, 4, 6]) == ((0, 2), (4, 6))
     for rows in in_phase(schedule, "allreduce along columns"):
         assert {frozenset((src, dst)) for src, dst, *_ in rows} == {frozenset((0, 4)), frozenset((2, 6))}
+
+
+@pytest.mark.parametrize(("num_leaders", "num_columns", "num_rounds"), [(100, 10, 20), (36, 6, 12), (49, 7, 24)])
+def test_nested_rings_send_as_many_bytes_in_fewer_rounds(num_leaders: int, num_columns: int, num_rounds: int) -> None:
+    """10 is 5 x 2 and 6 is 3 x 2; 7 has no divisors, so that nothing is nested."""
+    groups = [[rank] for rank in range(num_leaders)]
+    nested = schedules.leader_matrix(groups, num_columns, nests_rings=True)
+    plain = schedules.leader_matrix(groups, num_columns)
+    schedules.verify(nested)
+    assert len(nested.rounds) == num_rounds <= len(plain.rounds)
+    assert moved(nested) == moved(plain)
+
+
+@pytest.mark.parametrize(("num_leaders", "num_columns"), [(50, 12), (30, 7), (90, 16)])
+def test_rings_of_a_ragged_matrix_can_be_nested(num_leaders: int, num_columns: int) -> None:
+    schedules.verify(schedules.leader_matrix([[rank] for rank in range(num_leaders)], num_columns, nests_rings=True))
+
+
+def test_pieces_of_nested_rings_have_holders() -> None:
+    for num_ranks in range(1, 40):
+        for is_nested in (False, True):
+            held = [holder_of_piece(num_ranks, piece, is_nested=is_nested) for piece in range(num_ranks)]
+            assert sorted(held) == list(range(num_ranks))

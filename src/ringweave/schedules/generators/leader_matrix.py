@@ -8,14 +8,17 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError, explain
 from ringweave.schedules.compose import concatenate_rounds
 from ringweave.schedules.generators import hierarchical, ring
-from ringweave.schedules.schedule import Collective, Schedule
+from ringweave.schedules.schedule import Collective, Round, Schedule
 
 
-def leader_matrix(groups: Sequence[Sequence[int]], num_columns: int | None = None) -> Schedule:
+def leader_matrix(
+    groups: Sequence[Sequence[int]], num_columns: int | None = None, *, nests_rings: bool = False
+) -> Schedule:
     """Allreduce inside groups, then over the matrix of their leaders, then from these to their groups.
 
     The leaders, `arrange_leaders(...)`, have R rows and n columns. The message is cut into n subsets, one per column.
@@ -35,9 +38,12 @@ def leader_matrix(groups: Sequence[Sequence[int]], num_columns: int | None = Non
     Args:
         groups: The ranks of each group, the leader first; one group per NIC lets each NIC have a leader.
         num_columns: n; None takes the default of `arrange_leaders`.
+        nests_rings: The rings of rows and columns are nested (`ring.nested_ring_rounds`): as many bytes, in far fewer
+            messages where rows and columns are long.
 
     Returns:
-        A schedule of 2(m-1) rounds for the largest group m, 2(n-1) + 2(R-1) for the matrix and m-1 for the broadcast.
+        A schedule of 2(m-1) rounds for the largest group m, 2(n-1) + 2(R-1) for the matrix and m-1 for the broadcast;
+        with nested rings 4(sqrt(n)-1) + 4(sqrt(R)-1) for the matrix if these are whole.
 
     Raises:
         ScheduleError: The groups do not name every rank once, one is empty, or no such number of columns.
@@ -54,16 +60,30 @@ def leader_matrix(groups: Sequence[Sequence[int]], num_columns: int | None = Non
     pieces = grid.borders[num_rows * num_columns]  # num_rows of them are a subset
     subsets = pieces[::num_rows]
     row_borders = [subsets[_first_subsets(len(row), num_columns)] for row in rows]
-    columns = _column_leaders(rows)
+    columns = _column_leaders(rows, nests_rings=nests_rings)
     column_borders = [pieces[c * num_rows : (c + 1) * num_rows + 1] for c in range(num_columns)]
     rounds, phases = concatenate_rounds(
         ("allreduce inside groups", ring.ring_rounds(groups, [grid.borders[len(group)] for group in groups])),
-        ("reduce-scatter along rows", ring.ring_rounds(rows, row_borders, "reduce-scatter")),
-        ("allreduce along columns", ring.ring_rounds(columns, column_borders)),
-        ("allgather along rows", ring.ring_rounds(rows, row_borders, "allgather")),
+        *_ring_parts("reduce-scatter along rows", rows, row_borders, "reduce-scatter", nests_rings=nests_rings),
+        *_ring_parts("allreduce along columns", columns, column_borders, None, nests_rings=nests_rings),
+        *_ring_parts("allgather along rows", rows, row_borders, "allgather", nests_rings=nests_rings),
         ("broadcast inside groups", ring.chain_rounds(groups, len(grid.shares)) if len(groups) > 1 else ()),
     )
     return Schedule("leader-matrix", Collective("allreduce"), num_ranks, grid.shares, rounds, phases)
+
+
+def _ring_parts(
+    name: str,
+    rings: Sequence[Sequence[int]],
+    borders: Sequence[NDArray[np.int32]],
+    half: ring.RingHalf | None,
+    *,
+    nests_rings: bool,
+) -> list[tuple[str, Sequence[Round]]]:
+    if not nests_rings:
+        return [(name, ring.ring_rounds(rings, borders, half))]
+    parts = ring.nested_ring_rounds(rings, borders, half)
+    return [(f"{name}, part {number}", rounds) for number, rounds in enumerate(parts, start=1)]
 
 
 def arrange_leaders(leaders: Sequence[int], num_columns: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -92,7 +112,7 @@ def _first_subsets(num_leaders: int, num_columns: int) -> np.ndarray:
     return np.arange(num_leaders + 1) * num_columns // num_leaders
 
 
-def _column_leaders(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def _column_leaders(rows: Sequence[Sequence[int]], *, nests_rings: bool) -> list[list[int]]:
     """Return, for each subset, the leaders (one of every row) that hold it after the rows are reduced."""
     num_columns = len(rows[0])
     columns: list[list[int]] = [[] for _ in range(num_columns)]
@@ -100,5 +120,5 @@ def _column_leaders(rows: Sequence[Sequence[int]]) -> list[list[int]]:
         firsts = _first_subsets(len(row), num_columns)
         for subset in range(num_columns):
             represented_by = int(np.searchsorted(firsts, subset, side="right")) - 1
-            columns[subset].append(row[represented_by - 1])
+            columns[subset].append(row[ring.holder_of_piece(len(row), represented_by, is_nested=nests_rings)])
     return columns

@@ -4,6 +4,7 @@ Source: Baidu Research's ring allreduce for deep learning (2017), after Patarasu
 all-reduce algorithms for clusters of workstations" (2009).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -176,6 +177,58 @@ def ring_rounds(
         return ops if is_turning.all() else ops.select(np.repeat(is_turning, sizes))
 
     return LazyRounds(int(num_turns.max()), make)
+
+
+def nested_ring_rounds(
+    rings: Sequence[Sequence[int]], borders: Sequence[NDArray[np.int32]], half: RingHalf | None = None
+) -> list[Sequence[Round]]:
+    """Return the rounds of parallel ring allreduces that are nested: rings of neighbours, then rings across these.
+
+    A ring of n = a b ranks, a and b as equal as they can be, is b rings of a neighbours; their sums of a-th parts are
+    added up round a rings of b. Each rank sends as much as round one ring, in 2(a-1) + 2(b-1) messages instead of
+    2(n-1). `holder_of_piece` tells which place holds a piece complete in the middle.
+
+    Args:
+        rings: As for `ring_rounds`.
+        borders: As for `ring_rounds`.
+        half: As for `ring_rounds`.
+
+    Returns:
+        The rounds of each part, one after the other.
+    """
+    inner, outer = list[Sequence[int]](), list[Sequence[int]]()
+    inner_borders, outer_borders = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
+    for members, border in zip(rings, borders, strict=True):
+        width = nested_ring_width(len(members))
+        height = len(members) // width
+        inner += [members[row * width : (row + 1) * width] for row in range(height)]
+        inner_borders += [border[::height]] * height
+        for place in range(width):
+            first = (place + 1) % width * height
+            outer.append(members[place::width])
+            outer_borders.append(border[first : first + height + 1])
+    parts = [
+        ring_rounds(inner, inner_borders, "reduce-scatter"),
+        ring_rounds(outer, outer_borders, "reduce-scatter"),
+        ring_rounds(outer, outer_borders, "allgather"),
+        ring_rounds(inner, inner_borders, "allgather"),
+    ]
+    return parts if half is None else parts[:2] if half == "reduce-scatter" else parts[2:]
+
+
+def nested_ring_width(num_ranks: int) -> int:
+    """Return the length of the rings of neighbours in a nested ring: the divisor next to the square root."""
+    return next(width for width in range(math.isqrt(num_ranks - 1) + 1, num_ranks + 1) if num_ranks % width == 0)
+
+
+def holder_of_piece(num_ranks: int, piece: int, *, is_nested: bool) -> int:
+    """Return the place in a ring, or nested ring, that holds the piece complete after the reduce-scatter."""
+    if not is_nested:
+        return (piece - 1) % num_ranks
+    width = nested_ring_width(num_ranks)
+    height = num_ranks // width
+    column, row = divmod(piece, height)
+    return (row - 1) % height * width + (column - 1) % width
 
 
 def chain_rounds(chains: Sequence[Sequence[int]], num_chunks: int) -> Sequence[Round]:
