@@ -89,7 +89,7 @@ class Steps:
     def begin(self, number: int, members: Callable[[], Sequence[str]]) -> None:
         """Begin a step; choose this worker as the next victim, if it is its turn and enough others have trained."""
         num_killed = len(list(self._folder.iterdir()))
-        latest = int((self._folder / str(num_killed - 1)).read_text()) if num_killed else 0
+        latest = int((self._folder / str(num_killed - 1)).read_text() or number) if num_killed else 0
         if num_killed >= self._num_kills or number < latest + KILL_INTERVAL:
             return
         own = os.environ["RINGWEAVE_MEMBER"]
