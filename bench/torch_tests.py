@@ -13,6 +13,7 @@ adds to them and repeats those that failed. Exit code 1 if a test passes on Gloo
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -160,6 +161,7 @@ def save_outcomes(outcomes: Outcomes, options: argparse.Namespace) -> None:
         return
     tests = {name: {key: asdict(row) for key, row in rows.items()} for name, rows in sorted(outcomes.copy().items())}
     document = {
+        **{name: importlib.metadata.version(name) for name in ("ringweave", "torch")},
         "world_size": options.world_size,
         "debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""),
         "tests": tests,
