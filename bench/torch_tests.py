@@ -13,9 +13,11 @@ adds to them and repeats those that failed. Exit code 1 if a test passes on Gloo
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,13 +120,24 @@ def run_systems(
     systems: Sequence[str], wanted: Sequence[str], outcomes: Outcomes, options: argparse.Namespace, logs: Path
 ) -> None:
     """Run what is not in `outcomes` yet, and has passed on Gloo; add it there and to the file."""
+    rows: queue.SimpleQueue[tuple[str, str, Outcome] | None] = queue.SimpleQueue()
     with ThreadPoolExecutor(options.jobs) as pool:
         running = []
         for system in systems:
             tests = [name for name in wanted if is_due(outcomes.get(name, {}), system)]
             num_parts = max(1, options.jobs // len(systems))
             for part in range(num_parts):
-                running.append(pool.submit(run_system, system, tests[part::num_parts], outcomes, options, logs))
+                running.append(pool.submit(run_system, system, tests[part::num_parts], options, logs, rows.put))
+        num_open = len(running)
+        while num_open:
+            row = rows.get()
+            if row is None:
+                num_open -= 1
+                continue
+            name, system, outcome = row
+            outcomes.setdefault(name, {})[system] = outcome
+            print(f"{system:12} {outcome.outcome:8} {outcome.seconds:6.1f} s  {name}  {outcome.reason}", flush=True)
+            save_outcomes(outcomes, options)
         for each in running:
             each.result()
 
@@ -135,31 +148,39 @@ def is_due(rows: dict[str, Outcome], system: str) -> bool:
     return is_open and (system == GLOO or (GLOO in rows and rows[GLOO].outcome == PASSED))
 
 
-def run_system(system: str, tests: Sequence[str], outcomes: Outcomes, options: argparse.Namespace, logs: Path) -> None:
-    """Run tests on one system, one after the other, in a process that forks them."""
-    if not tests:
-        return
+def run_system(
+    system: str,
+    tests: Sequence[str],
+    options: argparse.Namespace,
+    logs: Path,
+    report_row: Callable[[tuple[str, str, Outcome] | None], None],
+) -> None:
+    """Run tests on one system, one after the other, in a process that forks them; None is the last that is reported."""
     numbers = ["--limit", str(options.limit), "--world-size", str(options.world_size), "--logs", str(logs)]
     command = [sys.executable, __file__, "--run", system, *numbers, "--", *tests]
-    with subprocess.Popen(
-        command, env=environment(system, options.world_size), stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            name, row = json.loads(line)
-            outcomes.setdefault(name, {})[system] = Outcome(**row)
-            print(f"{system:12} {row['outcome']:8} {row['seconds']:6.1f} s  {name}  {row['reason']}", flush=True)
-            save_outcomes(outcomes, options)
-    if process.returncode:
-        raise RuntimeError(f"the process of {system} ended with {process.returncode}; call this again to go on")
+    try:
+        if not tests:
+            return
+        with subprocess.Popen(
+            command, env=environment(system, options.world_size), stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                name, row = json.loads(line)
+                report_row((name, system, Outcome(**row)))
+        if process.returncode:
+            raise RuntimeError(f"the process of {system} ended with {process.returncode}; call this again to go on")
+    finally:
+        report_row(None)
 
 
 def save_outcomes(outcomes: Outcomes, options: argparse.Namespace) -> None:
     """Replace the file of outcomes."""
     if options.out is None:
         return
-    tests = {name: {key: asdict(row) for key, row in rows.items()} for name, rows in sorted(outcomes.copy().items())}
+    tests = {name: {key: asdict(row) for key, row in rows.items()} for name, rows in sorted(outcomes.items())}
     document = {
+        **{name: importlib.metadata.version(name) for name in ("ringweave", "torch")},
         "world_size": options.world_size,
         "debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""),
         "tests": tests,
