@@ -14,7 +14,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from ringweave.comm import native_backend
+from ringweave.comm import gloo as gloo_groups
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.native_backend import NativeBackends
 from ringweave.comm.transport.interface import TransferFailedError
@@ -45,7 +45,7 @@ def test_what_is_made_while_the_group_is_cut_is_cut_as_well(monkeypatch: pytest.
         under.abort()
         return made
 
-    monkeypatch.setattr(native_backend, "ProcessGroupGloo", make)
+    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", make)
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
     assert made.cut_from == [1]
@@ -57,7 +57,7 @@ def test_a_peer_that_stops_before_it_connects_is_not_waited_for_long(
 ) -> None:
     """Nobody can end the constructor."""
     limits: list[timedelta] = []
-    monkeypatch.setattr(native_backend, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
+    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
     hosts(timedelta(seconds=limit_s)).prepare(0, lambda: None)
     assert limits == [timedelta(seconds=waited_s)]
 
@@ -81,7 +81,7 @@ def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytes
         is_stopped.wait(60)
         under.abort()
 
-    monkeypatch.setattr(native_backend, "ProcessGroupGloo", stand_still)
+    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", stand_still)
     threading.Thread(target=cut).start()
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
@@ -91,7 +91,7 @@ def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytes
 
 def test_all_ranks_are_there_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(native_backend, "ProcessGroupGloo", lambda *_: done.append("made"))
+    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", lambda *_: done.append("made"))
     under = hosts()
     for lane in (0, 0, 1):
         under.prepare(lane, lambda: done.append("met"))
@@ -103,7 +103,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch
 from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
-from ringweave.comm import native_backend
+from ringweave.comm import gloo as gloo_groups
 store, rank = FileStore(sys.argv[1], 2), int(sys.argv[2])
 gloo = ProcessGroupGloo(store, rank, 2, timedelta(days=1))
 gloo.barrier().wait()
@@ -119,11 +119,11 @@ try:
 except RuntimeError:
     began_s = time.monotonic()
 try:
-    native_backend.wait_for_gloo(work, lambda: True)
+    gloo_groups.wait_for_gloo(work, lambda: True)
     print("ended", flush=True)
-except native_backend.StuckWorkError as error:
+except gloo_groups.StuckWorkError as error:
     print("stuck:", error, time.monotonic() - began_s, flush=True)
-    native_backend.leak_backend(gloo)
+    gloo_groups.leak_backend(gloo)
 except RuntimeError:
     print("woken", flush=True)
 del work, gloo
@@ -132,7 +132,7 @@ del work, gloo
 
 
 def test_who_waits_for_a_message_that_has_come_in_part_is_let_go_when_the_group_is_cut(tmp_path: Path) -> None:
-    """Gloo wakes it as little as its destructor ends: without `native_backend` this waits for a day."""
+    """Gloo wakes it as little as its destructor ends: without `comm/gloo.py` this waits for a day."""
     said: list[str] = []
     for attempt in range(8):
         command = [sys.executable, "-c", BROADCAST, str(tmp_path / f"store-{attempt}")]
@@ -175,14 +175,14 @@ class Slow:
 
 
 def test_a_work_that_ends_is_waited_for_as_long_as_nobody_cuts() -> None:
-    assert native_backend.wait_for_gloo(cast(Any, Slow(5)), lambda: False)
+    assert gloo_groups.wait_for_gloo(cast(Any, Slow(5)), lambda: False)
     with pytest.raises(RuntimeError, match="gone"):
-        native_backend.wait_for_gloo(cast(Any, Slow(5, "gone")), lambda: False)
+        gloo_groups.wait_for_gloo(cast(Any, Slow(5, "gone")), lambda: False)
     with pytest.raises(RuntimeError, match="timed out"):
-        native_backend.wait_for_gloo(cast(Any, Slow(10**9)), lambda: False, timedelta(seconds=0.1))
+        gloo_groups.wait_for_gloo(cast(Any, Slow(10**9)), lambda: False, timedelta(seconds=0.1))
 
 
 def test_after_a_cut_what_is_about_to_end_has_a_moment() -> None:
-    assert native_backend.wait_for_gloo(cast(Any, Slow(3)), lambda: True)
-    with pytest.raises(native_backend.StuckWorkError):
-        native_backend.wait_for_gloo(cast(Any, Slow(10**9)), lambda: True)
+    assert gloo_groups.wait_for_gloo(cast(Any, Slow(3)), lambda: True)
+    with pytest.raises(gloo_groups.StuckWorkError):
+        gloo_groups.wait_for_gloo(cast(Any, Slow(10**9)), lambda: True)
