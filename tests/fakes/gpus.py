@@ -124,10 +124,10 @@ class OnGpu(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "copy_":
                 return _copy(args[0], args[1], **(kwargs or {}))
-            if len(gpus) > 1:
-                raise WrongGpuError(f"{name}: tensors of GPUs {sorted(gpu.index for gpu in gpus)}")
             if not gpus or getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
                 return func(*args, **(kwargs or {}))
+            if len(gpus) > 1 or any(type(each) is torch.Tensor and each.ndim for each in _flatten(args)):
+                raise WrongGpuError(f"{name}: tensors of GPUs {sorted(gpu.index for gpu in gpus)}, or of the host")
             stream = gpus[0].world.current_stream(gpus[0].name)
             if name in _IN_PLACE:
                 plain = [_plain(each) for each in args]

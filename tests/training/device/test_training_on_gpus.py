@@ -96,7 +96,7 @@ def test_a_trial_waits_for_the_models_gpu(gpus: FakeGpus) -> None:
     model = OneParameter(gpus, 2)
     side = gpus.gpus[2].make_stream()
     side.enqueue(lambda: waited.append(2))
-    trial.run_forward_backward(model, [torch.ones(3)])
+    trial.run_forward_backward(model, [gpus.gpus[2].place(torch.ones(3))])
     assert waited == [2]
     assert gpus.contexts == {2}
 
