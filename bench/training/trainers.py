@@ -63,15 +63,16 @@ def measure_kills(options: argparse.Namespace, folder: Path) -> bool:
     started_s = time.monotonic()
     outcomes = run(elastic, *shared, "--sample-ms", str(options.sample_ms), out=folder / "own")
     events = list(read_events(folder / "run" / "events.jsonl"))
-    accounts = [each["exact"] for each in events if each["kind"] == "samples_accounted"]
+    # By epoch: the member that writes for all may have died after it wrote, so that another one wrote too.
+    accounts = {each["epoch"]: each["exact"] for each in events if each["kind"] == "samples_accounted"}
     num_recomputed = sum(each["missing"] for each in events if each["kind"] == "samples_recomputed")
     num_kills = len(list((folder / "own" / "kills").iterdir()))
     digests, steps = {each["digest"] for each in outcomes}, {each["steps"] for each in outcomes}
     duration_s = time.monotonic() - started_s
     print(f"{options.library}: {num_kills} kills in {duration_s:.0f} s, {num_recomputed} samples recomputed (measured)")
-    print(f"{sum(accounts)} of {len(accounts)} epochs with each sample exactly once")
+    print(f"{sum(accounts.values())} of {len(accounts)} epochs with each sample exactly once")
     print(f"{len(outcomes)} workers at the end, after {steps} train steps, {len(digests)} sets of parameters")
-    return num_kills == options.kills and all(accounts) and len(digests) == 1 and min(steps) >= options.steps
+    return num_kills == options.kills and all(accounts.values()) and len(digests) == 1 and min(steps) >= options.steps
 
 
 def main() -> int:

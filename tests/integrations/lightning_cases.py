@@ -20,6 +20,8 @@ class Case:
     shares: tuple[int, ...] = ()
     """Samples of each rank in a batch; empty leaves them equal."""
     evaluates: bool = True
+    is_manual: bool = False
+    """The training step itself calls the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

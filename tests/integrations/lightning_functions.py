@@ -26,15 +26,22 @@ NUM_SAMPLES, NUM_EVALUATED = 43, 19
 class Gpt(LightningModule):
     """Model whose loss is a mean over tokens, in float64 where the Trainer lets it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_manual: bool = False) -> None:
         super().__init__()
         self.model = make_model()
         self.accuracy = MeanMetric()
+        self.automatic_optimization = not is_manual
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, shared = mean_loss(self.model, batch), {"on_step": True, "on_epoch": True, "sync_dist": True}
         self.log("loss", loss, batch_size=count_tokens(batch), **shared)
         self.log("length", batch["attention_mask"].double().sum(1).mean(), **shared)
+        if not self.automatic_optimization:
+            optimizer, schedule = self.optimizers(), self.lr_schedulers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            schedule.step()
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -77,7 +84,7 @@ def make_trainer(case: Case, folder: str, strategy: Any, callbacks: list[Callbac
         precision=case.precision,
         max_epochs=case.num_epochs,
         accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=0.3,
+        gradient_clip_val=None if case.is_manual else 0.3,
         limit_val_batches=1.0 if case.evaluates else 0,
         log_every_n_steps=1,
         logger=Memory(),
@@ -126,7 +133,7 @@ def train_on_ranks(case: Case, folder: str = "", checkpoint: str | None = None) 
     from ringweave.integrations.lightning import RingweaveStrategy
 
     os.environ.update(LOCAL_RANK=os.environ["RANK"])
-    module, strategy = Gpt(), RingweaveStrategy(weight=count_tokens)
+    module, strategy = Gpt(is_manual=case.is_manual), RingweaveStrategy(weight=count_tokens)
     callbacks: list[Callback] = [Shares(case.shares)]
     if folder:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1))
@@ -165,7 +172,7 @@ def train_alone(case: Case) -> Outcome:
     """Train with Lightning itself, as a process that no launcher has started."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-    module = Gpt()
+    module = Gpt(is_manual=case.is_manual)
     with tempfile.TemporaryDirectory() as root:
         trainer = make_trainer(case, root, "auto")
         trainer.fit(module, *make_loaders(case.num_ranks * case.batch, Order()))
@@ -313,10 +320,6 @@ def refusals() -> dict[str, str]:
             return iter(Sequences(4))
 
     class Second(Gpt):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters()), torch.optim.SGD(self.parameters())]
 
@@ -329,7 +332,7 @@ def refusals() -> dict[str, str]:
         for name, module, data in (
             ("stream", Gpt(), DataLoader(Stream(), batch_size=2, collate_fn=collate)),
             ("two loaders", Gpt(), [loader, loader]),
-            ("two optimizers", Second(), loader),
+            ("two optimizers", Second(is_manual=True), loader),
         ):
             trainer = make_trainer(Case(evaluates=False), root, "ringweave")
             trainer.gradient_clip_val = None

@@ -42,9 +42,10 @@ def check_same_values(found: Outcome, alone: Outcome, *, tolerance: float = 1e-5
     [
         (Case(shares=(1, 2, 3)), 1e-9),
         (Case(shares=(3, 1, 2), accumulate=3), 1e-9),
+        (Case(shares=(1, 2, 3), num_epochs=1, is_manual=True), 1e-9),
         (Case(precision="bf16-mixed", num_epochs=1), 2e-2),
     ],
-    ids=["evaluation", "accumulation and clipping", "mixed precision"],
+    ids=["evaluation", "accumulation and clipping", "manual optimization", "mixed precision"],
 )
 def test_a_run_of_three_workers_equals_one_process(case: Case, tolerance: float) -> None:
     (alone,) = run("train_alone", 1, case)
