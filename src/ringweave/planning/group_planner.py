@@ -232,9 +232,7 @@ def plan_group(
     if stripes:
         candidates.consider("multi-level", [stripes], schedules.multi_level_striped)
     candidates.consider("halving-doubling", [count], schedules.halving_doubling)
-    if kinds is None:
-        kinds = PLANNED_KINDS if count <= MAX_RANKS_FOR_ALL_KINDS else ()
-    others = [kind for kind in PLANNED_KINDS if kind in kinds and kind != "allreduce"]
+    others = _other_kinds(kinds, count)
     blocks = _CandidateSet(net, nodes, candidates.assumptions, on_progress)
     plan = Plan(
         nodes=tuple(nodes),
@@ -251,6 +249,13 @@ def plan_group(
     )
     planned = [(kind, _plan_collective(plan, net, kind, candidates.assumptions, blocks.left_out)) for kind in others]
     return dataclasses.replace(plan, collectives=(*plan.collectives, *planned))
+
+
+def _other_kinds(kinds: Sequence[CollectiveKind] | None, num_ranks: int) -> list[CollectiveKind]:
+    """Return the collectives to plan besides allreduce, in the order of all."""
+    if kinds is None:
+        kinds = PLANNED_KINDS if num_ranks <= MAX_RANKS_FOR_ALL_KINDS else ()
+    return [kind for kind in PLANNED_KINDS if kind in kinds and kind != "allreduce"]
 
 
 def _plan_collective(

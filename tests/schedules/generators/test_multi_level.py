@@ -159,6 +159,17 @@ def test_a_broadcast_enters_and_leaves_each_domain_once(num_ranks: int, random: 
         assert left <= sum(shares) * depth_of(top, domain)
 
 
+@pytest.mark.parametrize(("num_racks", "per_rack"), [(2, 4), (4, 4), (3, 5)])
+def test_no_rank_of_a_broadcast_sends_much_more_than_the_message(num_racks: int, per_rack: int) -> None:
+    num_ranks = num_racks * per_rack
+    for root in (0, per_rack, num_ranks - 1):
+        schedule = multi_level_broadcast(two_tiers(num_racks, per_rack), (1,) * num_ranks, root)
+        schedules.verify(schedule)
+        sent, _ = moved(schedule)
+        assert sent[root] == 1
+        assert max(sent) <= Fraction(5, 4)
+
+
 def ranks_of(domain: Domain) -> list[int]:
     return [r for m in domain.members for r in (ranks_of(m) if isinstance(m, Domain) else [m])]
 

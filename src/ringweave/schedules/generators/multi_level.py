@@ -69,6 +69,18 @@ class DomainLevel:
     heads: _Ints
     """Leaders of the domains at the level below, (domains, chunks)."""
 
+    def leader_in_chain(self, position: int) -> _Ints:
+        """Return, for each run, the leader at a position of the domain's chain.
+
+        The chain starts at the owner's member, goes on with the leading one, then follows the order of the members.
+        """
+        has_owner = self.owner_place >= 0
+        first = (self.place + (self.place == self.owner_place)) % self.num_members
+        skips = has_owner & (position > (self.owner_place - first) % self.num_members)
+        within = np.where(has_owner, first - self.place + position - 1 + skips, position)
+        start = np.where(has_owner, self.owner_place - self.place, 0)
+        return self.leader_at_distance(start if position == 0 else within)
+
     def leader_at_distance(self, distance: int | _Ints) -> _Ints:
         """Return, for each run, the leader of the member `distance` places after the leading member."""
         member = self.members_at + (self.place + np.asarray(distance, np.int32)) % self.num_members
@@ -108,7 +120,8 @@ class DomainTree:
 
         Args:
             chunks: Indices into `Domain.leaders`.
-            root: A rank that overrides the leaders of every domain it is in; None keeps the leaders.
+            root: A rank that owns all chunks, and leads only where it is alone: next to it other members lead in turn
+                what it should lead. None keeps the leaders.
             owners: Rank that owns each of these chunks; None if owners do not matter.
 
         Raises:
@@ -118,15 +131,31 @@ class DomainTree:
             Four bytes for each domain and chunk.
         """
         kept, heads, built = np.asarray(chunks, np.intp), np.zeros((0, 0), np.int32), []
+        owners = owners if root is None else [root] * len(kept)
         for depth in reversed(range(len(self._domains))):
             leaders = np.stack([self._checked_leaders(depth, at)[kept] for at in range(len(self._domains[depth]))])
             if root is not None and self._within[depth][0, root] >= 0:
-                leaders[self._within[depth][0, root]] = root
+                self._relieve_root(depth, leaders[self._within[depth][0, root]], root, heads)
             level, of_run = self._level(depth, leaders, heads, owners)
             self._check_leaders(depth, level, of_run, kept)
             built.append(level)
             heads = leaders
         return built[::-1]
+
+    def _relieve_root(self, depth: int, leaders: _Ints, root: int, heads: _Ints) -> None:
+        """Let other members than the root lead its domain; above, the leaders follow those of its member."""
+        at, own_place = self._within[depth][:, root]
+        members = self._domains[depth][at].members
+        place = self._within[depth][1, leaders]
+        if members[own_place] == root and len(members) > 1:
+            mine = np.flatnonzero(place == own_place)
+            place[mine] = (own_place + 1 + np.arange(len(mine)) % (len(members) - 1)) % len(members)
+        first_head = sum(isinstance(m, Domain) for domain in self._domains[depth][:at] for m in domain.members)
+        below = first_head + np.cumsum([isinstance(member, Domain) for member in members]) - 1
+        for index in np.unique(place):
+            led = place == index
+            member = members[index]
+            leaders[led] = heads[below[index], led] if isinstance(member, Domain) else member
 
     def _level(
         self, depth: int, leaders: _Ints, heads: _Ints, owners: Sequence[int] | None
@@ -345,18 +374,19 @@ def _used_rounds(rounds: Sequence[Round]) -> Sequence[Round]:
 
 
 def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> Schedule:
-    """Broadcast down a tree of domains, along a chain of the members' leaders in each domain.
+    """Broadcast over a tree of domains, along a chain of the members' leaders in each domain.
 
-    The root leads every domain that it is in; the others keep their leaders, so that different chunks enter a domain by
+    In each domain of the root the chain starts at its member and goes on with the leader of the domain, who also passes
+    the chunk on in the domain above: the root sends each chunk once. Different chunks enter and leave a domain by
     different ranks. A chain, because the link of each domain carries the message once, and segments follow each other.
 
     Args:
-        domain: The tree.
+        domain: The tree. Where the root should lead next to other ranks, these lead in turn instead.
         shares: Relative size of each chunk; a chunk of share 0 is left out.
         root: The rank that has the message.
 
     Returns:
-        A schedule of m-1 rounds for each level whose largest domain has m members.
+        A schedule of m-1 rounds for each level whose largest domain has m members, and one more where chunks climb.
 
     Raises:
         ScheduleError: As `multi_level`; or the root is no rank of the tree.
@@ -367,17 +397,16 @@ def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> S
             explain("root", got=root, expected=f"ranks 0..{tree.num_ranks - 1}", do="Name a rank of the tree")
         )
     kept = _chunks_with_share(shares)
+    levels = tree.levels(kept, root)
 
     def along(level: DomainLevel, distance: int) -> Round:
-        return _level_round(
-            level, distance, level.leader_at_distance(distance - 1), level.leader_at_distance(distance), ReceiveOp.COPY
-        )
+        src, dst = level.leader_in_chain(distance - 1), level.leader_in_chain(distance)
+        climbed = (level.owner_place >= 0) & (level.owner_place != level.place) & (level is not levels[0])
+        return _level_round(level, distance, src, dst, ReceiveOp.COPY, ~climbed | (distance > 1))
 
-    parts = [
-        (f"broadcast at depth {depth}", _level_rounds(level, along))
-        for depth, level in enumerate(tree.levels(kept, root))
-    ]
-    rounds, phases = concatenate_rounds(*parts)
+    climbs = [(f"broadcast to leaders at depth {d}", _climb_rounds(level)) for d, level in enumerate(levels) if d]
+    falls = [(f"broadcast at depth {d}", _used_rounds(_level_rounds(level, along))) for d, level in enumerate(levels)]
+    rounds, phases = concatenate_rounds(*climbs[::-1], *falls)
     collective = Collective("broadcast", root=root)
     kept_shares = tuple(shares[chunk] for chunk in kept)
     return Schedule("multi-level broadcast", collective, tree.num_ranks, kept_shares, rounds, phases)
