@@ -173,6 +173,25 @@ def test_who_waits_for_a_program_that_is_never_made_fails_with_the_one_that_was_
     assert len(group.board.reports) == 1
 
 
+def test_a_collective_whose_memory_cannot_be_given_back_fails_and_the_next_ones_too(groups: list[Group]) -> None:
+    """A device that fails must not end the thread of the channel, for which all later works would wait."""
+
+    class UnreturnableTensor(ReducedTensor):
+        def release(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    groups.append(group := Group(schedule="native"))
+    op, tensor = ReduceOp.SUM, torch.ones(100)
+    message = UnreturnableTensor.of(tensor, op, reduction_for(op, tensor.dtype), None)
+    asked = CollectiveRequest(num_bytes=tensor.nbytes, forced=None, native_can=True)
+    first = group.engine.run(message, [tensor], asked, 100.0)
+    with pytest.raises(CommunicationError, match=r"allreduce #1 .*the device is lost"):
+        first.wait(SOON)
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match="has failed before"):
+            group.allreduce().wait(SOON)
+
+
 def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group], tmp_path: Path) -> None:
     """The second one follows from it, while the group looks for who is to blame."""
     log = EventLog(tmp_path / "events.jsonl")

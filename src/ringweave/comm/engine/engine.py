@@ -398,10 +398,12 @@ class CollectiveEngine:
 
     def _run_job(self, job: CollectiveJob, channel: CollectiveChannel) -> BaseException | None:
         """Run a job unless the group has ended; return None if it succeeded."""
+        error = self._end.repeated_error(job.operation) if self._end.error else self._run_and_handle(job, channel)
         try:
-            return self._end.repeated_error(job.operation) if self._end.error else self._run_and_handle(job, channel)
-        finally:
             job.on_finished()
+        except Exception as failure:  # of a device: the thread must go on, or all who wait would for ever
+            error = error or self._end.fail_alone(failure, job.operation)
+        return error
 
     def _run_and_handle(self, job: CollectiveJob, channel: CollectiveChannel) -> CommunicationError | None:
         try:
