@@ -394,7 +394,8 @@ class NativeProcessGroup(dist.ProcessGroup):
             is_hung = failure.hung or "onnection" not in str(cause)
             named = TransferFailedError(None, str(failure), hung=is_hung)
             named.__cause__ = cause
-            raise self.fail(named, "monitored_barrier") from named
+            error = self.fail(named, "monitored_barrier")
+            raise error from error.__cause__
 
     def _pass_monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         if timeout < timedelta(milliseconds=1) and self.rank() == 0 < self.size() - 1:  # torch takes it for 0 or 1 ms
