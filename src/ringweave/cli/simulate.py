@@ -1,5 +1,6 @@
 """`ringweave simulate`: simulates a collective on a cluster in virtual time."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -166,13 +167,7 @@ def _resolve_choice(
     choice = plan.choose(num_bytes, schedule, kind)
     if segments is None:
         return choice
-    return ScheduleChoice(
-        schedule=choice.schedule,
-        num_segments=segments,
-        lag=max(1, choice.lag),
-        window=choice.window,
-        predicted_s=math.inf,
-    )
+    return dataclasses.replace(choice, num_segments=segments, lag=max(1, choice.lag), predicted_s=math.inf)
 
 
 def _cut_text(choice: ScheduleChoice) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from ringweave import sim
 from ringweave.planning.plans import Plan, ScheduleChoice
 from ringweave.schedules import CollectiveKind, Schedule
-from ringweave.schedules.program import Pipelining
 from ringweave.sim import HostModel
 from ringweave.topology import Cluster
 
@@ -143,7 +142,7 @@ def _estimate_candidate(
             cluster,
             nodes,
             max(4, math.ceil(num_bytes * segments / count)),
-            pipelining=Pipelining(num_segments=segments, lag=choice.lag, window=choice.window),
+            pipelining=dataclasses.replace(choice.pipelining, num_segments=segments),
             rates=rates,
             machine=coarse,
         ).seconds

@@ -28,6 +28,8 @@ _UNITS_PER_BLOCK = (1, 2, 3, 4, 6, 8, 12, 24, 60)
 _GOOD_ENOUGH_RATIO = 1.005
 _MAX_CLASSES = 2000
 """Limit on the kinds of vertices for which the linear program is solved."""
+_MAX_UNIT_LEADERS = 1 << 24
+"""Limit on units times domains: blocks of large groups are cut less finely."""
 
 _Fractions = list[list[float]]
 """For each vertex, z(d, w) for the domains w above it, from the root down."""
@@ -56,7 +58,8 @@ def make_block_stripe(tree: ShareTree) -> Stripe:
     if problem.busiest_s_per_byte(led) > problem.least_s_per_byte * _GOOD_ENOUGH_RATIO:
         led = problem.best_fractions()
     best = problem.busiest_s_per_byte(led) * _GOOD_ENOUGH_RATIO
-    *coarser, finest = _UNITS_PER_BLOCK
+    num_leaders = tree.num_leaves * (len(tree) - tree.num_leaves)
+    *coarser, finest = [each for each in _UNITS_PER_BLOCK if each == 1 or each * num_leaders <= _MAX_UNIT_LEADERS]
     for per_block in coarser:
         laid_out = _lay_out_blocks(tree, problem.num_ranks, led, per_block)
         if problem.busiest_s_per_byte(laid_out.led) <= best:
