@@ -531,7 +531,8 @@ def _plain(value: Any) -> Any:
 
 def _states_of_plain(value: Any) -> Any:
     match value:
-        case {"ringweave.tensor": [str(dtype), content]}:
+        case dict() if value.keys() == {_TENSOR}:
+            dtype, content = value[_TENSOR]
             return torch.tensor(content, dtype=getattr(torch, dtype))
         case dict():
             return {key: _states_of_plain(each) for key, each in value.items()}
