@@ -161,7 +161,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Give all ranks the root's content of a tensor; takes the arguments of torch's ProcessGroup.broadcast."""
         is_plain = isinstance(opts, BroadcastOptions) and isinstance(tensors, list) and len(tensors) == 1
         if not is_plain or not self._runs_by_schedule(tensors, self._native_limit_bytes):
-            return _native_method("broadcast")(self, tensors, *(() if opts is None else (opts,)), *more)
+            return super().broadcast(tensors, *(() if opts is None else (opts,)), *more)
         from ringweave.comm.engine.messages import BroadcastTensor
 
         return self._start(BroadcastTensor.of(tensors[0], opts.rootRank), tensors, opts)
@@ -170,13 +170,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Gather each rank's tensor in a list of tensors; takes the arguments of torch's ProcessGroup.allgather."""
         is_single = isinstance(outputs, list) and len(outputs) == 1 and isinstance(outputs[0], list)
         if not is_single or len(inputs) != 1 or not self._can_gather(outputs[0], inputs[0]):
-            return _native_method("allgather")(self, outputs, inputs, *options)
+            return super().allgather(outputs, inputs, *options)
         return self._gather(outputs[0], inputs[0], *options)
 
     def _allgather_base(self, output: Tensor, own: Tensor, *options: Any) -> Work | None:  # pyrefly: ignore
         """Gather each rank's tensor in one tensor; takes the arguments of torch's method of that name."""
         if not output.is_contiguous() or not self._can_gather([output], own):
-            return _native_method("_allgather_base")(self, output, own, *options)
+            return super()._allgather_base(output, own, *options)
         return self._gather([output], own, *options)
 
     all_gather_single = _allgather_base  # pyrefly: ignore
@@ -184,7 +184,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
         """Gather several tensors; takes the arguments of torch's method of that name."""
         if not self._runs_by_schedule(outputs, self._native_limit_bytes):
-            return _native_method("allgather_into_tensor_coalesced")(self, outputs, inputs, *options)
+            return super().allgather_into_tensor_coalesced(outputs, inputs, *options)
         pairs = zip(outputs, inputs, strict=True)
         return JoinedWork([self._allgather_base(output, own, *options) for output, own in pairs], outputs)
 
@@ -194,13 +194,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Reduce a list of tensors, one for each rank; takes the arguments of torch's ProcessGroup.reduce_scatter."""
         is_single = isinstance(inputs, list) and len(inputs) == 1 and isinstance(inputs[0], list)
         if not is_single or not self._can_scatter(outputs[0], inputs[0], *options):
-            return _native_method("reduce_scatter")(self, outputs, inputs, *options)
+            return super().reduce_scatter(outputs, inputs, *options)
         return self._scatter(outputs[0], inputs[0], *options)
 
     def _reduce_scatter_base(self, output: Tensor, blocks: Tensor, *options: Any) -> Work | None:  # pyrefly: ignore
         """Reduce a tensor of a block for each rank; takes the arguments of torch's method of that name."""
         if not self._can_scatter(output, [blocks], *options):
-            return _native_method("_reduce_scatter_base")(self, output, blocks, *options)
+            return super()._reduce_scatter_base(output, blocks, *options)
         return self._scatter(output, [blocks], *options)
 
     reduce_scatter_single = _reduce_scatter_base  # pyrefly: ignore
@@ -208,7 +208,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
         """Reduce and scatter several tensors; takes the arguments of torch's method of that name."""
         if not self._runs_by_schedule(inputs, self._native_limit_bytes):
-            return _native_method("reduce_scatter_tensor_coalesced")(self, outputs, inputs, *options)
+            return super().reduce_scatter_tensor_coalesced(outputs, inputs, *options)
         pairs = zip(outputs, inputs, strict=True)
         return JoinedWork([self._reduce_scatter_base(output, blocks, *options) for output, blocks in pairs], outputs)
 
@@ -518,10 +518,6 @@ def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup
         for door in listeners:
             door.close()
         raise
-
-
-def _native_method(name: str) -> Callable[..., Work | None]:
-    return getattr(NativeProcessGroup, name)
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
