@@ -118,7 +118,7 @@ def test_ringweave_may_not_fail(run) -> None:
 
 @pytest.mark.parametrize("manners", [("wrong",), ("sums", "wrong")])
 def test_a_wrong_sum_ends_everything(run, manners: tuple[str, ...]) -> None:
-    with pytest.raises(CommunicationError, match=r"sum of a \(wrong\) in element 3"):
+    with pytest.raises(CommunicationError, match=r"result of a \(wrong\) in element 3"):
         run({"a": Choosy("a", *manners), "b": Choosy("b", "sums")})
 
 
