@@ -53,7 +53,7 @@ def bench(tmp_path: Path) -> Iterator:
         process.wait()
 
 
-@pytest.mark.parametrize("verb", ["allreduce", "picture"])
+@pytest.mark.parametrize("verb", ["allreduce", "reduce-scatter", "picture"])
 def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert main.run_command_line(["bench", verb, "--help"]) == 0
