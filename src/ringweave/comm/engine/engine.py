@@ -462,7 +462,7 @@ class CollectiveEngine:
                 tag=executor.make_tag(number, executor.NO_SIGNATURE),
                 timeout_s=timeout_s,
             )
-        self._log_agreement(schedule, message.num_bytes)
+        self._log_agreement(message, choice.schedule, schedule.digest)
         bounds = bridge.segment_bounds(num_elements, choice.num_segments)
         return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
@@ -481,9 +481,8 @@ class CollectiveEngine:
             return part
         return self._rank_parts[key]
 
-    def _log_agreement(self, schedule: schedules.Schedule, num_bytes: int) -> None:
+    def _log_agreement(self, message: CollectiveMessage, schedule: str, digest: str) -> None:
         if self._log is not None and self._group.group_rank == 0:
             rank = self._group.own_info.global_rank
-            kind = schedule.collective.kind
-            fields = {"collective": kind, "schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
+            fields = {"collective": message.kind, "schedule": schedule, "digest": digest, "bytes": message.num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self._counters.group, **fields)
