@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +38,14 @@ def run(lab: SshLab, *program: str) -> tuple[int, str, str]:
 
 
 def left(lab: SshLab) -> list[str]:
-    """Processes, ports and files of runs on the nodes; the cache of files is kept on purpose."""
+    """Processes, ports and files of runs that stay on the nodes; the cache of files is kept on purpose."""
+    deadline_s = time.monotonic() + 5.0  # an interpreter that has told its end needs a moment to go
+    while (found := present(lab)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return found
+
+
+def present(lab: SshLab) -> list[str]:
     found = [f"{node.name}: {process.command}" for node in lab.nodes for process in node.processes()]
     found += [f"{node.name}: {port}" for node in lab.nodes for port in node.listening_ports() if port != 22]
     return found + [path for node in lab.nodes for path in node.files() if "/hosts/" in path and "/runs/" not in path]
