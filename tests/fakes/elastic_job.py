@@ -126,6 +126,7 @@ class InProcessParameterServer:
 class ElasticJob:
     """Elastic job of workers 0 .. n-1, each running `function(*args)` as a member."""
 
+    # Longer than a constructor should be: it starts the whole job, in an order that the parts ask for.
     def __init__(
         self,
         function: Callable[..., Any],

@@ -175,7 +175,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def _allgather_base(self, output: Tensor, own: Tensor, *options: Any) -> Work | None:  # pyrefly: ignore
         """Gather each rank's tensor in one tensor; takes the arguments of torch's method of that name."""
-        if not output.is_contiguous() or not self._can_gather([output], own):
+        is_plain = output.is_contiguous() and own.is_contiguous()  # torch refuses others
+        if not is_plain or not self._can_gather([output], own):
             return super()._allgather_base(output, own, *options)
         return self._gather([output], own, *options)
 

@@ -220,6 +220,7 @@ class MembershipListener(Protocol):
 class MembershipClient:
     """Membership client of one member. `start` returns at once; everything else happens in its threads."""
 
+    # Longer than a constructor should be: it only stores, and a third is its docstring.
     def __init__(
         self,
         member: str,

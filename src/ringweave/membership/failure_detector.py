@@ -450,6 +450,7 @@ class FailureDetector:
     def mark_gone(self, member: str, *, is_silent: bool) -> None:
         signs = self.present.pop(member, None)
         self.leaving.discard(member)
+        self._unsure_exits.discard(member)
         self._gone.add(member)
         if is_silent and not _is_replaced(member, [*self.present, *self._gone, *self._finished]):
             self._silent[member] = signs

@@ -233,6 +233,7 @@ class RingClient:
     """
 
     # A long constructor: it only stores and documents its arguments.
+    # Longer than a constructor should be: half of it is its docstring.
     def __init__(  # noqa: PLR0913 - its servers, its ring and its timeouts
         self,
         servers: Sequence[Callable[[], rpc.RpcClient]],

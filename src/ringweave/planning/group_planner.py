@@ -183,6 +183,7 @@ MAX_RANKS_FOR_ALL_KINDS = 128
 """Largest group for which all collectives are planned unless asked otherwise."""
 
 
+# Long: a third is its docstring, the rest one list of candidates and of the plan's fields.
 def plan_group(
     cluster: Cluster,
     nodes: Sequence[str],

@@ -199,6 +199,7 @@ def rings_by_links(reports: Sequence[Mapping[str, Any]]) -> list[tuple[Ring, ...
 
 
 # Long with its docstring, which has every key of a report.
+# Long: one sequence, from reports to the workload and its forecasts; each part is computed elsewhere.
 def forecast_modes(
     reports: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0
 ) -> ModeChoice:
