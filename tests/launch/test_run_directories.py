@@ -71,3 +71,37 @@ def test_a_folder_of_something_else_is_named(tmp_path) -> None:
     assert f"run.json of {tmp_path}: 'another file', expected the record of a run." in refused.stderr
     refused = ringweave("status", "nothing", "--on", "runs")
     assert "run: 'nothing', expected a folder with a run.json. Give the path of its run directory" in refused.stderr
+
+
+SLOW_RANK = """
+import gc, torch, ringweave
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader, mode="sync")
+model.module.register_forward_hook(lambda *_: time.sleep(0.1 if rank == 2 else 0.0))
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_says_which_rank_the_others_wait_for_and_what_would_help(start, script) -> None:
+    run = start("--workers", "3", script(SLOW_RANK))
+    assert run.wait_ended() == 0, run.stderr
+    (line,) = [each for each in run.stderr.splitlines() if "time is lost" in each]
+    assert line.startswith("ringweave: compute: ")
+    assert "The others wait for rank 2 on node " in line
+    assert "Use --mode balanced" in line
+    answered = ringweave("why", str(run.run_dir)).stdout.splitlines()
+    assert line.removeprefix("ringweave: ") in answered
+    (loss,) = [
+        each for each in json.loads(ringweave("why", str(run.run_dir), "--json").stdout)["losses"] if each["rank"]
+    ]
+    assert (loss["cause"], loss["rank"]) == ("compute", 2)
+    assert loss["cost"] > 0.3

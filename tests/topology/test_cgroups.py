@@ -29,29 +29,35 @@ class Kernel:
             (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-STAT = "nr_periods 9\nnr_throttled 4\nthrottled_time 12"
+STAT = "nr_periods 9\nnr_throttled 4\nthrottled_time 12000000"
+STAT_2 = "usage_usec 5\nnr_periods 9\nnr_throttled 4\nthrottled_usec 3000"
+THROTTLED, THROTTLED_2 = pytest.approx(0.012), pytest.approx(0.003)
 
 
 def test_version_1(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, 1, group="/lab/n0")
     kernel.group("lab/n0", cpu__cfs_quota_us="7000", cpu__cfs_period_us="40000", cpu__stat=STAT)
     quota = ProcessCpuQuota(kernel.process)
-    assert quota.read() == CpuQuota(cores=pytest.approx(0.175), period_s=pytest.approx(0.04), num_throttled=4)
-    kernel.group("lab/n0", cpu__cfs_quota_us="2000")
-    assert quota.read() == CpuQuota(cores=pytest.approx(0.05), period_s=pytest.approx(0.04), num_throttled=4), (
-        "as it is now"
+    assert quota.read() == CpuQuota(
+        cores=pytest.approx(0.175), period_s=pytest.approx(0.04), num_throttled=4, throttled_s=THROTTLED
     )
+    kernel.group("lab/n0", cpu__cfs_quota_us="2000")
+    assert quota.read() == CpuQuota(
+        cores=pytest.approx(0.05), period_s=pytest.approx(0.04), num_throttled=4, throttled_s=THROTTLED
+    ), "as it is now"
     kernel.group("lab/n0", cpu__cfs_quota_us="-1")
     assert quota.read() is None
 
 
 def test_the_least_of_a_group_and_those_above_it_binds(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, 2, group="/pods/one")
-    kernel.group("", cpu__stat=STAT)
-    kernel.group("pods", cpu__max="150000 100000", cpu__stat=STAT)
+    kernel.group("", cpu__stat=STAT_2)
+    kernel.group("pods", cpu__max="150000 100000", cpu__stat=STAT_2)
     kernel.group("pods/one", cpu__max="max 100000", cpu__stat="usage_usec 5")
     quota = ProcessCpuQuota(kernel.process)
-    assert quota.read() == CpuQuota(cores=pytest.approx(1.5), period_s=pytest.approx(0.1), num_throttled=4)
+    assert quota.read() == CpuQuota(
+        cores=pytest.approx(1.5), period_s=pytest.approx(0.1), num_throttled=4, throttled_s=THROTTLED_2
+    )
     kernel.group("pods/one", cpu__max="50000 100000")
     assert quota.read() == CpuQuota(cores=pytest.approx(0.5), period_s=pytest.approx(0.1), num_throttled=0)
 
@@ -60,9 +66,9 @@ def test_the_least_of_a_group_and_those_above_it_binds(tmp_path: Path) -> None:
 def test_in_a_container_the_mount_point_is_its_group(tmp_path: Path, inside: str) -> None:
     """Without a namespace of its own the process is told where its group is on the host; with one that is not below."""
     kernel = Kernel(tmp_path, 2, group="/docker/1f", inside=inside)
-    kernel.group("", cpu__max="25000 100000", cpu__stat=STAT)
+    kernel.group("", cpu__max="25000 100000", cpu__stat=STAT_2)
     assert ProcessCpuQuota(kernel.process).read() == CpuQuota(
-        cores=pytest.approx(0.25), period_s=pytest.approx(0.1), num_throttled=4
+        cores=pytest.approx(0.25), period_s=pytest.approx(0.1), num_throttled=4, throttled_s=THROTTLED_2
     )
 
 

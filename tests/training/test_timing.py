@@ -68,6 +68,30 @@ def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: f
     assert timer.take_measured_steps() == [MeasuredStep(num_samples=8, seconds=4.0 + waited_s, outside_ratio=outside)]
 
 
+def test_the_parts_of_a_step_are_known_and_add_up(clock: Clock) -> None:
+    processor, found = Clock(), list[MeasuredStep]()
+    timer = StepTimer(HostTimeline(clock, processor), found.append)
+    timer.begin_step()
+    clock.now_s += 2  # the batch comes
+    timer.record_samples(8)
+    clock.now_s += 1
+    with timer.wait():
+        clock.now_s += 16  # buffers
+    clock.now_s, processor.now_s = clock.now_s + 4, 3.0
+    timer.gradients_ready()
+    clock.now_s += 8  # the others
+    timer.open_span()
+    clock.now_s += 32
+    timer.close_update()
+    clock.now_s += 64  # the script logs
+    timer.end_step()
+    (taken,) = timer.take_measured_steps()
+    (step,) = found
+    assert step is taken
+    assert (step.wall_s, step.input_s, step.compute_s, step.exchange_s, step.update_s) == (127, 2, 5, 8, 32)
+    assert (step.seconds, step.processor_s) == (39, 3)
+
+
 def test_pauses_of_a_quota_count_on_average(clock: Clock) -> None:
     """10 ms by a quarter of a core take 40 ms on average. The second step met no pause, the third no throttling."""
     processor, told = Clock(), CpuQuota(cores=0.25, period_s=0.04, num_throttled=7)

@@ -3,15 +3,18 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 
 import click
 
-from ringweave import units
+from ringweave import telemetry, units
 from ringweave.cli import job_options
 from ringweave.cli.follow import wait_until_gone, watch_job
 from ringweave.platforms import api
 from ringweave.platforms.api import JobView, NodeView
+from ringweave.telemetry import verdict
 
 
 def _verb_command(verb: str, text: str, confirmation: str) -> click.Command:
@@ -210,12 +213,18 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
 @job_options.answer_options()
 @job_options.JOB_ARGUMENT
 def why(place: str, output: str, name: str) -> int:
-    """Show the reason why JOB does not run, or how it ended, node by node, with a hint."""
+    """Show why JOB does not run or how it ended, with a hint, and what a run on this machine loses time to.
+
+    Losses are measured in scripts with ringweave.prepare: the rank that others wait for, its cause, and a remedy.
+    """
     job = job_options.open_user_platform(place).job(name)
     keys = ("name", "state", "reason")
     content = api.job_view_document(job)
     nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
-    job_options.print_answer(output, {key: content[key] for key in keys} | {"nodes": nodes}, lambda: reason_lines(job))
+    losses = verdict.find_losses(telemetry.read_last_attempt(Path(job.files, "events.jsonl"))) if job.files else []
+    document = {key: content[key] for key in keys} | {"nodes": nodes, "losses": [asdict(each) for each in losses]}
+    lines = [*reason_lines(job), *(each.text() for each in losses)]
+    job_options.print_answer(output, document, lambda: lines)
     return 0
 
 

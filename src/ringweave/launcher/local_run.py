@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ringweave import environment
+from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import MODES, SERVER_MODES
@@ -43,6 +43,7 @@ from ringweave.launcher.workers import (
 )
 from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority
+from ringweave.telemetry import verdict
 from ringweave.topology import Cluster
 
 _AUTO_MODE = MODES[0]
@@ -152,6 +153,7 @@ def _run_attempt(
     result = outcome.conclude_run(failures, interrupts)
     wall_s = _close_record(recorder, result, time.monotonic() - started_s, stderr)
     write_message(stderr, run_dir.describe_training(recorder.training))
+    write_message(stderr, verdict.headline(verdict.find_losses(telemetry.read_last_attempt(request.run_dir.events))))
     if server:
         write_message(stderr, server.summary_text())
     log_of = _relative_path(request.run_dir.root) + "/logs/rank-{rank}.log"

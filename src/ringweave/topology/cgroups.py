@@ -38,6 +38,8 @@ class CpuQuota:
     """Period in which the quota is counted."""
     num_throttled: int
     """Periods so far in which the processes were throttled."""
+    throttled_s: float = 0.0
+    """Seconds so far for which they were throttled."""
 
 
 def find_mount(mounts: str | None = None, *, controller: str = "cpu") -> CgroupMount | None:
@@ -202,8 +204,12 @@ def _read_quota_v2(group: Path) -> CpuQuota | None:
 def _parse_quota(group: Path, quota_us: str, period_us: str) -> CpuQuota:
     statistics = dict(line.split(maxsplit=1) for line in _read_text(group / "cpu.stat").splitlines())
     period_s = int(period_us) * _US
+    throttled_ns, throttled_us = statistics.get("throttled_time", "0"), statistics.get("throttled_usec", "0")
     return CpuQuota(
-        cores=int(quota_us) * _US / period_s, period_s=period_s, num_throttled=int(statistics.get("nr_throttled", "0"))
+        cores=int(quota_us) * _US / period_s,
+        period_s=period_s,
+        num_throttled=int(statistics.get("nr_throttled", "0")),
+        throttled_s=int(throttled_ns) * 1e-9 + int(throttled_us) * _US,
     )
 
 

@@ -36,7 +36,7 @@ from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous, Script
-from ringweave.training.recorder import Recorder
+from ringweave.training.recorder import Recorder, StepRecorder
 from ringweave.training.rings import server_job, startup_rendezvous
 from ringweave.training.rings.elastic_ring import ElasticRing
 from ringweave.training.rings.ring_formation import RingShares, relative_speeds
@@ -150,7 +150,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         DisagreementError: The others have prepared something else.
         MembershipError: The job is over, or does not want this worker.
     """
-    timer = StepTimer(timing.choose_timeline(script.model))
+    timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
     has_server, settings = mode in modes.SERVER_MODES, script.settings
@@ -193,6 +193,10 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     return parallel, optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
+def _step_timer(script: Script, environment: WorkerEnvironment) -> StepTimer:
+    return StepTimer(timing.choose_timeline(script.model), StepRecorder.of_this_process(environment))
+
+
 def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     """Prepare for a fixed set of workers; no extra state is carried to others."""
     default_group.ensure_process_group(os.environ)
@@ -219,7 +223,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
                 record_choice=recorder.mode_reconsidered,
             )
         return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
-    timer = StepTimer(timing.choose_timeline(script.model))
+    timer = _step_timer(script, environment)
     balancer = _make_balancer(reports, mode, timer, control, recorder)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
@@ -315,7 +319,7 @@ def _prepare_static_rings(
     rings = formation.rings
     ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
-    timer = StepTimer(timing.choose_timeline(script.model))
+    timer = _step_timer(script, environment)
     reducer = GradientReducer(process_group=ring_groups[0], timer=timer)
     broadcast_untrained(script.model, parameters, control)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)

@@ -55,6 +55,18 @@ class MeasuredStep:
     """Wall time of computing, without the effect of where a quota's pauses fall."""
     outside_ratio: float = 0.0
     """Processor time outside of computing, as a multiple of that of computing; 0 unless the rank is throttled."""
+    wall_s: float = field(default=0.0, compare=False)
+    """Wall time of the whole step, from the request for its batch to the next one."""
+    input_s: float = field(default=0.0, compare=False)
+    """Wall time until the batch had arrived."""
+    compute_s: float = field(default=0.0, compare=False)
+    """Wall time of computing after that, without the update."""
+    exchange_s: float = field(default=0.0, compare=False)
+    """Wall time from the last gradient to the update: transfers, and waits for other ranks."""
+    update_s: float = field(default=0.0, compare=False)
+    """Wall time of the optimizer."""
+    processor_s: float = field(default=0.0, compare=False)
+    """Processor time of the whole step, of all threads; 0 if unknown."""
 
 
 class Timeline(abc.ABC):
@@ -78,6 +90,10 @@ class Timeline(abc.ABC):
     def processor_s(self, span: TimeSpan) -> float:
         """Return the processor time of this process between the marks; 0 if unknown."""
         return 0.0
+
+    def host_s(self) -> float:
+        """Return the wall clock of this process, in seconds."""
+        return time.perf_counter()
 
     def steady_s(self, wall_s: float, worked_s: float) -> float:
         """Return the average time of work that took `wall_s`, with `worked_s` of processor time."""
@@ -106,6 +122,9 @@ class HostTimeline(Timeline):
 
     def mark(self) -> tuple[float, float]:
         return self._clock(), self._processor()
+
+    def host_s(self) -> float:
+        return self._clock()
 
     def has_passed(self, mark: tuple[float, float]) -> bool:
         return True
@@ -150,6 +169,10 @@ class _StepMarks:
     """Marks of one train step."""
 
     begin: Any
+    begun_s: float
+    """Host time of its begin, as of the others."""
+    arrived_s: float | None = None
+    ended_s: float = 0.0
     num_samples: int = 0
     ready: Any = None
     end: Any = None
@@ -160,20 +183,21 @@ class _StepMarks:
 class StepTimer:
     """Measures train steps from the events of a step; returns each step's time once it is known."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, record: Callable[[MeasuredStep], object] = lambda step: None) -> None:
+        """Create it; `record` gets each measured step."""
+        self._timeline, self._record = timeline, record
         self._step: _StepMarks | None = None
         self._span_begin: Any = None
         self._ended_steps: deque[_StepMarks] = deque()
 
     def begin_step(self) -> None:
         """Start a step: the loader is asked for the next batch."""
-        self._step = _StepMarks(begin=self._timeline.mark())
+        self._step = _StepMarks(begin=self._timeline.mark(), begun_s=self._timeline.host_s())
 
     def record_samples(self, num_samples: int) -> None:
         """Record the samples of the batch that has arrived."""
         if self._step is not None:
-            self._step.num_samples = num_samples
+            self._step.num_samples, self._step.arrived_s = num_samples, self._timeline.host_s()
 
     def open_span(self, *_: object) -> None:
         """Start a span that is measured separately; also a hook of modules and optimizers."""
@@ -215,6 +239,7 @@ class StepTimer:
             step.ready = self._timeline.mark()
         if self._timeline.has_processor_time:
             step.end = self._timeline.mark()
+        step.ended_s = self._timeline.host_s()
         self._ended_steps.append(step)
 
     def take_times(self) -> list[tuple[int, float]]:
@@ -225,14 +250,28 @@ class StepTimer:
         """Return the steps measured since the last call."""
         taken: list[MeasuredStep] = []
         while self._ended_steps and self._has_passed(self._ended_steps[0]):
-            step = self._ended_steps.popleft()
-            spans = ((step.begin, step.ready), *step.updates)
-            computing_s = sum(map(self._timeline.seconds, spans)) - sum(map(self._timeline.seconds, step.waits))
-            worked_s = sum(map(self._timeline.processor_s, spans))
-            steady_s = self._timeline.steady_s(computing_s, worked_s)
-            outside_ratio = self._outside_ratio(step, worked_s, computing_s)
-            taken.append(MeasuredStep(num_samples=step.num_samples, seconds=steady_s, outside_ratio=outside_ratio))
+            taken.append(self._measure(self._ended_steps.popleft()))
+            self._record(taken[-1])
         return taken
+
+    def _measure(self, step: _StepMarks) -> MeasuredStep:
+        seconds = self._timeline.seconds
+        spans = ((step.begin, step.ready), *step.updates)
+        update_s = sum(map(seconds, step.updates))
+        computing_s = seconds(spans[0]) + update_s - sum(map(seconds, step.waits))
+        worked_s = sum(map(self._timeline.processor_s, spans))
+        input_s = 0.0 if step.arrived_s is None else step.arrived_s - step.begun_s
+        return MeasuredStep(
+            num_samples=step.num_samples,
+            seconds=self._timeline.steady_s(computing_s, worked_s),
+            outside_ratio=self._outside_ratio(step, worked_s, computing_s),
+            wall_s=step.ended_s - step.begun_s,
+            input_s=input_s,
+            compute_s=max(0.0, computing_s - update_s - input_s),
+            exchange_s=max(0.0, seconds((step.ready, step.updates[0][0]))) if step.updates else 0.0,
+            update_s=update_s,
+            processor_s=0.0 if step.end is None else self._timeline.processor_s((step.begin, step.end)),
+        )
 
     def _outside_ratio(self, step: _StepMarks, worked_s: float, computing_s: float) -> float:
         if step.end is None or worked_s <= 0 or computing_s < _THROTTLED * worked_s:
