@@ -21,7 +21,7 @@ _IN_PLACE = {"add_", "sub_", "mul_", "div_", "fill_", "zero_"}
 _TO_HOST = {"cpu", "tolist", "item", "numpy"}
 _WITHOUT_VALUES = {
     *("__get__", "numel", "size", "dim", "stride", "data_ptr", "storage_offset", "is_contiguous", "element_size"),
-    *("view", "reshape", "flatten", "detach", "split", "__getitem__", "requires_grad_", "empty_like"),
+    *("as_strided", "view", "reshape", "flatten", "detach", "split", "__getitem__", "requires_grad_", "empty_like"),
 }
 
 

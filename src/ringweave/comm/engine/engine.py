@@ -33,7 +33,7 @@ from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.comm.work import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
-from ringweave.schedules.program import RankProgram, compile_program
+from ringweave.schedules.program import RankProgram, SegmentMarks, compile_program, segment_marks
 from ringweave.telemetry.events import EventLog
 
 
@@ -165,13 +165,13 @@ class CompiledProgram:
     """Part of the tag, so that ranks with different programs find out at the first message."""
     bounds: tuple[int, ...]
     """Bounds of its segments."""
-    _segment_marks: bridge.SegmentMarks | None = None
+    _segment_marks: SegmentMarks | None = None
 
     @property
-    def segment_marks(self) -> bridge.SegmentMarks:
+    def segment_marks(self) -> SegmentMarks:
         """Marks for messages of devices, made when first needed."""
         if self._segment_marks is None:
-            self._segment_marks = bridge.marks(self.program, self.bounds)
+            self._segment_marks = segment_marks(self.program, self.bounds)
         return self._segment_marks
 
 
@@ -251,6 +251,8 @@ class CollectiveEngine:
                 timeout_s,
             )
             channel = pending.number % NUM_CHANNELS  # assigned to the channels in turn
+            if message.staged is not None and self._end.error is None:
+                message.staged.reserve(channel)
             self._idle_channel = (channel + 1) % NUM_CHANNELS
             return self._submit(job, channel)
 
@@ -352,7 +354,7 @@ class CollectiveEngine:
         reduction, staged, program = message.reduction, message.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
         instructions = None
-        if reduction is not None and staged is not None:  # prepares and finishes the message by segments
+        if staged is not None:  # prepares and finishes the message by segments
             marks, size = compiled.segment_marks, self._group.group_size
             instructions = bridge.paced_instructions(program, marks, staged, elements, reduction, size)
         elif reduction is not None:
@@ -463,7 +465,7 @@ class CollectiveEngine:
                 timeout_s=timeout_s,
             )
         self._log_agreement(message, choice.schedule, schedule.digest)
-        bounds = bridge.segment_bounds(num_elements, choice.num_segments)
+        bounds = message.segment_bounds(choice.num_segments)
         return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
     def _rank_part(
