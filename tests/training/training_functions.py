@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ringweave
@@ -89,6 +90,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable, 
         loss = nn.functional.cross_entropy(logits, y.reshape(-1), reduction=case.reduction) / case.accumulate
         if case.has_regularizer:
             loss = loss + 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
+        if case.uses_no_sync and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_update)
         if case.uses_no_sync and not is_update and hasattr(model, "no_sync"):
             with model.no_sync():
                 loss.backward()

@@ -139,6 +139,12 @@ def unwrap_ddp(model: Any) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if a parameter is a part of a tensor that several ranks hold (DTensor), or FSDP1 wraps a module."""
+    is_fsdp1 = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    return is_fsdp1 or any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters())
+
+
 def weigh_gradients(parallel: DistributedDataParallel, weights: SampleWeights) -> None:
     """Weight every gradient of the model by its samples."""
     for parameter in parallel.module.parameters():
