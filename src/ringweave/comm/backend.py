@@ -33,7 +33,7 @@ from ringweave.comm import group_info, peer_data, plan_choice
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
-from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, NativeProcessGroup
+from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, NativeProcessGroup, OrderedNccl
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.work import JoinedWork, PendingWork
@@ -101,6 +101,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         self._made_engine: CollectiveEngine | None = None
         self._engine_lock = threading.Lock()
         self._bridge = self._make_bridge() if plan_choice.uses_bridge(info, environment) else None
+        if self._bridge is not None and self._uses_nccl:
+            self._native.ordered_nccl = OrderedNccl(store, info, timeout)
         self._log_start(group_name)
         atexit.register(_close_at_exit, weakref.ref(self._end))
         os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
@@ -217,8 +219,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         from ringweave.comm.engine.messages import GatheredBlocks
 
         message = GatheredBlocks.of(own, outputs, self.members.group_rank)
-        opts = options[0] if options else AllgatherOptions()
-        return self._start(message, outputs, opts, limit_bytes=self._native_limit_bytes)
+        return self._start(message, outputs, *(options or (AllgatherOptions(),)), limit_bytes=self._native_limit_bytes)
 
     def _can_scatter(self, output: Tensor, blocks: list[Tensor], *options: Any) -> bool:
         """Return True if the inputs are equal blocks, as many as ranks, in one tensor or more, large enough."""
@@ -272,8 +273,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
         if self._bridge is not None and not results[0].is_cpu:
             message.staged = self._bridge.open(results[0].device)
         forced = NATIVE if message.num_bytes < limit_bytes else self._forced
+        has_nccl = message.staged is not None and self._native.ordered_nccl is not None
         request = CollectiveRequest(
-            kind=message.kind, num_bytes=message.num_bytes, forced=forced, native_can=native_can
+            kind=message.kind,
+            num_bytes=message.num_bytes,
+            forced=forced,
+            native_can=native_can,
+            is_on_device=has_nccl and message.nccl_can and forced is None,
         )
         return self._engine.run(message, results, request, self._timeout_s(opts))
 

@@ -11,20 +11,20 @@ its word counts them. Where streams cannot wait so, the caller's thread waits fo
 Source of the waits: cuStreamWaitValue32 of CUDA's driver.
 """
 
-import bisect
 import contextlib
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ringweave.comm.engine.executor import allocate_pages, flatten_tensor
+from ringweave.comm.device_regions import DeviceRegion, FlatRegion, overlaps
+from ringweave.comm.engine.executor import allocate_pages
 from ringweave.comm.engine.reductions import ReduceOperation
 from ringweave.comm.transport.connect import NUM_CHANNELS
 from ringweave.errors import CommunicationError
@@ -38,6 +38,7 @@ _WORD_BITS = 32
 _MAX_TRIED_STREAMS = 64
 _NUM_STREAM_TRIALS = 3
 """Trials of a stream that fail, until its waits block the thread for good: one may fail because all is busy."""
+_DEVICE_POLL_S = 5e-5
 _STREAM_TRIAL_S = 0.1
 """Limit on a trial; a copy of a few bytes takes some microseconds."""
 
@@ -352,65 +353,6 @@ class DeviceChannel:
         self.pool = StagingPool(runtime.pin)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceRegion:
-    """A tensor on a device that is consecutive elements of a message."""
-
-    tensor: Tensor
-    """Any shape and strides."""
-    start: int
-    """Its first element in the message."""
-    is_input: bool
-    """The message begins with its content."""
-    is_output: bool
-    """It gets the message's content at the end."""
-
-
-class _FlatRegion:
-    """Elements of a region in one dimension: its own memory, or memory that stands for it on the device."""
-
-    def __init__(
-        self, region: DeviceRegion, dtype: torch.dtype, runtime: StreamRuntime, channel: DeviceChannel
-    ) -> None:
-        self.region = region
-        tensor = self._contiguous = region.tensor.detach()
-        self.is_copied = not tensor.is_contiguous()
-        if self.is_copied:
-            with runtime.use(channel.fetch_stream if region.is_input else channel.put_stream):
-                self._contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                if region.is_input:
-                    runtime.copy(self._contiguous, tensor)
-        self.elements = flatten_tensor(self._contiguous)
-        if dtype != tensor.dtype:
-            self.elements = self.elements.view(dtype)
-        self.start, self.stop = region.start, region.start + self.elements.numel()
-
-    def part(self, start: int, stop: int) -> Tensor:
-        """Return the elements `start .. stop` of the message, which are its own."""
-        return self.elements[start - self.start : stop - self.start]
-
-    def copy_back(self, runtime: StreamRuntime) -> None:
-        """Copy the elements to the tensor if they are not its own memory, on the current stream."""
-        if self.is_copied and self.region.is_output:
-            runtime.copy(self.region.tensor.detach(), self._contiguous)
-
-    def keep(self, runtime: StreamRuntime, stream: Any) -> None:
-        """Keep the memory until everything now enqueued on the stream is done."""
-        runtime.keep(self.region.tensor, stream)
-        runtime.keep(self.elements, stream)
-
-
-def _overlaps(regions: Sequence[_FlatRegion], start: int, stop: int) -> Iterator[tuple[_FlatRegion, int, int]]:
-    """Yield the regions, which are sorted, that have elements `start .. stop`, with the first of these and the end."""
-    for index in range(max(0, bisect.bisect_right(regions, start, key=lambda flat: flat.start) - 1), len(regions)):
-        flat = regions[index]
-        if flat.start >= stop:
-            return
-        first, until = max(start, flat.start), min(stop, flat.stop)
-        if first < until:
-            yield flat, first, until
-
-
 class StagedMessage:
     """Message of one collective, and its copy in host memory.
 
@@ -439,9 +381,9 @@ class StagedMessage:
         self._enter_channel, self._gates = enter_channel, gates
         self._ready, self._done = runtime.make_event(), runtime.make_event()
         self._ready.record(runtime.current_stream())
-        self._regions: list[_FlatRegion] = []
-        self._inputs: list[_FlatRegion] = []
-        self._outputs: list[_FlatRegion] = []
+        self._regions: list[FlatRegion] = []
+        self._inputs: list[FlatRegion] = []
+        self._outputs: list[FlatRegion] = []
         self._host = torch.empty(0)
         self._fetched: dict[int, Any] = {}
         self._channel: DeviceChannel | None = None
@@ -470,7 +412,7 @@ class StagedMessage:
         num_bytes = num_elements * dtype.itemsize
         self._buffer = taken.pool.take(num_bytes)
         taken.fetch_stream.wait_event(self._ready)
-        self._regions = [_FlatRegion(region, dtype, self._runtime, taken) for region in regions]
+        self._regions = [self._flatten(region, dtype, taken) for region in regions]
         self._inputs = [flat for flat in self._regions if flat.region.is_input]
         self._outputs = [flat for flat in self._regions if flat.region.is_output]
         self._host = self._buffer.memory[:num_bytes].view(dtype)
@@ -479,7 +421,7 @@ class StagedMessage:
     def fetch(self, segment: int, start: int, stop: int) -> None:
         """Start copying elements `start .. stop` to the host, as far as they are inputs."""
         assert self._channel is not None, "staged"
-        parts = list(_overlaps(self._inputs, start, stop))
+        parts = list(overlaps(self._inputs, start, stop))
         if not parts:
             return
         event = self._runtime.make_event()
@@ -504,21 +446,52 @@ class StagedMessage:
 
     def has_output(self, start: int, stop: int) -> bool:
         """Return True if some of these elements are copied back."""
-        return any(True for _ in _overlaps(self._outputs, start, stop))
+        return any(True for _ in overlaps(self._outputs, start, stop))
 
     def put(self, start: int, stop: int) -> None:
         """Start copying elements `start .. stop`, which are on the host, to the device, as far as they are outputs."""
         assert self._channel is not None, "staged"
         with self._runtime.use(self._channel.put_stream):
-            for flat, first, until in _overlaps(self._outputs, start, stop):
+            for flat, first, until in overlaps(self._outputs, start, stop):
                 self._runtime.copy(flat.part(first, until), self._host[first:until])
+
+    def run_on_device(
+        self,
+        channel: int,
+        dtype: torch.dtype,
+        region: DeviceRegion,
+        start: Callable[[Tensor], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Run a collective that needs no host memory, in place of `stage` to `put`; blocks until it is done.
+
+        Args:
+            channel: Index of the engine's channel.
+            dtype: Of the message's elements.
+            region: The message's only tensor.
+            start: Enqueues the collective on the current stream; gets the elements, one-dimensional.
+            check: Called while the device works; an error ends the wait.
+        """
+        taken, runtime = self._enter_channel(channel), self._runtime
+        self._channel = taken
+        taken.fetch_stream.wait_event(self._ready)
+        self._regions = [self._flatten(region, dtype, taken)]
+        has_come, done = runtime.make_event(), runtime.make_event()
+        has_come.record(taken.fetch_stream)
+        taken.put_stream.wait_event(has_come)
+        with runtime.use(taken.put_stream):
+            start(self._regions[0].elements)
+        done.record(taken.put_stream)
+        while not done.query():
+            check()
+            time.sleep(_DEVICE_POLL_S)
 
     def finish(self) -> None:
         """Mark the end of the copies; call it after the last `put`."""
         assert self._channel is not None, "staged"
         with self._runtime.use(self._channel.put_stream):
             for flat in self._regions:
-                flat.copy_back(self._runtime)
+                flat.copy_back(self._runtime.copy)
         self._release(self._channel)
         with self._lock:
             self._is_finished = self._is_over = True
@@ -526,7 +499,7 @@ class StagedMessage:
 
     def discard(self) -> None:
         """Give up after a failure: nothing is reused before the copies under way are done. No effect when finished."""
-        if self._buffer is not None and self._channel is not None:
+        if self._regions and self._channel is not None:
             last_fetch = self._runtime.make_event()
             last_fetch.record(self._channel.fetch_stream)
             self._channel.put_stream.wait_event(last_fetch)
@@ -566,6 +539,12 @@ class StagedMessage:
             return contextlib.nullcontext()
         return self._runtime.use(self._channel.put_stream)
 
+    def _flatten(self, region: DeviceRegion, dtype: torch.dtype, channel: DeviceChannel) -> FlatRegion:
+        """Return the region's elements; a copy of strided ones is made before what comes next on the stream."""
+        stream = channel.fetch_stream if region.is_input else channel.put_stream
+        with self._runtime.use(stream):
+            return FlatRegion(region, dtype, self._runtime.copy)
+
     def _pass_gate(self) -> None:
         """Let streams pass that wait for this collective, once its last copy is done."""
         if not self._is_awaited or self._gate is None:
@@ -576,12 +555,12 @@ class StagedMessage:
             self._gate.let_pass(self._number)
 
     def _release(self, channel: DeviceChannel) -> None:
-        assert self._buffer is not None, "staged"
         self._done.record(channel.put_stream)
         for stream in (channel.fetch_stream, channel.put_stream):
             for flat in self._regions:
-                flat.keep(self._runtime, stream)
-        self._buffer.set_busy(self._done)
+                flat.keep(functools.partial(self._runtime.keep, stream=stream))
+        if self._buffer is not None:
+            self._buffer.set_busy(self._done)
         self._regions, self._inputs, self._outputs = [], [], []
         self._host, self._buffer = torch.empty(0), None
         self._fetched.clear()

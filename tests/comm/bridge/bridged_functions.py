@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ringweave.comm.bridge import DeviceBridge
 from ringweave.comm.engine.executor import allocate_pages
+from ringweave.comm.native_backend import OrderedNccl
 from tests.comm import rank_functions
 
 MAX_DELAY_S = 0.002
@@ -229,6 +230,56 @@ def exchange_on_a_device_of_threads(num_collectives: int, largest: int) -> dict[
         assert torch.equal(script.read(out), wanted), (number, kind, count, dtype, is_async, as_list)
     script.close()
     return script.group.collectives_by_schedule()
+
+
+class GlooOnStreams:
+    """In the place of NCCL's backend: Gloo, run by the current stream."""
+
+    def __init__(self, gloo: Any, device: ThreadDevice) -> None:
+        self.gloo, self.device = gloo, device
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> None:
+        self.device.current_stream().ops.put(lambda: self.gloo.allreduce(tensors, opts).wait())
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> None:
+        self.device.current_stream().ops.put(lambda: self.gloo.broadcast(tensors, opts).wait())
+
+    def abort(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class OrderedGloo(OrderedNccl):
+    """Makes Gloo's backends in NCCL's place."""
+
+    device: ThreadDevice
+    orders: list[tuple[int, ...]]
+
+    def make(self, order: tuple[int, ...], prefix: str) -> Any:
+        self.orders.append(order)
+        store, place = dist.PrefixStore(prefix, self._store), order.index(self._group.group_rank)
+        return GlooOnStreams(dist.ProcessGroupGloo(store, place, len(order), self._timeout), self.device)
+
+
+def try_nccl_beside_schedules(num_collectives: int) -> tuple[list[tuple[int, ...]], tuple[int, ...], dict[str, Any]]:
+    """(orders of NCCL's communicators, order of the plan's ring, counters) after checked allreduces and broadcasts."""
+    rank, size, script = dist.get_rank(), dist.get_world_size(), Script()
+    group, count = script.group, 60_000
+    nccl = OrderedGloo(group._store, group.members, timedelta(seconds=60))
+    nccl.device, nccl.orders = script.device, []
+    group._native.ordered_nccl = nccl
+    for number in range(num_collectives):
+        inputs, root = rank_functions.inputs(count, torch.float32, seed=number), number % size
+        summed, shared = script.place(inputs[rank]), script.place(inputs[rank])
+        dist.all_reduce(summed)
+        dist.broadcast(shared, root)
+        assert torch.equal(script.read(summed), rank_functions.expected(inputs, dist.ReduceOp.SUM)), number
+        assert torch.equal(script.read(shared), inputs[root]), number
+    order = group._engine._selector.plan.ring_order
+    script.close()
+    return nccl.orders, order, group.collectives_by_schedule()
 
 
 def scatter_before_the_others_come(num_collectives: int, *, orders_streams: bool) -> list[bool]:

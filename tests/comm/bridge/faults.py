@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringweave.comm import bridge
+from ringweave.comm.device_regions import overlaps
 from ringweave.comm.engine.engine import CompiledProgram
 from tests.comm.bridge.simulated_device import EARLY, LATE, SimulatedDevice, Stream
 from tests.comm.bridge.worlds import Case, Fault
@@ -70,7 +71,7 @@ class PutOnFetchStream(Fault):
     def opened(self, staged: Any, case: Case) -> None:
         def put(start: int, stop: int) -> None:
             with staged._runtime.use(staged._channel.fetch_stream):
-                for flat, first, until in bridge._overlaps(staged._outputs, start, stop):
+                for flat, first, until in overlaps(staged._outputs, start, stop):
                     staged._runtime.copy(flat.part(first, until), staged._host[first:until])
 
         staged.put = put

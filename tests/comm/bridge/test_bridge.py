@@ -9,6 +9,7 @@ import torch
 
 from ringweave import schedules
 from ringweave.comm import bridge
+from ringweave.comm.device_regions import DeviceRegion
 from ringweave.schedules import CollectiveKind
 from ringweave.schedules.program import Opcode, Pipelining, segment_marks
 from tests.comm.bridge import faults
@@ -101,7 +102,7 @@ def test_a_message_given_up_keeps_its_memory_until_its_copies_are_done() -> None
     tensor = device.allocate(100, torch.float32)
     staged = opened.open(tensor.device)
     staged.discard()
-    region = bridge.DeviceRegion(tensor=tensor, start=0, is_input=True, is_output=True)
+    region = DeviceRegion(tensor=tensor, start=0, is_input=True, is_output=True)
     message = staged.stage(0, torch.float32, 100, [region])
     staged.fetch(0, 0, 100)
     buffer = staged._buffer

@@ -35,6 +35,17 @@ def test_blocks_and_broadcasts(nodes: list[str] | None, schedule: str | None) ->
             assert set(counters) == {schedule, "native"}
 
 
+def test_nccl_in_the_plans_order_is_tried_beside_the_schedules() -> None:
+    """Ranks that lie shuffled on the nodes; Gloo takes NCCL's place."""
+    for orders, order, counters in run_ranks(
+        bridged_functions.try_nccl_beside_schedules, 4, 16, nodes=["a", "b", "a", "b"]
+    ):
+        assert orders == [order]
+        assert sorted(order, key=lambda rank: rank % 2) in ([*order], [*order[2:], *order[:2]]), "node by node"
+        assert counters["native"]["collectives"] >= 6, "trials of both kinds"
+        assert len(counters) > 1
+
+
 def test_a_synchronous_reduce_scatter_does_not_block_python_but_the_stream() -> None:
     found = run_ranks(partial(bridged_functions.scatter_before_the_others_come, orders_streams=True), 3, 5)
     assert found[0] == [True] * 5

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ringweave.comm import plan_choice
-from ringweave.comm.bridge import DeviceBridge, DeviceRegion, StagedMessage, StreamGate
+from ringweave.comm.bridge import DeviceBridge, StagedMessage, StreamGate
+from ringweave.comm.device_regions import DeviceRegion
 from ringweave.comm.work import PendingWork
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError

@@ -320,6 +320,9 @@ class CollectiveEngine:
         """Run one collective, in the thread of its channel."""
         tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
         decision = self._selector.wait_for_decision(pending, channel.transport, tag=tag, timeout_s=timeout_s)
+        if pending.request.is_on_device and message.program is None:
+            self._run_on_device(pending, decision, message, channel, timeout_s)
+            return
         index = pending.number % NUM_CHANNELS
         elements = message.begin(index, decision.choice.num_segments, channel.messages)
         compiled = None
@@ -341,6 +344,41 @@ class CollectiveEngine:
         seconds = time.monotonic() - started_s
         self._counters.count(decision.choice.schedule, message.num_bytes, compiled.program.num_sends if compiled else 0)
         self._selector.record_finished(pending, seconds)
+
+    def _run_on_device(
+        self,
+        pending: PendingCollective,
+        decision: ScheduleDecision,
+        message: CollectiveMessage,
+        channel: CollectiveChannel,
+        timeout_s: float,
+    ) -> None:
+        """Run one collective by NCCL in the order of the plan's ring, when all earlier ones have finished here."""
+        staged, nccl, deadline_s = message.staged, self._native.ordered_nccl, time.monotonic() + timeout_s
+        assert staged is not None, "on a device"
+        assert nccl is not None, "asked for where there is one"
+        self._selector.wait_for_earlier(pending)
+        staged.wait_ready()
+        if decision.is_trial:
+            tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
+            self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s)
+
+        def check() -> None:
+            if nccl.is_aborted or time.monotonic() > deadline_s:
+                text = "the group was aborted" if nccl.is_aborted else f"NCCL was not done within {timeout_s:g} s"
+                raise TransferFailedError(None, text, hung=not nccl.is_aborted)
+
+        started_s, order = time.monotonic(), decision.plan.ring_order
+        staged.run_on_device(
+            pending.number % NUM_CHANNELS,
+            message.dtype,
+            message.regions()[0],
+            lambda elements: message.run_in_order(nccl, order, elements),
+            check,
+        )
+        staged.finish()
+        self._counters.count(decision.choice.schedule, message.num_bytes, 0)
+        self._selector.record_finished(pending, time.monotonic() - started_s)
 
     def _run_program(
         self,

@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from ringweave.comm import bridge
+from ringweave.comm.device_regions import DeviceRegion
 from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_back
 from ringweave.comm.engine.reductions import ReduceOperation
-from ringweave.comm.native_backend import NativeBackends
+from ringweave.comm.native_backend import NativeBackends, OrderedNccl
 from ringweave.schedules import CollectiveKind
 from ringweave.schedules.program import segment_bounds
 
 if TYPE_CHECKING:
     from ringweave.comm.engine.engine import CompiledProgram
+
+
+_NOT_IN_NCCL = frozenset({"band", "bor", "bxor"})
+"""Reduce operations that Gloo has and NCCL has not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +60,11 @@ class CollectiveMessage:
         return "" if self.root is None else f"from rank {self.root}"
 
     @property
+    def nccl_can(self) -> bool:
+        """NCCL in another order of ranks can run it: its result does not depend on their numbers."""
+        return self.kind == "broadcast" or (self.kind == "allreduce" and self.detail not in _NOT_IN_NCCL)
+
+    @property
     def operation(self) -> str:
         """Operation in words; equal on all ranks."""
         return f"{self.kind}({self.detail})" if self.detail else self.kind
@@ -84,7 +94,7 @@ class CollectiveMessage:
         """Return the elements of tensors on the CPU, with this rank's contribution in them."""
         raise NotImplementedError
 
-    def regions(self) -> list[bridge.DeviceRegion]:
+    def regions(self) -> list[DeviceRegion]:
         """Return the tensors on a device, by their places in the message."""
         raise NotImplementedError
 
@@ -94,6 +104,10 @@ class CollectiveMessage:
         Raises:
             TransferFailedError: The backend failed.
         """
+        raise NotImplementedError
+
+    def run_in_order(self, nccl: OrderedNccl, order: tuple[int, ...], elements: Tensor) -> None:
+        """Start the collective by NCCL with its ranks in an order, on the elements of the message's only tensor."""
         raise NotImplementedError
 
     def finish(self, message: Tensor, num_ranks: int) -> None:
@@ -144,11 +158,14 @@ class ReducedTensor(CollectiveMessage):
         """Return the tensor's own elements, or a copy."""
         return flatten_tensor(self.tensor)
 
-    def regions(self) -> list[bridge.DeviceRegion]:
-        return [bridge.DeviceRegion(tensor=self.tensor, start=0, is_input=True, is_output=True)]
+    def regions(self) -> list[DeviceRegion]:
+        return [DeviceRegion(tensor=self.tensor, start=0, is_input=True, is_output=True)]
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         native.allreduce(channel, message, self.op, timeout_s)
+
+    def run_in_order(self, nccl: OrderedNccl, order: tuple[int, ...], elements: Tensor) -> None:
+        nccl.allreduce(order, elements, self.op)
 
     def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
         """Finish the reduction, and write a copy back."""
@@ -179,13 +196,17 @@ class BroadcastTensor(CollectiveMessage):
     def begin_on_host(self, memory: ScratchMemory) -> Tensor:
         return _as_bytes(flatten_tensor(self.tensor))
 
-    def regions(self) -> list[bridge.DeviceRegion]:
+    def regions(self) -> list[DeviceRegion]:
         is_root = self.group_rank == self.root
-        return [bridge.DeviceRegion(tensor=self.tensor, start=0, is_input=is_root, is_output=not is_root)]
+        return [DeviceRegion(tensor=self.tensor, start=0, is_input=is_root, is_output=not is_root)]
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         assert self.root is not None
         native.broadcast(channel, message, self.root, timeout_s)
+
+    def run_in_order(self, nccl: OrderedNccl, order: tuple[int, ...], elements: Tensor) -> None:
+        assert self.root is not None
+        nccl.broadcast(order, elements, self.root)
 
     def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
         write_back(message.view(self.tensor.dtype), self.tensor)
@@ -214,11 +235,11 @@ class GatheredBlocks(CollectiveMessage):
             group_rank=group_rank,
         )
 
-    def regions(self) -> list[bridge.DeviceRegion]:
+    def regions(self) -> list[DeviceRegion]:
         own, size = self.group_rank * self.block.nbytes, self.outputs[0].nbytes
-        found = [bridge.DeviceRegion(tensor=self.block, start=own, is_input=True, is_output=False)]
+        found = [DeviceRegion(tensor=self.block, start=own, is_input=True, is_output=False)]
         for index, output in enumerate(self.outputs):
-            found.append(bridge.DeviceRegion(tensor=output, start=index * size, is_input=False, is_output=True))
+            found.append(DeviceRegion(tensor=output, start=index * size, is_input=False, is_output=True))
         return found
 
     def begin_on_host(self, memory: ScratchMemory) -> Tensor:
@@ -271,11 +292,11 @@ class ScatteredBlocks(CollectiveMessage):
             group_rank=group_rank,
         )
 
-    def regions(self) -> list[bridge.DeviceRegion]:
+    def regions(self) -> list[DeviceRegion]:
         own, size = self.group_rank * self.output.numel(), self.blocks[0].numel()
-        found = [bridge.DeviceRegion(tensor=self.output, start=own, is_input=False, is_output=True)]
+        found = [DeviceRegion(tensor=self.output, start=own, is_input=False, is_output=True)]
         for index, block in enumerate(self.blocks):
-            found.append(bridge.DeviceRegion(tensor=block, start=index * size, is_input=True, is_output=False))
+            found.append(DeviceRegion(tensor=block, start=index * size, is_input=True, is_output=False))
         return found
 
     def begin_on_host(self, memory: ScratchMemory) -> Tensor:
