@@ -17,6 +17,7 @@ CASES = {
     "accumulation without communication": (Case(num_steps=20, accumulate=3, uses_no_sync=True), SHARES),
     "sum": (Case(num_steps=20, reduction="sum"), SHARES),
     "clipping and schedule": (Case(num_steps=20, clips=True, schedules=True), SHARES),
+    "a term of the loss without samples": (Case(num_steps=20, has_regularizer=True), SHARES),
     "tokens, by sample": (Case(num_steps=20, weighs="sample"), SHARES),
     "tokens, by batch": (Case(num_steps=20, weighs="batch"), SHARES),
 }
