@@ -171,8 +171,9 @@ def unwrap_ddp(model: Any) -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     """Return True if a parameter is a part of a tensor that several ranks hold (DTensor), or FSDP1 wraps a module."""
-    is_fsdp1 = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
-    return is_fsdp1 or any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters())
+    classes = {*map(type, model.modules()), *map(type, model.parameters())}
+    names = {base.__name__ for each in classes for base in each.__mro__}  # their modules take long to import
+    return bool(names & {"DTensor", "FullyShardedDataParallel"})
 
 
 def weigh_gradients(parallel: DistributedDataParallel, weights: SampleWeights) -> None:
