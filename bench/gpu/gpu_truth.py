@@ -3,7 +3,7 @@
 `--what random`: windows of allreduces, allgathers, reduce-scatters and broadcasts in random dtypes, operations, sizes,
 layouts and streams, the device busy before and after, inputs dropped while the collective runs and their memory used
 again. Half of the values are small whole numbers, whose sums do not depend on the order of additions; these must be
-equal, and so must all that is only copied. For the others bits are compared too, and a difference is counted on its own.
+equal, and so must all that is only copied. For the others bits are compared too; a difference is counted on its own.
 `--what native`: each collective, synchronous and asynchronous, recorded one by one before the next begins.
 """
 
