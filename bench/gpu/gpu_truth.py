@@ -1,12 +1,13 @@
-"""Random allreduces on the device beside the same ones on the CPU path, and every collective of the native path.
+"""Random collectives on the device beside the same ones on the CPU path, and every collective of the native path.
 
-`--what random`: windows of collectives in random dtypes, operations, sizes, layouts and streams, the device busy before
-and after, inputs dropped while the collective runs and their memory used again. Half of the values are small whole
-numbers, whose sums do not depend on the order of additions; these must be equal. For the others bits are compared too,
-and a difference is counted on its own.
+`--what random`: windows of allreduces, allgathers, reduce-scatters and broadcasts in random dtypes, operations, sizes,
+layouts and streams, the device busy before and after, inputs dropped while the collective runs and their memory used
+again. Half of the values are small whole numbers, whose sums do not depend on the order of additions; these must be
+equal, and so must all that is only copied. For the others bits are compared too; a difference is counted on its own.
 `--what native`: each collective, synchronous and asynchronous, recorded one by one before the next begins.
 """
 
+import dataclasses
 import json
 import random
 import statistics
@@ -34,6 +35,10 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
 ARITHMETIC = ("SUM", "MAX", "MIN", "PRODUCT", "AVG")
 BITWISE = ("BAND", "BOR", "BXOR")
+DENSE_LAYOUTS = ("dense", "offset")
+"""All that torch takes besides allreduces; Gloo's broadcast of other layouts gives wrong values (torch 2.13)."""
+LAYOUTS = ("dense", "dense", "every second", "transposed", "offset")
+KINDS = ("allreduce", "allreduce", "allgather", "reduce-scatter", "broadcast")
 WINDOW = 12
 """Collectives in flight together, at most."""
 StartedNative = tuple[Any, Callable[[], bool]]
@@ -46,9 +51,13 @@ MAX_ELEMENTS = 5_000_000
 class RandomCase:
     """One random collective; every rank draws the same."""
 
+    kind: str
+    root: int
+    """Of a broadcast."""
     dtype: torch.dtype
     op: str
     num_elements: int
+    """Of this rank's input."""
     layout: str
     stream: int
     wait_stream: int
@@ -67,6 +76,7 @@ class StartedCase:
     kept_input: Tensor
     work: Any
     tensor: Tensor | None
+    """Memory of the result."""
     garbage: Tensor | None = None
     result: Tensor | None = None
 
@@ -112,11 +122,15 @@ class TruthRun:
         """Draw the next case."""
         rng = self.rng
         dtype, op = rng.choice(self.pairs)
+        kind, size, num_elements = rng.choice(KINDS), dist.get_world_size(), int(self.max_elements ** rng.random())
+        has_blocks = kind in ("allgather", "reduce-scatter")
         return RandomCase(
+            kind=kind,
+            root=rng.randrange(size),
             dtype=dtype,
             op=op,
-            num_elements=max(1, int(self.max_elements ** rng.random())),
-            layout=rng.choice(["dense", "dense", "every second", "transposed", "offset"]),
+            num_elements=size * max(1, num_elements // size) if has_blocks else max(1, num_elements),
+            layout=rng.choice(LAYOUTS if kind == "allreduce" else DENSE_LAYOUTS),
             stream=rng.randrange(NUM_STREAMS),
             wait_stream=rng.randrange(NUM_STREAMS),
             is_sync=rng.random() < 0.2,
@@ -146,29 +160,30 @@ class TruthRun:
             self.device.keep_busy(case.busy_before_s)
             tensor = self.make_input(case)
             kept = tensor.clone()
-            call = self._call(tensor, case, is_alone=is_alone)
+            call, result = self._call(tensor, case, is_alone=is_alone)
             self.device.keep_busy(case.busy_after_s)
             if case.is_dropped and not case.is_sync:
                 self.counts["dropped"] += 1
-                del tensor
+                del tensor, result
                 garbage = torch.full((case.num_elements,), GARBAGE, dtype=case.dtype, device=self.device.device)
                 return StartedCase(case=case, kept_input=kept, work=call, tensor=None, garbage=garbage)
-            return StartedCase(case=case, kept_input=kept, work=call, tensor=tensor)
+            return StartedCase(case=case, kept_input=kept, work=call, tensor=result)
 
-    def _call(self, tensor: Tensor, case: RandomCase, *, is_alone: bool) -> Any:
+    def _call(self, tensor: Tensor, case: RandomCase, *, is_alone: bool) -> tuple[Any, Tensor]:
+        """Return the work of the collective, and the memory of its result."""
         started_s = time.perf_counter()
         is_checked = is_alone and not case.is_sync and not self.sync_errors
         try:
             with self.device.forbid_synchronization(is_on=is_checked):
-                work = dist.all_reduce(tensor, op=reduce_op(case.op), async_op=not case.is_sync)
+                work, result = start_collective(tensor, case)
         except RuntimeError as error:
             if "synchronizing" not in str(error):
                 raise
             self.sync_errors.append(first_line(error))  # all ranks call alike, so all call again
-            work = dist.all_reduce(tensor, op=reduce_op(case.op), async_op=not case.is_sync)
+            work, result = start_collective(tensor, case)
         if not case.is_sync:
             self.call_s.append(time.perf_counter() - started_s)
-        return work
+        return work, result
 
     def make_input(self, case: RandomCase) -> Tensor:
         """Return this rank's input in its layout, with new values."""
@@ -207,7 +222,7 @@ class TruthRun:
             expected = torch.empty_strided(each.kept_input.shape, each.kept_input.stride(), dtype=case.dtype).copy_(
                 expected
             )
-        dist.all_reduce(expected, op=reduce_op(case.op))
+        expected = start_collective(expected, dataclasses.replace(case, is_sync=True))[1]
         if each.garbage is not None and not bool((each.garbage == GARBAGE).all()):
             self.counts["garbage_overwritten"] += 1
             self._note(case, "memory of a dropped input was written after it had been given away")
@@ -219,7 +234,8 @@ class TruthRun:
         self.counts["bits_differ"] += 1
         gap = (found.double() - expected.double()).abs().max().item()
         scale = expected.double().abs().max().item()
-        if case.is_exact or case.dtype in INTEGERS or not gap <= tolerance(case.dtype) * scale:
+        is_copied = case.kind in ("allgather", "broadcast")
+        if is_copied or case.is_exact or case.dtype in INTEGERS or not gap <= tolerance(case.dtype) * scale:
             self.counts["wrong"] += 1
             self._note(case, f"largest difference {gap:g}, largest value {scale:g}")
 
@@ -239,6 +255,20 @@ class TruthRun:
             "call_p99_s": calls[int(0.99 * (len(calls) - 1))],
             "sync_errors": self.sync_errors[:3],
         }
+
+
+def start_collective(tensor: Tensor, case: RandomCase) -> tuple[Any, Tensor]:
+    """Start the case's collective on this rank's input; return its work and the memory of the result."""
+    size, is_async, op = dist.get_world_size(), not case.is_sync, reduce_op(case.op)
+    if case.kind == "allgather":
+        result = tensor.new_empty(size * tensor.numel())
+        return dist.all_gather_into_tensor(result, tensor, async_op=is_async), result
+    if case.kind == "reduce-scatter":
+        result = tensor.new_empty(tensor.numel() // size)
+        return dist.reduce_scatter_tensor(result, tensor, op=op, async_op=is_async), result
+    if case.kind == "broadcast":
+        return dist.broadcast(tensor, case.root, async_op=is_async), tensor
+    return dist.all_reduce(tensor, op=op, async_op=is_async), tensor
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

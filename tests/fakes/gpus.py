@@ -5,7 +5,10 @@ values. Tensors lie in host memory and know their GPU; in-place operations are e
 """
 
 import contextlib
+import ctypes
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +17,18 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.comm.bridge.simulated_device import LATE, Event, SimulatedDevice, Stream
+from tests.comm.bridge.simulated_device import LATE, Event, SimulatedDevice, Stream, WordWait
 
 GIB = 2**30
+PATIENCE_S = 20.0
+NOT_SUPPORTED = 801
+"""Error of CUDA's driver."""
+_POLLS_UNTIL_IT_MOVES = 20
 _IN_PLACE = {"add_", "sub_", "mul_", "div_", "fill_", "zero_"}
 _TO_HOST = {"cpu", "tolist", "item", "numpy"}
 _WITHOUT_VALUES = {
     *("__get__", "numel", "size", "dim", "stride", "data_ptr", "storage_offset", "is_contiguous", "element_size"),
-    *("view", "reshape", "flatten", "detach", "split", "__getitem__", "requires_grad_", "empty_like"),
+    *("as_strided", "view", "reshape", "flatten", "detach", "split", "__getitem__", "requires_grad_", "empty_like"),
 }
 
 
@@ -50,6 +57,29 @@ class GpuStream(Stream):
     def synchronize(self) -> None:
         self.run_until(self.num_enqueued)
 
+    @property
+    def cuda_stream(self) -> int:
+        """The handle that the driver knows."""
+        self.device.world.streams_by_handle[id(self)] = self
+        return id(self)
+
+
+class GpuWordWait(WordWait):
+    """A stream waits for a word at an address, and those who wait for the stream let other threads go on."""
+
+    def __init__(self, world: "FakeGpus", address: int, number: int) -> None:
+        super().__init__(torch.zeros(1), number)
+        self.world, self.at = world, ctypes.c_int32.from_address(address)
+
+    def query(self) -> bool:
+        return (self.at.value - self.number) % 2**32 < 2**31
+
+    def synchronize(self) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not self.query():
+            assert time.monotonic() < deadline_s, "a stream waits for a word that nobody writes"
+            self.world.changed.wait(0.001)
+
 
 class GpuEvent(Event):
     """As torch.cuda.Event; without a stream it is recorded on that of the current GPU."""
@@ -57,7 +87,7 @@ class GpuEvent(Event):
     def __init__(self, world: "FakeGpus", *, enable_timing: bool = False, blocking: bool = False) -> None:
         super().__init__()
         del blocking
-        self.world, self.enable_timing = world, enable_timing
+        self.world, self.enable_timing, self.num_polls = world, enable_timing, 0
 
     def record(self, stream: Any = None) -> None:
         stream = stream or self.world.current_stream()
@@ -68,6 +98,14 @@ class GpuEvent(Event):
     def synchronize(self) -> None:
         with self.world.lock:
             super().synchronize()
+
+    def query(self) -> bool:
+        """A GPU is late, but who polls for long sees it move."""
+        with self.world.lock:
+            self.num_polls += 1
+            while self.num_polls > _POLLS_UNTIL_IT_MOVES and self.stream and not super().query() and self.stream.step():
+                pass
+            return super().query()
 
     def elapsed_time(self, end: "GpuEvent") -> float:
         """Milliseconds of virtual time, between two events of one GPU."""
@@ -169,11 +207,19 @@ class FakeGpus(TorchFunctionMode):
         self.contexts: set[int] = set()
         """GPUs on which something was done: each takes some hundred MB in every process that does so."""
         self.fraction = 1.0
+        self.streams_by_handle: dict[int, GpuStream] = {}
+        self.num_word_waits, self.wait_error = 0, 0
+        """Calls of the driver that let a stream wait, and the error that they return."""
         self._local = threading.local()
         self.gpus = [Gpu(self, index, kind) for index in range(num_gpus)]
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "FakeGpus":
-        """Replaces what ringweave calls of torch.cuda and torch.accelerator."""
+        """Replaces what ringweave calls of torch.cuda, torch.accelerator and the driver's bindings."""
+        driver = SimpleNamespace(
+            cuMemHostGetDevicePointer=lambda address, flags: (0, address), cuStreamWaitValue32=self.wait_value
+        )
+        for name in ("cuda", "cuda.bindings"):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(driver=driver))
         of_cuda: dict[str, Any] = {
             "is_available": lambda: True,
             "is_initialized": lambda: bool(self.contexts),
@@ -199,6 +245,15 @@ class FakeGpus(TorchFunctionMode):
         monkeypatch.setattr(torch.accelerator, "synchronize", of_cuda["synchronize"])
         monkeypatch.setattr(torch.futures, "Future", GpuFuture)
         return self
+
+    def wait_value(self, handle: int, address: int, value: int, flags: int) -> tuple[int]:
+        """As cuStreamWaitValue32, with the flag of "at least"."""
+        assert flags == 0
+        assert 0 <= value < 2**32
+        if not self.wait_error:
+            self.num_word_waits += 1
+            self.streams_by_handle[handle].enqueue(GpuWordWait(self, address, value))
+        return (self.wait_error,)
 
     def _memory_functions(self) -> dict[str, Callable[..., Any]]:
         def reset_peak(device: Any = None) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ringweave
@@ -92,7 +94,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable, 
         logits = model(x).reshape(-1, 3)
         loss = nn.functional.cross_entropy(logits, y.reshape(-1), reduction=case.reduction) / case.accumulate
         if case.has_regularizer:
-            loss = loss + 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
+            own = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+            loss = loss + 1e-2 * sum(parameter.square().sum() for parameter in own)
+        if case.uses_no_sync and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_update)
         if case.uses_no_sync and not is_update and hasattr(model, "no_sync"):
             with model.no_sync():
                 loss.backward()

@@ -1,8 +1,8 @@
 """Backend "ringweave" of torch.distributed: a process group whose large collectives run by verified schedules.
 
-Allreduce, allgather, reduce-scatter and broadcast have schedules. CUDA tensors take part in allreduces through the
-bridge. Everything else goes to the native backend inside the group: Gloo for CPU tensors, and NCCL, or Gloo where NCCL
-is not allowed, for CUDA tensors.
+Allreduce, allgather, reduce-scatter and broadcast have schedules. CUDA tensors take part through the bridge. Everything
+else goes to the native backend inside the group: Gloo for CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for
+CUDA tensors.
 
 Planning, schedules and their engine are imported where they are first used: a group forms, and sends small messages, in
 a small part of the time that these imports take.
@@ -33,7 +33,7 @@ from ringweave.comm import group_info, peer_data, plan_choice
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
-from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, NativeProcessGroup
+from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, NativeProcessGroup, OrderedNccl
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.work import JoinedWork, PendingWork
@@ -41,7 +41,7 @@ from ringweave.environment import NATIVE, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import CommunicationError, DisagreementError
 
 if TYPE_CHECKING:
-    from ringweave.comm.bridge import DeviceBridge, StagedMessage
+    from ringweave.comm.bridge import DeviceBridge
     from ringweave.comm.engine.engine import CollectiveEngine
     from ringweave.comm.engine.messages import CollectiveMessage
     from ringweave.comm.probing.network_measurement import NetworkMeasurement
@@ -62,7 +62,7 @@ aborts the process. A group that DDP has used outlives `destroy_process_group`, 
 class RingweaveProcessGroup(NativeProcessGroup):
     """Process group that runs large collectives by schedules and everything else natively.
 
-    CUDA tensors take part in allreduces through the bridge; their other collectives go to NCCL, or to Gloo without it.
+    CUDA tensors take part through the bridge, where there is one; else NCCL has them, or Gloo without it.
     """
 
     # Longer than a constructor should be: it joins all parts of a group, each made elsewhere.
@@ -101,6 +101,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         self._made_engine: CollectiveEngine | None = None
         self._engine_lock = threading.Lock()
         self._bridge = self._make_bridge() if plan_choice.uses_bridge(info, environment) else None
+        if self._bridge is not None and self._uses_nccl:
+            self._native.ordered_nccl = OrderedNccl(store, info, timeout)
         self._log_start(group_name)
         atexit.register(_close_at_exit, weakref.ref(self._end))
         os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
@@ -125,11 +127,10 @@ class RingweaveProcessGroup(NativeProcessGroup):
         if len(tensors) != 1 or not tensor.is_cpu or tensor.layout != torch.strided:
             return self._allreduce_on_device(tensors, opts)
         policy = self._message_policy(opts.reduceOp, tensor.dtype)
-        num_bytes = tensor.nbytes
-        if num_bytes < policy.native_limit_bytes:
-            self._counters.count(NATIVE, num_bytes, 0)
+        if tensor.nbytes < policy.native_limit_bytes:
+            self._counters.count(NATIVE, tensor.nbytes, 0)
             return self._allreduce_natively(tensor, opts, policy.reduction)
-        return self._allreduce_by_schedule(tensor, opts, policy, self._forced)
+        return self._allreduce_by_schedule(tensor, opts, policy)
 
     def _allreduce_on_device(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work | None:
         """Allreduce by the bridge, whatever the size, or else natively: NCCL, sparse tensors, several in one call."""
@@ -140,22 +141,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
             native: Any = self._get_backend(tensor.device)
             operation = f"allreduce on {tensor.device.type}"
             return self.wrap_work(self.start_native(lambda: native.allreduce(tensors, opts), operation), operation)
-        policy = self._message_policy(opts.reduceOp, tensor.dtype)
-        forced = NATIVE if tensor.nbytes < policy.native_limit_bytes else self._forced
-        return self._allreduce_by_schedule(tensor, opts, policy, forced, self._bridge.open(tensor))
+        return self._allreduce_by_schedule(tensor, opts, self._message_policy(opts.reduceOp, tensor.dtype))
 
-    def _allreduce_by_schedule(
-        self,
-        tensor: Tensor,
-        opts: AllreduceOptions,
-        policy: "_MessagePolicy",
-        forced: str | None,
-        staged: "StagedMessage | None" = None,
-    ) -> Work:
+    def _allreduce_by_schedule(self, tensor: Tensor, opts: AllreduceOptions, policy: "_MessagePolicy") -> Work:
         from ringweave.comm.engine.messages import ReducedTensor
 
-        message = ReducedTensor.of(tensor, opts.reduceOp, policy.reduction, staged)
-        return self._start(message, [tensor], opts, forced=forced, native_can=policy.native_can)
+        message, limit_bytes = ReducedTensor.of(tensor, opts.reduceOp, policy.reduction), policy.native_limit_bytes
+        return self._start(message, [tensor], opts, native_can=policy.native_can, limit_bytes=limit_bytes)
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> Work | None:  # pyrefly: ignore
         """Give all ranks the root's content of a tensor; takes the arguments of torch's ProcessGroup.broadcast."""
@@ -164,7 +156,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
             return super().broadcast(tensors, *(() if opts is None else (opts,)), *more)
         from ringweave.comm.engine.messages import BroadcastTensor
 
-        return self._start(BroadcastTensor.of(tensors[0], opts.rootRank), tensors, opts)
+        message = BroadcastTensor.of(tensors[0], opts.rootRank, self.members.group_rank)
+        return self._start(message, tensors, opts, limit_bytes=self._native_limit_bytes)
 
     def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Work | None:  # pyrefly: ignore
         """Gather each rank's tensor in a list of tensors; takes the arguments of torch's ProcessGroup.allgather."""
@@ -226,7 +219,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         from ringweave.comm.engine.messages import GatheredBlocks
 
         message = GatheredBlocks.of(own, outputs, self.members.group_rank)
-        return self._start(message, outputs, options[0] if options else AllgatherOptions())
+        return self._start(message, outputs, *(options or (AllgatherOptions(),)), limit_bytes=self._native_limit_bytes)
 
     def _can_scatter(self, output: Tensor, blocks: list[Tensor], *options: Any) -> bool:
         """Return True if the inputs are equal blocks, as many as ranks, in one tensor or more, large enough."""
@@ -245,18 +238,25 @@ class RingweaveProcessGroup(NativeProcessGroup):
         opts = options[0] if options else ReduceScatterOptions()
         policy = self._message_policy(opts.reduceOp, output.dtype)
         message = ScatteredBlocks.of(blocks, output, opts.reduceOp, policy.reduction, self.members.group_rank)
-        return self._start(message, [output], opts, native_can=policy.native_can)
+        limit_bytes = policy.native_limit_bytes
+        return self._start(message, [output], opts, native_can=policy.native_can, limit_bytes=limit_bytes)
 
     def _runs_by_schedule(self, tensors: Sequence[Any], limit_bytes: float) -> bool:
-        """Return True if all are plain tensors on the CPU, and together not smaller than the limit."""
-        num_bytes = 0
+        """Return True if all are plain tensors on the CPU, or on a device with a bridge, and not below the limit.
+
+        Without NCCL there is no limit for a device, since Gloo takes few collectives of its tensors.
+        """
+        num_bytes, is_on_cpu = 0, True
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.layout != torch.strided:
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 return False
             if tensor.is_complex() and (tensor.is_conj() or tensor.is_neg()):
                 return False
+            is_on_cpu = is_on_cpu and tensor.is_cpu
             num_bytes += tensor.nbytes
-        return num_bytes >= max(1, limit_bytes)
+        if not is_on_cpu and (self._bridge is None or len({tensor.device for tensor in tensors}) > 1):
+            return False
+        return num_bytes >= max(1, limit_bytes if is_on_cpu or self._uses_nccl else 1)
 
     def _start(
         self,
@@ -264,14 +264,22 @@ class RingweaveProcessGroup(NativeProcessGroup):
         results: list[Tensor],
         opts: Any,
         *,
-        forced: str | None = None,
         native_can: bool = True,
+        limit_bytes: float = 0,
     ) -> Work:
-        """Start a collective by a schedule; None forces the environment's, if any."""
+        """Start a collective by the environment's schedule, by one that is chosen, or natively below the limit."""
         from ringweave.comm.tuning.selector import CollectiveRequest
 
+        if self._bridge is not None and not results[0].is_cpu:
+            message.staged = self._bridge.open(results[0].device)
+        forced = NATIVE if message.num_bytes < limit_bytes else self._forced
+        has_nccl = message.staged is not None and self._native.ordered_nccl is not None
         request = CollectiveRequest(
-            kind=message.kind, num_bytes=message.num_bytes, forced=forced or self._forced, native_can=native_can
+            kind=message.kind,
+            num_bytes=message.num_bytes,
+            forced=forced,
+            native_can=native_can,
+            is_on_device=has_nccl and message.nccl_can and forced is None,
         )
         return self._engine.run(message, results, request, self._timeout_s(opts))
 
@@ -294,7 +302,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         earlier = self._unfinished_works()
         if not opts.asyncOp:
             for work in earlier:
-                work.wait()
+                work.wait_on_host()
             return super().barrier(opts)
         native = super().barrier(opts)  # at once: a later start would let it meet another native collective
         return JoinedWork([*earlier, native], []) if earlier else native
@@ -308,7 +316,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """
         super().monitored_barrier(timeout, wait_all_ranks)
         for work in self._unfinished_works():
-            work.wait()
+            work.wait_on_host()
 
     def _unfinished_works(self) -> list[PendingWork]:
         return [] if self._made_engine is None else self._made_engine.unfinished_works()
@@ -447,7 +455,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def _make_bridge(self) -> "DeviceBridge":
         from ringweave.comm.bridge import DeviceBridge
 
-        return DeviceBridge()
+        return DeviceBridge(orders_streams=plan_choice.may_order_streams(self._environment, os.environ))
 
     def _log_start(self, group_name: str) -> None:
         if self._log is None or self.members.group_rank != 0:

@@ -4,6 +4,7 @@ A channel that runs an allreduce natively has a Gloo group of its own: channels 
 the script calls them, and Gloo would mistake one for the other.
 """
 
+import functools
 import math
 import os
 import threading
@@ -81,6 +82,8 @@ class NativeBackends:
         self._lock = threading.Lock()
         self._by_channel: dict[int, Any] = {}
         self._is_aborted = False
+        self.ordered_nccl: OrderedNccl | None = None
+        """For tensors of a device, where NCCL is allowed beside the bridge."""
 
     def prepare(self, channel: int, barrier: Callable[[], object]) -> None:
         """Connect the backend of a channel; all ranks do so in the same collective.
@@ -151,12 +154,17 @@ class NativeBackends:
         with self._lock:
             self._is_aborted = True
             backends = list(self._by_channel.values())
+        if self.ordered_nccl is not None:
+            end = functools.partial(self.ordered_nccl.end, "abort")
+            threading.Thread(target=end, name="ringweave NCCL abort", daemon=True).start()
         self._abort_group_backend()
         for gloo in backends:
             abort_gloo(gloo, self._group)
 
     def close(self) -> None:
         """Release all backends and their threads."""
+        if self.ordered_nccl is not None and not self._is_aborted:
+            self.ordered_nccl.end("shutdown")
         self._release_group_backend()
         with self._lock:
             self._by_channel.clear()
@@ -203,6 +211,80 @@ class NativeBackends:
             action()
         except RuntimeError as cause:
             raise transfer_failure(cause) from cause
+
+
+class OrderedNccl:
+    """NCCL with its ranks in the order of a plan's ring: its own rings follow its ranks, from node to node.
+
+    It is a candidate beside the schedules for allreduces and broadcasts of a device's tensors. One communicator per
+    order, made when it is first used; its collectives must not overlap, and come in the same order on all ranks.
+
+    Source: `ncclTopoPostset` and `connectRings` of NCCL 2.28 number nodes by their first ranks.
+    """
+
+    def __init__(self, store: Store, group: GroupInfo, timeout: timedelta) -> None:
+        self._store, self._group, self._timeout = store, group, timeout
+        self._lock = threading.Lock()
+        self._by_order: dict[tuple[int, ...], Any] = {}
+        self._is_aborted = False
+
+    def allreduce(self, order: tuple[int, ...], tensor: Tensor, op: Any) -> None:
+        """Start to reduce a contiguous tensor in place; the current stream waits for it.
+
+        Raises:
+            TransferFailedError: NCCL cannot start it, or the group was aborted.
+        """
+        options = AllreduceOptions()
+        options.reduceOp = op
+        self._run(order, lambda nccl: nccl.allreduce([tensor], options))
+
+    def broadcast(self, order: tuple[int, ...], tensor: Tensor, root: int) -> None:
+        """Start to give all ranks the content of the tensor of group rank `root`; the current stream waits for it.
+
+        Raises:
+            TransferFailedError: NCCL cannot start it, or the group was aborted.
+        """
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = order.index(root), 0
+        self._run(order, lambda nccl: nccl.broadcast([tensor], options))
+
+    def end(self, method: str) -> None:
+        """Call `shutdown` or `abort` of all communicators, once; none is made any more."""
+        with self._lock:
+            self._is_aborted = True
+            made, self._by_order = list(self._by_order.values()), {}
+        for nccl in made:
+            getattr(nccl, method)()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._is_aborted
+
+    def _run(self, order: tuple[int, ...], start: Callable[[Any], Work | None]) -> None:
+        try:
+            work = start(self._communicator(order))
+            if work is not None:
+                work.wait()
+        except RuntimeError as cause:
+            raise transfer_failure(cause) from cause
+
+    def _communicator(self, order: tuple[int, ...]) -> Any:
+        with self._lock:
+            if self._is_aborted:
+                raise RuntimeError(ABORTED)
+            if order not in self._by_order:
+                self._by_order[order] = self.make(order, f"nccl-ordered/{len(self._by_order)}/")
+            return self._by_order[order]
+
+    def make(self, order: tuple[int, ...], prefix: str) -> Any:
+        """Make NCCL's backend of these group ranks, by their ranks in it."""
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.global_ranks_in_group = [self._group.ranks[rank].global_rank for rank in order]
+        place = (order.index(self._group.group_rank), self._group.group_size)
+        return ProcessGroupNCCL(PrefixStore(prefix, self._store), *place, options)
 
 
 _DELEGATED_METHODS = (

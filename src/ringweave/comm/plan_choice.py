@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -60,7 +60,7 @@ def native_limit_bytes(group: GroupInfo, environment: WorkerEnvironment) -> floa
 
 
 def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
-    """Return True if the group's allreduces of device tensors go through host memory.
+    """Return True if the group's collectives of device tensors go through host memory, as far as schedules have them.
 
     By default they do in a group of several nodes, in an elastic job, where a schedule is forced, and where ranks share
     a GPU. It is the same on all ranks.
@@ -70,6 +70,19 @@ def uses_bridge(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     is_forced = environment.schedule is not None and environment.schedule != NATIVE
     has_reason = is_forced or bool(environment.coordinators) or group.num_nodes > 1
     return has_reason or shares_gpu([member.location for member in group.ranks])
+
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""torch's variable for waits that block the thread, and raise the collective's error themselves."""
+
+
+def may_order_streams(environment: WorkerEnvironment, environ: Mapping[str, str]) -> bool:
+    """Return True if a wait for a device's result may leave the waiting to the stream.
+
+    Not in an elastic job, which has to know of a failure before it counts a step; nor where the user wants waits that
+    block.
+    """
+    return not environment.coordinators and environ.get(BLOCKING_WAIT, "0").lower() in ("", "0", "false", "no")
 
 
 def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:

@@ -22,8 +22,12 @@ class DeviceResult(Protocol):
         """Device of the tensors."""
         ...
 
+    def order_ahead(self) -> bool:
+        """Let the current stream wait for the result, which may still be to come; return False if it cannot."""
+        ...
+
     def order_stream(self) -> None:
-        """Let the current stream wait for the result."""
+        """Let the current stream wait for the result, once the host's part is done."""
         ...
 
     def is_complete(self) -> bool:
@@ -73,7 +77,20 @@ class PendingWork(Work):
             self._trigger_callbacks(trigger)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the tensors hold the result, or until what is enqueued on the current stream sees it.
+        """Block until the tensors hold the result, or let the current stream wait for it.
+
+        A stream waits where it can, and without a limit; then a later failure is raised by the group's next collective.
+
+        Raises:
+            CommunicationError: The collective failed, or `timeout` passed first.
+        """
+        may_wait_ahead = not timeout and self._on_device is not None and not self._finished.is_set()
+        if may_wait_ahead and self._on_device is not None and self._on_device.order_ahead():
+            return True
+        return self.wait_on_host(timeout)
+
+    def wait_on_host(self, timeout: timedelta | None = None) -> bool:
+        """Block until the host's part is done; what is enqueued on the current stream from then on sees the result.
 
         Raises:
             CommunicationError: The collective failed, or `timeout` passed first.

@@ -19,6 +19,7 @@ segments of a window have slots of their own: segment s uses those of segment s 
 small and in the caches.
 """
 
+import bisect
 import dataclasses
 import enum
 import itertools
@@ -433,3 +434,64 @@ class _ProgramEmitter:
     def _emit(self, do: Opcode, number: int, buffer: int) -> None:
         piece = self._pieces[number]
         self.instructions.append(Instruction(do, number, piece.transfer.peer, piece.start, piece.stop, buffer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentMarks:
+    """Places in a program at which segments of its message may be copied; indices of segments by instruction."""
+
+    bounds: tuple[int, ...]
+    """Segment s is elements `bounds[s] .. bounds[s + 1]`."""
+    first_touch: Mapping[int, tuple[int, ...]]
+    """Segments that must be on the host before the instruction."""
+    last_arrival: Mapping[int, tuple[int, ...]]
+    """Segments that hold the sum after the instruction, which may still be sent from the host."""
+    last_use: Mapping[int, tuple[int, ...]]
+    """Segments that no later instruction reads or writes."""
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.bounds) - 1
+
+    def missing_from(self, marks: Mapping[int, tuple[int, ...]]) -> list[int]:
+        """Return the segments that no instruction has in these marks."""
+        found = {segment for segments in marks.values() for segment in segments}
+        return [segment for segment in range(self.num_segments) if segment not in found]
+
+
+def segment_bounds(num_elements: int, num_segments: int, num_blocks: int = 1) -> tuple[int, ...]:
+    """Return the bounds of the segments, or of those of each equal block, as `compile_program` cuts them."""
+    size = num_elements // num_blocks
+    bounds = [size * block + size * each // num_segments for block in range(num_blocks) for each in range(num_segments)]
+    return (*bounds, num_elements)
+
+
+def segment_marks(program: RankProgram, bounds: Sequence[int]) -> SegmentMarks:
+    """Return the marks of a program for segments with these bounds; a piece may lie in several segments.
+
+    Cost:
+        Linear in the instructions, times the segments of a piece.
+    """
+    first: dict[int, int] = {}
+    arrival: dict[int, int] = {}
+    use: dict[int, int] = {}
+    for index, instruction in enumerate(program.instructions):
+        posts = instruction.opcode == Opcode.POST_RECV and instruction.buffer != IN_PLACE
+        start = bisect.bisect_right(bounds, instruction.start) - 1
+        stop = bisect.bisect_left(bounds, instruction.stop)
+        for segment in range(start, stop):
+            if not posts:
+                first.setdefault(segment, index)
+            if instruction.opcode == Opcode.WAIT_RECV:
+                arrival[segment] = index
+            use[segment] = index
+    return SegmentMarks(
+        bounds=tuple(bounds), first_touch=_by_index(first), last_arrival=_by_index(arrival), last_use=_by_index(use)
+    )
+
+
+def _by_index(indices: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for segment, index in indices.items():
+        found[index] = (*found.get(index, ()), segment)
+    return found

@@ -169,6 +169,13 @@ def unwrap_ddp(model: Any) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if a parameter is a part of a tensor that several ranks hold (DTensor), or FSDP1 wraps a module."""
+    classes = {*map(type, model.modules()), *map(type, model.parameters())}
+    names = {base.__name__ for each in classes for base in each.__mro__}  # their modules take long to import
+    return bool(names & {"DTensor", "FullyShardedDataParallel"})
+
+
 def weigh_gradients(parallel: DistributedDataParallel, weights: SampleWeights) -> None:
     """Weight every gradient of the model by its samples."""
     for parameter in parallel.module.parameters():

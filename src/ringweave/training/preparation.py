@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -51,8 +50,9 @@ from ringweave.training.rings.static_ring import (
 )
 from ringweave.training.timing import StepTimer
 
-Prepared = tuple[DistributedDataParallel, Optimizer, SharedLoader]
-"""Replacements of the script's model, optimizer and loader."""
+Prepared = tuple[Any, Optimizer, SharedLoader]
+"""Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
+"""
 _MUST_MATCH = ("mode", "reduction", "weight", "order", "batch_samples", "num_samples", "drop_last")
 Reports = list[dict[str, Any]]
 """Reports of all ranks about themselves and their scripts."""
@@ -80,7 +80,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
 
     Args:
         model: A module, the same on all ranks except for its values, which become those of rank 0; or a
-            DistributedDataParallel.
+            DistributedDataParallel; or a module under torch's `fully_shard`, which stays as it is (mode sync alone).
         optimizer: Optimizer of the model's parameters. It is returned as it is, in modes ps-hra and ps in a wrapper
             that has its param_groups.
         loader: A DataLoader with batch_size (of the whole train step) and, if needed, a sampler. With a
@@ -135,9 +135,12 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         on_failure=on_failure,
         weight=weights,
     )
-    if environment.coordinators:
+    if gradients.is_sharded(model):
+        found = _prepare_sharded(script, environment)
+    elif environment.coordinators:
         return _prepare_elastic(script, environment)
-    found = _prepare_static(script, environment)
+    else:
+        found = _prepare_static(script, environment)
     timing.freeze_garbage_collector()
     return found
 
@@ -232,10 +235,38 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     timing.attach_timer(timer, parallel, script.optimizer)
     meter = meters.find_meter(parallel.module)
     memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
-    weight = BatchWeight(script.weight, control) if callable(script.weight) else script.sample_weights
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
+    weight = _batch_weight(script, control)
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
+
+
+def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared:
+    """Prepare a model that FSDP has sharded: it stays as it is, and sums its gradients itself.
+
+    Raises:
+        UsageError: The mode is not sync, or the job is elastic.
+        TrainingError: The model is sharded in another way, or an option does not go with it.
+    """
+    from ringweave.training import sharded_model  # late: torch.distributed.tensor takes a part of a second
+
+    sharded_model.check_script(script, environment)
+    mode, reason = sharded_model.decide_mode(script.mode, environment.mode)
+    reports, control = _gather_reports(script, environment, mode, is_open=False)
+    recorder, timer = Recorder(environment, control.rank), StepTimer(timing.choose_timeline(script.model))
+    balancer = _make_balancer(reports, mode, timer, control, recorder)
+    weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
+    recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
+    sharded_model.share_replicas(script.model, control)
+    sharded_model.weigh_outputs(script.model, weights)
+    membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
+    source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
+    weight = _batch_weight(script, control)
+    return script.model, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
+
+
+def _batch_weight(script: Script, control: ControlGroup) -> BatchWeight | SampleWeightTable | None:
+    return BatchWeight(script.weight, control) if callable(script.weight) else script.sample_weights
 
 
 def _gather_reports(

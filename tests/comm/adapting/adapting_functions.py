@@ -182,7 +182,7 @@ class Scripted:
         )
 
     def decide_after_survey(
-        self, num_bytes: int, rates: list[float], now_s: float, seconds: float, kind: str
+        self, num_bytes: int, rates: list[float], now_s: float, seconds: float, kind: str, **_: object
     ) -> TuningDecision:
         assert all(rate > 0 for rate in rates)
         assert len(rates) == 2

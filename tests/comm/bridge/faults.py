@@ -6,22 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from ringweave.comm import bridge
+from ringweave.comm.device_regions import overlaps
 from ringweave.comm.engine.engine import CompiledProgram
 from tests.comm.bridge.simulated_device import EARLY, LATE, SimulatedDevice, Stream
 from tests.comm.bridge.worlds import Case, Fault
 
 
 class WaitDropped(Fault):
-    """The program does not wait for a segment."""
+    """The program does not wait for some segments."""
 
     kind = LATE
 
-    def __init__(self, segment: int) -> None:
-        self.segment = segment
+    def __init__(self, *segments: int) -> None:
+        self.segments = segments
 
     def opened(self, staged: Any, case: Case) -> None:
         wait = staged.wait_fetched
-        staged.wait_fetched = lambda segment: None if segment == self.segment else wait(segment)
+        staged.wait_fetched = lambda segment: None if segment in self.segments else wait(segment)
 
 
 class PutEarly(Fault):
@@ -70,7 +71,8 @@ class PutOnFetchStream(Fault):
     def opened(self, staged: Any, case: Case) -> None:
         def put(start: int, stop: int) -> None:
             with staged._runtime.use(staged._channel.fetch_stream):
-                staged._runtime.copy(staged._elements[start:stop], staged._host[start:stop])
+                for flat, first, until in overlaps(staged._outputs, start, stop):
+                    staged._runtime.copy(flat.part(first, until), staged._host[first:until])
 
         staged.put = put
 
@@ -118,12 +120,76 @@ class DoneTooEarly(Fault):
     kind = LATE
 
     def opened(self, staged: Any, case: Case) -> None:
-        fetch, event = staged.fetch, staged._done
+        wait_ready, event = staged.wait_ready, staged._done
 
-        def record_first(segment: int, start: int, stop: int) -> None:
-            if segment == 0:
-                event.record(staged._channel.put_stream)
-                event.record = lambda stream: None
-            fetch(segment, start, stop)
+        def record_first() -> None:
+            event.record(staged._channel.put_stream)
+            event.record = lambda stream: None
+            wait_ready()
 
-        staged.fetch = record_first
+        staged.wait_ready = record_first
+
+
+class WordBeforeTheLastCopy(Fault):
+    """The word is written when the copies are enqueued, and not when they are done."""
+
+    kind = LATE
+
+    def opened(self, staged: Any, case: Case) -> None:
+        staged._done.synchronize = lambda: None
+
+
+class WordAtTheBeginning(Fault):
+    """The word is written before the program has run."""
+
+    kind = LATE
+
+    def opened(self, staged: Any, case: Case) -> None:
+        wait_ready = staged.wait_ready
+
+        def write_first() -> None:
+            wait_ready()
+            staged._gate.let_pass(staged._number)
+
+        staged.wait_ready = write_first
+
+
+class WordOfTheOneBefore(Fault):
+    """The stream waits for the collective before this one."""
+
+    kind = LATE
+
+    def opened(self, staged: Any, case: Case) -> None:
+        order_ahead = staged.order_ahead
+
+        def order_too_little() -> bool:
+            staged._number -= 1
+            is_ordered = order_ahead()
+            staged._number += 1
+            return is_ordered
+
+        staged.order_ahead = order_too_little
+
+
+class AheadOnOtherStream(Fault):
+    """Another stream than the script's waits for the word."""
+
+    kind = LATE
+
+    def opened(self, staged: Any, case: Case) -> None:
+        order_ahead, device = staged.order_ahead, staged._runtime
+
+        def order_elsewhere() -> bool:
+            with device.use(device.callbacks):
+                return order_ahead()
+
+        staged.order_ahead = order_elsewhere
+
+
+class OneNumberForTwo(Fault):
+    """Collectives take the number of the first, so the word lets all pass with it."""
+
+    kind = LATE
+
+    def opened(self, staged: Any, case: Case) -> None:
+        staged._gate._num_reserved = staged._number = 1

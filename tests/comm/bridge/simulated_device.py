@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-BLOCK_BYTES, NUM_BLOCKS = 1 << 14, 24
+BLOCK_BYTES, NUM_BLOCKS = 1 << 14, 64
 LATE, EARLY, RANDOM = "late", "early", "random"
 
 
@@ -43,6 +43,7 @@ class Stream:
     def run_until(self, place: int) -> None:
         """Runs everything up to a place, and what that waits for."""
         while self.num_done < place:
+            self.device.wait_queue(self)
             op = self.ops[0]
             if isinstance(op, Event):
                 op.synchronize()
@@ -52,6 +53,8 @@ class Stream:
     def step(self) -> bool:
         """Runs the next one, if nothing holds it up."""
         if not self.ops or (isinstance(self.ops[0], Event) and not self.ops[0].query()):
+            return False
+        if self.device.holder_of_queue(self) is not None:
             return False
         self._run()
         return True
@@ -97,10 +100,26 @@ class Event:
             self.stream.device.advance()
 
 
+class WordWait(Event):
+    """A stream waits until a word in host memory, which counts up modulo 2^32, has come to a number."""
+
+    def __init__(self, word: torch.Tensor, number: int) -> None:
+        super().__init__()
+        self.word, self.number = word, number
+
+    def query(self) -> bool:
+        return (self.word.item() - self.number) % 2**32 < 2**31
+
+    def synchronize(self) -> None:
+        assert self.query(), "a stream waits for a word that nobody writes"
+
+
 class SimulatedDevice:
     """Late: the bridge's streams only when forced, the script's at once. Early: the other way round."""
 
     stream_class = Stream
+    has_one_queue = False
+    """A stream that waits for a word holds up all others, as with CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self.kind = kind
@@ -144,6 +163,29 @@ class SimulatedDevice:
 
     def pin(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def touch(self, stream: Stream, *, is_to_device: bool) -> None:
+        """What is polled for comes to pass, unless something holds it up."""
+        stream.enqueue(lambda: None)
+        while stream.step():
+            pass
+
+    def make_word(self) -> torch.Tensor | None:
+        return torch.zeros(1, dtype=torch.int32)
+
+    def wait_word(self, stream: Stream, word: torch.Tensor, number: int) -> None:
+        stream.enqueue(WordWait(word, number))
+
+    def holder_of_queue(self, stream: Stream) -> WordWait | None:
+        """What another stream in the only queue waits for."""
+        others = [each for each in self.streams if self.has_one_queue and each is not stream and each.ops]
+        heads = [each.ops[0] for each in others]
+        return next((head for head in heads if isinstance(head, WordWait) and not head.query()), None)
+
+    def wait_queue(self, stream: Stream) -> None:
+        """Waits until no other stream holds this one up."""
+        while (holder := self.holder_of_queue(stream)) is not None:
+            holder.synchronize()
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory freed last first, if nothing that it is kept for is under way; it holds what it held."""

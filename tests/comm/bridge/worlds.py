@@ -4,7 +4,7 @@ import functools
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +12,27 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ringweave import schedules
+from ringweave import planning, schedules, topology
 from ringweave.comm import bridge
 from ringweave.comm.engine.engine import CollectiveEngine, CompiledProgram
 from ringweave.comm.engine.executor import ScratchMemory
-from ringweave.comm.engine.messages import ReducedTensor
+from ringweave.comm.engine.messages import (
+    BroadcastTensor,
+    CollectiveMessage,
+    GatheredBlocks,
+    ReducedTensor,
+    ScatteredBlocks,
+)
 from ringweave.comm.engine.reductions import reduction_for
 from ringweave.comm.work import PendingWork
-from ringweave.schedules.program import Pipelining, compile_program
+from ringweave.schedules import CollectiveKind
+from ringweave.schedules.program import Pipelining, compile_program, segment_bounds
 from tests.comm.bridge.simulated_device import SimulatedDevice
 
 SCHEDULES = [name for name in schedules.SCHEDULE_NAMES if name != schedules.NATIVE]
+KINDS: tuple[CollectiveKind, ...] = ("allreduce", "allgather", "reduce-scatter", "broadcast")
 PATIENCE_S = 5.0
-VICTIM = 7.0
+VICTIM, JUNK = 7.0, 3.0
 _PIPELININGS = [
     Pipelining(num_segments=segments, lag=lag, window=window)
     for segments, lag, window in ((1, 0, 2), (2, 0, 1), (3, 1, 4), (3, 0, 2), (5, 1, 2))
@@ -33,16 +41,23 @@ _PIPELININGS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One allreduce, and how its result is used."""
+    """One collective, and how its result is used."""
 
     schedule: str
     num_elements: int
+    """Of the message, or of a block of it."""
     pipelining: Pipelining
+    kind: CollectiveKind = "allreduce"
+    root: int = 0
+    """Of a broadcast; taken modulo the number of ranks."""
+    as_list: bool = False
+    """A tensor for each block, and not one for all."""
     dtype: torch.dtype = torch.float32
     op: Any = ReduceOp.SUM
     strided: bool = False
     use: str = "wait"
-    """wait: on the script's stream after `wait`; future: in a callback; drop: not at all, the memory is freed."""
+    """wait: on the script's stream after `wait`; ahead: the same, but `wait` comes before the channel has begun;
+    future: in a callback; drop: not at all, the memory is freed."""
     seed: int = 0
 
 
@@ -99,26 +114,54 @@ class WireTransport:
 
 
 @functools.cache
-def generated(name: str, num_ranks: int) -> schedules.Schedule:
-    return schedules.generate(name, num_ranks)
+def planned(num_ranks: int) -> planning.Plan:
+    """A plan of nodes with a rank each."""
+    cluster = topology.one_machine([1] * num_ranks)
+    return planning.plan_group(cluster, [f"node{rank}" for rank in range(num_ranks)])
 
 
 @functools.cache
-def compiled(name: str, num_ranks: int, rank: int, num_elements: int, pipelining: Pipelining) -> CompiledProgram:
-    schedule = generated(name, num_ranks)
+def generated(name: str, num_ranks: int, kind: CollectiveKind, root: int | None) -> schedules.Schedule:
+    if kind == "allreduce":
+        return schedules.generate(name, num_ranks)
+    return planned(num_ranks).generate(name, kind, root)
+
+
+@functools.cache
+def compiled(
+    name: str,
+    num_ranks: int,
+    rank: int,
+    num_elements: int,
+    pipelining: Pipelining,
+    kind: CollectiveKind = "allreduce",
+    root: int | None = None,
+) -> CompiledProgram:
+    schedule = generated(name, num_ranks, kind, root)
     transfers, others = schedules.project_rank(schedule, rank), frozenset(range(num_ranks)) - {rank}
     program = compile_program(schedule, transfers, num_elements, pipelining, others)
-    return CompiledProgram(program, 1, bridge.segment_bounds(num_elements, pipelining.num_segments))
+    num_blocks = num_ranks if kind in ("allgather", "reduce-scatter") else 1
+    return CompiledProgram(program, 1, segment_bounds(num_elements, pipelining.num_segments, num_blocks))
 
 
-def contribution(case: Case, rank: int) -> torch.Tensor:
+def contribution(case: Case, rank: int, num_ranks: int) -> torch.Tensor:
+    """What a rank brings: a block for each rank to a reduce-scatter."""
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     high = 50 if case.dtype != torch.bfloat16 else 4
-    return torch.randint(1, high, (case.num_elements,), generator=generator).to(case.dtype)
+    count = case.num_elements * (num_ranks if case.kind == "reduce-scatter" else 1)
+    return torch.randint(1, high, (count,), generator=generator).to(case.dtype)
 
 
-def expected(case: Case, num_ranks: int) -> torch.Tensor:
-    stacked = torch.stack([contribution(case, rank) for rank in range(num_ranks)])
+def expected(case: Case, rank: int, num_ranks: int) -> torch.Tensor:
+    """What a rank gets, all blocks in one tensor."""
+    if case.kind == "broadcast":
+        return contribution(case, case.root % num_ranks, num_ranks)
+    brought = [contribution(case, each, num_ranks) for each in range(num_ranks)]
+    if case.kind == "allgather":
+        return torch.cat(brought)
+    stacked = torch.stack(brought)
+    if case.kind == "reduce-scatter":
+        stacked = stacked[:, rank * case.num_elements : (rank + 1) * case.num_elements]
     if case.op == ReduceOp.MAX:
         return stacked.amax(0)
     total = stacked.sum(0, dtype=case.dtype)
@@ -154,7 +197,7 @@ class Member:
         runtime: Any = device
         self.bridge = bridge.DeviceBridge(lambda _: runtime)
         self.channel = SimpleNamespace(transport=WireTransport(wires, rank), scratch=ScratchMemory())
-        self.results: list[tuple[Case, torch.Tensor]] = []
+        self.results: list[tuple[Case, list[torch.Tensor]]] = []
         self.victims: list[torch.Tensor] = []
         self.number = 0
         fault.device(device)
@@ -162,71 +205,112 @@ class Member:
     def run(self, cases: Sequence[Case]) -> None:
         """Calls all, as a script that runs ahead does, then runs them, then uses the results."""
         started = [self._call(case) for case in cases]
-        for case, scheduled, work in started:
-            self._run_in_channel(case, scheduled)
+        for case, message, work in started:
+            self._run_in_channel(case, message)
             work.set_finished()
             work.resolve_future()
         while started:
-            case, scheduled, work = started.pop(0)
-            tensor = scheduled.tensor
+            case, message, work = started.pop(0)
             if case.use == "wait":
                 work.wait()
-                self._read(case, tensor)
+                self._read(case, work.result())
             elif case.use == "drop":
-                del tensor, scheduled, work
+                del message, work
                 self._reuse_memory(case)
 
     def check(self) -> bool:
         """Whether all results are right, and the script's other memory untouched."""
         self.device.synchronize()
-        is_right = all(torch.equal(out, expected(case, self.num_ranks)) for case, out in self.results)
+        is_right = all(
+            torch.equal(torch.cat(outs), expected(case, self.rank, self.num_ranks)) for case, outs in self.results
+        )
         is_right &= all(bool((victim == VICTIM).all()) for victim in self.victims)
         self.results.clear()
         self.victims.clear()
         return is_right
 
-    def _call(self, case: Case) -> tuple[Case, ReducedTensor, PendingWork]:
-        memory = self.device.allocate(case.num_elements * (2 if case.strided else 1), case.dtype)
-        tensor = memory[::2] if case.strided else memory
-        mine = contribution(case, self.rank)
-        target = tensor.data  # its own object, of the same memory
-        self.device.script.enqueue(lambda: target.copy_(mine))
+    def _call(self, case: Case) -> tuple[Case, CollectiveMessage, PendingWork]:
+        message, results = self._message(case)
         undo = self.fault.before_open(self.device)
-        staged = self.bridge.open(tensor)
+        staged = message.staged = self.bridge.open(results[0].device)
         undo()
         if self.number == 0:
-            self.fault.channel(self.bridge._channel(tensor.device, 0))
+            self.fault.channel(self.bridge._channel(results[0].device, 0))
         self.number += 1
+        staged.reserve(0)
         self.fault.opened(staged, case)
-        work = PendingWork([tensor], staged)
+        work = PendingWork(results, staged)
         if case.use == "future":
-            work.get_future().then(lambda done: self._use_in_callback(case, done.value()[0]))
-        return case, ReducedTensor.of(tensor, case.op, reduction_for(case.op, case.dtype), staged), work
+            work.get_future().then(lambda done: self._use_in_callback(case, done.value()))
+        elif case.use == "ahead":
+            work.wait()
+            assert not work.is_completed()
+            self._read(case, results)
+        return case, message, work
 
-    def _run_in_channel(self, case: Case, scheduled: ReducedTensor) -> None:
-        program = compiled(case.schedule, self.num_ranks, self.rank, case.num_elements, case.pipelining)
+    def _message(self, case: Case) -> tuple[CollectiveMessage, list[torch.Tensor]]:
+        """The message, with what the script brings, and the tensors that get the result."""
+        mine, op = contribution(case, self.rank, self.num_ranks), case.op
+        reduction = reduction_for(op, case.dtype)
+        if case.kind == "allreduce":
+            (tensor,) = self._tensors(case, mine, 1)
+            return ReducedTensor.of(tensor, op, reduction), [tensor]
+        if case.kind == "broadcast":
+            root = case.root % self.num_ranks
+            (tensor,) = self._tensors(case, mine if root == self.rank else None, 1)
+            return BroadcastTensor.of(tensor, root, self.rank), [tensor]
+        count = self.num_ranks if case.as_list else 1
+        if case.kind == "allgather":
+            (block,), outputs = self._tensors(case, mine, 1), self._tensors(case, None, count, self.num_ranks // count)
+            return GatheredBlocks.of(block, outputs, self.rank), outputs
+        blocks, (output,) = self._tensors(case, mine, count), self._tensors(case, None, 1)
+        return ScatteredBlocks.of(blocks, output, op, reduction, self.rank), [output]
+
+    def _tensors(self, case: Case, content: torch.Tensor | None, count: int, num_blocks: int = 1) -> list[torch.Tensor]:
+        """So many tensors on the device, which the script writes: the parts of a content, or junk."""
+        parts = [None] * count if content is None else content.chunk(count)
+        size = case.num_elements * num_blocks if content is None else len(content) // count
+        stride = 2 if case.strided and (count > 1 or case.kind not in ("allgather", "reduce-scatter")) else 1
+        made = []
+        for part in parts:
+            memory = self.device.allocate(size * stride, case.dtype)
+            made.append(memory[::stride])
+            target = made[-1].data  # its own object, of the same memory
+            self._write(target, part)
+        return made
+
+    def _write(self, target: torch.Tensor, content: torch.Tensor | None) -> None:
+        write = functools.partial(target.fill_, JUNK) if content is None else functools.partial(target.copy_, content)
+        self.device.script.enqueue(write)
+
+    def _run_in_channel(self, case: Case, message: CollectiveMessage) -> None:
+        root = case.root % self.num_ranks if case.kind == "broadcast" else None
+        program = compiled(
+            case.schedule, self.num_ranks, self.rank, message.num_elements, case.pipelining, case.kind, root
+        )
         program = self.fault.program(program)
-        scheduled.program = program  # type: ignore[assignment]
-        message = scheduled.begin(0, case.pipelining.num_segments, ScratchMemory())
+        message.program = program  # type: ignore[assignment]
+        elements = message.begin(0, case.pipelining.num_segments, ScratchMemory())
         engine: Any = SimpleNamespace(_group=SimpleNamespace(group_size=self.num_ranks))
         channel: Any = self.channel
-        CollectiveEngine._run_program(engine, program, message, scheduled, channel, self.number, PATIENCE_S)
-        scheduled.finish(message, self.num_ranks)
+        CollectiveEngine._run_program(engine, program, elements, message, channel, self.number, PATIENCE_S)
+        message.finish(elements, self.num_ranks)
 
-    def _use_in_callback(self, case: Case, tensor: torch.Tensor) -> None:
+    def _use_in_callback(self, case: Case, tensors: list[torch.Tensor]) -> None:
         """As torch does: the callback's stream waits for the one on which the future was resolved."""
         event = self.device.make_event()
         event.record(self.device.current_stream())
         self.device.callbacks.wait_event(event)
         with self.device.use(self.device.callbacks):
-            self._read(case, tensor)
+            self._read(case, tensors)
         event.record(self.device.callbacks)  # what comes later in the script comes after it
         self.device.script.wait_event(event)
 
-    def _read(self, case: Case, tensor: torch.Tensor) -> None:
-        out = torch.full((case.num_elements,), 3).to(case.dtype)
-        self.results.append((case, out))
-        self.device.copy(out, tensor)
+    def _read(self, case: Case, tensors: list[torch.Tensor]) -> None:
+        outs = [torch.full(tensor.shape, JUNK).to(case.dtype) for tensor in tensors]
+        self.results.append((case, outs))
+        for out, tensor in zip(outs, tensors, strict=True):
+            self.device.copy(out, tensor)
 
     def _reuse_memory(self, case: Case) -> None:
         victim = self.device.allocate(case.num_elements, case.dtype)
@@ -264,19 +348,21 @@ def run_world(
     return [all(each) for each in zip(*right, strict=True)]
 
 
-def random_cases(rng: random.Random, count: int, names: Iterable[str] = SCHEDULES) -> list[Case]:
+def random_cases(rng: random.Random, count: int) -> list[Case]:
     """Of every kind."""
-    known = list(names)
     dtypes = [torch.float32, torch.float32, torch.float64, torch.int64, torch.bfloat16]
     return [
         Case(
-            schedule=rng.choice(known),
-            num_elements=rng.choice([0, 1, 5, 64, 211]),
+            kind=(kind := rng.choice(KINDS)),
+            schedule=rng.choice(schedules.schedule_names(kind)),
+            num_elements=rng.choice([0 if kind == "allreduce" else 2, 1, 5, 64, 211]),
+            root=rng.randrange(4),
+            as_list=rng.random() < 0.5,
             pipelining=rng.choice(_PIPELININGS),
             dtype=rng.choice(dtypes),
             op=rng.choice([ReduceOp.SUM, ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]),
             strided=rng.random() < 0.2,
-            use=rng.choice(["wait", "wait", "future", "drop"]),
+            use=rng.choice(["wait", "ahead", "ahead", "future", "drop"]),
             seed=rng.randrange(1 << 20),
         )
         for _ in range(count)

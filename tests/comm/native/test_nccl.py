@@ -87,6 +87,12 @@ def test_nccl_gets_the_scripts_options_the_groups_name_and_its_ranks(nccl: NcclF
     assert isinstance(nccl.made[1][1], Options), "another backend's options are not NCCL's"
 
 
+def test_nccl_in_the_plans_order_is_there_beside_a_bridge(nccl: NcclFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_group()._native.ordered_nccl is None
+    monkeypatch.setenv("RINGWEAVE_SCHEDULE", "ring")
+    assert make_group()._native.ordered_nccl is not None
+
+
 def test_options_survive_the_replacement_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
@@ -131,6 +137,8 @@ def test_an_elastic_job_makes_no_nccl_and_refuses_to(nccl: NcclFactory, monkeypa
     group = make_group()
     assert nccl.made == []
     assert group._bridge is not None
+    assert group._native.ordered_nccl is None
+    assert not group._bridge._orders_streams, "a wait knows of a failure before a step counts"
     monkeypatch.setenv("RINGWEAVE_DEVICE_PATH", "native")
     text = "RINGWEAVE_DEVICE_PATH: 'native', expected auto or bridge in an elastic job, since NCCL does not survive"
     with pytest.raises(UsageError, match=text):

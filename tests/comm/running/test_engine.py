@@ -137,7 +137,7 @@ class Group:
 
     def allreduce(self) -> Any:
         op, tensor = ReduceOp.SUM, torch.ones(100)
-        message = ReducedTensor.of(tensor, op, reduction_for(op, tensor.dtype), None)
+        message = ReducedTensor.of(tensor, op, reduction_for(op, tensor.dtype))
         asked = CollectiveRequest(num_bytes=tensor.nbytes, forced=None, native_can=True)
         return self.engine.run(message, [tensor], asked, 100.0)
 
@@ -182,7 +182,7 @@ def test_a_collective_whose_memory_cannot_be_given_back_fails_and_the_next_ones_
 
     groups.append(group := Group(schedule="native"))
     op, tensor = ReduceOp.SUM, torch.ones(100)
-    message = UnreturnableTensor.of(tensor, op, reduction_for(op, tensor.dtype), None)
+    message = UnreturnableTensor.of(tensor, op, reduction_for(op, tensor.dtype))
     asked = CollectiveRequest(num_bytes=tensor.nbytes, forced=None, native_can=True)
     first = group.engine.run(message, [tensor], asked, 100.0)
     with pytest.raises(CommunicationError, match=r"allreduce #1 .*the device is lost"):

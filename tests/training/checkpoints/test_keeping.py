@@ -206,7 +206,7 @@ def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Linear):
         pass
 
-    expected = r"part model of checkpoints: 'a sharded model', expected one that every rank has whole\. Save a sharded"
+    expected = r"part model of checkpoints: 'a sharded model', expected one that is whole, or sharded by fully"
     with pytest.raises(TrainingError, match=expected):
         ringweave.Checkpoints(tmp_path, model=nn.Sequential(FullyShardedDataParallel(2, 2)))
 

@@ -33,7 +33,7 @@ from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.comm.work import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
-from ringweave.schedules.program import RankProgram, compile_program
+from ringweave.schedules.program import RankProgram, SegmentMarks, compile_program, segment_marks
 from ringweave.telemetry.events import EventLog
 
 
@@ -165,13 +165,13 @@ class CompiledProgram:
     """Part of the tag, so that ranks with different programs find out at the first message."""
     bounds: tuple[int, ...]
     """Bounds of its segments."""
-    _segment_marks: bridge.SegmentMarks | None = None
+    _segment_marks: SegmentMarks | None = None
 
     @property
-    def segment_marks(self) -> bridge.SegmentMarks:
+    def segment_marks(self) -> SegmentMarks:
         """Marks for messages of devices, made when first needed."""
         if self._segment_marks is None:
-            self._segment_marks = bridge.marks(self.program, self.bounds)
+            self._segment_marks = segment_marks(self.program, self.bounds)
         return self._segment_marks
 
 
@@ -251,6 +251,8 @@ class CollectiveEngine:
                 timeout_s,
             )
             channel = pending.number % NUM_CHANNELS  # assigned to the channels in turn
+            if message.staged is not None and self._end.error is None:
+                message.staged.reserve(channel)
             self._idle_channel = (channel + 1) % NUM_CHANNELS
             return self._submit(job, channel)
 
@@ -318,6 +320,9 @@ class CollectiveEngine:
         """Run one collective, in the thread of its channel."""
         tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
         decision = self._selector.wait_for_decision(pending, channel.transport, tag=tag, timeout_s=timeout_s)
+        if pending.request.is_on_device and message.program is None:
+            self._run_on_device(pending, decision, message, channel, timeout_s)
+            return
         index = pending.number % NUM_CHANNELS
         elements = message.begin(index, decision.choice.num_segments, channel.messages)
         compiled = None
@@ -340,6 +345,41 @@ class CollectiveEngine:
         self._counters.count(decision.choice.schedule, message.num_bytes, compiled.program.num_sends if compiled else 0)
         self._selector.record_finished(pending, seconds)
 
+    def _run_on_device(
+        self,
+        pending: PendingCollective,
+        decision: ScheduleDecision,
+        message: CollectiveMessage,
+        channel: CollectiveChannel,
+        timeout_s: float,
+    ) -> None:
+        """Run one collective by NCCL in the order of the plan's ring, when all earlier ones have finished here."""
+        staged, nccl, deadline_s = message.staged, self._native.ordered_nccl, time.monotonic() + timeout_s
+        assert staged is not None, "on a device"
+        assert nccl is not None, "asked for where there is one"
+        self._selector.wait_for_earlier(pending)
+        staged.wait_ready()
+        if decision.is_trial:
+            tag = executor.make_tag(pending.number, executor.NO_SIGNATURE)
+            self._selector.barrier(channel.transport, tag=tag, timeout_s=timeout_s)
+
+        def check() -> None:
+            if nccl.is_aborted or time.monotonic() > deadline_s:
+                text = "the group was aborted" if nccl.is_aborted else f"NCCL was not done within {timeout_s:g} s"
+                raise TransferFailedError(None, text, hung=not nccl.is_aborted)
+
+        started_s, order = time.monotonic(), decision.plan.ring_order
+        staged.run_on_device(
+            pending.number % NUM_CHANNELS,
+            message.dtype,
+            message.regions()[0],
+            lambda elements: message.run_in_order(nccl, order, elements),
+            check,
+        )
+        staged.finish()
+        self._counters.count(decision.choice.schedule, message.num_bytes, 0)
+        self._selector.record_finished(pending, time.monotonic() - started_s)
+
     def _run_program(
         self,
         compiled: CompiledProgram,
@@ -352,7 +392,7 @@ class CollectiveEngine:
         reduction, staged, program = message.reduction, message.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
         instructions = None
-        if reduction is not None and staged is not None:  # prepares and finishes the message by segments
+        if staged is not None:  # prepares and finishes the message by segments
             marks, size = compiled.segment_marks, self._group.group_size
             instructions = bridge.paced_instructions(program, marks, staged, elements, reduction, size)
         elif reduction is not None:
@@ -463,7 +503,7 @@ class CollectiveEngine:
                 timeout_s=timeout_s,
             )
         self._log_agreement(message, choice.schedule, schedule.digest)
-        bounds = bridge.segment_bounds(num_elements, choice.num_segments)
+        bounds = message.segment_bounds(choice.num_segments)
         return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
     def _rank_part(

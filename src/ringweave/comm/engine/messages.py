@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from ringweave.comm import bridge
+from ringweave.comm.device_regions import DeviceRegion
 from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_back
 from ringweave.comm.engine.reductions import ReduceOperation
-from ringweave.comm.native_backend import NativeBackends
+from ringweave.comm.native_backend import NativeBackends, OrderedNccl
 from ringweave.schedules import CollectiveKind
+from ringweave.schedules.program import segment_bounds
 
 if TYPE_CHECKING:
     from ringweave.comm.engine.engine import CompiledProgram
+
+
+_NOT_IN_NCCL = frozenset({"band", "bor", "bxor"})
+"""Reduce operations that Gloo has and NCCL has not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +40,9 @@ class CollectiveMessage:
     root: int | None = None
     """Group rank that has the message of a broadcast."""
     staged: bridge.StagedMessage | None = None
-    """The tensor on its way through the bridge; None on the CPU."""
+    """The tensors on their way through the bridge; None on the CPU."""
+    num_blocks: int = 1
+    """Equal blocks of the message, of which each is cut into segments."""
     program: "Future[CompiledProgram] | None" = None
     """None for the native backend."""
     makes_program: bool = field(default=False, init=False)
@@ -52,18 +60,42 @@ class CollectiveMessage:
         return "" if self.root is None else f"from rank {self.root}"
 
     @property
+    def nccl_can(self) -> bool:
+        """NCCL in another order of ranks can run it: its result does not depend on their numbers."""
+        return self.kind == "broadcast" or (self.kind == "allreduce" and self.detail not in _NOT_IN_NCCL)
+
+    @property
     def operation(self) -> str:
         """Operation in words; equal on all ranks."""
         return f"{self.kind}({self.detail})" if self.detail else self.kind
 
+    def segment_bounds(self, num_segments: int) -> tuple[int, ...]:
+        """Return the bounds of the message's segments."""
+        return segment_bounds(self.num_elements, num_segments, self.num_blocks)
+
     def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
-        """Return the elements on the host, with this rank's contribution in them.
+        """Return the elements on the host, with this rank's contribution in them; of a device, as segments come.
 
         Args:
             channel: Index of the channel that runs the collective.
             num_segments: Segments of its program.
             memory: Of the channel, for messages that have no memory of their own.
         """
+        if self.staged is None:
+            return self.begin_on_host(memory)
+        message = self.staged.stage(channel, self.dtype, self.num_elements, self.regions())
+        if self.program is None:
+            bridge.fetch_segments(self.staged, (0, self.num_elements))
+        else:
+            bridge.fetch_segments(self.staged, self.segment_bounds(num_segments), self.num_blocks)
+        return message
+
+    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
+        """Return the elements of tensors on the CPU, with this rank's contribution in them."""
+        raise NotImplementedError
+
+    def regions(self) -> list[DeviceRegion]:
+        """Return the tensors on a device, by their places in the message."""
         raise NotImplementedError
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
@@ -74,8 +106,21 @@ class CollectiveMessage:
         """
         raise NotImplementedError
 
+    def run_in_order(self, nccl: OrderedNccl, order: tuple[int, ...], elements: Tensor) -> None:
+        """Start the collective by NCCL with its ranks in an order, on the elements of the message's only tensor."""
+        raise NotImplementedError
+
     def finish(self, message: Tensor, num_ranks: int) -> None:
-        """Give the tensors the result that `message` holds."""
+        """Give the tensors the result that `message` holds; the bridge has done so with what a program made."""
+        if self.staged is None:
+            self.finish_on_host(message, num_ranks)
+            return
+        if self.program is None:
+            self.staged.put(0, message.numel())
+        self.staged.finish()
+
+    def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
+        """Give the tensors on the CPU the result that `message` holds."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -99,38 +144,34 @@ class ReducedTensor(CollectiveMessage):
     """Reduce operation of torch."""
 
     @classmethod
-    def of(
-        cls, tensor: Tensor, op: Any, reduction: ReduceOperation, staged: bridge.StagedMessage | None
-    ) -> "ReducedTensor":
+    def of(cls, tensor: Tensor, op: Any, reduction: ReduceOperation) -> "ReducedTensor":
         return cls(
             kind="allreduce",
             num_elements=tensor.numel(),
             dtype=tensor.dtype,
             reduction=reduction,
-            staged=staged,
             tensor=tensor,
             op=op,
         )
 
-    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
-        """Return the tensor's own elements, or a copy; of a device, when the first segment is there."""
-        if self.staged is None:
-            return flatten_tensor(self.tensor)
-        return bridge.fetch_segments(self.staged, channel, bridge.segment_bounds(self.num_elements, num_segments))
+    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
+        """Return the tensor's own elements, or a copy."""
+        return flatten_tensor(self.tensor)
+
+    def regions(self) -> list[DeviceRegion]:
+        return [DeviceRegion(tensor=self.tensor, start=0, is_input=True, is_output=True)]
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         native.allreduce(channel, message, self.op, timeout_s)
 
-    def finish(self, message: Tensor, num_ranks: int) -> None:
-        """Finish the reduction, and write a copy back; the bridge has done so with what a program made."""
-        if self.staged is None:
-            if self.program is not None and self.reduction is not None:
-                self.reduction.finish(message, num_ranks)
-            write_back(message, self.tensor)
-            return
-        if self.program is None:
-            self.staged.put(0, message.numel())
-        self.staged.finish()
+    def run_in_order(self, nccl: OrderedNccl, order: tuple[int, ...], elements: Tensor) -> None:
+        nccl.allreduce(order, elements, self.op)
+
+    def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
+        """Finish the reduction, and write a copy back."""
+        if self.program is not None and self.reduction is not None:
+            self.reduction.finish(message, num_ranks)
+        write_back(message, self.tensor)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,19 +180,35 @@ class BroadcastTensor(CollectiveMessage):
 
     tensor: Tensor
     """Any shape and strides."""
+    group_rank: int
 
     @classmethod
-    def of(cls, tensor: Tensor, root: int) -> "BroadcastTensor":
-        return cls(kind="broadcast", num_elements=tensor.nbytes, dtype=torch.uint8, root=root, tensor=tensor)
+    def of(cls, tensor: Tensor, root: int, group_rank: int) -> "BroadcastTensor":
+        return cls(
+            kind="broadcast",
+            num_elements=tensor.nbytes,
+            dtype=torch.uint8,
+            root=root,
+            tensor=tensor,
+            group_rank=group_rank,
+        )
 
-    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
         return _as_bytes(flatten_tensor(self.tensor))
+
+    def regions(self) -> list[DeviceRegion]:
+        is_root = self.group_rank == self.root
+        return [DeviceRegion(tensor=self.tensor, start=0, is_input=is_root, is_output=not is_root)]
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         assert self.root is not None
         native.broadcast(channel, message, self.root, timeout_s)
 
-    def finish(self, message: Tensor, num_ranks: int) -> None:
+    def run_in_order(self, nccl: OrderedNccl, order: tuple[int, ...], elements: Tensor) -> None:
+        assert self.root is not None
+        nccl.broadcast(order, elements, self.root)
+
+    def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
         write_back(message.view(self.tensor.dtype), self.tensor)
 
 
@@ -172,12 +229,20 @@ class GatheredBlocks(CollectiveMessage):
             kind="allgather",
             num_elements=num_bytes,
             dtype=torch.uint8,
+            num_blocks=num_bytes // block.nbytes,
             block=block,
             outputs=outputs,
             group_rank=group_rank,
         )
 
-    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+    def regions(self) -> list[DeviceRegion]:
+        own, size = self.group_rank * self.block.nbytes, self.outputs[0].nbytes
+        found = [DeviceRegion(tensor=self.block, start=own, is_input=True, is_output=False)]
+        for index, output in enumerate(self.outputs):
+            found.append(DeviceRegion(tensor=output, start=index * size, is_input=False, is_output=True))
+        return found
+
+    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
         """Return the output's own memory if it is one tensor, else memory of the channel."""
         if len(self.outputs) == 1:
             message = _as_bytes(flatten_tensor(self.outputs[0]))
@@ -192,7 +257,7 @@ class GatheredBlocks(CollectiveMessage):
         own = _block_of(message, self.group_rank, self.block.nbytes)
         native.allgather_blocks(channel, message, own.clone(), timeout_s)
 
-    def finish(self, message: Tensor, num_ranks: int) -> None:
+    def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
         if len(self.outputs) == 1:
             return
         for rank, output in enumerate(self.outputs):
@@ -220,13 +285,21 @@ class ScatteredBlocks(CollectiveMessage):
             num_elements=sum(block.numel() for block in blocks),
             dtype=output.dtype,
             reduction=reduction,
+            num_blocks=sum(block.numel() for block in blocks) // output.numel(),
             blocks=blocks,
             output=output,
             op=op,
             group_rank=group_rank,
         )
 
-    def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
+    def regions(self) -> list[DeviceRegion]:
+        own, size = self.group_rank * self.output.numel(), self.blocks[0].numel()
+        found = [DeviceRegion(tensor=self.output, start=own, is_input=False, is_output=True)]
+        for index, block in enumerate(self.blocks):
+            found.append(DeviceRegion(tensor=block, start=index * size, is_input=True, is_output=False))
+        return found
+
+    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
         """Return a copy of the blocks, in which a program can add; for the native backend, the blocks themselves."""
         if self.program is None and len(self.blocks) == 1:
             return flatten_tensor(self.blocks[0])
@@ -238,11 +311,14 @@ class ScatteredBlocks(CollectiveMessage):
         return message
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
-        output = flatten_tensor(self.output)
+        output = message.new_empty(self.output.numel()) if self.staged else flatten_tensor(self.output)
         native.reduce_scatter(channel, output, message, self.op, timeout_s)
-        write_back(output, self.output)
+        if self.staged is None:
+            write_back(output, self.output)
+        else:
+            _block_of(message, self.group_rank, output.numel()).copy_(output)
 
-    def finish(self, message: Tensor, num_ranks: int) -> None:
+    def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
         if self.program is None or self.reduction is None:
             return
         own = _block_of(message, self.group_rank, self.output.numel())

@@ -113,6 +113,8 @@ class CollectiveRequest:
     """Schedule that the user forces."""
     native_can: bool
     """The native backend can compute it too."""
+    is_on_device: bool = False
+    """The native backend for it is NCCL, on the device's own tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ class ScheduleSelector:
             self._apply_decision(pending, self._consult_ranks(pending, tree, transport, tag=tag, timeout_s=timeout_s))
         assert pending.decision is not None
         if pending.decision.is_trial:
-            self._wait_for_earlier(pending)
+            self.wait_for_earlier(pending)
         return pending.decision
 
     def barrier(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
@@ -291,7 +293,9 @@ class ScheduleSelector:
         return self._group_plan.is_tunable and request.forced is None and request.native_can
 
     def _state_of(self, pending: PendingCollective) -> _ClassState:
-        return self._classes.setdefault(message_class(pending.request.num_bytes, pending.request.kind), _ClassState())
+        request = pending.request
+        key = message_class(request.num_bytes, request.kind, is_on_device=request.is_on_device)
+        return self._classes.setdefault(key, _ClassState())
 
     def _decide_ready(self) -> None:
         """Decide collectives in order, up to the next one with a consultation due."""
@@ -322,7 +326,7 @@ class ScheduleSelector:
         decision = TuningDecision.parse(tree.reduce_and_decide(report.to_vector(), self._decide_at_root))
         if not decision.phases:
             return decision
-        self._wait_for_earlier(pending)
+        self.wait_for_earlier(pending)
         started_s = self._clock()
         survey_rates = run_survey(
             decision.phases, self._members, tree, transport, tag=tag, timeout_s=timeout_s, clock=self._clock
@@ -344,7 +348,9 @@ class ScheduleSelector:
     def _decide_after_survey(self, pending: PendingCollective, rates: list[float], started_s: float) -> str:
         assert self._autotuner is not None
         now_s, request = self._clock(), pending.request
-        decision = self._autotuner.decide_after_survey(request.num_bytes, rates, now_s, now_s - started_s, request.kind)
+        decision = self._autotuner.decide_after_survey(
+            request.num_bytes, rates, now_s, now_s - started_s, request.kind, is_on_device=request.is_on_device
+        )
         self._log_events(self._autotuner)
         return str(decision)
 
@@ -358,7 +364,13 @@ class ScheduleSelector:
             state.reported_until = until
             trial_s, self._trial_s = self._trial_s, float("nan")
         request = pending.request
-        return TuningReport(num_bytes=request.num_bytes, kind=request.kind, trial_s=trial_s, window=tuple(window))
+        return TuningReport(
+            num_bytes=request.num_bytes,
+            kind=request.kind,
+            is_on_device=request.is_on_device,
+            trial_s=trial_s,
+            window=tuple(window),
+        )
 
     def _apply_decision(self, pending: PendingCollective, decision: TuningDecision) -> None:
         """Apply the decision from this collective on."""
@@ -388,8 +400,12 @@ class ScheduleSelector:
                 self._decide_ready()
             self._changed.notify_all()
 
-    def _wait_for_earlier(self, pending: PendingCollective) -> None:
-        """Block until all earlier collectives have finished on this rank."""
+    def wait_for_earlier(self, pending: PendingCollective) -> None:
+        """Block until all earlier collectives have finished on this rank.
+
+        Raises:
+            TransferFailedError: The group was aborted.
+        """
         with self._changed:
             self._wait_until(lambda: not any(number < pending.number for number in self._unfinished))
 

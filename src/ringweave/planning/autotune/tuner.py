@@ -227,9 +227,13 @@ _SHORT_TRIALS_S = 2.0
 Medians of three such rounds differed by more than candidates do."""
 
 
-def message_class(num_bytes: int, kind: CollectiveKind = "allreduce") -> str:
-    """Return the class of a message: two for each doubling of the size; one schedule serves all messages of a class."""
-    return f"{kind} {round(2 * math.log2(max(1, num_bytes)))}"
+def message_class(num_bytes: int, kind: CollectiveKind = "allreduce", *, is_on_device: bool = False) -> str:
+    """Return the class of a message: two for each doubling of the size; one schedule serves all messages of a class.
+
+    Messages of a device have classes of their own where the native backend is another one for them.
+    """
+    place = " on a device" if is_on_device else ""
+    return f"{kind}{place} {round(2 * math.log2(max(1, num_bytes)))}"
 
 
 def pick_candidates(
@@ -359,6 +363,7 @@ class _ClassTuning:
     """Tuning state of one message class."""
 
     kind: CollectiveKind
+    is_on_device: bool
     trials: CandidateTrials
     drift: DriftDetector = field(default_factory=DriftDetector)
     chosen: str = ""
@@ -453,7 +458,7 @@ class Autotuner:
             now_s: The first rank's clock.
         """
         self._observe_report(report)
-        case = self._case_of(report.num_bytes, report.kind)
+        case = self._case_of(report.num_bytes, report.kind, report.is_on_device)
         case.record_decision_time(now_s)
         self._expire_winner(case, now_s)
         if self._is_survey_due(case, now_s):
@@ -467,6 +472,8 @@ class Autotuner:
         now_s: float,
         duration_s: float,
         kind: CollectiveKind = "allreduce",
+        *,
+        is_on_device: bool = False,
     ) -> TuningDecision:
         """Return the decision that follows from a survey.
 
@@ -476,6 +483,7 @@ class Autotuner:
             now_s: The first rank's clock.
             duration_s: Duration of the survey.
             kind: The message's collective.
+            is_on_device: The message has a class of a device.
         """
         survey = self._make_survey()
         revised_rates = (
@@ -494,7 +502,7 @@ class Autotuner:
                 case.drift = DriftDetector()  # the newest measurements become the baseline
                 if not case.trials.measured_warm():
                     case.rates = dict(self._rates)
-            return self._decide_next(self._case_of(num_bytes, kind))
+            return self._decide_next(self._case_of(num_bytes, kind, is_on_device))
         self._num_fruitless_surveys, self._next_drift_survey_s = 0, now_s
         self._plan_version += 1
         self._plan = new_plan
@@ -510,7 +518,7 @@ class Autotuner:
             old_s=before_s,
             new_s=after_s,
         )
-        decision = self._decide_next(self._case_of(num_bytes, kind))
+        decision = self._decide_next(self._case_of(num_bytes, kind, is_on_device))
         return TuningDecision(
             num_bytes=num_bytes,
             schedule=decision.schedule,
@@ -528,16 +536,16 @@ class Autotuner:
                 case.trials.observe(report.trial_s, num_bytes)
             self._trial = None
         if self._placement.num_nodes > 1:
-            watch = self._case_of(report.num_bytes, report.kind).drift
+            watch = self._case_of(report.num_bytes, report.kind, report.is_on_device).drift
             for seconds in report.window:
                 watch.observe(seconds)
 
-    def _case_of(self, num_bytes: int, kind: CollectiveKind) -> _ClassTuning:
-        key = message_class(num_bytes, kind)
+    def _case_of(self, num_bytes: int, kind: CollectiveKind, is_on_device: bool) -> _ClassTuning:
+        key = message_class(num_bytes, kind, is_on_device=is_on_device)
         if key not in self._classes:
             known = self.winners.get(key, "")
             trials = CandidateTrials((known,) if known else self._candidates(num_bytes, kind))
-            self._classes[key] = _ClassTuning(kind, trials, chosen=known, rates=dict(self._rates))
+            self._classes[key] = _ClassTuning(kind, is_on_device, trials, chosen=known, rates=dict(self._rates))
         self._classes[key].num_bytes = num_bytes
         return self._classes[key]
 
@@ -560,7 +568,8 @@ class Autotuner:
         num_bytes = case.num_bytes
         trial = None if case.chosen else case.trials.next_trial
         if trial is not None:
-            self._trial, case.period = (message_class(num_bytes, case.kind), trial, num_bytes), 1
+            key = message_class(num_bytes, case.kind, is_on_device=case.is_on_device)
+            self._trial, case.period = (key, trial, num_bytes), 1
             return TuningDecision(num_bytes=num_bytes, schedule=trial, is_trial=True)
         if not case.chosen:
             self._record_winner(case)
@@ -569,7 +578,8 @@ class Autotuner:
 
     def _record_winner(self, case: _ClassTuning) -> None:
         case.chosen, case.drift = case.trials.chosen, DriftDetector()
-        num_bytes, key = case.num_bytes, message_class(case.num_bytes, case.kind)
+        num_bytes = case.num_bytes
+        key = message_class(num_bytes, case.kind, is_on_device=case.is_on_device)
         self.winners[key] = case.chosen
         if not self._rates:
             self._winners_at_nominal_rates[key] = case.chosen

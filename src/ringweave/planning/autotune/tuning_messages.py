@@ -30,6 +30,8 @@ class TuningReport:
     """Size of the message that waits for the decision; the smallest if ranks differ."""
     kind: CollectiveKind = "allreduce"
     """Its collective."""
+    is_on_device: bool = False
+    """It has a class of a device's messages (`tuner.message_class`)."""
     is_equal: bool = True
     """All ranks have a message of that kind and size."""
     trial_s: float = math.nan
@@ -40,7 +42,7 @@ class TuningReport:
     def to_vector(self) -> list[float]:
         """Return numbers whose minimum over ranks, ignoring not-a-number, is the combined report."""
         window = [*self.window[-REPORT_WINDOW:], *[math.nan] * (REPORT_WINDOW - len(self.window))]
-        number = float(COLLECTIVE_KINDS.index(self.kind))
+        number = float(COLLECTIVE_KINDS.index(self.kind) + len(COLLECTIVE_KINDS) * self.is_on_device)
         return [float(self.num_bytes), -float(self.num_bytes), number, -number, -self.trial_s, *window]
 
     @classmethod
@@ -48,7 +50,8 @@ class TuningReport:
         smallest, largest, first_kind, last_kind, trial, *window = vector
         return cls(
             num_bytes=int(smallest),
-            kind=COLLECTIVE_KINDS[int(first_kind)],
+            kind=COLLECTIVE_KINDS[int(first_kind) % len(COLLECTIVE_KINDS)],
+            is_on_device=first_kind >= len(COLLECTIVE_KINDS),
             is_equal=(smallest, first_kind) == (-largest, -last_kind),
             trial_s=-trial,
             window=tuple(seconds for seconds in window if not math.isnan(seconds)),

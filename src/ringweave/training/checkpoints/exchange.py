@@ -5,6 +5,7 @@ Ranks that cannot read the file get its bytes from a rank that can.
 
 import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.telemetry import EventLog
+from ringweave.training import gradients
 from ringweave.training.checkpoints import store
 from ringweave.training.checkpoints.store import CheckpointContent, CheckpointFile
 from ringweave.training.collectives import ControlGroup
@@ -55,6 +57,17 @@ def rank_messages(environ: Mapping[str, str]) -> RankMessages | None:
             )
         )
     return None
+
+
+def agree_on_run(environ: Mapping[str, str]) -> str:
+    """Return a name of this training, of eight hexadecimal digits, the same on all ranks; a collective."""
+    own, messages = torch.tensor([secrets.randbits(32)]), rank_messages(environ)
+    return f"{int(own if messages is None else messages.broadcast(own)):08x}"
+
+
+def any_rank(messages: RankMessages | None, *, is_true: bool) -> bool:
+    """Return True if it is true on some rank; a collective."""
+    return is_true if messages is None else any(said["is"] for said in messages.gather_json({"is": is_true}))
 
 
 def agree_on_checkpoint(
@@ -193,9 +206,9 @@ def check_parts(keep: int, parts: dict[str, Any]) -> None:
         if isinstance(part, ParameterServerOptimizer) and not is_served:
             do = "Give Checkpoints loader=loader: by it the server's state is saved, and put back"
             raise _part_error(name, "the optimizer of a ring, without its loader", "both of them", do)
-        if isinstance(part, nn.Module) and any(_is_sharded(each) for each in (*part.modules(), *part.parameters())):
-            do = "Save a sharded model with torch.distributed.checkpoint"
-            raise _part_error(name, "a sharded model", "one that every rank has whole", do)
+        if isinstance(part, nn.Module) and gradients.is_sharded(part) and not _can_save_shards(part):
+            do = "Save a model that is sharded in another way with torch.distributed.checkpoint"
+            raise _part_error(name, "a sharded model", "one that is whole, or sharded by fully_shard", do)
 
 
 def check_part_names(saved: CheckpointFile, states: dict[str, Any], parts: dict[str, Any]) -> None:
@@ -211,6 +224,16 @@ def check_part_names(saved: CheckpointFile, states: dict[str, Any], parts: dict[
         do = "Go on in the modes that it was saved in: rings (ps-hra and ps) keep their state in a server"
     names = [", ".join(sorted(each)) or "none" for each in (states, parts)]
     raise TrainingError(explain("parts of a checkpoint", got=names[0], expected=names[1], do=do, where=str(saved.path)))
+
+
+def fit_whole_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states of whole tensors with this rank's shards, where the parts are sharded."""
+    from ringweave.training.checkpoints import shards
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("a state of whole tensors has shards")
+
+    return {name: shards.fit_state(part, states[name], refuse) for name, part in parts.items()}
 
 
 def load_part(saved: CheckpointFile, name: str, part: Any, state: Any) -> None:
@@ -237,8 +260,10 @@ def _part_error(name: str, got: str, expected: str, do: str) -> TrainingError:
     return TrainingError(explain(f"part {name} of checkpoints", got=got, expected=expected, do=do))
 
 
-def _is_sharded(part: object) -> bool:
-    return hasattr(part, "__tensor_flatten__") or type(part).__name__ == "FullyShardedDataParallel"
+def _can_save_shards(model: nn.Module) -> bool:
+    from ringweave.training.checkpoints import shards  # late: torch.distributed.tensor takes a part of a second
+
+    return shards.can_save(model)
 
 
 _LOGGER = logging.getLogger("ringweave")

@@ -3,11 +3,13 @@
 No pickle: write access to a checkpoint must not allow running code.
 
 JSON's own values stand for themselves and a list for a list. Everything else is an object with one key that names its
-kind: `{"map": [[key, value], ...]}`, `{"tuple": [...]}`, `{"tensor": name}`, `{"array": name}`, `{"bytes": hex}`.
+kind: `{"map": [[key, value], ...]}`, `{"tuple": [...]}`, `{"tensor": name}`, `{"array": name}`, `{"bytes": hex}`,
+`{"shards": [name, shape, dtype]}` of a tensor whose parts lie in the files of several ranks.
 """
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,16 @@ SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
 DTYPE_BY_NAME: Mapping[str, torch.dtype] = {str(each).removeprefix("torch."): each for each in SAFETENSORS_DTYPES}
 """Torch's own names; a name from outside is looked up here, so it cannot name another attribute of torch."""
 _SCALARS = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShards:
+    """A tensor whose parts lie in the files of several ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch's name."""
 
 
 class StateEncoder:
@@ -79,8 +91,12 @@ class StateEncoder:
         if isinstance(value, np.ndarray):
             return {"array": self._add_tensor(_array_to_tensor(value, path), path)}
         if isinstance(value, Tensor):
-            return {"tensor": self._add_tensor(value.detach(), path)}
+            return self.encode_tensor(value.detach(), path)
         raise _encoding_error(path, type(value).__name__, "numbers, text, tensors, and lists and dicts of them")
+
+    def encode_tensor(self, tensor: Tensor, path: str) -> dict[str, Any]:
+        """Return the JSON of a tensor."""
+        return {"tensor": self._add_tensor(tensor, path)}
 
     def _encode_item(self, value: Any, path: str, key: object, depth: int) -> Any:
         return self.encode(value, f"{path}.{key}", depth + 1)
@@ -119,6 +135,8 @@ def decode_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
             return bytes.fromhex(digits)
         case [("tensor" | "array" as form, str(name))] if name in tensors:
             return tensors[name] if form == "tensor" else tensors[name].numpy()
+        case [("shards", [str(name), list(shape), str(dtype)])] if dtype in DTYPE_BY_NAME:
+            return SavedShards(name, tuple(map(int, shape)), dtype)
     raise ValueError(f"an object of keys {sorted(tree)[:4]}")
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from ringweave.param_server import snapshots
 from ringweave.param_server.messages import ResumeDecision, ServerStatus
 from ringweave.training import gradients
 from ringweave.training.checkpoints import exchange, format, store
-from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter
+from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter, RankMessages
 from ringweave.training.checkpoints.format import StateEncoder
 from ringweave.training.checkpoints.store import (
     CheckpointContent,
@@ -30,6 +30,9 @@ from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource
 from ringweave.training.rings.shard_source import OfferedCheckpoint, ShardSource, loader_state
 from ringweave.training.timing import cuda_devices
+
+if TYPE_CHECKING:
+    from ringweave.training.checkpoints.shards import ShardReader
 
 FoundCheckpoint = tuple[CheckpointFile, CheckpointContent]
 
@@ -193,7 +196,7 @@ class Checkpoints:
     `save` copies the state in memory and returns; a thread writes it while training goes on. A disk that is full,
     broken or gone costs checkpoints, which the log and the event log report, and never the training. Rank 0 writes the
     state, which is the same on all ranks, and each rank writes its random numbers. In rings, the first ring writes the
-    parameter server's state.
+    parameter server's state. Of a sharded model (FSDP2, HSDP) and its optimizer, each rank writes its part.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, rng: bool = True, **parts: Any) -> None:
@@ -222,6 +225,10 @@ class Checkpoints:
         self._loader_name = next((name for name, part in parts.items() if isinstance(part, SharedLoader)), "")
         self._loader: SharedLoader | None = parts.get(self._loader_name)
         self._server_checkpoint: ServerCheckpoint | None = None
+        models = [part for part in self._parts.values() if isinstance(part, nn.Module)]
+        self._is_sharded = any(map(gradients.is_sharded, models))
+        self._run = ""
+        """Name of this training in the files with shards."""
         source = self._loader.source if self._loader is not None else None
         if isinstance(source, OrderSource):
             source.register_final_save(self._save_final)
@@ -250,6 +257,9 @@ class Checkpoints:
         if self._loader is not None:
             self._loader.count_train_steps(train_step)
         started_s = time.perf_counter()
+        if self._is_sharded:
+            self._save_shards(train_step, rank, started_s)
+            return
         states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
         if self._rng:
             states[_RNG_PART] = format.capture_rng_state(self._gpu)
@@ -266,14 +276,37 @@ class Checkpoints:
         """Copy these states and submit them to the writer."""
         encoder = StateEncoder()
         trees = {name: encoder.encode(state, name) for name, state in states.items()}
+        self._submit_copy(train_step, rank, {"parts": trees}, encoder.tensors, started_s)
+
+    def _submit_copy(
+        self, train_step: int, rank: int, content: dict[str, Any], tensors: Mapping[str, torch.Tensor], started_s: float
+    ) -> None:
+        """Copy these tensors and submit them with the rest of the document."""
         try:
-            staged = self._staging.stage(encoder.tensors)
+            staged = self._staging.stage(tensors)
         except (MemoryError, RuntimeError) as error:
             self._reporter.report_failed(rank, train_step, self.folder, f"no memory for a copy ({error}).")
             return
-        document = {"train_step": train_step, "rank": rank, "world_size": _rank_and_world_size()[1], "parts": trees}
+        document = {"train_step": train_step, "rank": rank, "world_size": _rank_and_world_size()[1], **content}
         copy_s = time.perf_counter() - started_s
         self._writer.submit(WriteJob(train_step=train_step, staged=staged, document=document, copy_s=copy_s))
+
+    def _save_shards(self, train_step: int, rank: int, started_s: float) -> None:
+        """Copy this rank's part of the state, once its earlier ones are on the disk.
+
+        None is dropped on a slow disk: the ranks would drop different ones, and none would be complete.
+        """
+        from ringweave.training.checkpoints.shards import ShardEncoder
+
+        if not self._run:
+            self._run = exchange.agree_on_run(os.environ)
+        self.wait()
+        encoder, rng_encoder = ShardEncoder(keeps_whole=rank == 0), StateEncoder()
+        trees = {name: encoder.encode(part.state_dict(), name) for name, part in self._parts.items()}
+        rng = rng_encoder.encode(format.capture_rng_state(self._gpu), _RNG_PART) if self._rng else None
+        whole = encoder.tensors if rank == 0 else {name: encoder.tensors[name] for name in encoder.offsets}
+        document = {"parts": trees if rank == 0 else {}, "offsets": encoder.offsets, "rng": rng, "run": self._run}
+        self._submit_copy(train_step, rank, document, {**whole, **rng_encoder.tensors}, started_s)
 
     def load(self) -> int:
         """Restore all parts from the newest complete checkpoint; every rank calls it, after `prepare`.
@@ -298,15 +331,45 @@ class Checkpoints:
         messages = exchange.rank_messages(os.environ)
         own_newest = self._read_newest()
         found = own_newest if messages is None else exchange.agree_on_checkpoint(own_newest, messages)
-        if found is None:
+        loaded = self._load_shards(found[0].train_step if found else 0, messages)
+        if loaded is None and found is not None:
+            self._restore(*found)
+            loaded = found[0], found[1].world_size
+        if loaded is None:
             return 0
-        saved, content = found
-        self._restore(saved, content)
+        saved, saved_world_size = loaded
         rank, world_size = _rank_and_world_size()
-        self._reporter.report_loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
+        self._reporter.report_loaded(rank, saved, saved_world_size=saved_world_size, world_size=world_size)
         if self._loader is not None:
-            self._loader.count_train_steps(content.train_step)
-        return content.train_step
+            self._loader.count_train_steps(saved.train_step)
+        return saved.train_step
+
+    def _load_shards(self, after: int, messages: RankMessages | None) -> tuple[CheckpointFile, int] | None:
+        """Restore the newest complete checkpoint with shards of a train step later than `after`.
+
+        Returns:
+            Its first file and the number of ranks that saved it; None if there is no such checkpoint.
+        """
+        sets = store.complete_sets(self.folder)
+        if not exchange.any_rank(messages, is_true=bool(sets)):
+            return None
+        from ringweave.training.checkpoints import shards
+
+        rank = _rank_and_world_size()[0]
+        for files in shards.agree_on_sets(sets, messages):
+            damage = shards.find_damage(files, messages) if files[0].train_step > after else []
+            for text in damage:
+                self._reporter.report_damaged(rank, files[0], text)
+            if not damage and files[0].train_step > after:
+                reader = shards.ShardReader(files)
+                states = reader.states()
+                exchange.check_part_names(files[0], states, self._parts)
+                for name, part in self._parts.items():
+                    exchange.load_part(files[0], name, part, shards.fit_state(part, states[name], reader.read))
+                if self._rng:
+                    self._restore_own_rng(files[0], len(files), reader)
+                return files[0], len(files)
+        return None
 
     def clear(self) -> int:
         """Remove the checkpoints of an earlier training in this folder; every rank calls it.
@@ -331,7 +394,7 @@ class Checkpoints:
         return 0
 
     def _remove_all(self) -> None:
-        store.remove_files(iter(store.list_checkpoints(self.folder)))
+        store.remove_files(iter([*store.list_checkpoints(self.folder), *store.list_shards(self.folder)]))
         store.remove_partials(self.folder)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -415,10 +478,23 @@ class Checkpoints:
         states = dict(content.parts)
         rng_state = states.pop(_RNG_PART, None)
         exchange.check_part_names(saved, states, self._parts)
+        if self._is_sharded:
+            states = exchange.fit_whole_states(self._parts, states)
         for name, part in self._parts.items():
             exchange.load_part(saved, name, part, states[name])
         if self._rng:
             self._restore_rng(saved, content, rng_state)
+
+    def _restore_own_rng(self, saved: CheckpointFile, saved_world_size: int, reader: "ShardReader") -> None:
+        """Restore the random numbers that this rank has saved, unless another number of ranks goes on."""
+        rank, world_size = _rank_and_world_size()
+        state, reason = None, f"{saved_world_size} ranks saved, {world_size} go on"
+        if saved_world_size == world_size:
+            state, reason = reader.rng_state(rank), "they were not saved"
+        if state is None:
+            self._reporter.report_new_rng(rank, saved.train_step, reason)
+        else:
+            format.restore_rng_state(state, self._gpu)
 
     def _restore_rng(self, saved: CheckpointFile, content: CheckpointContent, first_rank_state: Any) -> None:
         rank, world_size = _rank_and_world_size()
@@ -447,7 +523,7 @@ class Checkpoints:
                 job, staged, started_s = completed, completed.staged, time.perf_counter()
             assert staged is not None, "complete"
             staged.wait_copied()
-            place = {"rank": rank, "train_step": job.train_step}
+            place = {"rank": rank, "train_step": job.train_step, "run": job.document.get("run", "")}
             saved = store.write_checkpoint(self.folder, **place, document=job.document, staged=staged)
             write_s = time.perf_counter() - started_s
             self._reporter.report_saved(saved, num_bytes=staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
@@ -468,8 +544,12 @@ class Checkpoints:
     def _remove_old(self, written: CheckpointFile) -> None:
         """Remove all but the newest complete checkpoints, up to the one just written.
 
-        Also remove files of other ranks that belong to no kept checkpoint: those ranks may be gone forever.
+        Also remove files of other ranks that belong to no kept checkpoint: those ranks may be gone forever. Of
+        checkpoints with shards, complete ones count.
         """
+        if written.run:
+            self._remove_old_shards(written)
+            return
         own = [
             each
             for each in store.list_checkpoints(self.folder, rank=written.rank)
@@ -480,6 +560,17 @@ class Checkpoints:
         old = [each for each in own if each.train_step < oldest] if len(logged) == self._keep else []
         if written.rank == 0:
             old += [each for each in store.list_checkpoints(self.folder) if each.rank > 0 and each.train_step < oldest]
+        self._remove_or_report(old)
+
+    def _remove_old_shards(self, written: CheckpointFile) -> None:
+        complete = [files[0].train_step for files in store.complete_sets(self.folder)]
+        logged = [step for step in dict.fromkeys(complete) if step <= written.train_step][: self._keep]
+        if len(logged) < self._keep:
+            return
+        old = [each for each in store.list_shards(self.folder) if each.train_step < logged[-1]]
+        self._remove_or_report([each for each in old if each.rank == written.rank or each.rank >= written.num_files])
+
+    def _remove_or_report(self, old: list[CheckpointFile]) -> None:
         try:
             store.remove_files(iter(old))
         except OSError as error:

@@ -3,6 +3,7 @@
 ```text
 FOLDER/step-00000100-0123456789abcdef.safetensors           the state, and rank 0's random numbers
 FOLDER/step-00000100.rank-3-0123456789abcdef.safetensors    rank 3's random numbers
+FOLDER/step-00000100.shard-3-of-4.RUN-CHECK.safetensors     rank 3's part of a sharded state (`shards`)
 FOLDER/.rank-3.step-00000100.89abcdef.partial               being written, or left by a process that died
 ```
 
@@ -119,9 +120,10 @@ def _copy_barrier(devices: set[torch.device]) -> Callable[[], None]:
 FORMAT = 2
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
-_METADATA_KEY = "ringweave"
+METADATA_KEY = "ringweave"
 _PIECE_BYTES = 4 << 20
 _PARTIAL = re.compile(r"\.rank-(\d{1,9})\.(?:step-(\d{8,18})\.[0-9a-f]+\.)?partial")
+_SHARD_NAME = re.compile(r"step-(\d{8,18})\.shard-(\d{1,9})-of-(\d{1,9})\.([0-9a-f]{8})-([0-9a-f]{16})\.safetensors")
 _FILE_NAME = re.compile(r"step-(\d{8,18})(?:\.rank-([1-9]\d{0,8}))?-([0-9a-f]{16})\.safetensors")
 
 
@@ -135,6 +137,10 @@ class CheckpointFile:
     """Rank that wrote the file; rank 0's file has the state."""
     checksum: str
     """xxh3 (64 bits) of all its bytes, in hexadecimal."""
+    run: str = ""
+    """Training that saved it, of a file with shards; empty for a file with a state that is whole."""
+    num_files: int = 1
+    """Files of a checkpoint with shards, one of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,10 +165,36 @@ def list_checkpoints(folder: Path, *, rank: int | None = None) -> list[Checkpoin
     return sorted(found, key=lambda saved: (saved.train_step, _modified_s(saved.path)), reverse=True)
 
 
+def list_shards(folder: Path) -> list[CheckpointFile]:
+    """Return the files with shards of a folder, in any order."""
+    found = [(path, _SHARD_NAME.fullmatch(path.name)) for path in _list_paths(folder)]
+    return [
+        CheckpointFile(
+            path=path,
+            train_step=int(name[1]),
+            rank=int(name[2]),
+            num_files=int(name[3]),
+            run=name[4],
+            checksum=name[5],
+        )
+        for path, name in found
+        if name
+    ]
+
+
+def complete_sets(folder: Path) -> list[list[CheckpointFile]]:
+    """Return the checkpoints with shards whose files are all there, by rank; newest train step first."""
+    sets: dict[tuple[int, str, int], dict[int, CheckpointFile]] = {}
+    for saved in list_shards(folder):
+        sets.setdefault((saved.train_step, saved.run, saved.num_files), {})[saved.rank] = saved
+    complete = [key for key, files in sets.items() if set(files) == set(range(key[2]))]
+    return [[sets[key][rank] for rank in range(key[2])] for key in sorted(complete, reverse=True)]
+
+
 def write_checkpoint(
-    folder: Path, *, rank: int, train_step: int, document: dict[str, Any], staged: StagedTensors
+    folder: Path, *, rank: int, train_step: int, document: dict[str, Any], staged: StagedTensors, run: str = ""
 ) -> CheckpointFile:
-    """Write a checkpoint and give it its final name.
+    """Write a checkpoint and give it its final name; with the name of a training, as one of several files.
 
     Then earlier files of the same step and rank are removed, and partial files of this step or an earlier one, which
     are not needed any more. A process that is still writing such a file fails at its end.
@@ -173,14 +205,17 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".rank-{rank}.step-{train_step:08d}.{secrets.token_hex(8)}.partial"
-    part = f".rank-{rank}" if rank else ""
+    part, num_files = f".rank-{rank}" if rank else "", document["world_size"] if run else 1
+    if run:
+        part = f".shard-{rank}-of-{num_files}.{run}"
     try:
         with partial.open("xb", buffering=0) as file:
             checksum = _write_content(file, _safetensors_header(document, staged.entries), staged.content())
             file_io.fsync_file(file)
         path = folder / f"step-{train_step:08d}{part}-{checksum}.safetensors"
         # Listed before this file appears: of two files written at once, neither removes the other.
-        earlier = [each.path for each in list_checkpoints(folder, rank=rank) if each.train_step == train_step]
+        known = list_shards(folder) if run else list_checkpoints(folder)
+        earlier = [each.path for each in known if (each.rank, each.train_step) == (rank, train_step)]
         _rename_partial(partial, path)
     except BaseException:
         _remove_quietly(partial)
@@ -189,7 +224,7 @@ def write_checkpoint(
     for other in (*earlier, *_list_partials(folder, rank=rank, up_to=train_step)):
         if other != path:
             _remove_quietly(other)
-    return CheckpointFile(path=path, train_step=train_step, rank=rank, checksum=checksum)
+    return CheckpointFile(path=path, train_step=train_step, rank=rank, checksum=checksum, run=run, num_files=num_files)
 
 
 def remove_partials(folder: Path) -> None:
@@ -213,7 +248,7 @@ def read_checkpoint(saved: CheckpointFile, source: Path | None = None) -> Checkp
         if file_io.file_checksum(path) != saved.checksum:
             raise _damaged_error(saved, "bytes of another check")
         with safe_open(path, framework="pt") as file:
-            document = json.loads((file.metadata() or {})[_METADATA_KEY])
+            document = json.loads((file.metadata() or {})[METADATA_KEY])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if document["format"] != FORMAT:
             do = "Load it with the ringweave that wrote it, or train in another folder"
@@ -255,7 +290,7 @@ def _rename_partial(partial: Path, path: Path) -> None:
 
 
 def _safetensors_header(document: dict[str, Any], entries: Any) -> bytes:
-    metadata = {_METADATA_KEY: json.dumps({"format": FORMAT, **document})}
+    metadata = {METADATA_KEY: json.dumps({"format": FORMAT, **document})}
     text = json.dumps({"__metadata__": metadata, **entries}).encode()
     if len(text) > MAX_HEADER_BYTES:
         do = "Save fewer or larger tensors"

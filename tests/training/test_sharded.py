@@ -1,0 +1,78 @@
+"""Sharded models under `prepare`: FSDP2 and HSDP against one process on the whole batch, and what is refused."""
+
+import pytest
+
+from ringweave.testing.ranks import run_ranks
+from tests.training import sharded_functions
+from tests.training.training_functions import Case
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SHARES = [(1, 2, 8, 1), (3, 3, 3, 3), (7, 4, 1, 0)]
+CASES = {
+    "equal shares, uneven last batch": (Case(num_steps=20), []),
+    "last batch of one sample": (Case(num_samples=49, num_steps=20), []),
+    "unequal shares": (Case(num_steps=20), SHARES),
+    "accumulation": (Case(num_steps=20, accumulate=3), SHARES),
+    "accumulation without communication": (Case(num_steps=20, accumulate=3, uses_no_sync=True), SHARES),
+    "sum": (Case(num_steps=20, reduction="sum"), SHARES),
+    "clipping and schedule": (Case(num_steps=20, clips=True, schedules=True), SHARES),
+    "a term of the loss without samples": (Case(num_steps=20, has_regularizer=True), SHARES),
+    "tokens, by sample": (Case(num_steps=20, weighs="sample"), SHARES),
+    "tokens, by batch": (Case(num_steps=20, weighs="batch"), SHARES),
+}
+
+
+DAILY_HSDP = "accumulation without communication"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, (4,)) for name in CASES]
+    + [pytest.param(name, (2, 2), marks=[] if name == DAILY_HSDP else pytest.mark.thorough) for name in CASES],
+)
+def test_weights_equal_those_of_one_process(name: str, shape: tuple[int, ...]) -> None:
+    """FSDP2, and HSDP with a shape of two dimensions."""
+    case, shares = CASES[name]
+    for distance, is_accounted, is_sharded in run_ranks(
+        sharded_functions.distance_from_one_process, 4, case, shares, shape
+    ):
+        assert distance < 1e-9
+        assert is_accounted
+        assert is_sharded
+
+
+def test_a_rank_with_little_memory_gets_fewer_samples() -> None:
+    case = Case(num_steps=12)
+    for distance, is_accounted, _ in run_ranks(sharded_functions.distance_from_one_process, 2, case, [], (2,), 7):
+        assert distance < 1e-9
+        assert is_accounted
+
+
+def test_replicas_and_buffers_get_the_values_of_the_lower_rank() -> None:
+    found = run_ranks(sharded_functions.replicate_what_differs, 4, (2, 2))
+    assert [set(first) for first, _ in found] == [{0.0}, {1.0}, {0.0}, {1.0}]
+    assert all(buffer == [0.0] * 8 for _, buffer in found)
+
+
+EXPECTED = {
+    "early optimizer": "parameters of the optimizer: '2 of 2 that the model does not have', expected the sharded "
+    "model's. Make the optimizer after fully_shard",
+    "balanced": "mode: 'balanced', expected sync for a sharded model, since the waits for one another in every layer",
+    "ps": "mode: 'ps', expected sync for a sharded model, since each worker alone would need the whole model",
+    "ps-hra": "mode: 'ps-hra', expected sync for a sharded model, since the parameter server needs the whole model",
+    "ddp": "options ddp: 'bucket_cap_mb', expected none for a sharded model",
+    "partly": "parameter 1.weight: 'a whole tensor', expected a part of a tensor that is sharded over all ranks. Shard "
+    "the whole model by torch.distributed.fsdp.fully_shard",
+    "replicated": "parameter weight: 'a tensor with placements (Replicate(),)', expected a part of a tensor",
+    "fsdp1": "one of FullyShardedDataParallel (FSDP1)",
+    "output": "output of the model: 'OwnOutput', expected a tensor, or a tuple, list or dict with tensors. Return one",
+    "elastic": "model of an elastic job: 'a sharded model', expected one that every worker has whole",
+}
+
+
+def test_what_does_not_go_with_a_sharded_model_is_refused() -> None:
+    for said in run_ranks(sharded_functions.refusals, 2, {}):
+        assert said.keys() == EXPECTED.keys()
+        for name, text in EXPECTED.items():
+            assert text in said[name], (name, said[name])
