@@ -24,6 +24,25 @@ def test_broadcasts_from_every_rank_are_exact() -> None:
         assert counters["ring"]["collectives"] >= 3 * 5
 
 
+@pytest.mark.parametrize("schedule", ["ring", "direct", "multi-level"])
+def test_blocks_of_different_sizes_are_exact_whatever_their_sizes(schedule: str) -> None:
+    environ = {"RINGWEAVE_SCHEDULE": schedule}
+    for counters in run_ranks(collective_functions.check_unequal_blocks, 3, environ=environ, nodes=TWO_NODES):
+        taken = "ring" if schedule == "multi-level" else schedule
+        assert counters[taken]["collectives"] == 3 * 5 * 3 + 1, counters
+
+
+def test_blocks_of_different_sizes_run_by_schedules_on_one_node_and_without_tuning() -> None:
+    for counters in run_ranks(collective_functions.check_unequal_blocks, 3):
+        assert counters["direct"]["collectives"] == 3 * 5 * 3 + 1, counters
+
+
+def test_ranks_with_other_blocks_are_named() -> None:
+    with Ranks(collective_functions.disagree_in_block_sizes, 3, nodes=TWO_NODES) as ranks:
+        texts = [outcome.error for outcome in ranks.outcomes(timeout_s=60)]
+    assert any("allgather in blocks of 60, 80, 220 of 360 x torch.uint8" in text for text in texts), texts
+
+
 def test_schedules_that_trials_choose_are_exact() -> None:
     run_ranks(collective_functions.check_blocks, 3, nodes=TWO_NODES)
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ringweave import schedules
@@ -51,6 +51,12 @@ class ScheduleChoice:
         return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window, ahead=self.ahead)
 
 
+_MIN_SEGMENTS_OF_BLOCKS = 4
+"""Segments of an allgather, a reduce-scatter or a broadcast, where pieces are large enough: while a rank takes its turn
+for one, the links carry others. The prediction ignores turns."""
+_PROCESSOR_WEIGHT = 0.5
+"""Seconds that one of these three may last longer to save a second of a rank's processor: whoever calls them computes
+on the same processors (docs/notebook/2026-11.md)."""
 _AHEAD_S = 0.025
 """Time by which sends may precede the pieces that a rank waits for, beside four latencies: processors come late."""
 
@@ -61,12 +67,13 @@ def best_pipelining(
     """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
 
     Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
-    Small pieces that go round the peers also keep the streams that meet at a link even; measurements show that this
-    matters more than the overlap (docs/notebook/2026-11.md). The window holds the receives of two segments. Inside one
-    node the plan's assumptions set the size of pieces.
+    The window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
 
-    In an allgather and a reduce-scatter each rank could send its own block or its contributions to all near ranks at
-    once. Sent so, they take the rank's link from pieces that still have a slow uplink to pass; so they are held back.
+    In an allreduce, small pieces that go round the peers keep the streams that meet at a link even; measurements show
+    that this matters more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank
+    could send its own block or its contributions to all near ranks at once. Sent so, they take the rank's link from
+    pieces that still have a slow uplink to pass; so they are held back. That keeps streams even, and the pieces of all
+    collectives but allreduce are as large as the least sum of time and of weighted processor time has it.
     """
     largest = demand.largest_piece * num_bytes
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
@@ -80,8 +87,12 @@ def best_pipelining(
     else:
         counts = [_clamp_segments(round(largest / demand.local_piece_bytes))]
     times = {count: demand.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
-    as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
-    best = max(count for count in counts if times[count] <= as_good_s)
+    if kind == "allreduce":
+        as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
+        best = max(count for count in counts if times[count] <= as_good_s)
+    else:
+        enough = [count for count in counts if count >= _MIN_SEGMENTS_OF_BLOCKS] or [counts[-1]]
+        best = min(enough, key=lambda count: times[count] + _PROCESSOR_WEIGHT * demand.processor_s(count))
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
     if demand.num_latencies and demand.streams_meet and kind in ("allgather", "reduce-scatter"):
@@ -90,6 +101,10 @@ def best_pipelining(
     return ScheduleChoice(
         schedule=name, num_segments=best, lag=lag, window=window, ahead=ahead, predicted_s=times[best]
     )
+
+
+def _takes_any_blocks(name: str, kind: CollectiveKind) -> bool:
+    return name in _SCHEDULES_OF_ANY_BLOCKS and kind != "broadcast"
 
 
 def _clamp_segments(num_segments: int) -> int:
@@ -103,6 +118,8 @@ _PREFERENCE_WITHIN_NODE = ("direct", *(name for name in _PREFERENCE if name != "
 """Preference inside a node: the direct schedule, which copies least."""
 
 
+_SCHEDULES_OF_ANY_BLOCKS = ("ring", "direct")
+"""Schedules of an allgather and a reduce-scatter whose blocks may have different sizes."""
 PLANNED_KINDS: tuple[CollectiveKind, ...] = ("allreduce", "reduce-scatter", "allgather", "broadcast")
 """Collectives that plans know."""
 
@@ -233,7 +250,7 @@ class Plan:
         if kind == "allreduce":
             return self._generators()[name]()
         names = schedules.schedule_names(kind)
-        if name not in names or (block_shares is not None and (name == "multi-level" or kind == "broadcast")):
+        if name not in names or (block_shares is not None and not _takes_any_blocks(name, kind)):
             what = f"schedule of {kind}" + (" with blocks of different sizes" if block_shares is not None else "")
             raise UsageError(explain(what, got=name, expected=f"one of {', '.join(names)}", do="Name another one"))
         if kind == "broadcast":
@@ -303,6 +320,24 @@ class Plan:
             return best_pipelining(name, demands[name], num_bytes, kind)
         return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
 
+    def choose_for_blocks(
+        self, num_bytes: int, largest_block_bytes: int, forced: str | None, kind: CollectiveKind
+    ) -> ScheduleChoice:
+        """Return the choice for an allgather or a reduce-scatter of blocks of different sizes.
+
+        It is a ring or direct: the faster one by the prediction for equal blocks, unless one of them is forced. The
+        ring without pipelining where the collective was not planned.
+        """
+        demands = {name: asked for name, asked in self._demands(kind).items() if name in _SCHEDULES_OF_ANY_BLOCKS}
+        name = forced if forced in _SCHEDULES_OF_ANY_BLOCKS else None
+        if name is None and demands:
+            times = {each: best_pipelining(each, asked, num_bytes, kind) for each, asked in demands.items()}
+            name = self.fastest({each: choice.predicted_s for each, choice in times.items()})
+        if name is None or name not in demands:
+            return ScheduleChoice(schedule=name or "ring", num_segments=1, lag=0, window=2, predicted_s=math.inf)
+        asked = replace(demands[name], largest_piece=largest_block_bytes / num_bytes)
+        return best_pipelining(name, asked, num_bytes, kind)
+
     def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:
         planned = self.collective(kind)
         return dict(planned.demands) if planned else {}
@@ -347,7 +382,7 @@ class Plan:
         return parse_plan(text)
 
 
-PLAN_FORMAT = "ringweave-plan-3"
+PLAN_FORMAT = "ringweave-plan-4"
 """First key of the document."""
 MAX_PLAN_BYTES = file_io.MAX_JSON_BYTES
 """Limit on a text that is read; plans of ten thousand ranks have some hundred thousand."""

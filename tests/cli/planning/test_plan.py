@@ -102,10 +102,6 @@ def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]
             ["plan", "--run", "x", "--picture", "p.png"],
             "--picture: 'p.png', expected a CLUSTER to draw. Draw the plan of its cluster file: ringweave plan RUN_DIR",
         ),
-        (
-            ["plan", RACKS, "--picture", "p.png", "--collective", "broadcast"],
-            "--collective with --picture: 'broadcast', expected allreduce. Leave --picture out, or draw the allreduce.",
-        ),
         (["plan", RACKS, "--picture", "p.gif"], "picture: 'p.gif', expected a file name ending in .png or .svg."),
         (
             ["plan", RACKS, "--picture", "no/p.png"],

@@ -1,9 +1,11 @@
 """Messages of collectives: the elements on which a program works in place, and the tensors that they come from.
 
 A message is one-dimensional and the same size on all ranks. For an allgather and a reduce-scatter it consists of a
-block for each rank. Collectives that only copy work on bytes.
+block for each rank, of equal or of different sizes. Collectives that only copy work on bytes.
 """
 
+import hashlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,8 @@ class CollectiveMessage:
     """Combines contributions; None where the collective only copies."""
     root: int | None = None
     """Group rank that has the message of a broadcast."""
+    block_sizes: tuple[int, ...] | None = None
+    """Elements of the block of each rank, the same on all ranks; None where these are equal, or there are none."""
     staged: bridge.StagedMessage | None = None
     """The tensor on its way through the bridge; None on the CPU."""
     program: "Future[CompiledProgram] | None" = None
@@ -54,7 +58,13 @@ class CollectiveMessage:
     @property
     def operation(self) -> str:
         """Operation in words; equal on all ranks."""
-        return f"{self.kind}({self.detail})" if self.detail else self.kind
+        text = f"{self.kind}({self.detail})" if self.detail else self.kind
+        return text if self.block_sizes is None else f"{text} in {_blocks_text(self.block_sizes)}"
+
+    @property
+    def largest_block_bytes(self) -> int | None:
+        """Size of the largest block; None where blocks are equal, or there are none."""
+        return None if self.block_sizes is None else max(self.block_sizes) * self.dtype.itemsize
 
     def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the elements on the host, with this rank's contribution in them.
@@ -157,12 +167,12 @@ class BroadcastTensor(CollectiveMessage):
 
 @dataclass(slots=True, kw_only=True)
 class GatheredBlocks(CollectiveMessage):
-    """Equal blocks of all ranks that come together on each rank."""
+    """Blocks of all ranks that come together on each rank."""
 
     block: Tensor
     """This rank's."""
     outputs: list[Tensor]
-    """One tensor for all blocks, contiguous, or one for each block."""
+    """One tensor for all blocks, which are equal then, contiguous; or one for each block."""
     group_rank: int
 
     @classmethod
@@ -172,6 +182,7 @@ class GatheredBlocks(CollectiveMessage):
             kind="allgather",
             num_elements=num_bytes,
             dtype=torch.uint8,
+            block_sizes=_unequal_sizes([output.nbytes for output in outputs]),
             block=block,
             outputs=outputs,
             group_rank=group_rank,
@@ -183,7 +194,7 @@ class GatheredBlocks(CollectiveMessage):
             message = _as_bytes(flatten_tensor(self.outputs[0]))
         else:
             message = memory.take_buffers(1, self.num_elements, torch.uint8)[0]
-        own = _block_of(message, self.group_rank, self.block.nbytes).view(self.block.dtype)
+        own = _block_of(message, self.group_rank, self.block.nbytes, self.block_sizes).view(self.block.dtype)
         if self.block.nbytes and own.data_ptr() != self.block.data_ptr():
             own.view(self.block.shape).copy_(self.block.detach())
         return message
@@ -196,7 +207,7 @@ class GatheredBlocks(CollectiveMessage):
         if len(self.outputs) == 1:
             return
         for rank, output in enumerate(self.outputs):
-            block = _block_of(message, rank, output.nbytes).view(output.dtype)
+            block = _block_of(message, rank, output.nbytes, self.block_sizes).view(output.dtype)
             output.detach().copy_(block.view(output.shape))
 
 
@@ -220,6 +231,7 @@ class ScatteredBlocks(CollectiveMessage):
             num_elements=sum(block.numel() for block in blocks),
             dtype=output.dtype,
             reduction=reduction,
+            block_sizes=_unequal_sizes([block.numel() for block in blocks]),
             blocks=blocks,
             output=output,
             op=op,
@@ -245,13 +257,29 @@ class ScatteredBlocks(CollectiveMessage):
     def finish(self, message: Tensor, num_ranks: int) -> None:
         if self.program is None or self.reduction is None:
             return
-        own = _block_of(message, self.group_rank, self.output.numel())
+        own = _block_of(message, self.group_rank, self.output.numel(), self.block_sizes)
         self.reduction.finish(own, num_ranks)
         self.output.detach().copy_(own.view(self.output.shape))
 
 
-def _block_of(message: Tensor, rank: int, size: int) -> Tensor:
-    return message[rank * size : (rank + 1) * size]
+def _block_of(message: Tensor, rank: int, size: int, block_sizes: Sequence[int] | None = None) -> Tensor:
+    start = rank * size if block_sizes is None else sum(block_sizes[:rank])
+    return message[start : start + size]
+
+
+def _unequal_sizes(sizes: Sequence[int]) -> tuple[int, ...] | None:
+    return tuple(sizes) if len(set(sizes)) > 1 else None
+
+
+_MAX_NAMED_BLOCKS = 8
+
+
+def _blocks_text(sizes: Sequence[int]) -> str:
+    """Return sizes in words; of many blocks a digest, which differs where sizes do."""
+    if len(sizes) <= _MAX_NAMED_BLOCKS:
+        return f"blocks of {', '.join(map(str, sizes))}"
+    digest = hashlib.sha256(repr(tuple(sizes)).encode()).hexdigest()[:16]
+    return f"{len(sizes)} blocks of {min(sizes)} to {max(sizes)} ({digest})"
 
 
 def _as_bytes(elements: Tensor) -> Tensor:
