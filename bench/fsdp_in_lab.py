@@ -238,7 +238,9 @@ def step_bound_s(cluster: topology.Cluster, kind: str, num_bytes: Mapping[str, i
         for vertex in range(1, len(net)):
             below = set(net.nodes_below(vertex))
             parts = [(sum(nodes[rank] in below for rank in group), len(group)) for group in groups[collective]]
-            leaving, entering = (sum(ways) for ways in zip(*(_passing(collective, *part) for part in parts), strict=True))
+            leaving, entering = (
+                sum(ways) for ways in zip(*(_passing(collective, *part) for part in parts), strict=True)
+            )
             seconds += [size * leaving / net.up_bytes_per_s[vertex], size * entering / net.down_bytes_per_s[vertex]]
         total_s += max(seconds)
     return total_s * WIRE_PER_PAYLOAD
@@ -269,7 +271,9 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> int:
         bound_s = step_bound_s(cluster, kind, ours["num_bytes"])
         outside_s = times[0] - statistics.median(ours["in_collectives_s"])
         best = times[1] / (bound_s + outside_s)
-        print(f"          bound of its collectives {bound_s:.3f} s; with it a step were {best:.2f} times faster than gloo")
+        print(
+            f"          bound of its collectives {bound_s:.3f} s; with it a step were {best:.2f} times faster than gloo"
+        )
         missed |= times[1] / times[0] < TARGET or apart > ALLOWED
     carried = {name: counts["collectives"] for name, counts in found["by_schedule"].items()}
     print(f"\nringweave's collectives by schedule: {carried}")

@@ -86,7 +86,9 @@ def check_blocks() -> dict[str, dict[str, int]]:
 def check_unequal_blocks() -> dict[str, dict[str, int]]:
     """Check lists of blocks of different sizes, small, empty and strided ones; returns the counters."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    for turn, counts in enumerate(([40_000 * r + 7 for r in range(size)], [3, *[0] * (size - 1)], [5, *[9] * (size - 1)])):
+    for turn, counts in enumerate(
+        ([40_000 * r + 7 for r in range(size)], [3, *[0] * (size - 1)], [5, *[9] * (size - 1)])
+    ):
         for dtype in DTYPES:
             contents = [inputs(count, dtype, turn)[owner] for owner, count in enumerate(counts)]
             for _ in range(2):  # the second one has its program

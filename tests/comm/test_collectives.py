@@ -24,17 +24,20 @@ def test_broadcasts_from_every_rank_are_exact() -> None:
         assert counters["ring"]["collectives"] >= 3 * 5
 
 
-@pytest.mark.parametrize("schedule", ["ring", "direct", "multi-level"])
-def test_blocks_of_different_sizes_are_exact_whatever_their_sizes(schedule: str) -> None:
-    environ = {"RINGWEAVE_SCHEDULE": schedule}
+@pytest.mark.parametrize(
+    ("forced", "taken"), [("ring", {"ring"}), ("direct", {"direct"}), ("multi-level", {"ring", "direct"})]
+)
+def test_blocks_of_different_sizes_are_exact_whatever_their_sizes(forced: str, taken: set[str]) -> None:
+    environ = {"RINGWEAVE_SCHEDULE": forced}
     for counters in run_ranks(collective_functions.check_unequal_blocks, 3, environ=environ, nodes=TWO_NODES):
-        taken = "ring" if schedule == "multi-level" else schedule
-        assert counters[taken]["collectives"] == 3 * 5 * 3 + 1, counters
+        num_gathered, num_scattered = 3 * 5 * 2 + 1, 5 + 2  # Gloo takes small blocks to add, but of a dtype it lacks
+        found = sum(counters[name]["collectives"] for name in taken & counters.keys())
+        assert found == num_gathered + num_scattered, counters
 
 
 def test_blocks_of_different_sizes_run_by_schedules_on_one_node_and_without_tuning() -> None:
     for counters in run_ranks(collective_functions.check_unequal_blocks, 3):
-        assert counters["direct"]["collectives"] == 3 * 5 * 3 + 1, counters
+        assert counters["direct"]["collectives"] == 3 * 5 * 2 + 1 + 3, counters  # 3 of a dtype that Gloo cannot add
 
 
 def test_ranks_with_other_blocks_are_named() -> None:

@@ -208,9 +208,7 @@ def _chosen_schedule(plan: Plan, message: _Message, simulated: Mapping[str, floa
     return plan.fastest(simulated) if simulated else plan.choose(message.num_bytes, kind=message.kind).schedule
 
 
-def _check_arguments(
-    cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None
-) -> None:
+def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
     if (cluster_path is None) == (run_dir is None):
         got = "neither" if run_dir is None else "both"
         expected = "either CLUSTER or --run RUN_DIR"

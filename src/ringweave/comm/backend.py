@@ -218,15 +218,16 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
     def _can_gather(self, outputs: list[Tensor], own: Tensor) -> bool:
         """Return True if the outputs are a block of each rank, in one tensor or in one each, and large enough."""
-        return self._runs_by_schedule([own, *outputs], self._limit_of_blocks(outputs, own, self._native_limit_bytes))
+        limit_bytes, are_equal = self._native_limit_bytes, len({output.numel() for output in outputs}) == 1
+        limit_bytes = limit_bytes if are_equal or math.isinf(limit_bytes) else 0.0  # Gloo gathers equal blocks only
+        return self._runs_by_schedule([own, *outputs], self._limit_of_blocks(outputs, own, limit_bytes))
 
     def _limit_of_blocks(self, blocks: list[Tensor], own: Tensor, limit_bytes: float) -> float:
-        """Return the size, with `own`, from which blocks run by schedules: any if they differ, which Gloo refuses."""
+        """Return the size, with `own`, from which blocks run by schedules; infinite if these are no blocks of ranks."""
         size, rank, counts = self.members.group_size, self.members.group_rank, [block.numel() for block in blocks]
         are_blocks = counts == [size * own.numel()] or (len(counts) == size and counts[rank] == own.numel())
-        if not are_blocks or any(block.dtype != own.dtype for block in blocks):
-            return math.inf
-        return own.nbytes + (limit_bytes if len(set(counts)) == 1 or math.isinf(self._native_limit_bytes) else 0.0)
+        are_blocks = are_blocks and all(block.dtype == own.dtype for block in blocks)
+        return own.nbytes + limit_bytes if are_blocks else math.inf
 
     def _gather(self, outputs: list[Tensor], own: Tensor, *options: Any) -> Work:
         from ringweave.comm.engine.messages import GatheredBlocks

@@ -49,7 +49,7 @@ def test_the_document_of_another_collective(
     found = json.loads(capsys.readouterr().out)
     assert (found["collective"], found["bound_s"], found["chosen"]) == (kind, bound_s, chosen)
     assert [choice["schedule"] for choice in found["choices"]] == ["multi-level", "ring", "direct"]
-    assert found["choices"][0]["fraction_of_bound"] > 0.98
+    assert found["choices"][0]["fraction_of_bound"] > 0.97
     assert "r0->core" in found["binding"]
 
 
