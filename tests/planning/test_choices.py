@@ -97,7 +97,8 @@ def test_pieces_of_blocks_are_larger_where_they_cost_processor_time(kind: Collec
 
 
 def test_segments_of_blocks_overlap_although_the_prediction_gains_nothing() -> None:
-    assert best_pipelining("ring", RING_OF_8, 3 * MB, "allgather").num_segments == 4
+    assert best_pipelining("ring", RING_OF_8, 25 * MB, "allgather").num_segments in range(16, 24)
+    assert best_pipelining("ring", RING_OF_8, 3 * MB, "allgather").num_segments in range(5, 8)
     assert best_pipelining("ring", RING_OF_8, MB // 4, "allgather").num_segments == 1
 
 

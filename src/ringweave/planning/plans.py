@@ -51,9 +51,9 @@ class ScheduleChoice:
         return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window, ahead=self.ahead)
 
 
-_MIN_SEGMENTS_OF_BLOCKS = 4
-"""Segments of an allgather, a reduce-scatter or a broadcast, where pieces are large enough: while a rank takes its turn
-for one, the links carry others. The prediction ignores turns."""
+_STEADY_SEGMENTS, _STEADY_PIECE_BYTES = 16, 64 * 10**3
+"""Least segments of an allgather, a reduce-scatter or a broadcast, where their pieces are not smaller than this: while a
+rank is late for one piece, its links carry others. The prediction knows no late ranks."""
 _PROCESSOR_WEIGHT = 0.5
 """Seconds that one of these three may last longer to save a second of a rank's processor: whoever calls them computes
 on the same processors (docs/notebook/2026-11.md)."""
@@ -91,7 +91,9 @@ def best_pipelining(
         as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
         best = max(count for count in counts if times[count] <= as_good_s)
     else:
-        enough = [count for count in counts if count >= _MIN_SEGMENTS_OF_BLOCKS] or [counts[-1]]
+        enough = [
+            count for count in counts if count >= min(_STEADY_SEGMENTS, largest // _STEADY_PIECE_BYTES, counts[-1])
+        ]
         best = min(enough, key=lambda count: times[count] + _PROCESSOR_WEIGHT * demand.processor_s(count))
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
