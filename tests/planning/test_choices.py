@@ -89,17 +89,17 @@ def test_pieces_of_blocks_are_larger_where_they_cost_processor_time(kind: Collec
     meeting = changed(streams_meet=True, waves_s_per_byte=12e-8)
     fine = best_pipelining("direct", meeting, 25 * MB)
     coarse = best_pipelining("direct", meeting, 25 * MB, kind)
-    assert MAX_SEGMENTS == fine.num_segments > 2 * coarse.num_segments
+    assert MAX_SEGMENTS == fine.num_segments > 1.5 * coarse.num_segments
     saved_s = meeting.processor_s(fine.num_segments) - meeting.processor_s(coarse.num_segments)
-    assert 0 < coarse.predicted_s - fine.predicted_s < 0.5 * saved_s
+    assert 0 < coarse.predicted_s - fine.predicted_s < saved_s
     free = changed(streams_meet=True, waves_s_per_byte=12e-8, processor_message_s=0.0)
     assert best_pipelining("direct", free, 25 * MB, kind).predicted_s <= fine.predicted_s
 
 
-def test_segments_of_blocks_overlap_although_the_prediction_gains_nothing() -> None:
-    assert best_pipelining("ring", RING_OF_8, 25 * MB, "allgather").num_segments in range(16, 24)
-    assert best_pipelining("ring", RING_OF_8, 3 * MB, "allgather").num_segments in range(5, 8)
-    assert best_pipelining("ring", RING_OF_8, MB // 4, "allgather").num_segments == 1
+def test_rings_of_blocks_are_cut_although_the_prediction_gains_nothing() -> None:
+    ring = best_pipelining("ring", RING_OF_8, 25 * MB, "allgather")
+    assert ring.num_segments > 16
+    assert RING_OF_8.processor_s(ring.num_segments) < 0.03 * ring.predicted_s
 
 
 def test_a_tiny_message_is_not_cut() -> None:

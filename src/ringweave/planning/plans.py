@@ -22,8 +22,9 @@ MAX_WINDOW = 64
 _SEGMENTS_IN_FLIGHT = 8
 _NUM_SEGMENT_COUNTS = 12
 _PIPELINING_TIE_RATIO = 1.02
-"""Where streams meet, the finest pieces within this ratio of the fastest are taken: coarse streams starve each other,
-which the prediction ignores (docs/notebook/2026-11.md)."""
+"""The finest pieces within this ratio of the fastest are taken where streams meet, since coarse ones starve each other,
+and where processor time counts: a late rank delays coarse pieces for longer. The prediction ignores both
+(docs/notebook/2026-11.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +52,6 @@ class ScheduleChoice:
         return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window, ahead=self.ahead)
 
 
-_STEADY_SEGMENTS, _STEADY_PIECE_BYTES = 16, 64 * 10**3
-"""Least segments of an allgather, a reduce-scatter or a broadcast, where their pieces are not smaller than this: while a
-rank is late for one piece, its links carry others. The prediction knows no late ranks."""
-_PROCESSOR_WEIGHT = 0.5
-"""Seconds that one of these three may last longer to save a second of a rank's processor: whoever calls them computes
-on the same processors (docs/notebook/2026-11.md)."""
 _AHEAD_S = 0.025
 """Time by which sends may precede the pieces that a rank waits for, beside four latencies: processors come late."""
 
@@ -69,11 +64,11 @@ def best_pipelining(
     Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
     The window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
 
-    In an allreduce, small pieces that go round the peers keep the streams that meet at a link even; measurements show
-    that this matters more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank
-    could send its own block or its contributions to all near ranks at once. Sent so, they take the rank's link from
-    pieces that still have a slow uplink to pass; so they are held back. That keeps streams even, and the pieces of all
-    collectives but allreduce are as large as the least sum of time and of weighted processor time has it.
+    Small pieces that go round the peers keep the streams that meet at a link even; measurements show that this matters
+    more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank could send its own
+    block or its contributions to all near ranks at once. Sent so, they take the rank's link from pieces that still have
+    a slow uplink to pass; so they are held back. That keeps streams even too. For all collectives but allreduce a
+    second of the rank's processor counts like one of the time: whoever calls them computes on the same processor.
     """
     largest = demand.largest_piece * num_bytes
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
@@ -87,14 +82,10 @@ def best_pipelining(
     else:
         counts = [_clamp_segments(round(largest / demand.local_piece_bytes))]
     times = {count: demand.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
-    if kind == "allreduce":
-        as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
-        best = max(count for count in counts if times[count] <= as_good_s)
-    else:
-        enough = [
-            count for count in counts if count >= min(_STEADY_SEGMENTS, largest // _STEADY_PIECE_BYTES, counts[-1])
-        ]
-        best = min(enough, key=lambda count: times[count] + _PROCESSOR_WEIGHT * demand.processor_s(count))
+    counts_processor = kind != "allreduce"
+    costs = {count: times[count] + (demand.processor_s(count) if counts_processor else 0.0) for count in counts}
+    as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet or counts_processor else 1)
+    best = max(count for count in counts if costs[count] <= as_good_s)
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
     if demand.num_latencies and demand.streams_meet and kind in ("allgather", "reduce-scatter"):
