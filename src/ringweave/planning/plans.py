@@ -293,7 +293,8 @@ class Plan:
     def choose(self, num_bytes: int, forced: str | None = None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
         """Return the fastest choice by prediction, or the forced one.
 
-        Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate).
+        Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate). A rank's
+        processor time counts as it does for pieces (`best_pipelining`).
 
         A forced schedule that was left out, and `native`, run without pipelining, with an infinite predicted time. So
         does `native` where the collective was not planned. A forced schedule that the collective lacks, such as
@@ -307,8 +308,7 @@ class Plan:
         if name is None or name not in (*schedules.schedule_names(kind), NATIVE):
             if not demands:
                 return ScheduleChoice(schedule=NATIVE, num_segments=1, lag=0, window=2, predicted_s=math.inf)
-            by_name = {choice.schedule: choice for choice in self.choices(num_bytes, kind)}
-            return by_name[self.fastest({name: choice.predicted_s for name, choice in by_name.items()})]
+            return self._cheapest(demands, num_bytes, kind)
         if name in demands:
             return best_pipelining(name, demands[name], num_bytes, kind)
         return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
@@ -324,12 +324,20 @@ class Plan:
         demands = {name: asked for name, asked in self._demands(kind).items() if name in _SCHEDULES_OF_ANY_BLOCKS}
         name = forced if forced in _SCHEDULES_OF_ANY_BLOCKS else None
         if name is None and demands:
-            times = {each: best_pipelining(each, asked, num_bytes, kind) for each, asked in demands.items()}
-            name = self.fastest({each: choice.predicted_s for each, choice in times.items()})
+            name = self._cheapest(demands, num_bytes, kind).schedule
         if name is None or name not in demands:
             return ScheduleChoice(schedule=name or "ring", num_segments=1, lag=0, window=2, predicted_s=math.inf)
         asked = replace(demands[name], largest_piece=largest_block_bytes / num_bytes)
         return best_pipelining(name, asked, num_bytes, kind)
+
+    def _cheapest(self, demands: Mapping[str, ScheduleDemand], num_bytes: int, kind: CollectiveKind) -> ScheduleChoice:
+        found = {name: best_pipelining(name, asked, num_bytes, kind) for name, asked in demands.items()}
+        counts_processor = kind != "allreduce" and len(set(self.nodes)) > 1
+        costs = {
+            name: choice.predicted_s + (demands[name].processor_s(choice.num_segments) if counts_processor else 0.0)
+            for name, choice in found.items()
+        }
+        return found[self.fastest(costs)]
 
     def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:
         planned = self.collective(kind)
