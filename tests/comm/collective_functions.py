@@ -83,6 +83,20 @@ def check_blocks() -> dict[str, dict[str, int]]:
     return _counters()
 
 
+def check_reductions_in_pieces() -> None:
+    """Check large reduce-scatters whose input is copied piece by piece, of operations that prepare and finish it."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for op in (ReduceOp.SUM, ReduceOp.AVG, dist._make_nccl_premul_sum(3.0)):
+        for _ in range(2):
+            whole = inputs(size * 150_000, torch.float64, 5)[rank]
+            kept, own = whole.clone(), whole.new_empty(150_000)
+            dist.reduce_scatter_tensor(own, whole, op)
+            total = torch.stack(inputs(size * 150_000, torch.float64, 5)).sum(0).chunk(size)[rank]
+            factor = 1.0 if op == ReduceOp.SUM else 1 / size if op == ReduceOp.AVG else 3.0
+            assert torch.allclose(own, total * factor, rtol=1e-15), op
+            assert torch.equal(whole, kept), "the input was changed"
+
+
 def check_unequal_blocks() -> dict[str, dict[str, int]]:
     """Check lists of blocks of different sizes, small, empty and strided ones; returns the counters."""
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -35,6 +35,13 @@ def test_blocks_of_different_sizes_are_exact_whatever_their_sizes(forced: str, t
         assert found == num_gathered + num_scattered, counters
 
 
+@pytest.mark.parametrize("schedule", ["ring", "direct", "multi-level"])
+def test_reductions_of_large_blocks_are_exact_and_leave_their_input(schedule: str) -> None:
+    run_ranks(
+        collective_functions.check_reductions_in_pieces, 3, environ={"RINGWEAVE_SCHEDULE": schedule}, nodes=TWO_NODES
+    )
+
+
 def test_blocks_of_different_sizes_run_by_schedules_on_one_node_and_without_tuning() -> None:
     for counters in run_ranks(collective_functions.check_unequal_blocks, 3):
         assert counters["direct"]["collectives"] == 3 * 5 * 2 + 1 + 3, counters  # 3 of a dtype that Gloo cannot add

@@ -353,12 +353,11 @@ class CollectiveEngine:
     ) -> None:
         reduction, staged, program = message.reduction, message.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
-        instructions = None
         if reduction is not None and staged is not None:  # prepares and finishes the message by segments
             marks, size = compiled.segment_marks, self._group.group_size
             instructions = bridge.paced_instructions(program, marks, staged, elements, reduction, size)
-        elif reduction is not None:
-            reduction.prepare(elements)
+        else:
+            instructions = message.instructions(program, elements)
         run_program(
             program,
             elements,

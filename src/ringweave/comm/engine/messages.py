@@ -5,7 +5,7 @@ block for each rank, of equal or of different sizes. Collectives that only copy 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_
 from ringweave.comm.engine.reductions import ReduceOperation
 from ringweave.comm.native_backend import NativeBackends
 from ringweave.schedules import CollectiveKind
+from ringweave.schedules.program import Instruction, Opcode, RankProgram
 
 if TYPE_CHECKING:
     from ringweave.comm.engine.engine import CompiledProgram
@@ -75,6 +76,17 @@ class CollectiveMessage:
             memory: Of the channel, for messages that have no memory of their own.
         """
         raise NotImplementedError
+
+    def instructions(self, program: RankProgram, message: Tensor) -> Iterable[Instruction]:
+        """Return the program's instructions, each of which must be executed before the next one is asked for.
+
+        Args:
+            program: The program.
+            message: What `begin` returned; readied for the reduce operation by the time that an instruction needs it.
+        """
+        if self.reduction is not None:
+            self.reduction.prepare(message)
+        return program.instructions
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         """Run the collective by the native backend of a channel; blocks.
@@ -221,6 +233,8 @@ class ScatteredBlocks(CollectiveMessage):
     op: Any
     """Reduce operation of torch."""
     group_rank: int
+    uncopied: Tensor | None = field(default=None, init=False)
+    """The blocks in one dimension, of which each piece is copied when it is needed."""
 
     @classmethod
     def of(
@@ -239,15 +253,39 @@ class ScatteredBlocks(CollectiveMessage):
         )
 
     def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
-        """Return a copy of the blocks, in which a program can add; for the native backend, the blocks themselves."""
+        """Return memory for a copy of the blocks, in which a program can add; for the native backend, the blocks.
+
+        In a program of several segments all operations have the same pieces. Each rank sends or receives each of them,
+        so they are copied one by one, while others are on the wire.
+        """
         if self.program is None and len(self.blocks) == 1:
             return flatten_tensor(self.blocks[0])
         message = memory.take_buffers(1, self.num_elements, self.dtype)[0]
+        is_alone = self.output.numel() == self.num_elements  # has no operations
+        if num_segments > 1 and len(self.blocks) == 1 and self.blocks[0].is_contiguous() and not is_alone:
+            self.uncopied = flatten_tensor(self.blocks[0])
+            return message
         start = 0
         for block in self.blocks:
             message[start : start + block.numel()].view(block.shape).copy_(block.detach())
             start += block.numel()
         return message
+
+    def instructions(self, program: RankProgram, message: Tensor) -> Iterable[Instruction]:
+        if self.uncopied is None:
+            return CollectiveMessage.instructions(self, program, message)
+        return self._copy_pieces(program, message, self.uncopied)
+
+    def _copy_pieces(self, program: RankProgram, message: Tensor, blocks: Tensor) -> Iterator[Instruction]:
+        assert self.reduction is not None
+        copied: set[int] = set()
+        for instruction in program.instructions:
+            start, stop = instruction.start, instruction.stop
+            if start not in copied and instruction.opcode in (Opcode.SEND, Opcode.WAIT_RECV):
+                copied.add(start)
+                message[start:stop].copy_(blocks[start:stop])
+                self.reduction.prepare(message[start:stop])
+            yield instruction
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         output = flatten_tensor(self.output)
