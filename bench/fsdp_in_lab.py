@@ -1,11 +1,16 @@
 """FSDP2 and HSDP on ringweave beside the same on Gloo, in the lab: seconds per train step, and losses.
 
     python bench/fsdp_in_lab.py --steps 8                # needs root; another cluster: --cluster FILE
+    python bench/fsdp_in_lab.py --kinds HSDP,HSDP-near   # both orders of ranks in the mesh
 
-One job, and four GPTs (of examples/support) with the same first weights and samples: FSDP2 over all ranks, and HSDP
-with two replicas of half of the ranks each, on ringweave and on Gloo. They take turns, with a barrier in between, so
-all meet the same machine. A step is forward, backward and update; its time is the slowest rank's. The first steps warm
-up: in them, ringweave's schedules are tried.
+One job, and GPTs (of examples/support) with the same first weights and samples, each on ringweave and on Gloo: FSDP2
+over all ranks; HSDP with two replicas, each of half of the ranks, as init_device_mesh(2, N/2) has it, which shards
+inside a rack; HSDP-near with replicas on neighbouring ranks, which shards across the racks. They take turns, with a
+barrier in between, so all meet the same machine. A step is forward, backward and update; its time is the slowest
+rank's. The first steps warm up: in them, ringweave's schedules are tried.
+
+On a CPU FSDP waits for each collective before it goes on, so no step is shorter than the sum of their bounds. A bound
+is that of the busiest link for what the groups of a mesh dimension have to pass over it together.
 Exit code 1 if a loss differs by more than 1e-6 from that on Gloo, or a step is less than 1.5 times faster.
 """
 
@@ -15,6 +20,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +38,17 @@ from ddp_in_lab import clock, gloo_group
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from ringweave import lab, topology  # noqa: E402
+from ringweave import cost, lab, topology  # noqa: E402
+from ringweave_bench.results import WIRE_PER_PAYLOAD  # noqa: E402
 from support.gpt import GPT, NUM_BYTES, GPTConfig  # noqa: E402
 
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 10
 """FSDP gathers each block twice a step: the class of sizes of a block has its trials in the first steps."""
 ALLOWED, TARGET = 1e-6, 1.5
+KINDS = ("FSDP2", "HSDP", "HSDP-near")
+CALLS = {"all_gather_single": "allgather", "reduce_scatter_single": "reduce-scatter", "all_reduce": "allreduce"}
+"""Functions of torch.distributed that FSDP calls, and their collectives."""
 RUN_TIMEOUT_S = 1800
 
 
@@ -47,6 +60,12 @@ class Contender:
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+    """Of all ranks together, in each step."""
+    in_collectives_s: list[float] = field(default_factory=list)
+    """Wait of the first rank for its collectives, in each step."""
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of the last step by collective."""
 
 
 def main() -> None:
@@ -56,8 +75,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured train steps of each")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
     parser.add_argument("--width", type=int, default=256, help="width of the model: 4 blocks of 256 are 13 MB")
+    parser.add_argument("--kinds", default="FSDP2,HSDP", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp-in-lab"), help="folder for the run")
     options = parser.parse_args()
+    if unknown := set(options.kinds.split(",")) - set(KINDS):
+        parser.error(f"--kinds: {', '.join(unknown)}, expected some of {', '.join(KINDS)}")
     if "RANK" in os.environ:
         work(options)
     else:
@@ -73,7 +95,7 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     place = lab.up(topology.load(options.cluster), f"fsdp-{options.cluster.stem}")
     out = options.out.absolute()
     verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-    own = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")] + [f"--out={out}"]
+    own = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width", "kinds")] + [f"--out={out}"]
     try:
         command = [*verb, "--run-dir", str(out), __file__, *own]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
@@ -93,7 +115,7 @@ def work(options: argparse.Namespace) -> None:
     config = GPTConfig(layers=options.layers, width=options.width)
     contenders = {
         f"{kind} {backend}": shard(config, mesh(kind, backend))
-        for kind in ("FSDP2", "HSDP")
+        for kind in options.kinds.split(",")
         for backend in ("ringweave", "gloo")
     }
     for number in range(WARM_UP_STEPS + options.steps):
@@ -101,23 +123,38 @@ def work(options: argparse.Namespace) -> None:
             take_turn(contenders[name], number, control)
     if dist.get_rank() == 0:
         num_bytes = sum(parameter.nbytes for parameter in GPT(config).parameters())
-        measured = {name: {"losses": each.losses, "steps_s": each.step_s} for name, each in contenders.items()}
+        measured = {
+            name: {
+                "losses": each.losses,
+                "steps_s": each.step_s,
+                "processor_s": each.processor_s,
+                "in_collectives_s": each.in_collectives_s,
+                "num_bytes": each.num_bytes,
+            }
+            for name, each in contenders.items()
+        }
         document = {"workers": dist.get_world_size(), "model_bytes": num_bytes, "contenders": measured}
         (options.out / "measured.json").write_text(json.dumps(document, indent=2) + "\n")
     dist.destroy_process_group()
 
 
+def mesh_ranks(kind: str, size: int) -> torch.Tensor:
+    """Return the ranks of a mesh, (replicas, shards)."""
+    if kind == "FSDP2":
+        return torch.arange(size)[None]
+    return torch.arange(size).view(2, size // 2) if kind == "HSDP" else torch.arange(size).view(size // 2, 2).t()
+
+
 def mesh(kind: str, backend: str) -> DeviceMesh:
     """Return a mesh of all ranks on a backend: one dimension, or two replicas of shards."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    rank, rows = dist.get_rank(), mesh_ranks(kind, dist.get_world_size())
 
     def group_of_own(groups: list[list[int]]) -> dist.ProcessGroup:
         made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in groups}
         return next(group for ranks, group in made.items() if rank in ranks)
 
     if kind == "FSDP2":
-        return DeviceMesh.from_group(group_of_own([list(range(size))]), "cpu")
-    rows = torch.arange(size).view(2, size // 2)
+        return DeviceMesh.from_group(group_of_own(rows.tolist()), "cpu")
     pair, half = group_of_own(rows.t().tolist()), group_of_own(rows.tolist())
     return DeviceMesh.from_group([pair, half], "cpu", mesh=rows, mesh_dim_names=("replicas", "shards"))
 
@@ -137,31 +174,106 @@ def take_turn(contender: Contender, number: int, control: dist.ProcessGroup) -> 
     generator = torch.Generator().manual_seed(number * dist.get_world_size() + dist.get_rank())
     content = torch.randint(NUM_BYTES, (1, 17), generator=generator)
 
-    def step() -> torch.Tensor:
-        contender.optimizer.zero_grad()
-        loss = contender.model(content[:, :-1], content[:, 1:])
-        loss.backward()
-        contender.optimizer.step()
-        return loss.detach()
+    def step() -> tuple[torch.Tensor, list[float]]:
+        with clocked_collectives(contender.num_bytes) as waits_s:
+            contender.optimizer.zero_grad()
+            loss = contender.model(content[:, :-1], content[:, 1:])
+            loss.backward()
+            contender.optimizer.step()
+        return loss.detach(), waits_s
 
-    loss, seconds = clock(step, control)
+    contender.num_bytes.clear()
+    used_s = time.process_time()
+    (loss, waits_s), seconds = clock(step, control)
+    used = torch.tensor(time.process_time() - used_s, dtype=torch.float64)
+    dist.all_reduce(used, group=control)
     dist.all_reduce(loss, group=control)
     contender.losses.append(loss.item() / dist.get_world_size())
     if number >= WARM_UP_STEPS:
         contender.step_s.append(seconds)
+        contender.processor_s.append(used.item())
+        contender.in_collectives_s.append(sum(waits_s))
+
+
+@contextmanager
+def clocked_collectives(num_bytes: Counter[str]) -> Iterator[list[float]]:
+    """Yield a list that gets the seconds of each collective that FSDP calls; `num_bytes` gets its size."""
+    waits_s: list[float] = []
+    originals = {name: getattr(dist, name) for name in CALLS}
+
+    def clocked(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            started_s = time.perf_counter()
+            result = originals[name](*args, **options)
+            waits_s.append(time.perf_counter() - started_s)
+            tensors = [each for each in (*args, *options.values()) if isinstance(each, torch.Tensor)]
+            num_bytes[CALLS[name]] += max(tensor.nbytes for tensor in tensors)
+            return result
+
+        return call
+
+    for name in CALLS:
+        setattr(dist, name, clocked(name))
+    try:
+        yield waits_s
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def step_bound_s(cluster: topology.Cluster, kind: str, num_bytes: Mapping[str, int]) -> float:
+    """Return the least time of a step's collectives, one after the other, at the rates of TCP's content.
+
+    Args:
+        cluster: The cluster, a rank on each device.
+        kind: One of `KINDS`.
+        num_bytes: Bytes of the messages of one rank in a step, by collective.
+    """
+    nodes = [node.name for node in cluster.nodes for _ in node.devices]
+    net, rows = cost.group_network(cluster), mesh_ranks(kind, len(nodes)).tolist()
+    groups = {"allgather": rows, "reduce-scatter": rows, "allreduce": list(zip(*rows, strict=True))}
+    total_s = 0.0
+    for collective, size in num_bytes.items():
+        seconds = [0.0]
+        for vertex in range(1, len(net)):
+            below = set(net.nodes_below(vertex))
+            parts = [(sum(nodes[rank] in below for rank in group), len(group)) for group in groups[collective]]
+            leaving, entering = (
+                sum(ways) for ways in zip(*(_passing(collective, *part) for part in parts), strict=True)
+            )
+            seconds += [size * leaving / net.up_bytes_per_s[vertex], size * entering / net.down_bytes_per_s[vertex]]
+        total_s += max(seconds)
+    return total_s * WIRE_PER_PAYLOAD
+
+
+def _passing(collective: str, num_below: int, size: int) -> tuple[float, float]:
+    """Return the fractions of a message that have to leave and enter a subtree with so many ranks of the group."""
+    if not 0 < num_below < size:
+        return 0.0, 0.0
+    owned = num_below / size
+    return {"allgather": (owned, 1 - owned), "reduce-scatter": (1 - owned, owned)}.get(collective, (1.0, 1.0))
 
 
 def report(found: dict[str, Any], options: argparse.Namespace) -> int:
     """Print the comparison; the exit code."""
     print(f"{found['cluster']}: {found['workers']} workers, {found['model_bytes'] / 1e6:.1f} MB of parameters,")
-    print(f"{options.steps} steps of each; medians of the slowest rank; measured\n")
-    missed = False
-    for kind in ("FSDP2", "HSDP"):
+    print(f"{options.steps} steps of each; medians of the slowest rank; measured, but for bounds\n")
+    cluster, missed = topology.load(options.cluster), False
+    for kind in options.kinds.split(","):
         ours, gloo = found["contenders"][f"{kind} ringweave"], found["contenders"][f"{kind} gloo"]
         times = statistics.median(ours["steps_s"]), statistics.median(gloo["steps_s"])
         apart = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], gloo["losses"], strict=True))
-        print(f"{kind:6} ringweave {times[0]:.3f} s, gloo {times[1]:.3f} s a step: {times[1] / times[0]:.2f} times")
-        print(f"       losses {ours['losses'][0]:.4f} to {ours['losses'][-1]:.4f}, apart by {apart:.1e} at most")
+        print(f"{kind:9} ringweave {times[0]:.3f} s, gloo {times[1]:.3f} s a step: {times[1] / times[0]:.2f} times")
+        print(f"          losses {ours['losses'][0]:.4f} to {ours['losses'][-1]:.4f}, apart by {apart:.1e} at most")
+        for name, each in (("ringweave", ours), ("gloo", gloo)):
+            waits_s, used_s = statistics.median(each["in_collectives_s"]), statistics.median(each["processor_s"])
+            print(f"          {name}: {waits_s:.3f} s in collectives, {used_s:.2f} processor s of all ranks")
+        bound_s = step_bound_s(cluster, kind, ours["num_bytes"])
+        outside_s = times[0] - statistics.median(ours["in_collectives_s"])
+        best = times[1] / (bound_s + outside_s)
+        print(
+            f"          bound of its collectives {bound_s:.3f} s; with it a step were {best:.2f} times faster than gloo"
+        )
         missed |= times[1] / times[0] < TARGET or apart > ALLOWED
     carried = {name: counts["collectives"] for name, counts in found["by_schedule"].items()}
     print(f"\nringweave's collectives by schedule: {carried}")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -214,6 +215,7 @@ class _LayoutComparison:
             num_bytes=size,
             num_ranks=len(self._node_of_rank),
             seconds=tuple(each.seconds for each in measured),
+            processor_s=statistics.median(each.processor_s for each in measured),
             bound_s=self._bound_s(size, self._report.rates),
             raw_bound_s=self._bound_s(size, None),
             wire_bytes={link: sum(each.bytes_on_links[link] for each in measured) / num_calls for link in links},

@@ -7,7 +7,7 @@ from ringweave.units import format_bytes, format_rate
 from ringweave_bench.comparison import ComparisonReport
 from ringweave_bench.results import WIRE_PER_PAYLOAD, BenchmarkResult
 
-_COLUMNS = ("system", "knob", "median", "IQR", "bound", "of bound", "algbw", "uplink bytes / S")
+_COLUMNS = ("system", "knob", "median", "IQR", "bound", "of bound", "algbw", "CPU s/GB", "uplink bytes / S")
 
 
 def render_report(report: ComparisonReport) -> str:
@@ -65,6 +65,7 @@ def _result_row(cluster: Cluster, result: BenchmarkResult) -> tuple[str, ...]:
         "-" if result.bound_s is None else _time_text(result.bound_s),
         "-" if fraction is None else f"{fraction:.3f}",
         _rate_text(result.num_bytes / summary.median_s),
+        f"{result.processor_s_per_gb:.3g}",
         _uplink_cell(cluster, result),
     )
 

@@ -60,6 +60,8 @@ class BenchmarkResult:
     num_ranks: int
     seconds: tuple[float, ...]
     """Seconds of each round's slowest rank, in order."""
+    processor_s: float
+    """Median processor seconds of a collective, of all ranks together, in user mode and in the kernel."""
     bound_s: float | None
     """Bound at the measured link rates; None without limited links."""
     raw_bound_s: float | None
@@ -81,6 +83,11 @@ class BenchmarkResult:
         """Bound over median time: 1 is optimal."""
         return self.bound_s / self.summary.median_s if self.bound_s else None
 
+    @property
+    def processor_s_per_gb(self) -> float:
+        """Processor seconds of all ranks for 1e9 bytes of messages."""
+        return self.processor_s / self.num_bytes * 1e9
+
     def document(self) -> dict[str, Any]:
         summary = self.summary
         algbw = self.num_bytes / summary.median_s
@@ -92,6 +99,7 @@ class BenchmarkResult:
             "iqr_s": summary.iqr_s,
             "bound_s": self.bound_s,
             "fraction_of_bound": self.fraction_of_bound,
+            "processor_s_per_gb": self.processor_s_per_gb,
             "rounds": len(self.seconds),
             "rounds_s": list(self.seconds),
             "raw_bound_s": self.raw_bound_s,

@@ -20,6 +20,8 @@ class BenchmarkRound:
 
     seconds: float
     """Time of one collective on the slowest rank; the average if a round has several."""
+    processor_s: float
+    """Processor seconds of one collective, of all ranks together."""
     bytes_on_links: dict[str, int] = field(default_factory=dict)
     """Link -> bytes of all the round's collectives and of one barrier, headers included."""
     schedules: dict[str, int] = field(default_factory=dict)
@@ -72,6 +74,7 @@ def play_round(session: SystemSession, bench_cluster: BenchCluster, round_index:
             raise CommunicationError(_wrong_value_text(session, rank, round_index, check["wrong"]))
     return BenchmarkRound(
         seconds=max(answer["seconds"] for answer in answers),
+        processor_s=sum(answer["processor_s"] for answer in answers),
         bytes_on_links={link: count - before[link] for link, count in after.items()},
         schedules=checks[0]["schedules"],
     )

@@ -11,6 +11,7 @@ def result(**changes) -> BenchmarkResult:
         "num_bytes": 1000,
         "num_ranks": 4,
         "seconds": (2.0, 1.0, 3.0, 2.0, 9.0),
+        "processor_s": 0.5,
         "bound_s": 1.0,
         "raw_bound_s": 0.8,
         "wire_bytes": {"r0->core": 1000 * WIRE_PER_PAYLOAD},
@@ -37,6 +38,7 @@ def test_the_document_of_a_result() -> None:
         "fraction_of_bound": 0.5,
     }
     assert (document["kind"], document["rounds"], document["rounds_s"]) == ("measured", 5, [2.0, 1.0, 3.0, 2.0, 9.0])
+    assert document["processor_s_per_gb"] == pytest.approx(0.5e6)
     assert (document["algbw_bytes_per_s"], document["busbw_bytes_per_s"]) == (500.0, 750.0)
     assert document["fraction_of_raw_bound"] == pytest.approx(0.4)
     link = document["links"]["r0->core"]

@@ -34,6 +34,7 @@ def test_a_round_of_a_real_process(start_session, place) -> None:
     for index in range(2):
         found = rounds.play_round(session, place, index, 300.0)
         assert 0 < found.seconds < 300
+        assert 0 < found.processor_s < 300
         assert (found.bytes_on_links, found.schedules) == ({}, {"ring": 1})
 
 

@@ -26,6 +26,7 @@ def result(system: str, knob: str, *seconds: float, **changes) -> BenchmarkResul
         "num_bytes": SIZE,
         "num_ranks": 2,
         "seconds": seconds,
+        "processor_s": 0.05,
         "bound_s": 1.05,
         "raw_bound_s": 1.0,
         "wire_bytes": {"a->r": 2 * SIZE * WIRE_PER_PAYLOAD, "r->core": 1.001 * SIZE * WIRE_PER_PAYLOAD},
@@ -62,7 +63,7 @@ def test_without_limited_links(report: ComparisonReport) -> None:
     report.results = [result("gloo", "all interfaces", 0.0123456, **free), result("mpich", "x", 12e-6, **free)]
     text = result_tables.render_report(report)
     assert "no limited links" in text
-    assert "gloo    all interfaces  12.35 ms  0 us  -      -         16.2Gbit/s" in text
+    assert "gloo    all interfaces  12.35 ms  0 us  -      -         16.2Gbit/s   2" in text
     assert "mpich   x               12 us     0 us" in text
 
 

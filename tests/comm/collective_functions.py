@@ -83,6 +83,54 @@ def check_blocks() -> dict[str, dict[str, int]]:
     return _counters()
 
 
+def check_reductions_in_pieces() -> None:
+    """Check large reduce-scatters whose input is copied piece by piece, of operations that prepare and finish it."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for op in (ReduceOp.SUM, ReduceOp.AVG, dist._make_nccl_premul_sum(3.0)):
+        for _ in range(2):
+            whole = inputs(size * 150_000, torch.float64, 5)[rank]
+            kept, own = whole.clone(), whole.new_empty(150_000)
+            dist.reduce_scatter_tensor(own, whole, op)
+            total = torch.stack(inputs(size * 150_000, torch.float64, 5)).sum(0).chunk(size)[rank]
+            factor = 1.0 if op == ReduceOp.SUM else 1 / size if op == ReduceOp.AVG else 3.0
+            assert torch.allclose(own, total * factor, rtol=1e-15), op
+            assert torch.equal(whole, kept), "the input was changed"
+
+
+def check_unequal_blocks() -> dict[str, dict[str, int]]:
+    """Check lists of blocks of different sizes, small, empty and strided ones; returns the counters."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for turn, counts in enumerate(
+        ([40_000 * r + 7 for r in range(size)], [3, *[0] * (size - 1)], [5, *[9] * (size - 1)])
+    ):
+        for dtype in DTYPES:
+            contents = [inputs(count, dtype, turn)[owner] for owner, count in enumerate(counts)]
+            for _ in range(2):  # the second one has its program
+                blocks = [torch.empty_like(content) for content in contents]
+                dist.all_gather(blocks, contents[rank])
+                assert all(map(torch.equal, blocks, contents)), (counts, dtype)
+            whole = inputs(sum(counts), dtype, turn)
+            result = expected(whole, ReduceOp.SUM).split(counts)[rank]
+            kept, own = whole[rank].clone(), torch.empty_like(result)
+            work = dist.reduce_scatter(own, list(whole[rank].split(counts)), async_op=True)
+            assert work is not None
+            work.wait()
+            assert torch.equal(own, result), (counts, dtype)
+            assert torch.equal(whole[rank], kept), "the input was changed"
+    columns = [torch.empty(2, 300 * (owner + 1)).t() for owner in range(size)]
+    own = torch.full((2, 300 * (rank + 1)), float(rank)).t()
+    dist.all_gather(columns, own)
+    assert all(bool((column == owner).all()) for owner, column in enumerate(columns))
+    return _counters()
+
+
+def disagree_in_block_sizes() -> None:
+    """Rank 1 expects other blocks than the others, of the same size together."""
+    rank = dist.get_rank()
+    counts = [15, 20, 55] if rank == 1 else [10, 20, 60]
+    dist.all_gather([torch.empty(count) for count in counts], torch.ones(counts[rank]))
+
+
 def check_broadcasts() -> dict[str, dict[str, int]]:
     """Check broadcasts from every rank; returns the counters."""
     for root in range(dist.get_world_size()):

@@ -24,6 +24,35 @@ def test_broadcasts_from_every_rank_are_exact() -> None:
         assert counters["ring"]["collectives"] >= 3 * 5
 
 
+@pytest.mark.parametrize(
+    ("forced", "taken"), [("ring", {"ring"}), ("direct", {"direct"}), ("multi-level", {"ring", "direct"})]
+)
+def test_blocks_of_different_sizes_are_exact_whatever_their_sizes(forced: str, taken: set[str]) -> None:
+    environ = {"RINGWEAVE_SCHEDULE": forced}
+    for counters in run_ranks(collective_functions.check_unequal_blocks, 3, environ=environ, nodes=TWO_NODES):
+        num_gathered, num_scattered = 3 * 5 * 2 + 1, 5 + 2  # Gloo takes small blocks to add, but of a dtype it lacks
+        found = sum(counters[name]["collectives"] for name in taken & counters.keys())
+        assert found == num_gathered + num_scattered, counters
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct", "multi-level"])
+def test_reductions_of_large_blocks_are_exact_and_leave_their_input(schedule: str) -> None:
+    run_ranks(
+        collective_functions.check_reductions_in_pieces, 3, environ={"RINGWEAVE_SCHEDULE": schedule}, nodes=TWO_NODES
+    )
+
+
+def test_blocks_of_different_sizes_run_by_schedules_on_one_node_and_without_tuning() -> None:
+    for counters in run_ranks(collective_functions.check_unequal_blocks, 3):
+        assert counters["direct"]["collectives"] == 3 * 5 * 2 + 1 + 3, counters  # 3 of a dtype that Gloo cannot add
+
+
+def test_ranks_with_other_blocks_are_named() -> None:
+    with Ranks(collective_functions.disagree_in_block_sizes, 3, nodes=TWO_NODES) as ranks:
+        texts = [outcome.error for outcome in ranks.outcomes(timeout_s=60)]
+    assert any("allgather in blocks of 60, 80, 220 of 360 x torch.uint8" in text for text in texts), texts
+
+
 def test_schedules_that_trials_choose_are_exact() -> None:
     run_ranks(collective_functions.check_blocks, 3, nodes=TWO_NODES)
 

@@ -4,16 +4,17 @@ import pytest
 
 from ringweave import planning, topology
 from ringweave.plots import plan_plot
+from ringweave.schedules import CollectiveKind
 
 
-def drawn(text: str, path: Path) -> str:
+def drawn(text: str, path: Path, kind: CollectiveKind = "allreduce") -> str:
     """The words of the picture."""
     import matplotlib as mpl
 
     cluster = topology.loads(text)
     plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
     with mpl.rc_context({"svg.fonttype": "none"}):
-        plan_plot.draw_plan(cluster, plan, 25_000_000, path)
+        plan_plot.draw_plan(cluster, plan, 25_000_000, path, kind=kind)
     return path.read_text()
 
 
@@ -34,6 +35,16 @@ def test_machines_links_leaders_and_the_bound(tmp_path: Path) -> None:
     ):
         assert expected in words
     assert plan_plot._BINDING_COLOUR in words
+
+
+@pytest.mark.slow
+def test_other_collectives_have_their_own_bound_and_no_matrix(tmp_path: Path) -> None:
+    text = Path("examples/clusters/two-racks.yaml").read_text()
+    words = drawn(text, tmp_path / "p.svg", "allgather")
+    assert ">two-racks: allgather of 25MB among 8 ranks, at least 500 ms; multi-level predicted" in words
+    assert ">The bound (red): cut: what they own, 0.5 of the message, has to leave" in words
+    assert "leader matrix" not in words
+    assert "leads in row" not in words
 
 
 @pytest.mark.slow

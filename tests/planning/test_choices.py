@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ringweave.cost import ScheduleDemand
 from ringweave.planning.plans import MAX_PIECE_BYTES, MAX_SEGMENTS, MAX_WINDOW, MIN_PIECE_BYTES, best_pipelining
+from ringweave.schedules import CollectiveKind
 
 MB = 10**6
 RING_OF_8 = ScheduleDemand(
@@ -20,6 +21,7 @@ RING_OF_8 = ScheduleDemand(
     streams_meet=False,
     largest_piece=1 / 8,
     message_s=30e-6,
+    processor_message_s=62e-6,
     local_piece_bytes=1e6,
     latency_s=50e-6,
 )
@@ -80,6 +82,24 @@ def test_streams_that_meet_are_cut_as_finely_as_costs_nothing() -> None:
     assert coarse.predicted_s <= fine.predicted_s <= 1.02 * coarse.predicted_s
     dear = changed(streams_meet=True, message_s=3e-3)
     assert best_pipelining("direct", dear, 25 * MB).num_segments < MAX_SEGMENTS
+
+
+@pytest.mark.parametrize("kind", ["allgather", "reduce-scatter", "broadcast"])
+def test_pieces_of_blocks_are_larger_where_they_cost_processor_time(kind: CollectiveKind) -> None:
+    meeting = changed(streams_meet=True, waves_s_per_byte=12e-8)
+    fine = best_pipelining("direct", meeting, 25 * MB)
+    coarse = best_pipelining("direct", meeting, 25 * MB, kind)
+    assert MAX_SEGMENTS == fine.num_segments > 1.5 * coarse.num_segments
+    saved_s = meeting.processor_s(fine.num_segments) - meeting.processor_s(coarse.num_segments)
+    assert 0 < coarse.predicted_s - fine.predicted_s < saved_s
+    free = changed(streams_meet=True, waves_s_per_byte=12e-8, processor_message_s=0.0)
+    assert best_pipelining("direct", free, 25 * MB, kind).predicted_s <= fine.predicted_s
+
+
+def test_rings_of_blocks_are_cut_although_the_prediction_gains_nothing() -> None:
+    ring = best_pipelining("ring", RING_OF_8, 25 * MB, "allgather")
+    assert ring.num_segments > 16
+    assert RING_OF_8.processor_s(ring.num_segments) < 0.03 * ring.predicted_s
 
 
 def test_a_tiny_message_is_not_cut() -> None:

@@ -142,14 +142,18 @@ class MessageBuffers:
         for array in self._results if not self._in_place else ():
             array.fill(-1)
 
-    def run(self) -> float:
-        """Return the seconds of one collective on this rank, on average over the calls of the round."""
+    def run(self) -> tuple[float, float]:
+        """Return the seconds of one collective on this rank and its processor seconds, averages over the round's calls.
+
+        The processor seconds are those of all threads of the process, in the kernel too.
+        """
         collective = getattr(self._system, self._kind.replace("-", "_"))
         self._system.barrier()
-        started_s = time.perf_counter()
+        started_s, used_s = time.perf_counter(), time.process_time()
         for source, result in self._pairs:
             collective(source, result)
-        return (time.perf_counter() - started_s) / len(self._pairs)
+        seconds, processor_s = time.perf_counter() - started_s, time.process_time() - used_s
+        return seconds / len(self._pairs), processor_s / len(self._pairs)
 
     def first_wrong(self, round_index: int) -> dict[str, float] | None:
         """Return the first wrong element of the round."""
@@ -203,7 +207,8 @@ def serve(channel: ControlChannel, session: str, system: Collectives) -> None:
                 messages.fill(order["round"])
                 channel.send_document(ready=True)
             case "run" if messages is not None:
-                channel.send_document(seconds=messages.run())
+                seconds, processor_s = messages.run()
+                channel.send_document(seconds=seconds, processor_s=processor_s)
             case "check" if messages is not None:
                 channel.send_document(wrong=messages.first_wrong(order["round"]), schedules=system.schedules())
             case "stop":

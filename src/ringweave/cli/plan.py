@@ -129,7 +129,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     question are also run on virtual time, with assumed costs of processors and queues, and the fastest there is chosen.
     With --run it prints predicted and measured times of a run's collectives.
     """
-    _check_arguments(cluster_path, run_dir, picture, rates_path, kind)
+    _check_arguments(cluster_path, run_dir, picture, rates_path)
     if run_dir is not None:
         pass
 
@@ -148,7 +148,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     if picture_path is not None:
         from ringweave.plots import plan_plot
 
-        plan_plot.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated)
+        plan_plot.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated, kind)
     if as_json:
         click.echo(json.dumps(_plan_document(cluster, plan, message, simulated) | {"measured_rates": rates}))
     else:
@@ -208,9 +208,7 @@ def _chosen_schedule(plan: Plan, message: _Message, simulated: Mapping[str, floa
     return plan.fastest(simulated) if simulated else plan.choose(message.num_bytes, kind=message.kind).schedule
 
 
-def _check_arguments(
-    cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None, kind: CollectiveKind
-) -> None:
+def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
     if (cluster_path is None) == (run_dir is None):
         got = "neither" if run_dir is None else "both"
         expected = "either CLUSTER or --run RUN_DIR"
@@ -218,9 +216,6 @@ def _check_arguments(
     if picture is not None and run_dir is not None:
         do = "Draw the plan of its cluster file: ringweave plan RUN_DIR/cluster.yaml --picture FILE"
         raise UsageError(explain("--picture", got=picture, expected="a CLUSTER to draw", do=do))
-    if picture is not None and kind != "allreduce":
-        do = "Leave --picture out, or draw the allreduce"
-        raise UsageError(explain("--collective with --picture", got=kind, expected="allreduce", do=do))
     if rates is not None and run_dir is not None:
         do = "Leave it out: what the run was planned with is in its events"
         raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))

@@ -11,6 +11,7 @@ a small part of the time that these imports take.
 import atexit
 import functools
 import json
+import math
 import os
 import threading
 import time
@@ -209,11 +210,18 @@ class RingweaveProcessGroup(NativeProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # pyrefly: ignore
 
     def _can_gather(self, outputs: list[Tensor], own: Tensor) -> bool:
-        """Return True if the outputs are equal blocks, as many as ranks, in one tensor or more, large enough."""
-        size = self.members.group_size
-        counts = [size * own.numel()] if len(outputs) == 1 else [own.numel()] * size
-        is_equal = [output.numel() for output in outputs] == counts and all(each.dtype == own.dtype for each in outputs)
-        return is_equal and self._runs_by_schedule([own, *outputs], self._native_limit_bytes + own.nbytes)
+        """Return True if the outputs are a block of each rank, in one tensor or in one each, and large enough."""
+        limit_bytes, are_equal = self._native_limit_bytes, len({output.numel() for output in outputs}) == 1
+        limit_bytes = limit_bytes if are_equal or math.isinf(limit_bytes) else 0.0  # Gloo gathers equal blocks only
+        return self._runs_by_schedule([own, *outputs], self._limit_of_blocks(outputs, own, limit_bytes))
+
+    def _limit_of_blocks(self, blocks: list[Tensor], own: Tensor, limit_bytes: float) -> float:
+        """Return the size, with `own`, from which blocks run by schedules; infinite if these are no blocks of ranks."""
+        size, rank, counts = self.members.group_size, self.members.group_rank, [block.numel() for block in blocks]
+        are_blocks = counts == [size * own.numel()] or (len(counts) == size and counts[rank] == own.numel())
+        are_blocks = are_blocks and all(block.dtype == own.dtype for block in blocks)
+        are_blocks = are_blocks and (own.is_cpu or len(set(counts)) == 1)  # the bridge has equal blocks only
+        return own.nbytes + limit_bytes if are_blocks else math.inf
 
     def _gather(self, outputs: list[Tensor], own: Tensor, *options: Any) -> Work:
         from ringweave.comm.engine.messages import GatheredBlocks
@@ -222,15 +230,12 @@ class RingweaveProcessGroup(NativeProcessGroup):
         return self._start(message, outputs, *(options or (AllgatherOptions(),)), limit_bytes=self._native_limit_bytes)
 
     def _can_scatter(self, output: Tensor, blocks: list[Tensor], *options: Any) -> bool:
-        """Return True if the inputs are equal blocks, as many as ranks, in one tensor or more, large enough."""
-        size = self.members.group_size
-        counts = [size * output.numel()] if len(blocks) == 1 else [output.numel()] * size
-        is_equal = [each.numel() for each in blocks] == counts and all(each.dtype == output.dtype for each in blocks)
-        if not is_equal or not all(isinstance(each, ReduceScatterOptions) for each in options):
+        """Return True if the inputs are a block of each rank, in one tensor or in one each, and large enough."""
+        if not all(isinstance(each, ReduceScatterOptions) for each in options):
             return False
         op = options[0].reduceOp if options else ReduceScatterOptions().reduceOp
         limit_bytes = self._message_policy(op, output.dtype).native_limit_bytes
-        return self._runs_by_schedule([output, *blocks], limit_bytes + output.nbytes)
+        return self._runs_by_schedule([output, *blocks], self._limit_of_blocks(blocks, output, limit_bytes))
 
     def _scatter(self, output: Tensor, blocks: list[Tensor], *options: Any) -> Work:
         from ringweave.comm.engine.messages import ScatteredBlocks
@@ -272,14 +277,16 @@ class RingweaveProcessGroup(NativeProcessGroup):
 
         if self._bridge is not None and not results[0].is_cpu:
             message.staged = self._bridge.open(results[0].device)
-        forced = NATIVE if message.num_bytes < limit_bytes else self._forced
+        is_small = message.num_bytes < limit_bytes and message.block_sizes is None  # Gloo's blocks are equal
+        forced = NATIVE if is_small else self._forced
         has_nccl = message.staged is not None and self._native.ordered_nccl is not None
         request = CollectiveRequest(
             kind=message.kind,
             num_bytes=message.num_bytes,
             forced=forced,
-            native_can=native_can,
+            native_can=native_can and message.block_sizes is None,
             is_on_device=has_nccl and message.nccl_can and forced is None,
+            largest_block_bytes=message.largest_block_bytes,
         )
         return self._engine.run(message, results, request, self._timeout_s(opts))
 
@@ -562,8 +569,8 @@ def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> 
 
 
 _COMPARED_ARGUMENTS = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter", "scatter"), (0,)),
-    **dict.fromkeys(("_allgather_base", "allgather", "allgather_coalesced", "gather"), (1,)),
+    **dict.fromkeys(("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter"), (0,)),
+    **dict.fromkeys(("_allgather_base", "allgather_coalesced", "gather", "reduce_scatter"), (1,)),
     **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"), (1,)),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), (0, 1)),
     **dict.fromkeys(("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"), (0, 1)),

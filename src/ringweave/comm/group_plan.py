@@ -60,7 +60,7 @@ class GroupPlan:
         self._lock = threading.Lock()
         self._plan: Plan | None = None
         self._tuned: Mapping[str, str] | None = None
-        self._choices: dict[tuple[CollectiveKind, int, str | None], ScheduleChoice] = {}
+        self._choices: dict[tuple[CollectiveKind, int, str | None, int | None], ScheduleChoice] = {}
         self._is_aborted = False
         if broadcast is not None and broadcast.group.group_rank == 0:
             self._plan = make()
@@ -103,19 +103,36 @@ class GroupPlan:
             self._plan = plan
             self._choices.clear()
 
-    def choose(self, num_bytes: int, forced: str | None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
+    def choose(
+        self,
+        num_bytes: int,
+        forced: str | None,
+        kind: CollectiveKind = "allreduce",
+        largest_block_bytes: int | None = None,
+    ) -> ScheduleChoice:
         """Return the plan's choice for messages of that kind and size, cached.
+
+        Args:
+            num_bytes: Size of the message.
+            forced: Name of a schedule; None leaves the choice to the plan.
+            kind: The collective.
+            largest_block_bytes: Size of the largest block where blocks differ; the native backend has none such.
 
         Raises:
             PeerError: The first rank did not send the plan in time.
         """
-        if forced == schedules.NATIVE:
+        if forced == schedules.NATIVE and largest_block_bytes is None:
             return NATIVE_CHOICE
-        key = (kind, num_bytes, forced)
+        key = (kind, num_bytes, forced, largest_block_bytes)
         if key not in self._choices:
             if len(self._choices) >= _MAX_CHOICES:
                 self._choices.clear()
-            self._choices[key] = self.wait_for_plan().choose(num_bytes, forced, kind)
+            plan = self.wait_for_plan()
+            self._choices[key] = (
+                plan.choose(num_bytes, forced, kind)
+                if largest_block_bytes is None
+                else plan.choose_for_blocks(num_bytes, largest_block_bytes, forced, kind)
+            )
         return self._choices[key]
 
 

@@ -76,7 +76,9 @@ class ScheduleDemand:
     largest_piece: float
     """Largest message of one of several segments, times their number, as a fraction of the whole."""
     message_s: float
-    """Processor time per message."""
+    """Delay of the next message by each message."""
+    processor_message_s: float
+    """Processor time of all threads of a rank for each message."""
     local_piece_bytes: float
     """Best size of a piece inside a node."""
     latency_s: float
@@ -85,6 +87,11 @@ class ScheduleDemand:
     def segments_in_flight(self, num_segments: int, lag: int) -> int:
         """Return the number of segments that are in different rounds at the same time."""
         return 1 if lag == 0 else min(num_segments, max(1, math.ceil(self.num_rounds / lag)))
+
+    def processor_s(self, num_segments: int) -> float:
+        """Return the predicted processor seconds of the busiest rank for all its messages."""
+        num_messages = self.num_messages if num_segments == 1 else self.num_segment_messages
+        return num_segments * num_messages * self.processor_message_s
 
     def predicted_s(self, num_bytes: int, *, num_segments: int = 1, lag: int = 0) -> float:
         """Return the predicted seconds of one run.
@@ -152,6 +159,7 @@ def schedule_demand(
         streams_meet=loads.streams_meet,
         largest_piece=loads.largest_chunk_units / loads.num_units,
         message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores),
+        processor_message_s=assumed.processor_message_s,
         local_piece_bytes=assumed.local_piece_bytes,
         latency_s=net.latency_s,
     )

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ringweave import schedules
@@ -22,8 +22,9 @@ MAX_WINDOW = 64
 _SEGMENTS_IN_FLIGHT = 8
 _NUM_SEGMENT_COUNTS = 12
 _PIPELINING_TIE_RATIO = 1.02
-"""Where streams meet, the finest pieces within this ratio of the fastest are taken: coarse streams starve each other,
-which the prediction ignores (docs/notebook/2026-11.md)."""
+"""The finest pieces within this ratio of the fastest are taken where streams meet, since coarse ones starve each other,
+and where processor time counts: a late rank delays coarse pieces for longer. The prediction ignores both
+(docs/notebook/2026-11.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +62,13 @@ def best_pipelining(
     """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
 
     Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
-    Small pieces that go round the peers also keep the streams that meet at a link even; measurements show that this
-    matters more than the overlap (docs/notebook/2026-11.md). The window holds the receives of two segments. Inside one
-    node the plan's assumptions set the size of pieces.
+    The window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
 
-    In an allgather and a reduce-scatter each rank could send its own block or its contributions to all near ranks at
-    once. Sent so, they take the rank's link from pieces that still have a slow uplink to pass; so they are held back.
+    Small pieces that go round the peers keep the streams that meet at a link even; measurements show that this matters
+    more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank could send its own
+    block or its contributions to all near ranks at once. Sent so, they take the rank's link from pieces that still have
+    a slow uplink to pass; so they are held back. That keeps streams even too. For all collectives but allreduce a
+    second of the rank's processor counts like one of the time: whoever calls them computes on the same processor.
     """
     largest = demand.largest_piece * num_bytes
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
@@ -80,8 +82,10 @@ def best_pipelining(
     else:
         counts = [_clamp_segments(round(largest / demand.local_piece_bytes))]
     times = {count: demand.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
-    as_good_s = min(times.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet else 1)
-    best = max(count for count in counts if times[count] <= as_good_s)
+    counts_processor = kind != "allreduce"
+    costs = {count: times[count] + (demand.processor_s(count) if counts_processor else 0.0) for count in counts}
+    as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet or counts_processor else 1)
+    best = max(count for count in counts if costs[count] <= as_good_s)
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
     if demand.num_latencies and demand.streams_meet and kind in ("allgather", "reduce-scatter"):
@@ -90,6 +94,10 @@ def best_pipelining(
     return ScheduleChoice(
         schedule=name, num_segments=best, lag=lag, window=window, ahead=ahead, predicted_s=times[best]
     )
+
+
+def _takes_any_blocks(name: str, kind: CollectiveKind) -> bool:
+    return name in _SCHEDULES_OF_ANY_BLOCKS and kind != "broadcast"
 
 
 def _clamp_segments(num_segments: int) -> int:
@@ -103,6 +111,8 @@ _PREFERENCE_WITHIN_NODE = ("direct", *(name for name in _PREFERENCE if name != "
 """Preference inside a node: the direct schedule, which copies least."""
 
 
+_SCHEDULES_OF_ANY_BLOCKS = ("ring", "direct")
+"""Schedules of an allgather and a reduce-scatter whose blocks may have different sizes."""
 PLANNED_KINDS: tuple[CollectiveKind, ...] = ("allreduce", "reduce-scatter", "allgather", "broadcast")
 """Collectives that plans know."""
 
@@ -233,7 +243,7 @@ class Plan:
         if kind == "allreduce":
             return self._generators()[name]()
         names = schedules.schedule_names(kind)
-        if name not in names or (block_shares is not None and (name == "multi-level" or kind == "broadcast")):
+        if name not in names or (block_shares is not None and not _takes_any_blocks(name, kind)):
             what = f"schedule of {kind}" + (" with blocks of different sizes" if block_shares is not None else "")
             raise UsageError(explain(what, got=name, expected=f"one of {', '.join(names)}", do="Name another one"))
         if kind == "broadcast":
@@ -283,7 +293,8 @@ class Plan:
     def choose(self, num_bytes: int, forced: str | None = None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
         """Return the fastest choice by prediction, or the forced one.
 
-        Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate).
+        Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate). A rank's
+        processor time counts as it does for pieces (`best_pipelining`).
 
         A forced schedule that was left out, and `native`, run without pipelining, with an infinite predicted time. So
         does `native` where the collective was not planned. A forced schedule that the collective lacks, such as
@@ -297,11 +308,36 @@ class Plan:
         if name is None or name not in (*schedules.schedule_names(kind), NATIVE):
             if not demands:
                 return ScheduleChoice(schedule=NATIVE, num_segments=1, lag=0, window=2, predicted_s=math.inf)
-            by_name = {choice.schedule: choice for choice in self.choices(num_bytes, kind)}
-            return by_name[self.fastest({name: choice.predicted_s for name, choice in by_name.items()})]
+            return self._cheapest(demands, num_bytes, kind)
         if name in demands:
             return best_pipelining(name, demands[name], num_bytes, kind)
         return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
+
+    def choose_for_blocks(
+        self, num_bytes: int, largest_block_bytes: int, forced: str | None, kind: CollectiveKind
+    ) -> ScheduleChoice:
+        """Return the choice for an allgather or a reduce-scatter of blocks of different sizes.
+
+        It is a ring or direct: the faster one by the prediction for equal blocks, unless one of them is forced. The
+        ring without pipelining where the collective was not planned.
+        """
+        demands = {name: asked for name, asked in self._demands(kind).items() if name in _SCHEDULES_OF_ANY_BLOCKS}
+        name = forced if forced in _SCHEDULES_OF_ANY_BLOCKS else None
+        if name is None and demands:
+            name = self._cheapest(demands, num_bytes, kind).schedule
+        if name is None or name not in demands:
+            return ScheduleChoice(schedule=name or "ring", num_segments=1, lag=0, window=2, predicted_s=math.inf)
+        asked = replace(demands[name], largest_piece=largest_block_bytes / num_bytes)
+        return best_pipelining(name, asked, num_bytes, kind)
+
+    def _cheapest(self, demands: Mapping[str, ScheduleDemand], num_bytes: int, kind: CollectiveKind) -> ScheduleChoice:
+        found = {name: best_pipelining(name, asked, num_bytes, kind) for name, asked in demands.items()}
+        counts_processor = kind != "allreduce" and len(set(self.nodes)) > 1
+        costs = {
+            name: choice.predicted_s + (demands[name].processor_s(choice.num_segments) if counts_processor else 0.0)
+            for name, choice in found.items()
+        }
+        return found[self.fastest(costs)]
 
     def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:
         planned = self.collective(kind)
@@ -347,7 +383,7 @@ class Plan:
         return parse_plan(text)
 
 
-PLAN_FORMAT = "ringweave-plan-3"
+PLAN_FORMAT = "ringweave-plan-4"
 """First key of the document."""
 MAX_PLAN_BYTES = file_io.MAX_JSON_BYTES
 """Limit on a text that is read; plans of ten thousand ranks have some hundred thousand."""

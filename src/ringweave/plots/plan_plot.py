@@ -11,6 +11,7 @@ from typing import Any
 from ringweave import cost, units
 from ringweave.planning import Plan
 from ringweave.plots import figures
+from ringweave.schedules import CollectiveKind
 from ringweave.topology import CORE, Cluster, Node, Switch, link_name
 
 MAX_ROWS = 40
@@ -224,8 +225,11 @@ def draw_plan(
     path: Path,
     rates: Mapping[str, float] | None = None,
     simulated: Mapping[str, float] | None = None,
+    kind: CollectiveKind = "allreduce",
 ) -> None:
     """Draw a cluster and its plan for a message of that size. Times are not measured.
+
+    Only an allreduce has a matrix of leaders.
 
     Args:
         cluster: The cluster.
@@ -234,31 +238,31 @@ def draw_plan(
         path: A PNG or SVG.
         rates: Measured bytes per second by directed link name, with which the plan was made.
         simulated: Schedule name -> seconds, which decide the choice of schedule; None: the plan decides.
+        kind: The collective; a broadcast starts at rank 0.
     """
-    bound = cost.bound(cluster, num_bytes, nodes=plan.nodes, rates=rates)
-    root = outline_cluster(cluster, bound.links, _leader_notes(cluster, plan), rates=rates)
+    bound = cost.bound(cluster, num_bytes, nodes=plan.nodes, rates=rates, kind=kind)
+    has_matrix = kind == "allreduce"
+    root = outline_cluster(cluster, bound.links, _leader_notes(cluster, plan) if has_matrix else {}, rates=rates)
     depth, tints = _depth(root), _tints_by_switch(cluster)
-    cells = _matrix_cells(cluster, plan)
-    tree_width, grid_width = depth * _LEVEL_INCHES + _LABEL_INCHES, (len(cells[0]) + 1.2) * _CELL_INCHES
+    cells = _matrix_cells(cluster, plan) if has_matrix else []
+    widths = [depth * _LEVEL_INCHES + _LABEL_INCHES, *((len(row) + 1.2) * _CELL_INCHES for row in cells[:1])]
     height = max(root.num_rows * _ROW_INCHES, (len(cells) + 1) * _ROW_INCHES * 1.6) + 1.8
-    figure, (tree, grid) = figures.new_figure(
-        tree_width + grid_width, height, ncols=2, width_ratios=[tree_width, grid_width]
-    )
-    _draw_tree(tree, root, depth, tints)
-    _draw_matrix(grid, cells, plan)
-    title = (
-        f"{cluster.name}: {units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks, at least "
-        f"{_time_text(bound.seconds)}; {_choice_text(plan, num_bytes, simulated)}"
-    )
-    width = int((tree_width + grid_width) * 13)
+    figure, axes = figures.new_figure(sum(widths), height, ncols=len(widths), width_ratios=widths, squeeze=False)
+    _draw_tree(axes[0][0], root, depth, tints)
+    if has_matrix:
+        _draw_matrix(axes[0][1], cells, plan)
+    what = f"{'' if has_matrix else f'{kind} of '}{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks"
+    choice = _choice_text(plan, num_bytes, simulated, kind)
+    title = f"{cluster.name}: {what}, at least {_time_text(bound.seconds)}; {choice}"
+    width = int(sum(widths) * 13)
     words = textwrap.fill(f"The bound (red): {bound.binding}", width)
     figure.suptitle(f"{textwrap.fill(title, width)}\n{words}", fontsize=10, x=0.01, ha="left")
     figures.save_figure(figure, path)
 
 
-def _choice_text(plan: Plan, num_bytes: int, simulated: Mapping[str, float] | None) -> str:
+def _choice_text(plan: Plan, num_bytes: int, simulated: Mapping[str, float] | None, kind: CollectiveKind) -> str:
     if not simulated:
-        chosen = plan.choose(num_bytes)
+        chosen = plan.choose(num_bytes, kind=kind)
         return f"{chosen.schedule} predicted {_time_text(chosen.predicted_s)}"
     name = plan.fastest(simulated)
     return f"{name} simulated {_time_text(simulated[name])}"

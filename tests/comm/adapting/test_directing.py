@@ -44,7 +44,8 @@ class Guide:
     def abort(self) -> None:
         self.is_cut = True
 
-    def choose(self, num_bytes: int, name: str | None, kind: str) -> ScheduleChoice:
+    def choose(self, num_bytes: int, name: str | None, kind: str, largest_block_bytes: int | None) -> ScheduleChoice:
+        assert largest_block_bytes is None
         return ScheduleChoice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
 
 

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport.connect import open_listeners
 from ringweave.comm.transport.interface import MismatchError, TransferFailedError
-from ringweave.comm.transport.sockets import SocketTransport
+from ringweave.comm.transport.sockets import SocketTransport, TcpConnection
 
 TAG = 7 << 32 | 5
 
@@ -93,6 +96,76 @@ def test_large_messages_both_ways_at_once(pair: Pair) -> None:
     other.result(60)
     assert torch.equal(arrived[0], sent[1])
     assert torch.equal(arrived[1], sent[0])
+
+
+class Pipe:
+    """Both ends of a stream in place of sockets; each call moves as many bytes as the next limit, and is counted."""
+
+    def __init__(self, limits: list[int]) -> None:
+        self.limits = limits
+        self.content = bytearray()
+        self.num_calls = 0
+
+    def setsockopt(self, *_: object) -> None:
+        pass
+
+    def setblocking(self, _: bool) -> None:
+        pass
+
+    def _limit(self) -> int:
+        self.num_calls += 1
+        limit = self.limits.pop() if self.limits else 1 << 30
+        if not limit:
+            raise BlockingIOError
+        return limit
+
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        taken = b"".join(parts)[: self._limit()]
+        self.content += taken
+        return len(taken)
+
+    def recvmsg_into(self, parts: list[memoryview]) -> tuple[int]:
+        limit = self._limit()
+        if not self.content:
+            raise BlockingIOError
+        num_taken = 0
+        for part in parts:
+            fits = min(len(part), limit - num_taken, len(self.content))
+            part[:fits] = self.content[:fits]
+            del self.content[:fits]
+            num_taken += fits
+        return (num_taken,)
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=30), st.lists(st.integers(0, 90), max_size=40))
+def test_messages_arrive_whole_and_in_order_whatever_the_kernel_takes_of_them(
+    sizes: list[int], limits: list[int]
+) -> None:
+    pipe = Pipe(limits)
+    sender, receiver = TcpConnection(1, cast(Any, pipe)), TcpConnection(0, cast(Any, pipe))
+    contents = [bytes([1 + number] * size) for number, size in enumerate(sizes)]
+    arrived = [bytearray(size) for size in sizes]
+    received = [receiver.receive(piece, TAG + number) for number, piece in enumerate(arrived)]
+    sent = [sender.send(content, TAG + number) for number, content in enumerate(contents)]
+    while sender.wanted or receiver.wanted:
+        sender.write()
+        receiver.read()
+    assert all(message.done for message in (*sent, *received))
+    assert [bytes(piece) for piece in arrived] == contents
+
+
+def test_small_messages_that_wait_go_together() -> None:
+    pipe = Pipe([0])  # the first call finds the buffer full
+    sender = TcpConnection(1, cast(Any, pipe))
+    for number in range(17):
+        sender.send(bytes(10), TAG + number)
+    sender.write()
+    assert pipe.num_calls == 1 + 3
+    receiver, arrived = TcpConnection(0, cast(Any, pipe)), bytearray(10)
+    for number in range(17):
+        receiver.receive(arrived, TAG + number)
+    receiver.read()
+    assert pipe.num_calls == 4 + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64])

@@ -180,6 +180,8 @@ def _combine_nothing(_mine: Tensor, _arriving: Tensor) -> None:
     raise AssertionError("a collective without a reduction has a program that reduces")
 
 
+_MAX_KEPT_SCHEDULES = 128
+"""Schedules whose part of this rank is kept; programs of them are kept beside."""
 _ABORT_TIMEOUT_S = 5.0
 """Limit on waiting for aborted channels in `close`: they end at once, except in operations that cannot be aborted."""
 
@@ -309,7 +311,7 @@ class CollectiveEngine:
         if decision.version != self._plan_version:
             # Programs of another plan are not used again.
             self._plan_version, self._programs = (decision.version, ProgramCache())
-        kind = (choice, message.operation, message.num_elements, message.dtype)
+        kind = (choice, message.operation, message.num_elements, message.dtype, message.block_sizes)
         message.program, message.makes_program = self._programs.get_or_reserve(
             kind, choice.num_segments * self._group.group_size
         )
@@ -391,12 +393,11 @@ class CollectiveEngine:
     ) -> None:
         reduction, staged, program = message.reduction, message.staged, compiled.program
         transport, tag = channel.transport, executor.make_tag(number, compiled.signature)
-        instructions = None
         if staged is not None:  # prepares and finishes the message by segments
             marks, size = compiled.segment_marks, self._group.group_size
             instructions = bridge.paced_instructions(program, marks, staged, elements, reduction, size)
-        elif reduction is not None:
-            reduction.prepare(elements)
+        else:
+            instructions = message.instructions(program, elements)
         run_program(
             program,
             elements,
@@ -510,14 +511,14 @@ class CollectiveEngine:
         self, message: CollectiveMessage, schedule_name: str, decision: ScheduleDecision
     ) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
         """Return the proved schedule, and this rank's transfers of it."""
-        key = (decision.version, schedule_name, message.kind, message.root)
+        key = (decision.version, schedule_name, message.kind, message.root, message.block_sizes)
         if key not in self._rank_parts:
-            schedule = decision.plan.generate(schedule_name, message.kind, message.root)
+            schedule = decision.plan.generate(schedule_name, message.kind, message.root, message.block_sizes)
             schedules.verify(schedule)
             part = schedule, schedules.project_rank(schedule, self._group.group_rank)
-            # The schedules of earlier plans are dropped.
-            kept = {known: old for known, old in self._rank_parts.items() if known[0] == decision.version}
-            self._rank_parts = {**kept, key: part}
+            # The schedules of earlier plans are dropped, and of many the oldest: each call may have other blocks.
+            kept = [item for item in self._rank_parts.items() if item[0][0] == decision.version]
+            self._rank_parts = dict([*kept[1 - _MAX_KEPT_SCHEDULES :], (key, part)])
             return part
         return self._rank_parts[key]
 

@@ -1,9 +1,11 @@
 """Messages of collectives: the elements on which a program works in place, and the tensors that they come from.
 
 A message is one-dimensional and the same size on all ranks. For an allgather and a reduce-scatter it consists of a
-block for each rank. Collectives that only copy work on bytes.
+block for each rank, of equal or of different sizes. Collectives that only copy work on bytes.
 """
 
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_
 from ringweave.comm.engine.reductions import ReduceOperation
 from ringweave.comm.native_backend import NativeBackends, OrderedNccl
 from ringweave.schedules import CollectiveKind
-from ringweave.schedules.program import segment_bounds
+from ringweave.schedules.program import Instruction, Opcode, RankProgram, segment_bounds
 
 if TYPE_CHECKING:
     from ringweave.comm.engine.engine import CompiledProgram
@@ -39,6 +41,8 @@ class CollectiveMessage:
     """Combines contributions; None where the collective only copies."""
     root: int | None = None
     """Group rank that has the message of a broadcast."""
+    block_sizes: tuple[int, ...] | None = None
+    """Elements of the block of each rank, the same on all ranks; None where these are equal, or there are none."""
     staged: bridge.StagedMessage | None = None
     """The tensors on their way through the bridge; None on the CPU."""
     num_blocks: int = 1
@@ -67,7 +71,13 @@ class CollectiveMessage:
     @property
     def operation(self) -> str:
         """Operation in words; equal on all ranks."""
-        return f"{self.kind}({self.detail})" if self.detail else self.kind
+        text = f"{self.kind}({self.detail})" if self.detail else self.kind
+        return text if self.block_sizes is None else f"{text} in {_blocks_text(self.block_sizes)}"
+
+    @property
+    def largest_block_bytes(self) -> int | None:
+        """Size of the largest block; None where blocks are equal, or there are none."""
+        return None if self.block_sizes is None else max(self.block_sizes) * self.dtype.itemsize
 
     def segment_bounds(self, num_segments: int) -> tuple[int, ...]:
         """Return the bounds of the message's segments."""
@@ -82,7 +92,7 @@ class CollectiveMessage:
             memory: Of the channel, for messages that have no memory of their own.
         """
         if self.staged is None:
-            return self.begin_on_host(memory)
+            return self.begin_on_host(num_segments, memory)
         message = self.staged.stage(channel, self.dtype, self.num_elements, self.regions())
         if self.program is None:
             bridge.fetch_segments(self.staged, (0, self.num_elements))
@@ -90,13 +100,24 @@ class CollectiveMessage:
             bridge.fetch_segments(self.staged, self.segment_bounds(num_segments), self.num_blocks)
         return message
 
-    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
+    def begin_on_host(self, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the elements of tensors on the CPU, with this rank's contribution in them."""
         raise NotImplementedError
 
     def regions(self) -> list[DeviceRegion]:
         """Return the tensors on a device, by their places in the message."""
         raise NotImplementedError
+
+    def instructions(self, program: RankProgram, message: Tensor) -> Iterable[Instruction]:
+        """Return the program's instructions, each of which must be executed before the next one is asked for.
+
+        Args:
+            program: The program.
+            message: What `begin` returned; readied for the reduce operation by the time that an instruction needs it.
+        """
+        if self.reduction is not None:
+            self.reduction.prepare(message)
+        return program.instructions
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         """Run the collective by the native backend of a channel; blocks.
@@ -154,7 +175,7 @@ class ReducedTensor(CollectiveMessage):
             op=op,
         )
 
-    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
+    def begin_on_host(self, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the tensor's own elements, or a copy."""
         return flatten_tensor(self.tensor)
 
@@ -193,7 +214,7 @@ class BroadcastTensor(CollectiveMessage):
             group_rank=group_rank,
         )
 
-    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
+    def begin_on_host(self, num_segments: int, memory: ScratchMemory) -> Tensor:
         return _as_bytes(flatten_tensor(self.tensor))
 
     def regions(self) -> list[DeviceRegion]:
@@ -214,22 +235,23 @@ class BroadcastTensor(CollectiveMessage):
 
 @dataclass(slots=True, kw_only=True)
 class GatheredBlocks(CollectiveMessage):
-    """Equal blocks of all ranks that come together on each rank."""
+    """Blocks of all ranks that come together on each rank."""
 
     block: Tensor
     """This rank's."""
     outputs: list[Tensor]
-    """One tensor for all blocks, contiguous, or one for each block."""
+    """One tensor for all blocks, which are equal then, contiguous; or one for each block."""
     group_rank: int
 
     @classmethod
     def of(cls, block: Tensor, outputs: list[Tensor], group_rank: int) -> "GatheredBlocks":
-        num_bytes = sum(output.nbytes for output in outputs)
+        num_bytes, sizes = sum(output.nbytes for output in outputs), _unequal_sizes([each.nbytes for each in outputs])
         return cls(
             kind="allgather",
             num_elements=num_bytes,
             dtype=torch.uint8,
-            num_blocks=num_bytes // block.nbytes,
+            num_blocks=1 if sizes else num_bytes // block.nbytes,
+            block_sizes=sizes,
             block=block,
             outputs=outputs,
             group_rank=group_rank,
@@ -242,13 +264,13 @@ class GatheredBlocks(CollectiveMessage):
             found.append(DeviceRegion(tensor=output, start=index * size, is_input=False, is_output=True))
         return found
 
-    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
+    def begin_on_host(self, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the output's own memory if it is one tensor, else memory of the channel."""
         if len(self.outputs) == 1:
             message = _as_bytes(flatten_tensor(self.outputs[0]))
         else:
             message = memory.take_buffers(1, self.num_elements, torch.uint8)[0]
-        own = _block_of(message, self.group_rank, self.block.nbytes).view(self.block.dtype)
+        own = _block_of(message, self.group_rank, self.block.nbytes, self.block_sizes).view(self.block.dtype)
         if self.block.nbytes and own.data_ptr() != self.block.data_ptr():
             own.view(self.block.shape).copy_(self.block.detach())
         return message
@@ -261,7 +283,7 @@ class GatheredBlocks(CollectiveMessage):
         if len(self.outputs) == 1:
             return
         for rank, output in enumerate(self.outputs):
-            block = _block_of(message, rank, output.nbytes).view(output.dtype)
+            block = _block_of(message, rank, output.nbytes, self.block_sizes).view(output.dtype)
             output.detach().copy_(block.view(output.shape))
 
 
@@ -275,17 +297,21 @@ class ScatteredBlocks(CollectiveMessage):
     op: Any
     """Reduce operation of torch."""
     group_rank: int
+    uncopied: Tensor | None = field(default=None, init=False)
+    """The blocks in one dimension, of which each piece is copied when it is needed."""
 
     @classmethod
     def of(
         cls, blocks: list[Tensor], output: Tensor, op: Any, reduction: ReduceOperation, group_rank: int
     ) -> "ScatteredBlocks":
+        num_elements, sizes = sum(block.numel() for block in blocks), _unequal_sizes([each.numel() for each in blocks])
         return cls(
             kind="reduce-scatter",
-            num_elements=sum(block.numel() for block in blocks),
+            num_elements=num_elements,
             dtype=output.dtype,
             reduction=reduction,
-            num_blocks=sum(block.numel() for block in blocks) // output.numel(),
+            num_blocks=1 if sizes else num_elements // output.numel(),
+            block_sizes=sizes,
             blocks=blocks,
             output=output,
             op=op,
@@ -299,16 +325,40 @@ class ScatteredBlocks(CollectiveMessage):
             found.append(DeviceRegion(tensor=block, start=index * size, is_input=True, is_output=False))
         return found
 
-    def begin_on_host(self, memory: ScratchMemory) -> Tensor:
-        """Return a copy of the blocks, in which a program can add; for the native backend, the blocks themselves."""
+    def begin_on_host(self, num_segments: int, memory: ScratchMemory) -> Tensor:
+        """Return memory for a copy of the blocks, in which a program can add; for the native backend, the blocks.
+
+        In a program of several segments all operations have the same pieces. Each rank sends or receives each of them,
+        so they are copied one by one, while others are on the wire.
+        """
         if self.program is None and len(self.blocks) == 1:
             return flatten_tensor(self.blocks[0])
         message = memory.take_buffers(1, self.num_elements, self.dtype)[0]
+        is_alone = self.output.numel() == self.num_elements  # has no operations
+        if num_segments > 1 and len(self.blocks) == 1 and self.blocks[0].is_contiguous() and not is_alone:
+            self.uncopied = flatten_tensor(self.blocks[0])
+            return message
         start = 0
         for block in self.blocks:
             message[start : start + block.numel()].view(block.shape).copy_(block.detach())
             start += block.numel()
         return message
+
+    def instructions(self, program: RankProgram, message: Tensor) -> Iterable[Instruction]:
+        if self.uncopied is None:
+            return CollectiveMessage.instructions(self, program, message)
+        return self._copy_pieces(program, message, self.uncopied)
+
+    def _copy_pieces(self, program: RankProgram, message: Tensor, blocks: Tensor) -> Iterator[Instruction]:
+        assert self.reduction is not None
+        copied: set[int] = set()
+        for instruction in program.instructions:
+            start, stop = instruction.start, instruction.stop
+            if start not in copied and instruction.opcode in (Opcode.SEND, Opcode.WAIT_RECV):
+                copied.add(start)
+                message[start:stop].copy_(blocks[start:stop])
+                self.reduction.prepare(message[start:stop])
+            yield instruction
 
     def run_natively(self, native: NativeBackends, channel: int, message: Tensor, timeout_s: float) -> None:
         output = message.new_empty(self.output.numel()) if self.staged else flatten_tensor(self.output)
@@ -321,13 +371,29 @@ class ScatteredBlocks(CollectiveMessage):
     def finish_on_host(self, message: Tensor, num_ranks: int) -> None:
         if self.program is None or self.reduction is None:
             return
-        own = _block_of(message, self.group_rank, self.output.numel())
+        own = _block_of(message, self.group_rank, self.output.numel(), self.block_sizes)
         self.reduction.finish(own, num_ranks)
         self.output.detach().copy_(own.view(self.output.shape))
 
 
-def _block_of(message: Tensor, rank: int, size: int) -> Tensor:
-    return message[rank * size : (rank + 1) * size]
+def _block_of(message: Tensor, rank: int, size: int, block_sizes: Sequence[int] | None = None) -> Tensor:
+    start = rank * size if block_sizes is None else sum(block_sizes[:rank])
+    return message[start : start + size]
+
+
+def _unequal_sizes(sizes: Sequence[int]) -> tuple[int, ...] | None:
+    return tuple(sizes) if len(set(sizes)) > 1 else None
+
+
+_MAX_NAMED_BLOCKS = 8
+
+
+def _blocks_text(sizes: Sequence[int]) -> str:
+    """Return sizes in words; of many blocks a digest, which differs where sizes do."""
+    if len(sizes) <= _MAX_NAMED_BLOCKS:
+        return f"blocks of {', '.join(map(str, sizes))}"
+    digest = hashlib.sha256(repr(tuple(sizes)).encode()).hexdigest()[:16]
+    return f"{len(sizes)} blocks of {min(sizes)} to {max(sizes)} ({digest})"
 
 
 def _as_bytes(elements: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ found out at once. A closed connection is an error at once; a silent one when ti
 
 import collections
 import contextlib
+import itertools
 import select
 import socket
 import struct
@@ -34,14 +35,15 @@ _HEADER = struct.Struct("<QQ")
 class TcpMessage:
     """A message in transfer: the rest of it, header first."""
 
-    __slots__ = ("done", "header", "left", "num_bytes", "peer", "tag")
+    __slots__ = ("done", "header", "left", "num_bytes", "num_left", "peer", "tag")
 
     def __init__(self, peer: int, tag: int, payload: memoryview, header: bytearray) -> None:
         self.peer = peer
         self.tag = tag
         self.num_bytes = payload.nbytes
+        self.num_left = self.num_bytes + len(header)
         self.header = header
-        self.left: list[memoryview] = [memoryview(header), *([payload.cast("B")] if payload.nbytes else [])]
+        self.left: list[memoryview] = [memoryview(header), *([payload.cast("B")] if self.num_bytes else [])]
         self.done = False
 
     @property
@@ -52,15 +54,31 @@ class TcpMessage:
     @property
     def header_missing(self) -> bool:
         """True while part of the header is missing."""
-        return len(self.left) > (1 if self.num_bytes else 0)
+        return self.num_left > self.num_bytes
 
     def advance(self, num_bytes: int) -> None:
-        """Note that so many more bytes are through."""
-        while self.left and num_bytes >= self.left[0].nbytes:
+        """Note that so many more bytes are through, at most those that are left."""
+        self.num_left -= num_bytes
+        if not self.num_left:
+            self.left.clear()
+            self.done = True
+            return
+        if num_bytes >= self.left[0].nbytes:
             num_bytes -= self.left.pop(0).nbytes
         if num_bytes:
             self.left[0] = self.left[0][num_bytes:]
-        self.done = not self.left
+
+
+_MAX_MESSAGES_PER_CALL = 8
+"""Messages that one system call moves: small pieces cost less, and a call has a limited number of buffers."""
+
+
+def _take_messages(queue: collections.deque[TcpMessage]) -> tuple[list[memoryview], int]:
+    """Return what is left of the first messages, and its size in bytes."""
+    if len(queue) == 1:
+        return queue[0].left, queue[0].num_left
+    first = list(itertools.islice(queue, _MAX_MESSAGES_PER_CALL))
+    return [part for message in first for part in message.left], sum(message.num_left for message in first)
 
 
 class TcpConnection:
@@ -99,32 +117,48 @@ class TcpConnection:
         return message
 
     def write(self) -> None:
-        """Send as much as the kernel takes."""
+        """Send as much as the kernel takes; when it takes less than it was given, its buffer is full."""
         while self._outgoing:
-            message = self._outgoing[0]
+            parts, num_asked = _take_messages(self._outgoing)
             try:
-                message.advance(self.sock.sendmsg(message.left))
+                num_left = num_sent = self.sock.sendmsg(parts)
             except BlockingIOError:
                 return
-            if message.done:
-                self._outgoing.popleft()
+            while num_left:
+                message = self._outgoing[0]
+                passed = min(num_left, message.num_left)
+                message.advance(passed)
+                num_left -= passed
+                if message.done:
+                    self._outgoing.popleft()
+            if num_sent < num_asked:
+                return
 
     def read(self) -> None:
-        """Receive as much as the kernel has of the messages that are expected."""
+        """Receive as much as the kernel has of the messages that are expected; less than was asked for is all it has.
+
+        Messages that turn out to be others than expected may have overwritten several pieces then.
+        """
         while self._incoming:
-            message = self._incoming[0]
-            header_was_missing = message.header_missing
+            parts, num_asked = _take_messages(self._incoming)
             try:
-                received = self.sock.recvmsg_into(message.left)[0]
+                num_left = num_received = self.sock.recvmsg_into(parts)[0]
             except BlockingIOError:
                 return
-            if received == 0:
+            if num_received == 0:
                 raise ConnectionResetError("connection closed by peer")
-            message.advance(received)
-            if header_was_missing and not message.header_missing:
-                _check_header(message)
-            if message.done:
-                self._incoming.popleft()
+            while num_left:
+                message = self._incoming[0]
+                header_was_missing = message.header_missing
+                passed = min(num_left, message.num_left)
+                message.advance(passed)
+                num_left -= passed
+                if header_was_missing and not message.header_missing:
+                    _check_header(message)
+                if message.done:
+                    self._incoming.popleft()
+            if num_received < num_asked:
+                return
 
 
 def _check_header(message: TcpMessage) -> None:

@@ -115,6 +115,8 @@ class CollectiveRequest:
     """The native backend can compute it too."""
     is_on_device: bool = False
     """The native backend for it is NCCL, on the device's own tensors."""
+    largest_block_bytes: int | None = None
+    """Size of the largest block where ranks have blocks of different sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,8 @@ class ScheduleSelector:
         self._changed.notify_all()
 
     def _set_decision(self, pending: PendingCollective, name: str | None, *, is_trial: bool = False) -> None:
-        choice = self._group_plan.choose(pending.request.num_bytes, name, pending.request.kind)
+        request = pending.request
+        choice = self._group_plan.choose(request.num_bytes, name, request.kind, request.largest_block_bytes)
         pending.decision = ScheduleDecision(choice, self._group_plan.wait_for_plan(), self._plan_version, is_trial)
         pending.on_decision(pending.decision)
 

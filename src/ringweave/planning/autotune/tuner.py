@@ -550,6 +550,7 @@ class Autotuner:
         return self._classes[key]
 
     def _candidates(self, num_bytes: int, kind: CollectiveKind) -> tuple[str, ...]:
+        """Return the candidates; the other kinds have three schedules, all of which are tried without a simulation."""
         estimates = self._estimate(self._plan, num_bytes, self._rates) if kind == "allreduce" else None
         return pick_candidates(self._plan, num_bytes, estimates, kind)
 
