@@ -19,9 +19,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("devices", "splits", "reduction"), CASES)
-def test_unequal_devices_of_a_stage_train_as_one_process(
-    devices: str, splits: tuple[int, ...], reduction: str
-) -> None:
+def test_unequal_devices_of_a_stage_train_as_one_process(devices: str, splits: tuple[int, ...], reduction: str) -> None:
     num_ranks = devices.count(":")
     alone, losses = wide_functions.train_alone(reduction=reduction)
     for by_schedule in run_ranks(wide_functions.train_wide, num_ranks, devices, splits, SCHEDULES, reduction):
@@ -69,7 +67,7 @@ def test_wide_stages_that_do_not_fit_are_refused() -> None:
         "number of workers: 3, expected a multiple of 2, the number of devices in all stages. "
         "Start as many workers, or cut the model into another number of stages.",
         "stages: 2, expected 3, one more than there are splits. Give one of the two.",
-        "devices of stages: 0:8 1:4+2:4, expected those of 0:3+1:5 2:8. "
+        "devices of stages: '0:8 1:4+2:4', expected those of 0:3+1:5 2:8. "
         "Change samples and splits only; other devices need another start.",
         "samples of devices: 7, expected 8, as a microbatch has. Share these.",
     ]

@@ -19,7 +19,7 @@ import copy
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ringweave.pipeline import block_store
 from ringweave.pipeline.pipeline import Pipeline, broadcast_text
 from ringweave.pipeline.stage_layout import Layout
 from ringweave.planning.repartition import BlockMove, block_moves
+from ringweave.sim.stage_devices import StageDevices
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -145,6 +146,15 @@ def block_digest(block: nn.Module, optimizer: Optimizer | None) -> int:
                 found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
                 found.update(tensor_bytes(value).numpy().data)
     return found.intdigest() >> 1
+
+
+def device_moves(layout: Layout, splits: tuple[int, ...]) -> tuple[BlockMove, ...]:
+    """All blocks that move to a stage, between devices: each device of the new stage gets a copy from the old one."""
+    found = []
+    for block, src, dst in map(astuple, block_moves(layout.splits, splits, layout.num_blocks)):
+        senders, receivers = layout.placed.members(src), layout.placed.members(dst)
+        found += [BlockMove(block, senders[at % len(senders)], device) for at, device in enumerate(receivers)]
+    return tuple(found)
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
@@ -364,21 +374,24 @@ class BlockMigrator:
     def is_migrating(self) -> bool:
         return self._pending is not None
 
-    def start(self, splits: tuple[int, ...]) -> bool:
+    def start(self, splits: tuple[int, ...], devices: StageDevices | None = None) -> bool:
         """Start moving all blocks that the new partition places elsewhere; the next update completes it.
+
+        Devices of a stage may get other numbers of samples at the same time (`devices`; None: as before).
 
         Returns:
             False if a rank could not continue; `on_done` got the reason, and nothing has changed.
 
         Raises:
-            UsageError: The splits are for another number of stages, or a migration is in progress.
+            UsageError: The splits are for another number of stages, stages would have other devices, or a migration is
+                in progress.
             PeerError: A rank has died.
         """
-        self._pending = self._new_migration(splits)
+        self._pending = self._new_migration(splits, devices)
         self._time_phase(self._prepare)
         return self.is_migrating
 
-    def _new_migration(self, splits: tuple[int, ...]) -> _PendingMigration:
+    def _new_migration(self, splits: tuple[int, ...], devices: StageDevices | None) -> _PendingMigration:
         old = self._pipeline.layout
         if self._pending is not None:
             do = "Wait until it has ended, with the next update"
@@ -386,14 +399,14 @@ class BlockMigrator:
         if len(splits) != len(old.splits):
             do = "A pipeline keeps its number of stages; leave one empty if need be"
             raise UsageError(explain("splits", got=splits, expected=f"{len(old.splits)} splits", do=do))
-        new = Layout(num_blocks=old.num_blocks, splits=splits, num_replicas=old.num_replicas)
-        pending, planned = _PendingMigration(new), block_moves(old.splits, splits, old.num_blocks)
-        replica, stage = old.replica_of_rank(self._pipeline.rank), self._pipeline.stage
+        pending = _PendingMigration(old.with_stages(splits, devices))
+        planned = device_moves(old, splits)
+        replica, own = old.replica_of_rank(self._pipeline.rank), old.device_of_rank(self._pipeline.rank)
         for place, move in enumerate(planned):
             number = replica * len(planned) + place
-            if stage == move.src:
+            if own == move.src:
                 pending.sent[number] = move
-            elif stage == move.dst:
+            elif own == move.dst:
                 pending.received[number] = move
         pending.num_moves = len(planned) * old.num_replicas
         return pending
@@ -458,7 +471,7 @@ class BlockMigrator:
         self._pending = None
         for move in pending.received.values():
             self._pipeline.optimizer.confirm_block(move.block)
-        self._pipeline.repartition(pending.layout.splits)
+        self._pipeline.repartition(pending.layout.splits, pending.layout.devices)
         pause = torch.tensor([pending.spent_s + self._clock() - pending.begun_s], dtype=torch.float64)
         self._communicate(lambda: dist.all_reduce(pause, op=dist.ReduceOp.MAX, group=self._group))
         self._report_outcome(pending, is_done=True, pause_s=float(pause))
@@ -515,25 +528,24 @@ class BlockMigrator:
         for move in pending.sent.values():
             sender = self._try_locally(pending, lambda m=move: pack(m.block)) or BlockSender(None, error=pending.cause)
             pending.senders.append(sender)
-            dst = self._rank_of_stage(move.dst)
+            dst = self._rank_of_device(move.dst)
             pending.works += self._communicate(lambda s=sender, d=dst: s.send_header(d, self._group))
         headers = {
-            number: self._communicate(lambda m=move: receive_header(self._rank_of_stage(m.src), self._group))
+            number: self._communicate(lambda m=move: receive_header(self._rank_of_device(m.src), self._group))
             for number, move in pending.received.items()
         }
         return {number: header for number, header in headers.items() if not header["error"]}
 
     def _start_tensors(self, pending: _PendingMigration) -> None:
         for sender, move in zip(pending.senders, pending.sent.values(), strict=True):
-            dst = self._rank_of_stage(move.dst)
+            dst = self._rank_of_device(move.dst)
             pending.works += self._communicate(lambda s=sender, d=dst: s.send_tensors(d, self._group))
         for number, move in pending.received.items():
-            src, receiver = self._rank_of_stage(move.src), pending.receivers[number]
+            src, receiver = self._rank_of_device(move.src), pending.receivers[number]
             pending.works += self._communicate(lambda r=receiver, s=src: r.receive_tensors(s, self._group))
 
-    def _rank_of_stage(self, stage: int) -> int:
-        layout = self._pipeline.layout
-        return layout.ranks_of_replica(layout.replica_of_rank(self._pipeline.rank))[stage]
+    def _rank_of_device(self, device: int) -> int:
+        return self._pipeline.groups.device_ranks[device]
 
     def _wait_for_works(self, pending: _PendingMigration) -> None:
         works, pending.works = pending.works, []

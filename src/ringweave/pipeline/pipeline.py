@@ -221,7 +221,9 @@ class Pipeline:
             TrainingError: A tensor between blocks does not shrink with the samples.
         """
         for num in sorted({len(each) for each in devices.ranges} - {devices.num_samples}):
-            parts = [value[: len(value) // devices.num_samples * num] for value in (*first, *self.side_input_metas.values())]
+            parts = [
+                value[: len(value) // devices.num_samples * num] for value in (*first, *self.side_input_metas.values())
+            ]
             side = dict(zip(self.side_input_metas, parts[len(first) :], strict=True))
             found = boundaries.trace_boundaries(blocks, tuple(parts[: len(first)]), side, self.precision)
             for index, (whole, part) in enumerate(zip(self.boundaries, found, strict=True)):

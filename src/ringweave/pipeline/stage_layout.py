@@ -79,7 +79,9 @@ class Layout:
             members = [self.placed.members(stage) for stage in range(self.num_stages)]
             if [devices.members(stage) for stage in range(devices.num_stages)] != members:
                 do = "Change samples and splits only; other devices need another start"
-                raise UsageError(explain("devices of stages", got=str(devices), expected=f"those of {self.placed}", do=do))
+                raise UsageError(
+                    explain("devices of stages", got=str(devices), expected=f"those of {self.placed}", do=do)
+                )
             if self.devices is not None and devices.num_samples != self.devices.num_samples:
                 expected, do = f"{self.devices.num_samples}, as a microbatch has", "Share these"
                 raise UsageError(explain("samples of devices", got=devices.num_samples, expected=expected, do=do))

@@ -2,11 +2,12 @@
 
 A transfer starts when both its ends have begun it and the link's direction is free, and takes the link's time. Stages
 of several devices send pieces of a microbatch (`stage_devices`): a device's pieces of one link and direction go one
-after the other, as they share its NIC, and so do those that a device receives. The order in which instructions can run does not depend on times. So it is computed once, for any times of stages and links;
-the end times are then the longest paths through the dependencies, and no event queue is needed.
+after the other, as they share its NIC, and so do those that a device receives.
+
+The order in which instructions can run does not depend on times. So it is computed once, for any times of devices and
+links; the end times are then the longest paths through the dependencies, and no event queue is needed.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import add
@@ -256,9 +257,7 @@ class PipelineTimeline:
         nothing = (0.0,) * len(self.devices.pieces)
         crossing = [
             each
-            for pair in zip(
-                times.forward_transfer_s or nothing, times.backward_transfer_s or nothing, strict=True
-            )
+            for pair in zip(times.forward_transfer_s or nothing, times.backward_transfer_s or nothing, strict=True)
             for each in pair
         ]
         known_s, free_s = [0.0] * len(self._numbers), [0.0] * (1 + max(map(max, self._ports), default=0))

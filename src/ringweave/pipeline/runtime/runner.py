@@ -166,7 +166,7 @@ class StageRunner:
         self._built_for = (stage_boundaries, layout.devices)
         self._devices = layout.devices
         self.module.seeds = self._seeds()
-        arriving, leaving = (self._own_part(each) for each in stage_boundaries[self._stage_index :][:2])
+        arriving, leaving = (self.own_part(each) for each in stage_boundaries[self._stage_index :][:2])
         self.module.output_boundary = leaving if self._stage_index < self._num_stages - 1 else None
         place = torch_schedules.StagePlace(
             stage_index=self._stage_index,
@@ -221,7 +221,7 @@ class StageRunner:
         first = 0 if self._devices is None else self._devices.ranges[self._device_index].start
         return BlockSeeds(seed=self._settings.seed, replica=self._replica, first_sample=first)
 
-    def _own_part(self, boundary: Boundary) -> Boundary:
+    def own_part(self, boundary: Boundary) -> Boundary:
         """Return the boundary of this rank's samples."""
         if self._devices is None:
             return boundary
