@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCHEDULES = ["gpipe", "1f1b", "1f1b-overlap"]
 CASES = [
+    ("1:8 0:8", (3,), "mean"),
     ("0:3+1:5 2:8", (3,), "mean"),
     ("0:8 1:1+2:7", (2,), "mean"),
     ("0:8 2:3+1:5", (2,), "sum"),

@@ -384,10 +384,12 @@ def adapt(
     overheads = profiling.measure_overheads(pipeline, links, rounds=profile_rounds, clock=clock)
     reduces_s = profiling.measure_reduces(pipeline, rounds=profile_rounds, clock=clock)
     workload = build_workload(pipeline, block_profile, links, overheads, memory_bytes=memory_bytes)
+    conditions = initial_conditions(block_profile, links, _reduce_rates(pipeline, reduces_s))
+    workload.problem(conditions)
     return PipelineRebalancer(
         pipeline,
         workload,
-        initial_conditions(block_profile, links, _reduce_rates(pipeline, reduces_s)),
+        conditions,
         policy or RepartitionPolicy(),
         log=log,
         clock=clock,

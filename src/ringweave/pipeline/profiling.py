@@ -434,8 +434,8 @@ def stage_times(
 
 def transfer_mode(schedule: str | PipelineSchedule, devices: StageDevices | None = None) -> str:
     """Return the transfer mode of a schedule, which `predict` needs; with several devices a stage all are data."""
-    is_wide = devices is not None and devices.is_wide
-    return "blocking" if schedule in ("gpipe", "1f1b") and not is_wide else "asynchronous"
+    is_plain = devices is None or devices.is_plain
+    return "blocking" if schedule in ("gpipe", "1f1b") and is_plain else "asynchronous"
 
 
 def measure_reduces(

@@ -8,7 +8,7 @@ The order in which instructions can run does not depend on times. So it is compu
 links; the end times are then the longest paths through the dependencies, and no event queue is needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -278,24 +278,27 @@ class PipelineTimeline:
                 known_s[number] = free_s[out] = free_s[into] = start_s + crossing[way]
         return now_s, begun_s
 
-    def _linearize(self, stages: list[list[StageInstruction]]) -> Iterator[_Op]:
-        """Yield operations by running every device as far as it can, until all are done.
+    def _linearize(self, programs: list[list[StageInstruction]]) -> Iterator[_Op]:
+        """Yield operations by running every stage as far as it can, until all are done.
+
+        Devices of a stage run each instruction one after the other. They have the same program, so that pieces pass a
+        port in its order: those of a microbatch before those of the next.
 
         Raises:
-            ScheduleError: No device can go on.
+            ScheduleError: No stage can go on.
         """
-        programs = [stages[stage] for stage in self.devices.stage_of_device]
         at = [0] * len(programs)
         ends: dict[_TransferKey, int] = {}
         while any(done < len(program) for done, program in zip(at, programs, strict=True)):
             before = list(at)
-            for device, program in enumerate(programs):
-                while at[device] < len(program) and self._can_run(device, program[at[device]], ends):
-                    yield from self._ops_of_instruction(device, program[at[device]], ends)
-                    at[device] += 1
+            for stage, program in enumerate(programs):
+                members = self.devices.members(stage)
+                while at[stage] < len(program) and self._can_run(members, program[at[stage]], ends):
+                    for device in members:
+                        yield from self._ops_of_instruction(device, program[at[stage]], ends)
+                    at[stage] += 1
             if before == at:
-                firsts = [self.devices.members(stage)[0] for stage in range(len(stages))]
-                raise ScheduleError(_deadlock_text(stages, [at[device] for device in firsts]))
+                raise ScheduleError(_deadlock_text(programs, at))
 
     def _ops_of_instruction(
         self, device: int, instruction: StageInstruction, ends: dict[_TransferKey, int]
@@ -313,10 +316,13 @@ class PipelineTimeline:
                     ends[key] = ends.get(key, 0) + 1
                     yield _FIRST if ends[key] == 1 else _SECOND, device, number, 2 * key[0] + key[1]
 
-    def _can_run(self, device: int, instruction: StageInstruction, ends: dict[_TransferKey, int]) -> bool:
+    def _can_run(self, members: Sequence[int], instruction: StageInstruction, ends: dict[_TransferKey, int]) -> bool:
         """Return whether both ends of each awaited transfer have begun."""
         return instruction.what != "wait" or all(
-            ends.get(key, 0) > 1 for action in instruction.actions for key in self._transfer_keys(device, action)
+            ends.get(key, 0) > 1
+            for device in members
+            for action in instruction.actions
+            for key in self._transfer_keys(device, action)
         )
 
     def _transfer_keys(self, device: int, action: PipelineAction) -> list[_TransferKey]:

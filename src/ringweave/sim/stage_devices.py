@@ -93,6 +93,11 @@ class StageDevices:
         """True if a stage has several devices."""
         return self.num_devices > self.num_stages
 
+    @property
+    def is_plain(self) -> bool:
+        """True if device i is stage i alone, as torch's stages expect."""
+        return all(shares[0].device == stage and len(shares) == 1 for stage, shares in enumerate(self.stages))
+
     @cached_property
     def stage_of_device(self) -> tuple[int, ...]:
         """Stage of each device."""

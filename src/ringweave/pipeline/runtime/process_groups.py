@@ -22,8 +22,8 @@ class PipelineGroups:
         self.device_ranks = layout.ranks_of_replica(layout.replica_of_rank(self.rank))
         """Ranks of this replica's devices in `control`."""
         self.alone: dist.ProcessGroup | None = None
-        """This rank alone, where stages have several devices: torch's stages know one rank for each stage."""
-        if layout.placed.is_wide:
+        """This rank alone, where stages have other devices than torch's stages know: one each, in order."""
+        if not layout.placed.is_plain:
             self.alone = [_new_group((rank,), "gloo") for rank in range(layout.world_size)][self.rank]
         self.stage_replicas: dist.ProcessGroup | None = None
         """Ranks that hold the same blocks: the devices of the stage in all replicas. None if this is the only one."""

@@ -163,7 +163,7 @@ class StagePlace:
     devices: StageDevices | None = None
     """Devices of the stages; None: one each."""
     alone: dist.ProcessGroup | None = None
-    """This rank alone; needed with several devices a stage."""
+    """This rank alone; needed unless device i is stage i."""
 
 
 def make_stage(
@@ -194,7 +194,7 @@ def make_stage(
 
 
 class _WideStage(TimedStage):
-    """A rank of a stage in a pipeline in which stages have several: exchanges rows with each neighbour that has them.
+    """A stage of one or more ranks, in any order: exchanges rows with each neighbour that has them.
 
     Torch's stage takes one rank for each stage, so it is made with a group of this rank alone, and then told its place.
     """

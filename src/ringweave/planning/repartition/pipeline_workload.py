@@ -83,7 +83,7 @@ class PipelineWorkload:
         if len(self.forward_s) != len(self.backward_s):
             expected, do = f"{len(self.forward_s)}, as many as of forward_s", "Give a row for each kind of device"
             raise UsageError(explain("backward_s: how many rows", got=len(self.backward_s), expected=expected, do=do))
-        self.problem(PipelineConditions(speeds=(1.0,) * self.num_devices))
+        self.problem(PipelineConditions(speeds=(1.0,) * self.num_devices), allow_empty=True)
 
     @property
     def num_blocks(self) -> int:
@@ -98,14 +98,15 @@ class PipelineWorkload:
         """Devices of each stage."""
         return self.devices or one_device_each(self.num_devices)
 
-    def problem(self, conditions: PipelineConditions) -> PartitionProblem:
+    def problem(self, conditions: PipelineConditions, *, allow_empty: bool = False) -> PartitionProblem:
         """Return the partition problem under these conditions.
 
         Links are full duplex, so the larger of the two directions counts. A stage of several devices counts as one
-        device: each block takes as long as on the slowest of them, with its samples.
+        device: each block takes as long as on the slowest of them, with its samples, and the device with the least
+        memory counts; `fits` checks all of them.
         """
         if self.devices is not None:
-            return self._stage_problem(self.devices, conditions)
+            return self._stage_problem(self.devices, conditions, allow_empty=allow_empty)
         rows = [
             tuple(f + b for f, b in zip(forward, backward, strict=True))
             for forward, backward in zip(self.forward_s, self.backward_s, strict=True)
@@ -117,6 +118,7 @@ class PipelineWorkload:
             activation=self._crossing(),
             bandwidth=conditions.rates,
             memory=self.memory,
+            allow_empty=allow_empty,
         )
 
     def times(self, splits: Sequence[int], conditions: PipelineConditions) -> StageTimes:
@@ -244,7 +246,9 @@ class PipelineWorkload:
             found.append(latency_s[piece.link] + bytes_s)
         return tuple(found)
 
-    def _stage_problem(self, devices: StageDevices, conditions: PipelineConditions) -> PartitionProblem:
+    def _stage_problem(
+        self, devices: StageDevices, conditions: PipelineConditions, *, allow_empty: bool
+    ) -> PartitionProblem:
         rows, limits, in_flight = [], [], []
         for shares in devices.stages:
             blocks = range(self.num_blocks)
@@ -254,11 +258,12 @@ class PipelineWorkload:
             ]
             rows.append(tuple(min(max(column), _NO_ROOM_S) for column in zip(*by_device, strict=True)))
             if self.memory is not None:
-                limits.append(min(self.memory.limit[device] for device, _ in shares))
-                in_flight.append(max(self.memory.in_flight[device] * devices.fraction(device) for device, _ in shares))
+                tightest, _ = min(shares, key=lambda share: self.memory.limit[share.device])
+                limits.append(self.memory.limit[tightest])
+                in_flight.append(self.memory.in_flight[tightest] * devices.fraction(tightest))
         memory = None
         if self.memory is not None:
-            memory = replace(self.memory, limit=tuple(limits), in_flight=tuple(map(math.ceil, in_flight)))
+            memory = replace(self.memory, limit=tuple(limits), in_flight=tuple(in_flight))
         return PartitionProblem(
             work=tuple(rows),
             capability=(1.0,) * devices.num_stages,
@@ -266,6 +271,7 @@ class PipelineWorkload:
             activation=self._crossing(),
             bandwidth=conditions.rates,
             memory=memory,
+            allow_empty=allow_empty,
         )
 
     def _crossing(self) -> tuple[float, ...]:
