@@ -79,3 +79,29 @@ def test_a_block_that_moves_samples_to_another_dimension_is_refused() -> None:
         "tensor between blocks: [(6, 2)], expected 2 of the rows of [(6, 6)] for 2 samples. "
         "Give each stage one device. [boundary behind block 1]"
     )
+
+
+def test_blocks_move_between_stages_of_several_devices() -> None:
+    """Each device of the new stage gets a copy; samples change on the way, also without a block that moves."""
+    alone, _ = wide_functions.train_alone()
+    moves = [((5,), ""), ((2,), "0:6+1:2 2:8"), ((2,), "0:1+1:7 2:8")]
+    found = run_ranks(wide_functions.train_moving, 3, "0:3+1:5 2:8", moves)
+    together: dict[int, list[float]] = {}
+    for held, outcomes, devices in found:
+        assert [outcome.splits for outcome in outcomes] == [splits for splits, _ in moves]
+        assert all(outcome.is_done for outcome in outcomes), [outcome.cause for outcome in outcomes]
+        assert devices == "0:1+1:7 2:8"
+        together |= held
+        for index, values in held.items():
+            assert values == pytest.approx(alone[index], rel=1e-9, abs=1e-12)
+    assert together.keys() == alone.keys()
+    assert [sorted(held) for held, _, _ in found] == [[0, 1], [0, 1], [3, 4, 5]]
+
+
+def test_samples_follow_the_measured_speeds_of_a_stages_devices() -> None:
+    """By a clock that computing alone moves on: rank 0's device becomes three times slower than its neighbour."""
+    found = run_ranks(wide_functions.follow_speeds, 3, 60, 28, 3.0, backend="gloo")
+    assert all(each == found[0] for each in found)
+    devices, splits, outcomes = found[0]
+    assert (devices, splits) == ("0:2+1:6 2:8", (1,))
+    assert any(outcome.is_done for outcome in outcomes)

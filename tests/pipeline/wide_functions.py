@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from ringweave.errors import RingweaveError
 from ringweave.pipeline import Pipeline, Settings
+from ringweave.pipeline.adapting import adapt
+from ringweave.pipeline.migration import BlockMigrator, MigrationOutcome
+from ringweave.planning.repartition import RepartitionPolicy
 from ringweave.sim.stage_devices import StageDevices
+from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
+from tests.clock import Clock
 from tests.pipeline.pipeline_functions import BATCH, CLASSES, FEATURES, batch_of, gradients_of, make_optimizer
 
 NUM_MICROBATCHES = 3
@@ -153,3 +158,44 @@ def transposed_error() -> str:
     except RingweaveError as error:
         return str(error)
     return "no error"
+
+
+def train_moving(devices: str, moves: list[tuple[tuple[int, ...], str]]) -> tuple[dict[int, list[float]], list, str]:
+    """(parameters of the held blocks, outcomes, devices in the end); a move starts after each step."""
+    pipeline = make_wide(devices, "1f1b", "mean", (3,))
+    outcomes: list[MigrationOutcome] = []
+    moving, todo = BlockMigrator(pipeline, outcomes.append), list(moves)
+    for step in range(4):
+        x, y = batch_of(step)
+        pipeline.train_step(x.double(), target=y, max_norm=0.2, side={"weights": side_of(step)})
+        if todo:
+            splits, later = todo.pop(0)
+            moving.start(splits, StageDevices.parse(later) if later else None)
+    held = {
+        index: nn.utils.parameters_to_vector(pipeline.blocks[index].parameters()).tolist()
+        for index in pipeline.blocks.held
+        if any(True for _ in pipeline.blocks[index].parameters())
+    }
+    return held, outcomes, str(pipeline.layout.devices)
+
+
+def follow_speeds(num_steps: int, at: int, factor: float) -> tuple[str, tuple[int, ...], list[MigrationOutcome]]:
+    """From a step on rank 0's device takes `factor` times as long; two devices share the first of two stages."""
+    ticks = Clock()
+    device = VirtualDevice(clock=ticks, sleep=ticks.sleep)
+    torch.manual_seed(0)
+    blocks = [TimedBlock(nn.Linear(8, 8), each, 2 * each, device, SAMPLES) for each in (0.006, 0.003)]
+    settings = Settings(
+        num_microbatches=4,
+        schedule="1f1b-overlap",
+        devices=StageDevices.parse("0:4+1:4 2:8"),
+        device=torch.device("cpu"),
+    )
+    x = torch.ones(4 * SAMPLES, 8)
+    pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, x, settings)
+    balancer = adapt(pipeline, make_optimizer, RepartitionPolicy(window_steps=4), profile_rounds=1, clock=ticks)
+    for step in range(num_steps):
+        if step == at and pipeline.rank == 0:
+            device.speed = 1 / factor
+        pipeline.train_step(x, target=x)
+    return str(pipeline.layout.devices), pipeline.layout.splits, balancer.outcomes
