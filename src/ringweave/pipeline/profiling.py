@@ -88,10 +88,9 @@ def measure_links(
                 if own == src:
                     before_s = float(table[direction, piece.link, place])
                     table[direction, piece.link, place] = max(before_s, statistics.median(took_s))
-    forward, backward = groups.max_over_ranks(table).tolist()
-    return tuple(_stage_link(pair, num_bytes) for pair in forward), tuple(
-        _stage_link(pair, num_bytes) for pair in backward
-    )
+    rows = groups.max_over_ranks(table).tolist()
+    forward, backward = (tuple(_stage_link(pair, num_bytes) for pair in row) for row in rows)
+    return forward, backward
 
 
 def _stage_link(pair: list[float], num_bytes: int) -> StageLink:
@@ -214,7 +213,6 @@ def profile(
     bench = _BlockBenchmark(pipeline, make_optimizer, rounds, clock)
     kinds = [block_kind(block, *bench.boundaries_of(index)) for index, block in enumerate(pipeline.blocks)]
     found = {kind: bench.measure_block(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
-    is_wide = pipeline.layout.placed.is_wide
     times = _gather_times(pipeline, found)
     blocks = []
     for index, kind in enumerate(kinds):
@@ -229,7 +227,7 @@ def profile(
                 backward_bytes=leaving.backward_bytes,
                 state_bytes=found[kind][1].state,
                 stash_bytes=found[kind][1].stash,
-                fixed_share=times[kind][3] if is_wide else (),
+                fixed_share=times[kind][3] if pipeline.layout.placed.is_wide else (),
             )
         )
     return Profile(blocks=tuple(blocks))
@@ -265,8 +263,10 @@ class _BlockBenchmark:
     def __init__(
         self, pipeline: Pipeline, make_optimizer: MakeOptimizer, rounds: int, clock: Callable[[], float]
     ) -> None:
-        self._pipeline, self._make, self._rounds, self._clock = pipeline, make_optimizer, rounds, clock
+        self._pipeline, self._make, self._rounds = pipeline, make_optimizer, rounds
         self._device = pipeline.device
+        self._stopwatch = Stopwatch(self._device, clock)
+        self._stopwatch.is_on = True
 
     def boundaries_of(self, index: int) -> tuple[Boundary, Boundary]:
         """Return a block's input and output boundaries."""
@@ -318,18 +318,15 @@ class _BlockBenchmark:
         return min(1.0, max(0.0, (ratio - part) / (1 - part)))
 
     def _time_pass(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> tuple[float, float]:
-        begun_s = self._now_s()
-        with self._pipeline.precision.autocast_context():
-            outputs = [value for value in as_tuple(block(*values, **side)) if value.requires_grad]
-        middle_s = self._now_s()
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        return middle_s - begun_s, self._now_s() - middle_s
+        outputs: list[Tensor] = []
 
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._clock()
+        def forward() -> None:
+            with self._pipeline.precision.autocast_context():
+                outputs.extend(value for value in as_tuple(block(*values, **side)) if value.requires_grad)
+
+        forward_s = self._time_action(forward)
+        ones = [torch.ones_like(output) for output in outputs]
+        return forward_s, self._time_action(lambda: torch.autograd.backward(outputs, ones)) if outputs else 0.0
 
     def _measure_update(self, block: nn.Module) -> tuple[float, int]:
         """Return (seconds of the optimizer's step, bytes of the block's state between steps)."""
@@ -344,9 +341,9 @@ class _BlockBenchmark:
         return statistics.median(laps[1:]), total + sum(tensor.nbytes for tensor in kept)
 
     def _time_action(self, action: Callable[[], object]) -> float:
-        begun_s = self._now_s()
-        action()
-        return self._now_s() - begun_s
+        """Return seconds of an action by the clock; on a GPU between two events in its queue."""
+        self._stopwatch.time(action, is_forward=False)
+        return self._stopwatch.lap().compute_s
 
     def _stash_bytes(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> int:
         """Return the bytes that forward saves for backward and that would not exist otherwise."""
@@ -396,8 +393,8 @@ def predict(  # noqa: PLR0913 - measurements, and what may be left out
         devices: Devices of the stages and their samples; None: one each.
         reduce_s: For each stage: result of `measure_reduces`; empty: no time.
     """
-    times = stage_times(profile, links, splits, devices).with_overheads(overheads or Overheads())
-    times = replace(times, reduce_s=reduce_s)
+    times = replace(stage_times(profile, links, splits, devices), reduce_s=reduce_s)
+    times = times.with_overheads(overheads or Overheads())
     return pipeline_simulation.simulate_pipeline(order, times, transfers)
 
 
@@ -415,21 +412,24 @@ def stage_times(
         fixed = cost.fixed_share[device] if cost.fixed_share else 0.0
         return fixed + (1 - fixed) * placed.fraction(device)
 
-    def transfers(direction: int, what: str) -> tuple[float, ...]:
-        found = []
-        for piece in placed.pieces:
-            num_bytes = _crossing_bytes(profile, splits[piece.link], what) * piece.num_samples / placed.num_samples
-            found.append(links[direction][piece.link].transfer_s(round(num_bytes)))
-        return tuple(found)
-
     return StageTimes(
         forward_s=tuple(sum(each.forward_s[device] * whole(each, device) for each in held) for device, held in own),
         backward_s=tuple(sum(each.backward_s[device] * whole(each, device) for each in held) for device, held in own),
         before_s=tuple(sum(each.update_s[device] for each in held) for device, held in own),
-        forward_transfer_s=transfers(0, "forward_bytes"),
-        backward_transfer_s=transfers(1, "backward_bytes"),
+        forward_transfer_s=_piece_times(
+            links[0], placed, [_crossing_bytes(profile, cut, "forward_bytes") for cut in splits]
+        ),
+        backward_transfer_s=_piece_times(
+            links[1], placed, [_crossing_bytes(profile, cut, "backward_bytes") for cut in splits]
+        ),
         devices=devices,
     )
+
+
+def _piece_times(links: Sequence[StageLink], placed: StageDevices, num_bytes: Sequence[int]) -> tuple[float, ...]:
+    """Return the seconds of each piece in one direction, by the bytes of a microbatch over each link."""
+    parts = ((piece.link, piece.num_samples / placed.num_samples) for piece in placed.pieces)
+    return tuple(links[link].transfer_s(round(part * num_bytes[link])) for link, part in parts)
 
 
 def transfer_mode(schedule: str | PipelineSchedule, devices: StageDevices | None = None) -> str:
@@ -451,11 +451,9 @@ def measure_reduces(
     table = torch.zeros(pipeline.layout.num_stages, dtype=torch.float64)
     group, stopwatch = pipeline.groups.stage_replicas, Stopwatch(pipeline.device, clock)
     stopwatch.is_on, laps = True, []
-    sizes = [
-        sum(each.numel() for each in pipeline.blocks[block].parameters() if each.requires_grad)
-        for block in pipeline.blocks.held
-    ]
-    messages = [torch.zeros(size, device=pipeline.device) for size in sizes if size]
+    held = [pipeline.blocks[block] for block in pipeline.blocks.held if has_parameters(pipeline.blocks[block])]
+    sizes = [sum(each.numel() for each in block.parameters() if each.requires_grad) for block in held]
+    messages = [torch.zeros(size, device=pipeline.device) for size in sizes]
 
     def reduce_all() -> None:
         works = [dist.all_reduce(message, group=group, async_op=True) for message in messages]
@@ -583,21 +581,13 @@ def measure_overheads(
 def _transfer_times(pipeline: Pipeline, links: StageLinks) -> StageTimes:
     """Return the transfer times at the present splits, with devices that take no time."""
     layout = pipeline.layout
+    crossing = [pipeline.boundaries[cut] for cut in layout.splits]
     nothing = (0.0,) * layout.num_devices
-
-    def transfers(direction: int, what: str) -> tuple[float, ...]:
-        found = []
-        for piece in layout.placed.pieces:
-            num_bytes = getattr(pipeline.boundaries[layout.splits[piece.link]], what)
-            part = round(num_bytes * piece.num_samples / layout.placed.num_samples)
-            found.append(links[direction][piece.link].transfer_s(part))
-        return tuple(found)
-
     return StageTimes(
         forward_s=nothing,
         backward_s=nothing,
-        forward_transfer_s=transfers(0, "forward_bytes"),
-        backward_transfer_s=transfers(1, "backward_bytes"),
+        forward_transfer_s=_piece_times(links[0], layout.placed, [each.forward_bytes for each in crossing]),
+        backward_transfer_s=_piece_times(links[1], layout.placed, [each.backward_bytes for each in crossing]),
         devices=layout.devices,
     )
 
