@@ -251,7 +251,7 @@ class PipelineTimeline:
             raise ScheduleError(explain("number of stages in times", got=times.num_stages, expected=expected, do=do))
         if times.placed.pieces != self.devices.pieces and times.devices is not None:
             do = "Simulate with the devices of the times"
-            raise ScheduleError(explain("devices of times", got=times.placed, expected=str(self.devices), do=do))
+            raise ScheduleError(explain("devices of times", got=str(times.placed), expected=str(self.devices), do=do))
         now_s = list(times.before_s or (0.0,) * self.devices.num_devices)
         durations, message_s = (times.forward_s, times.backward_s), times.message_s
         nothing = (0.0,) * len(self.devices.pieces)
