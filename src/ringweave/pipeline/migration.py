@@ -31,10 +31,11 @@ from torch.optim import Optimizer
 
 from ringweave.errors import PeerError, RingweaveError, TrainingError, UsageError, explain, shorten
 from ringweave.files import file_io
-from ringweave.pipeline import block_store, staged_transfer
+from ringweave.pipeline import block_store
 from ringweave.pipeline.pipeline import Pipeline, broadcast_text
+from ringweave.pipeline.runtime import staged_transfer
+from ringweave.pipeline.runtime.staged_transfer import StagedTransfer
 from ringweave.pipeline.stage_layout import Layout
-from ringweave.pipeline.staged_transfer import StagedTransfer
 from ringweave.planning.repartition import BlockMove, block_moves
 from ringweave.sim.stage_devices import StageDevices
 

@@ -277,14 +277,9 @@ class _BlockBenchmark:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             block = boundaries.placeholder_copy(self._pipeline.blocks[index], self._device)
-            values = tuple(
-                boundaries.placeholder_like(tensor, self._device)
-                for tensor in self._pipeline.boundaries[index].meta_tensors()
-            )
-            side = {
-                name: boundaries.placeholder_like(value, self._device)
-                for name, value in self._pipeline.side_input_metas.items()
-            }
+            metas, side_metas = self._pipeline.boundaries[index].meta_tensors(), self._pipeline.side_input_metas
+            values = tuple(boundaries.placeholder_like(meta, self._device) for meta in metas)
+            side = {name: boundaries.placeholder_like(meta, self._device) for name, meta in side_metas.items()}
             given = boundaries.select_side_inputs(block, side)
             laps = [self._time_pass(block, values, given) for _ in range(self._rounds + 1)]
             whole_s = statistics.median(map(sum, laps[1:]))

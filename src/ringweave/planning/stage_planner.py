@@ -5,7 +5,7 @@ of the stage's blocks on each device, and an allreduce of their gradients in eac
 stages in all ways and orders, many by a climb from some ways that are good guesses: devices are moved, stages are
 joined and divided. Each way is judged by the formula of the partition solver, and the most promising are simulated.
 
-Source: docs/decisions/0039-stages-of-several-devices.md.
+Source: docs/decisions/0041-stages-of-several-devices.md.
 """
 
 import itertools

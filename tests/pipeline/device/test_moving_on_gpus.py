@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringweave.pipeline import migration, profiling, staged_transfer
-from ringweave.pipeline.staged_transfer import StagedTransfer
+from ringweave.pipeline import migration, profiling
+from ringweave.pipeline.runtime import staged_transfer
+from ringweave.pipeline.runtime.staged_transfer import StagedTransfer
 from tests.comm.bridge.simulated_device import EARLY, LATE
 from tests.fakes.gpus import FakeGpus
 

@@ -136,7 +136,7 @@ def test_no_step_is_shorter_than_its_bound(devices, name, num_microbatches, rng:
 def test_times_of_other_devices_are_refused():
     order = generate_pipeline_schedule("gpipe", 2, 2)
     times = StageTimes(forward_s=(1.0,) * 3, backward_s=(1.0,) * 3, devices=StageDevices.parse("0:1+1:1 2:2"))
-    with pytest.raises(ScheduleError, match=r"devices of times: .*expected 0:1 1:1\+2:1"):
+    with pytest.raises(ScheduleError, match=r"devices of times: .*expected 0:2 1:1\+2:1"):
         PipelineTimeline(order, devices=StageDevices.parse("0:2 1:1+2:1")).step_s(times)
     with pytest.raises(ScheduleError, match="number of stages with devices: 3, expected 2, as in the order"):
         PipelineTimeline(order, devices=StageDevices.parse("0:2 1:2 2:2"))

@@ -201,7 +201,8 @@ class _WideStage(TimedStage):
 
     def connect(self, place: StagePlace, devices: StageDevices) -> None:
         """Take the place in the pipeline; before torch's schedule is made."""
-        self.group, self.group_rank, self.group_size = place.group, place.stage_index, place.num_stages
+        self.group = place.group  # pyrefly: ignore - may be None in torch's class, never here
+        self.group_rank, self.group_size = place.stage_index, place.num_stages
         samples = devices.ranges[place.device_index]
         self._first, self._num_samples = samples.start, len(samples)
         own = place.device_index

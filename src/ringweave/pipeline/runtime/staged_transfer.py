@@ -97,7 +97,7 @@ class StagedTransfer:
             _wait_work(work)
 
     def _receive(self, stream: torch.cuda.Stream) -> None:
-        copied: list[torch.cuda.Event | None] = [None, None]
+        copied: list[torch.Event | None] = [None, None]
         arriving: tuple[dist.Work | None, int, Tensor, Tensor] | None = None
         for place, buffer, part, peer in self._chunks():
             event = copied[place]
@@ -112,7 +112,7 @@ class StagedTransfer:
     @staticmethod
     def _put(
         arriving: tuple[dist.Work | None, int, Tensor, Tensor] | None,
-        copied: list[torch.cuda.Event | None],
+        copied: list[torch.Event | None],
         stream: torch.cuda.Stream,
     ) -> None:
         """Copy the message before the newest one to the GPU, once it has arrived."""
