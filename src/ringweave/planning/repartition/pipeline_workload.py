@@ -83,7 +83,8 @@ class PipelineWorkload:
         if len(self.forward_s) != len(self.backward_s):
             expected, do = f"{len(self.forward_s)}, as many as of forward_s", "Give a row for each kind of device"
             raise UsageError(explain("backward_s: how many rows", got=len(self.backward_s), expected=expected, do=do))
-        self.problem(PipelineConditions(speeds=(1.0,) * self.num_devices), allow_empty=True)
+        if self.devices is None:
+            self.problem(PipelineConditions(speeds=(1.0,) * self.num_devices), allow_empty=True)
 
     @property
     def num_blocks(self) -> int:
@@ -181,26 +182,32 @@ class PipelineWorkload:
         edges, stages = (0, *splits, self.num_blocks), []
         for stage in range(self.devices.num_stages):
             members, blocks = self.devices.members(stage), range(edges[stage], edges[stage + 1])
+            costs = {device: self._sample_costs(device, blocks, conditions) for device in members}
             samples = dict.fromkeys(members, 1)
             for _ in range(self.devices.num_samples - len(members)):
-                done_s = {device: self._part_s(device, blocks, samples[device] + 1, conditions) for device in members}
-                samples[min(members, key=lambda device: (done_s[device], device))] += 1
+                done_s = [
+                    (fixed_s + (samples[device] + 1) * each_s if samples[device] + 1 <= most else math.inf, device)
+                    for device, (fixed_s, each_s, most) in costs.items()
+                ]
+                samples[min(done_s)[1]] += 1
             stages.append(tuple(DeviceShare(device, samples[device]) for device in members))
         return StageDevices(tuple(stages))
 
-    def _part_s(self, device: int, blocks: range, num_samples: int, conditions: PipelineConditions) -> float:
-        """Return seconds of some samples of a microbatch on a device; infinite without memory for them."""
+    def _sample_costs(self, device: int, blocks: range, conditions: PipelineConditions) -> tuple[float, float, float]:
+        """Return (fixed seconds, seconds of each sample, samples that the memory takes) of blocks on a device."""
         assert self.devices is not None
-        kind = self.kinds[device] if self.kinds else 0
-        fraction = num_samples / self.devices.num_samples
-        if self.memory is not None:
-            held = math.fsum(self.memory.state[block] for block in blocks)
-            stash = math.fsum(self.memory.stash[block] for block in blocks)
-            if held + self.memory.in_flight[device] * stash * fraction > self.memory.limit[device]:
-                return math.inf
-        works = (self.forward_s[kind][block] + self.backward_s[kind][block] for block in blocks)
-        parts = (self._part(kind, block, fraction) for block in blocks)
-        return math.fsum(map(operator.mul, works, parts)) / conditions.speeds[device]
+        kind, speed = self.kinds[device] if self.kinds else 0, conditions.speeds[device]
+        works = [self.forward_s[kind][block] + self.backward_s[kind][block] for block in blocks]
+        shares = [self.fixed_share[kind][block] if self.fixed_share else 0.0 for block in blocks]
+        fixed_s = math.fsum(map(operator.mul, works, shares)) / speed
+        each_s = (math.fsum(works) / speed - fixed_s) / self.devices.num_samples
+        if self.memory is None:
+            return fixed_s, each_s, math.inf
+        spare = self.memory.limit[device] - math.fsum(self.memory.state[block] for block in blocks)
+        stash = self.memory.in_flight[device] * math.fsum(self.memory.stash[block] for block in blocks)
+        if spare < 0:
+            return fixed_s, each_s, 0
+        return fixed_s, each_s, self.devices.num_samples * spare / stash if stash else math.inf
 
     def _part(self, kind: int, block: int, fraction: float) -> float:
         """Return the fraction of a block's time that a fraction of a microbatch takes."""
@@ -246,17 +253,28 @@ class PipelineWorkload:
             found.append(latency_s[piece.link] + bytes_s)
         return tuple(found)
 
+    def _block_times(self, device: int, num_samples: int, conditions: PipelineConditions) -> list[float]:
+        """Return seconds of each block for some samples on a device; a long time without memory for it alone."""
+        assert self.devices is not None
+        kind, speed = self.kinds[device] if self.kinds else 0, conditions.speeds[device]
+        fraction = num_samples / self.devices.num_samples
+        works = map(operator.add, self.forward_s[kind], self.backward_s[kind])
+        shares = self.fixed_share[kind] if self.fixed_share else (0.0,) * self.num_blocks
+        found = [work * (fixed + (1 - fixed) * fraction) / speed for work, fixed in zip(works, shares, strict=True)]
+        if self.memory is not None:
+            depth, limit = self.memory.in_flight[device] * fraction, self.memory.limit[device]
+            pairs = enumerate(zip(self.memory.state, self.memory.stash, strict=True))
+            for block in [block for block, (state, stash) in pairs if state + depth * stash > limit]:
+                found[block] = _NO_ROOM_S
+        return found
+
     def _stage_problem(
         self, devices: StageDevices, conditions: PipelineConditions, *, allow_empty: bool
     ) -> PartitionProblem:
         rows, limits, in_flight = [], [], []
         for shares in devices.stages:
-            blocks = range(self.num_blocks)
-            by_device = [
-                [self._part_s(device, range(block, block + 1), samples, conditions) for block in blocks]
-                for device, samples in shares
-            ]
-            rows.append(tuple(min(max(column), _NO_ROOM_S) for column in zip(*by_device, strict=True)))
+            by_device = [self._block_times(device, samples, conditions) for device, samples in shares]
+            rows.append(tuple(map(max, *by_device)) if len(shares) > 1 else tuple(by_device[0]))
             if self.memory is not None:
                 tightest, _ = min(shares, key=lambda share: self.memory.limit[share.device])
                 limits.append(self.memory.limit[tightest])
