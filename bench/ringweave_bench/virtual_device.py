@@ -65,17 +65,26 @@ class TimedBlock(nn.Module):
         forward_s: Seconds on a device of speed 1.
         backward_s: Seconds on a device of speed 1.
         device: Device of this process.
+        samples: Samples that take these times, in the first dimension of the input; None: any number does.
     """
 
-    def __init__(self, block: nn.Module, forward_s: float, backward_s: float, device: VirtualDevice) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        forward_s: float,
+        backward_s: float,
+        device: VirtualDevice,
+        samples: int | None = None,
+    ) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.samples = block, samples
         self.forward_s, self.backward_s, self.device = forward_s, backward_s, device
 
     def forward(self, *values: Tensor) -> Tensor:
         """Return the block's output, after the device's time for it."""
         begun_s = self.device.now_s()
-        backward = _BackwardWait(self.device, self.backward_s)
+        part = 1.0 if self.samples is None else len(values[0]) / self.samples
+        backward = _BackwardWait(self.device, part * self.backward_s)
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             backward.ends_at_input = True
             entered = _EnterBlock.apply(backward, *values)
@@ -83,7 +92,7 @@ class TimedBlock(nn.Module):
         output = self.block(*values)
         if output.is_meta:
             return output
-        self.device.compute(self.forward_s, begun_s)
+        self.device.compute(part * self.forward_s, begun_s)
         return _LeaveBlock.apply(output, backward)
 
     def extra_repr(self) -> str:

@@ -39,6 +39,7 @@ from ringweave.planning.repartition import (
     RepartitionPolicy,
 )
 from ringweave.sim.pipeline_simulation import Overheads
+from ringweave.sim.stage_devices import Piece, StageDevices
 from ringweave.telemetry import EventLog
 
 
@@ -118,8 +119,8 @@ class RebalanceController:
         if self._in_flight is None:
             return StepAction.NOTHING
         train_step, step_s = self._in_flight
-        stages = map(self._layout.ranks_of_stage, range(self._layout.num_stages))
-        self._steps.append((tuple(max(compute_s[rank] for rank in ranks) for ranks in stages), step_s))
+        devices = map(self._layout.ranks_of_device, range(self._layout.num_devices))
+        self._steps.append((tuple(max(compute_s[rank] for rank in ranks) for ranks in devices), step_s))
         if len(self._steps) < self._policy.window_steps:
             return StepAction.NOTHING
         rows, steps_s = zip(*self._steps, strict=True)
@@ -144,6 +145,7 @@ class RebalanceController:
         self.controller.record_move_outcome(
             at_step, is_done=outcome.is_done, pause_s=outcome.pause_s, why=outcome.cause
         )
+        self._probe_scheduler.workload = self.controller.workload
         self._write_events()
 
     def _decide(self, window: MeasurementWindow) -> RepartitionDecision:
@@ -183,7 +185,7 @@ class LinkRateProber:
         A probe that differs from them by more than `drift` is repeated.
         """
         self._pipeline, self._drift, self._clock, self._sleep = pipeline, drift, clock, sleep
-        self._stage, self._num_links = pipeline.stage, pipeline.layout.num_stages - 1
+        self._own, self._num_links = pipeline.layout.device_of_rank(pipeline.rank), pipeline.layout.num_stages - 1
         self.num_bytes = [int(min(BURST_BYTES + TARGET_MESSAGE_S * rate, MAX_MESSAGE_BYTES)) for rate in rates]
         """Bytes of a message on each link."""
         self._pause_s = min(MAX_PAUSE_S, max((BURST_BYTES / rate for rate in rates if rate > 0), default=0.0))
@@ -209,20 +211,21 @@ class LinkRateProber:
         found = torch.zeros(self._num_links, dtype=torch.float64)
         for parity in range(min(2, self._num_links)):
             self._sleep(self._pause_s)
-            for link in range(parity, self._num_links, 2):
-                if self._stage in (link, link + 1):
-                    found[link] = self._exchange_on_link(link)
+            for piece in self._pipeline.layout.placed.pieces:
+                if piece.link % 2 == parity and self._own in (piece.src, piece.dst):
+                    found[piece.link] = max(float(found[piece.link]), self._exchange_on_link(piece))
         return self._pipeline.groups.max_over_ranks(found).tolist()
 
-    def _exchange_on_link(self, link: int) -> float:
+    def _exchange_on_link(self, piece: Piece) -> float:
         """Seconds on this rank until the other end has received everything."""
-        peer = link + 1 if self._stage == link else link
-        num_bytes = self.num_bytes[link]
+        peer = piece.dst if self._own == piece.src else piece.src
+        num_bytes = self.num_bytes[piece.link]
         if self._pipeline.device.type == "cpu":
             return self._exchange_both_ways(peer, num_bytes)
         # NCCL tells no messages apart by tags: one direction after the other.
         probe = LinkProbe(self._pipeline.groups, self._pipeline.device, self._clock)
-        return max(probe.exchange(self._stage, *way, num_bytes) for way in ((link, link + 1), (link + 1, link)))
+        ways = (piece.src, piece.dst), (piece.dst, piece.src)
+        return max(probe.exchange(self._own, *way, num_bytes) for way in ways)
 
     def _exchange_both_ways(self, peer: int, num_bytes: int) -> float:
         """Exchange both ways at once; seconds until the other end has received all of this rank's message."""
@@ -333,7 +336,8 @@ class PipelineRebalancer:
         text = self._rebalance_controller.decision_text if self._rebalance_controller else ""
         decision = RepartitionDecision.parse(broadcast_text(text, self._pipeline.groups.control))
         if decision.is_move:
-            self.migrator.start(decision.splits)
+            devices = StageDevices.parse(decision.devices) if decision.devices else None
+            self.migrator.start(decision.splits, devices)
 
     def _on_migrated(self, outcome: MigrationOutcome) -> None:
         """Record a migration's outcome; called on all ranks in the same step."""
@@ -378,11 +382,14 @@ def adapt(
     run_dir = WorkerEnvironment.from_environ(os.environ).run_dir
     log = EventLog(run_dir / "events.jsonl") if run_dir and pipeline.rank == 0 else None
     overheads = profiling.measure_overheads(pipeline, links, rounds=profile_rounds, clock=clock)
+    reduces_s = profiling.measure_reduces(pipeline, rounds=profile_rounds, clock=clock)
     workload = build_workload(pipeline, block_profile, links, overheads, memory_bytes=memory_bytes)
+    conditions = initial_conditions(block_profile, links, _reduce_rates(pipeline, reduces_s))
+    workload.problem(conditions)
     return PipelineRebalancer(
         pipeline,
         workload,
-        initial_conditions(block_profile, links),
+        conditions,
         policy or RepartitionPolicy(),
         log=log,
         clock=clock,
@@ -406,7 +413,7 @@ def build_workload(
             limit=tuple(memory_bytes),
             state=tuple(float(cost.state_bytes) for cost in costs),
             stash=tuple(float(cost.stash_bytes) for cost in costs),
-            in_flight=pipeline.order.peak_in_flight,
+            in_flight=tuple(pipeline.order.peak_in_flight[stage] for stage in pipeline.layout.placed.stage_of_device),
         )
     settings = pipeline.settings
     return PipelineWorkload(
@@ -423,16 +430,31 @@ def build_workload(
         gradient_bytes=tuple(map(float, gradients)),
         latency_s=tuple(max(f.latency_s, b.latency_s) for f, b in zip(*links, strict=True)),
         schedule=settings.schedule,
-        transfers=transfer_mode(settings.schedule),
+        transfers=transfer_mode(settings.schedule, pipeline.layout.devices),
         memory=memory,
+        devices=pipeline.layout.devices,
+        fixed_share=tuple(tuple(cost.fixed_share[device] for cost in costs) for device in devices)
+        if costs[0].fixed_share
+        else (),
     )
 
 
-def initial_conditions(profile: Profile, links: tuple[Sequence[StageLink], Sequence[StageLink]]) -> PipelineConditions:
+def initial_conditions(
+    profile: Profile, links: tuple[Sequence[StageLink], Sequence[StageLink]], reduce_rates: Sequence[float] = ()
+) -> PipelineConditions:
     """Conditions at profiling: all device speeds 1, and the rate of each link's slower direction."""
     pairs = zip(*links, strict=True)
     rates = (1 / max(f.s_per_byte, b.s_per_byte, 1 / _MAX_BYTES_PER_S) for f, b in pairs)
-    return PipelineConditions(speeds=(1.0,) * profile.num_devices, rates=tuple(rates))
+    return PipelineConditions(speeds=(1.0,) * profile.num_devices, rates=tuple(rates), reduce_rates=tuple(reduce_rates))
+
+
+def _reduce_rates(pipeline: Pipeline, reduces_s: Sequence[float]) -> tuple[float, ...]:
+    """Bytes of gradients that each stage's devices reduce in a second; empty with one device a stage."""
+    if pipeline.layout.devices is None:
+        return ()
+    sizes = [sum(_gradient_bytes(pipeline, block) for block in blocks) for blocks in pipeline.layout.ranges]
+    pairs = zip(sizes, reduces_s, strict=True)
+    return tuple(max(1.0, size) / max(took_s, 1e-9) if size else _MAX_BYTES_PER_S for size, took_s in pairs)
 
 
 def _gradient_bytes(pipeline: Pipeline, block: int) -> int:

@@ -19,7 +19,8 @@ import copy
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,11 @@ from ringweave.errors import PeerError, RingweaveError, TrainingError, UsageErro
 from ringweave.files import file_io
 from ringweave.pipeline import block_store
 from ringweave.pipeline.pipeline import Pipeline, broadcast_text
+from ringweave.pipeline.runtime import staged_transfer
+from ringweave.pipeline.runtime.staged_transfer import StagedTransfer
 from ringweave.pipeline.stage_layout import Layout
 from ringweave.planning.repartition import BlockMove, block_moves
+from ringweave.sim.stage_devices import StageDevices
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -90,8 +94,8 @@ def block_changes(block: nn.Module) -> BlockContents:
     return found
 
 
-def destination_tensor(name: str, spec: Tensor, block: nn.Module) -> Tensor:
-    """Destination of an arriving tensor: the block's own tensor if it has one of that name, else new memory.
+def destination_tensor(name: str, spec: Tensor, block: nn.Module, device: torch.device) -> Tensor:
+    """Destination of an arriving tensor: the block's own tensor if it has one of that name, else memory of a device.
 
     Raises:
         TrainingError: The block's own tensor has another shape or type.
@@ -103,7 +107,7 @@ def destination_tensor(name: str, spec: Tensor, block: nn.Module) -> Tensor:
         do = "Give the same blocks on all ranks"
         raise TrainingError(explain(f"{name} of a block that arrives", got="unknown here", expected="known", do=do))
     if own is None:
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     if (own.shape, own.dtype) != (spec.shape, spec.dtype):
         got, expected = (tuple(spec.shape), spec.dtype), f"{tuple(own.shape)}, {own.dtype}, as it is here"
         do = "Give the same blocks on all ranks, and keep the shapes of buffers"
@@ -143,8 +147,18 @@ def block_digest(block: nn.Module, optimizer: Optimizer | None) -> int:
         for name, value in sorted(contents.tensors.items()):
             if not name.startswith("gradient "):
                 found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-                found.update(tensor_bytes(value).numpy().data)
+                for part in staged_transfer.bytes_on_device(value).split(staged_transfer.CHUNK_BYTES):
+                    found.update(part.cpu().numpy().data)
     return found.intdigest() >> 1
+
+
+def device_moves(layout: Layout, splits: tuple[int, ...]) -> tuple[BlockMove, ...]:
+    """All blocks that move to a stage, between devices: each device of the new stage gets a copy from the old one."""
+    found = []
+    for block, src, dst in map(astuple, block_moves(layout.splits, splits, layout.num_blocks)):
+        senders, receivers = layout.placed.members(src), layout.placed.members(dst)
+        found += [BlockMove(block, senders[at % len(senders)], device) for at, device in enumerate(receivers)]
+    return tuple(found)
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
@@ -166,15 +180,15 @@ class BlockSender:
     """Sends one block; keeps its tensors alive until they have left."""
 
     def __init__(self, block_contents: BlockContents | None, error: str = "") -> None:
-        self._large_tensors: list[Tensor] = []
+        self.large_tensors: list[Tensor] = []
+        """Bytes of each large tensor, where it is."""
         parts = {}
         for name, value in block_contents.tensors.items() if block_contents else ():
             parts[name] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-            raw = tensor_bytes(value)
-            if len(raw) <= _MAX_INLINE_BYTES:
-                parts[name]["data"] = base64.b64encode(raw.numpy().tobytes()).decode()
+            if value.nbytes <= _MAX_INLINE_BYTES:
+                parts[name]["data"] = base64.b64encode(tensor_bytes(value).numpy().tobytes()).decode()
             else:
-                self._large_tensors.append(raw)
+                self.large_tensors.append(staged_transfer.bytes_on_device(value))
         self._header = json.dumps(
             {"error": error, "parts": parts, "facts": block_contents.metadata if block_contents else {}}
         ).encode()
@@ -185,8 +199,8 @@ class BlockSender:
         return _without_none(dist.isend(each, dst, group=group) for each in (torch.tensor([len(raw)]), raw))
 
     def send_tensors(self, dst: int, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Start sending the large tensors."""
-        return _without_none(dist.isend(raw, dst, group=group) for raw in self._large_tensors)
+        """Start sending the large tensors, from host memory."""
+        return _without_none(dist.isend(raw, dst, group=group) for raw in self.large_tensors)
 
 
 class BlockReceiver:
@@ -209,21 +223,31 @@ class BlockReceiver:
 
     def _allocate(self, name: str, part: Mapping[str, Any], block: nn.Module) -> None:
         spec = torch.empty(part["shape"], dtype=getattr(torch, part["dtype"]), device="meta")
-        own = destination_tensor(name, spec, block)
+        own = destination_tensor(name, spec, block, self._device_of_new(name, block))
         self.received.tensors[name] = own
         if "data" in part:
             raw = bytearray(base64.b64decode(part["data"]))
             if raw:
                 own.copy_(torch.frombuffer(raw, dtype=own.dtype).reshape(own.shape))
         else:
-            in_place = own.device.type == "cpu" and own.is_contiguous()
-            self._large_tensors.append((own, own if in_place else torch.empty(own.shape, dtype=own.dtype)))
+            buffer = own if own.is_contiguous() else torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            self._large_tensors.append((own, buffer))
+
+    def _device_of_new(self, name: str, block: nn.Module) -> torch.device:
+        """Return the device of gradients and optimizer state: the parameters', except where the state is on the CPU."""
+        device = next((each.device for each in block.parameters()), torch.device("cpu"))
+        kept = self.received.metadata.get("optimizer", {}).get(name, {}) if name.startswith("optimizer ") else {}
+        is_on_host = kept.get("device") == "cpu" or name.startswith("extra ")
+        return torch.device("cpu") if is_on_host else device
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Bytes of the memory into which each large tensor is received."""
+        return [buffer.detach().reshape(-1).view(torch.uint8) for _, buffer in self._large_tensors]
 
     def receive_tensors(self, src: int, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Start receiving the large tensors."""
-        return _without_none(
-            dist.irecv(buffer.reshape(-1).view(torch.uint8), src, group=group) for _, buffer in self._large_tensors
-        )
+        """Start receiving the large tensors, into host memory."""
+        return _without_none(dist.irecv(buffer, src, group=group) for buffer in self.buffers)
 
     def copy_into_place(self) -> None:
         """Copy received tensors from their buffers to where they belong."""
@@ -324,7 +348,7 @@ class _PendingMigration:
     """Arriving blocks, by index."""
     receivers: dict[int, BlockReceiver] = field(default_factory=dict)
     senders: list[BlockSender] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[dist.Work | StagedTransfer] = field(default_factory=list)
     cause: str = ""
     is_copying: bool = False
     is_installed: bool = False
@@ -364,21 +388,24 @@ class BlockMigrator:
     def is_migrating(self) -> bool:
         return self._pending is not None
 
-    def start(self, splits: tuple[int, ...]) -> bool:
+    def start(self, splits: tuple[int, ...], devices: StageDevices | None = None) -> bool:
         """Start moving all blocks that the new partition places elsewhere; the next update completes it.
+
+        Devices of a stage may get other numbers of samples at the same time (`devices`; None: as before).
 
         Returns:
             False if a rank could not continue; `on_done` got the reason, and nothing has changed.
 
         Raises:
-            UsageError: The splits are for another number of stages, or a migration is in progress.
+            UsageError: The splits are for another number of stages, stages would have other devices, or a migration is
+                in progress.
             PeerError: A rank has died.
         """
-        self._pending = self._new_migration(splits)
+        self._pending = self._new_migration(splits, devices)
         self._time_phase(self._prepare)
         return self.is_migrating
 
-    def _new_migration(self, splits: tuple[int, ...]) -> _PendingMigration:
+    def _new_migration(self, splits: tuple[int, ...], devices: StageDevices | None) -> _PendingMigration:
         old = self._pipeline.layout
         if self._pending is not None:
             do = "Wait until it has ended, with the next update"
@@ -386,14 +413,14 @@ class BlockMigrator:
         if len(splits) != len(old.splits):
             do = "A pipeline keeps its number of stages; leave one empty if need be"
             raise UsageError(explain("splits", got=splits, expected=f"{len(old.splits)} splits", do=do))
-        new = Layout(num_blocks=old.num_blocks, splits=splits, num_replicas=old.num_replicas)
-        pending, planned = _PendingMigration(new), block_moves(old.splits, splits, old.num_blocks)
-        replica, stage = old.replica_of_rank(self._pipeline.rank), self._pipeline.stage
+        pending = _PendingMigration(old.with_stages(splits, devices))
+        planned = device_moves(old, splits)
+        replica, own = old.replica_of_rank(self._pipeline.rank), old.device_of_rank(self._pipeline.rank)
         for place, move in enumerate(planned):
             number = replica * len(planned) + place
-            if stage == move.src:
+            if own == move.src:
                 pending.sent[number] = move
-            elif stage == move.dst:
+            elif own == move.dst:
                 pending.received[number] = move
         pending.num_moves = len(planned) * old.num_replicas
         return pending
@@ -458,7 +485,7 @@ class BlockMigrator:
         self._pending = None
         for move in pending.received.values():
             self._pipeline.optimizer.confirm_block(move.block)
-        self._pipeline.repartition(pending.layout.splits)
+        self._pipeline.repartition(pending.layout.splits, pending.layout.devices)
         pause = torch.tensor([pending.spent_s + self._clock() - pending.begun_s], dtype=torch.float64)
         self._communicate(lambda: dist.all_reduce(pause, op=dist.ReduceOp.MAX, group=self._group))
         self._report_outcome(pending, is_done=True, pause_s=float(pause))
@@ -515,25 +542,47 @@ class BlockMigrator:
         for move in pending.sent.values():
             sender = self._try_locally(pending, lambda m=move: pack(m.block)) or BlockSender(None, error=pending.cause)
             pending.senders.append(sender)
-            dst = self._rank_of_stage(move.dst)
+            dst = self._rank_of_device(move.dst)
             pending.works += self._communicate(lambda s=sender, d=dst: s.send_header(d, self._group))
         headers = {
-            number: self._communicate(lambda m=move: receive_header(self._rank_of_stage(m.src), self._group))
+            number: self._communicate(lambda m=move: receive_header(self._rank_of_device(m.src), self._group))
             for number, move in pending.received.items()
         }
         return {number: header for number, header in headers.items() if not header["error"]}
 
     def _start_tensors(self, pending: _PendingMigration) -> None:
+        if self._pipeline.device.type == "cuda":
+            self._start_staged(pending)
+            return
         for sender, move in zip(pending.senders, pending.sent.values(), strict=True):
-            dst = self._rank_of_stage(move.dst)
+            dst = self._rank_of_device(move.dst)
             pending.works += self._communicate(lambda s=sender, d=dst: s.send_tensors(d, self._group))
         for number, move in pending.received.items():
-            src, receiver = self._rank_of_stage(move.src), pending.receivers[number]
+            src, receiver = self._rank_of_device(move.src), pending.receivers[number]
             pending.works += self._communicate(lambda r=receiver, s=src: r.receive_tensors(s, self._group))
 
-    def _rank_of_stage(self, stage: int) -> int:
-        layout = self._pipeline.layout
-        return layout.ranks_of_replica(layout.replica_of_rank(self._pipeline.rank))[stage]
+    def _start_staged(self, pending: _PendingMigration) -> None:
+        """Start sending and receiving all large tensors of a GPU, each way through two pinned buffers."""
+        sends = [
+            (raw, self._rank_of_device(move.dst))
+            for sender, move in zip(pending.senders, pending.sent.values(), strict=True)
+            for raw in sender.large_tensors
+        ]
+        receives = [
+            (raw, self._rank_of_device(move.src))
+            for number, move in pending.received.items()
+            for raw in pending.receivers[number].buffers
+        ]
+        device, group = self._pipeline.device, self._group
+        if sends:
+            start = partial(dist.isend, group=group)
+            pending.works.append(StagedTransfer(sends, device, start, is_sending=True))
+        if receives:
+            start = partial(dist.irecv, group=group)
+            pending.works.append(StagedTransfer(receives, device, start, is_sending=False))
+
+    def _rank_of_device(self, device: int) -> int:
+        return self._pipeline.groups.device_ranks[device]
 
     def _wait_for_works(self, pending: _PendingMigration) -> None:
         works, pending.works = pending.works, []

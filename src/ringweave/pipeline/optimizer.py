@@ -19,10 +19,15 @@ from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.runtime.process_groups import PipelineGroups
 
 
-def allreduce_replicas(blocks: BlockStore, groups: PipelineGroups, *, is_mean: bool) -> None:
-    """Sum the gradients of this rank's blocks over the replicas; for a mean, divide by their number.
+def allreduce_replicas(blocks: BlockStore, groups: PipelineGroups, *, divide_by: int) -> None:
+    """Sum the gradients of this rank's blocks over the stage's devices in all replicas, and divide.
 
     One message per block and dtype, so that the partition does not change the order of additions.
+
+    Args:
+        blocks: This rank's blocks.
+        groups: The process groups of the pipeline.
+        divide_by: The number of replicas for a mean, 1 for a sum: the devices of a stage have parts of the same loss.
     """
     if groups.stage_replicas is None:
         return
@@ -33,8 +38,8 @@ def allreduce_replicas(blocks: BlockStore, groups: PipelineGroups, *, is_mean: b
             under_way.append((dist.all_reduce(flat, group=groups.stage_replicas, async_op=True), flat, gradients))
     for work, flat, gradients in under_way:
         work.wait()
-        if is_mean:
-            flat.div_(dist.get_world_size(groups.stage_replicas))
+        if divide_by > 1:
+            flat.div_(divide_by)
         for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
             gradient.copy_(reduced)
 
@@ -65,7 +70,7 @@ def restore_gradients(earlier: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def broadcast_first_replica(blocks: BlockStore, groups: PipelineGroups) -> None:
-    """Broadcast the first replica's values to all replicas."""
+    """Broadcast the values of the stage's first rank to all ranks with the same blocks."""
     if groups.stage_replicas is None:
         return
     for index in blocks.held:
@@ -73,18 +78,19 @@ def broadcast_first_replica(blocks: BlockStore, groups: PipelineGroups) -> None:
             dist.broadcast(tensor.detach(), group=groups.stage_replicas, group_src=0)
 
 
-def global_norm(blocks: BlockStore, groups: PipelineGroups, *, num_replicas: int) -> Tensor:
+def global_norm(blocks: BlockStore, groups: PipelineGroups) -> Tensor:
     """The 2-norm of the gradients of all blocks; the same bits on all ranks and for all partitions.
 
-    Each block's sum of squares is computed on its own rank; the sums are added in block order.
+    Each block's sum of squares is computed on the first rank that holds it; the sums are added in block order.
 
     Returns:
         A float64 number in host memory.
     """
     squares = torch.zeros(len(blocks), dtype=torch.float64)
-    for index in blocks.held:
+    is_first = groups.stage_replicas is None or dist.get_rank(groups.stage_replicas) == 0
+    for index in blocks.held if is_first else ():
         squares[index] = squared_norm(blocks[index])
-    total = groups.sum_over_ranks(squares) / num_replicas
+    total = groups.sum_over_ranks(squares)
     return torch.stack(list(total)).cumsum(0)[-1].sqrt()
 
 

@@ -1,4 +1,4 @@
-"""`Pipeline`: a model cut into stages, one on each rank, and a train step of all of them."""
+"""`Pipeline`: a model cut into stages, each on one or more ranks, and a train step of all of them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.pipeline.runtime.torch_schedules import LossFunction
 from ringweave.pipeline.stage_layout import Layout, Settings, even_splits
 from ringweave.sim.pipeline_schedules import PipelineSchedule
+from ringweave.sim.stage_devices import StageDevices
 
 Inputs = Tensor | tuple[Tensor, ...]
 
@@ -61,10 +62,14 @@ class Pipeline:
         self.device = settings.device or default_device()
         default_group.use_gpu_of([self.device])
         self._batch_form = _batch_tensor_forms(_as_inputs(example), side or {}, settings.num_microbatches)
+        if settings.devices is not None:
+            _check_samples(self._batch_form, settings)
         first, self.side_input_metas = _first_microbatch(_as_inputs(example), side or {}, settings.num_microbatches)
         self.boundaries: tuple[Boundary, ...] = boundaries.trace_boundaries(
             blocks, first, self.side_input_metas, self.precision
         )
+        if settings.devices is not None and settings.devices.is_wide:
+            self._check_parts(blocks, first, settings.devices)
         self.rank = dist.get_rank()
         self.stage = self.layout.stage_of_rank(self.rank)
         self.groups = PipelineGroups(self.layout, self.device)
@@ -141,14 +146,15 @@ class Pipeline:
         self._check_batch(inputs, target, side or {})
         earlier = optimizer.stash_gradients(self.blocks, self.groups)
         losses = self._runner.train(self.train_step_index, inputs, target, scale, side or {})
-        optimizer.allreduce_replicas(self.blocks, self.groups, is_mean=self._is_mean)
+        divide_by = self.layout.num_replicas if self._is_mean else 1
+        optimizer.allreduce_replicas(self.blocks, self.groups, divide_by=divide_by)
         optimizer.restore_gradients(earlier)
         self.train_step_index += 1
         return self._combine_losses(losses, self.piggyback)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their 2-norm over all stages is at most `max_norm`; return the norm before."""
-        norm = optimizer.global_norm(self.blocks, self.groups, num_replicas=self.layout.num_replicas)
+        norm = optimizer.global_norm(self.blocks, self.groups)
         factor = max_norm / (float(norm) + 1e-6)
         if factor < 1:
             optimizer.scale_gradients(self.blocks, factor)
@@ -164,26 +170,31 @@ class Pipeline:
         return self._combine_losses(self._runner.evaluate(inputs, target, side or {})[0])
 
     def output(self, *inputs: Tensor, target: Tensor, side: Mapping[str, Tensor] | None = None) -> Tensor | None:
-        """Return a batch's output in evaluation mode on the ranks of the last stage; None on the others."""
+        """Return a batch's output in evaluation mode on the ranks of the last stage; None on the others.
+
+        Where the last stage has several devices, each returns the output of its own samples of each microbatch.
+        """
         self._check_batch(inputs, target, side or {})
         return self._runner.evaluate(inputs, target, side or {})[1]
 
-    def repartition(self, splits: tuple[int, ...]) -> None:
+    def repartition(self, splits: tuple[int, ...], devices: StageDevices | None = None) -> None:
         """Switch to other stages between two steps; all ranks call it at the same time.
+
+        Devices of a stage may get other numbers of samples (`devices`; None: as before).
 
         Blocks that stay keep everything. Blocks that this rank receives must be held already, with values and optimizer
         (`blocks.set_block`, `optimizer.add_block`); blocks that it gives away are dropped here. Nothing is computed, no
         random number is drawn: training continues with the same bits.
 
         Raises:
-            UsageError: The splits are for another number of stages.
+            UsageError: The splits are for another number of stages, or stages have other devices.
             TrainingError: A block of the new stage is not held.
         """
         if len(splits) != len(self.layout.splits):
             do = "A pipeline keeps its number of stages; leave one empty if need be"
             expected = f"{len(self.layout.splits)} splits"
             raise UsageError(explain("splits", got=splits, expected=expected, do=do))
-        layout = Layout(num_blocks=len(self.blocks), splits=splits, num_replicas=self.layout.num_replicas)
+        layout = self.layout.with_stages(splits, devices)
         own = layout.ranges[self.stage]
         missing = sorted(set(own) - set(self.blocks.held))
         if missing:
@@ -203,6 +214,27 @@ class Pipeline:
         self.layout = layout
         self._runner.set_blocks(layout, self.blocks, self.boundaries)
 
+    def _check_parts(self, blocks: Sequence[nn.Module], first: tuple[Tensor, ...], devices: StageDevices) -> None:
+        """Raise unless each block maps samples to samples, so that devices may compute some of them.
+
+        Raises:
+            TrainingError: A tensor between blocks does not shrink with the samples.
+        """
+        for num in sorted({len(each) for each in devices.ranges} - {devices.num_samples}):
+            parts = [
+                value[: len(value) // devices.num_samples * num] for value in (*first, *self.side_input_metas.values())
+            ]
+            side = dict(zip(self.side_input_metas, parts[len(first) :], strict=True))
+            found = boundaries.trace_boundaries(blocks, tuple(parts[: len(first)]), side, self.precision)
+            for index, (whole, part) in enumerate(zip(self.boundaries, found, strict=True)):
+                if whole.part(num, devices.num_samples) != part:
+                    got, where = [form.shape for form in part.tensors], f"boundary behind block {index - 1}"
+                    expected = f"{num} of the rows of {[form.shape for form in whole.tensors]} for {num} samples"
+                    do = "Give each stage one device"
+                    raise TrainingError(
+                        explain("tensor between blocks", got=got, expected=expected, do=do, where=where)
+                    )
+
     @property
     def _is_mean(self) -> bool:
         return self.settings.reduction == "mean"
@@ -211,9 +243,8 @@ class Pipeline:
         """Combine the losses of all microbatches and replicas into the loss of the batch."""
         table = torch.zeros(self.layout.num_replicas, self.settings.num_microbatches, dtype=torch.float64)
         if self.is_last:
-            table[self.layout.replica_of_rank(self.rank)] = torch.stack(
-                [loss.detach().double().cpu() for loss in losses]
-            )
+            own = torch.stack([loss.detach().double().cpu() for loss in losses])
+            table[self.layout.replica_of_rank(self.rank)] = own * self._runner.loss_weight
         self.microbatch_losses = sum_with_piggyback(piggyback, table, self.groups)
         return self.microbatch_losses.mean() if self._is_mean else self.microbatch_losses.sum()
 
@@ -233,14 +264,32 @@ def default_device() -> torch.device:
 
 
 def _make_layout(num_blocks: int, settings: Settings) -> Layout:
-    world_size = dist.get_world_size()
+    world_size, devices = dist.get_world_size(), settings.devices
     num_stages = settings.num_stages or (len(settings.splits) + 1 if settings.splits is not None else world_size)
-    if world_size % num_stages:
-        expected = f"a multiple of {num_stages}, the number of stages"
+    num_stages, num_devices = (num_stages, num_stages) if devices is None else (devices.num_stages, devices.num_devices)
+    if world_size % num_devices:
+        noun = "stages" if devices is None else "devices in all stages"
+        expected = f"a multiple of {num_devices}, the number of {noun}"
         do = "Start as many workers, or cut the model into another number of stages"
         raise UsageError(explain("number of workers", got=world_size, expected=expected, do=do))
     splits = settings.splits if settings.splits is not None else even_splits(num_blocks, num_stages)
-    return Layout(num_blocks=num_blocks, splits=splits, num_replicas=world_size // num_stages)
+    num_replicas = world_size // num_devices
+    return Layout(num_blocks=num_blocks, splits=splits, num_replicas=num_replicas, devices=devices)
+
+
+def _check_samples(form: Mapping[str, tuple], settings: Settings) -> None:
+    """Raise unless the stages' devices share as many samples as a microbatch has.
+
+    Raises:
+        UsageError: They share another number.
+    """
+    assert settings.devices is not None
+    shape = next(iter(form.values()))[0]
+    num_samples = shape[0] // settings.num_microbatches
+    if num_samples != settings.devices.num_samples:
+        do = "Give the devices of each stage as many, or change the batch size or the number of microbatches"
+        expected = f"{num_samples}, as many as a microbatch has"
+        raise UsageError(explain("samples of devices", got=settings.devices.num_samples, expected=expected, do=do))
 
 
 def _as_inputs(example: Inputs) -> tuple[Tensor, ...]:

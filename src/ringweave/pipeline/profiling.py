@@ -31,6 +31,7 @@ from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_simulation
 from ringweave.sim.pipeline_schedules import PipelineSchedule
 from ringweave.sim.pipeline_simulation import Overheads, PipelineSimulation, StageTimes
+from ringweave.sim.stage_devices import StageDevices, one_device_each
 
 _ANSWER_BYTES = 8
 _MIN_MESSAGE_BYTES = 65536
@@ -63,7 +64,7 @@ def measure_links(
     """Measure the links between neighbouring stages; the result is the same on every rank.
 
     All ranks call it at the same time. Links are measured one after the other, so that none disturbs another. With
-    replicas the slowest link of each stage counts.
+    replicas, and between stages of several devices, the slowest link of each stage counts.
 
     Args:
         layout: Stages and their ranks.
@@ -77,19 +78,19 @@ def measure_links(
         (links forward, links backward): from each stage but the last to the next one, and back.
     """
     num_bytes = max(num_bytes, _MIN_MESSAGE_BYTES)
-    stage = layout.stage_of_rank(groups.rank)
+    own = layout.device_of_rank(groups.rank)
     table = torch.zeros(2, layout.num_stages - 1, 2, dtype=torch.float64)
     probe = LinkProbe(groups, device, clock)
-    for link in range(layout.num_stages - 1):
-        for direction, (src, dst) in enumerate(((link, link + 1), (link + 1, link))):
+    for piece in layout.placed.pieces:
+        for direction, (src, dst) in enumerate(((piece.src, piece.dst), (piece.dst, piece.src))):
             for place, size in enumerate((0, num_bytes)):
-                took_s = [probe.exchange(stage, src, dst, size) for _ in range(rounds + 1)][1:]
-                if stage == src:
-                    table[direction, link, place] = statistics.median(took_s)
-    forward, backward = groups.max_over_ranks(table).tolist()
-    return tuple(_stage_link(pair, num_bytes) for pair in forward), tuple(
-        _stage_link(pair, num_bytes) for pair in backward
-    )
+                took_s = [probe.exchange(own, src, dst, size) for _ in range(rounds + 1)][1:]
+                if own == src:
+                    before_s = float(table[direction, piece.link, place])
+                    table[direction, piece.link, place] = max(before_s, statistics.median(took_s))
+    rows = groups.max_over_ranks(table).tolist()
+    forward, backward = (tuple(_stage_link(pair, num_bytes) for pair in row) for row in rows)
+    return forward, backward
 
 
 def _stage_link(pair: list[float], num_bytes: int) -> StageLink:
@@ -107,14 +108,14 @@ class LinkProbe:
         self._stopwatch = Stopwatch(device, clock)
         self._stopwatch.is_on = True
 
-    def exchange(self, stage: int, src: int, dst: int, num_bytes: int) -> float:
-        """Return seconds on the sender, from its start to the receiver's answer; 0 on other ranks.
+    def exchange(self, own: int, src: int, dst: int, num_bytes: int) -> float:
+        """Return seconds on the sender, from its start to the receiver's answer; 0 on other devices than `src`.
 
         On an accelerator they pass between two events of the sender's stream, behind which message and answer lie.
         """
-        if stage == dst:
+        if own == dst:
             self._receive(src, num_bytes)
-        return self._time_send(dst, num_bytes) if stage == src else 0.0
+        return self._time_send(dst, num_bytes) if own == src else 0.0
 
     def _receive(self, src: int, num_bytes: int) -> None:
         group, message = self._groups.pipeline, self._new_message(num_bytes)
@@ -140,13 +141,13 @@ class LinkProbe:
     def _new_message(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes + _ANSWER_BYTES, dtype=torch.uint8, device=self._device)
 
-    def _send_ready(self, stage: int) -> None:
+    def _send_ready(self, device: int) -> None:
         """Tell the sender that the receive is posted."""
-        group, rank = self._groups.control, self._groups.stage_ranks[stage]
+        group, rank = self._groups.control, self._groups.device_ranks[device]
         dist.send(torch.zeros(1, dtype=torch.uint8), group=group, group_dst=rank)
 
-    def _wait_ready(self, stage: int) -> None:
-        group, rank = self._groups.control, self._groups.stage_ranks[stage]
+    def _wait_ready(self, device: int) -> None:
+        group, rank = self._groups.control, self._groups.device_ranks[device]
         dist.recv(torch.zeros(1, dtype=torch.uint8), group=group, group_src=rank)
 
 
@@ -157,7 +158,7 @@ class BlockCost:
     kind: str
     """Key of equal cost: blocks with the same text cost the same."""
     forward_s: tuple[float, ...]
-    """Forward time on each device, one number per stage of the pipeline."""
+    """Forward time of a whole microbatch on each device of the pipeline; with one device a stage, on each stage's."""
     backward_s: tuple[float, ...]
     """Backward time on each device."""
     update_s: tuple[float, ...]
@@ -170,6 +171,8 @@ class BlockCost:
     """Size of parameters, their gradients, buffers and optimizer state."""
     stash_bytes: int
     """Size of the tensors kept from forward until backward."""
+    fixed_share: tuple[float, ...] = ()
+    """Fraction of forward and backward that each device also takes for fewer samples; empty: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,6 +227,7 @@ def profile(
                 backward_bytes=leaving.backward_bytes,
                 state_bytes=found[kind][1].state,
                 stash_bytes=found[kind][1].stash,
+                fixed_share=times[kind][3] if pipeline.layout.placed.is_wide else (),
             )
         )
     return Profile(blocks=tuple(blocks))
@@ -243,15 +247,14 @@ class _BlockBytes:
 
 
 def _gather_times(
-    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, float, float], _BlockBytes]]
-) -> dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]]:
-    """Return kind -> (forward, backward, update) seconds; one number per stage, of its slowest rank."""
+    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, float, float, float], _BlockBytes]]
+) -> dict[str, list[tuple[float, ...]]]:
+    """Return kind -> (forward, backward, update seconds, fixed share); one number per device, of its slowest rank."""
     own = torch.tensor([seconds for seconds, _ in found.values()], dtype=torch.float64)
-    table = torch.zeros(pipeline.layout.num_stages, *own.shape, dtype=torch.float64)
-    table[pipeline.stage] = own
+    table = torch.zeros(pipeline.layout.num_devices, *own.shape, dtype=torch.float64)
+    table[pipeline.layout.device_of_rank(pipeline.rank)] = own
     by_kind = pipeline.groups.max_over_ranks(table).permute(1, 2, 0).tolist()
-    rows = [(tuple(forward), tuple(backward), tuple(update)) for forward, backward, update in by_kind]
-    return dict(zip(found, rows, strict=True))
+    return {kind: [tuple(row) for row in rows] for kind, rows in zip(found, by_kind, strict=True)}
 
 
 class _BlockBenchmark:
@@ -260,46 +263,65 @@ class _BlockBenchmark:
     def __init__(
         self, pipeline: Pipeline, make_optimizer: MakeOptimizer, rounds: int, clock: Callable[[], float]
     ) -> None:
-        self._pipeline, self._make, self._rounds, self._clock = pipeline, make_optimizer, rounds, clock
+        self._pipeline, self._make, self._rounds = pipeline, make_optimizer, rounds
         self._device = pipeline.device
+        self._stopwatch = Stopwatch(self._device, clock)
+        self._stopwatch.is_on = True
 
     def boundaries_of(self, index: int) -> tuple[Boundary, Boundary]:
         """Return a block's input and output boundaries."""
         return self._pipeline.boundaries[index], self._pipeline.boundaries[index + 1]
 
-    def measure_block(self, index: int) -> tuple[tuple[float, float, float], _BlockBytes]:
-        """Return (seconds of forward, backward and update, bytes) of a block."""
+    def measure_block(self, index: int) -> tuple[tuple[float, float, float, float], _BlockBytes]:
+        """Return (seconds of forward, backward and update, and the fixed share of the former; bytes) of a block."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             block = boundaries.placeholder_copy(self._pipeline.blocks[index], self._device)
-            values = tuple(
-                boundaries.placeholder_like(tensor, self._device)
-                for tensor in self._pipeline.boundaries[index].meta_tensors()
-            )
-            side = {
-                name: boundaries.placeholder_like(value, self._device)
-                for name, value in self._pipeline.side_input_metas.items()
-            }
+            metas, side_metas = self._pipeline.boundaries[index].meta_tensors(), self._pipeline.side_input_metas
+            values = tuple(boundaries.placeholder_like(meta, self._device) for meta in metas)
+            side = {name: boundaries.placeholder_like(meta, self._device) for name, meta in side_metas.items()}
             given = boundaries.select_side_inputs(block, side)
             laps = [self._time_pass(block, values, given) for _ in range(self._rounds + 1)]
+            whole_s = statistics.median(map(sum, laps[1:]))
+            fixed = self._measure_fixed(block, values, given, whole_s) if self._part < 1 else 0.0
             update_s, state = self._measure_update(block)
             num_bytes = _BlockBytes(state=state, stash=self._stash_bytes(block, values, given))
         forward, backward = zip(*laps[1:], strict=True)
-        return (statistics.median(forward), statistics.median(backward), update_s), num_bytes
+        return (statistics.median(forward), statistics.median(backward), update_s, fixed), num_bytes
+
+    @property
+    def _part(self) -> float:
+        """Fraction of a microbatch that is timed beside a whole one: this device's own, or a half."""
+        layout = self._pipeline.layout
+        if not layout.placed.is_wide or layout.placed.num_samples == 1:
+            return 1.0
+        own = layout.placed.fraction(layout.device_of_rank(self._pipeline.rank))
+        return own if own < 1 else (layout.placed.num_samples // 2) / layout.placed.num_samples
+
+    def _measure_fixed(
+        self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor], whole_s: float
+    ) -> float:
+        """Return the fraction of a block's time that does not shrink with the samples, 0 to 1."""
+        part = self._part
+
+        def rows(value: Tensor) -> Tensor:
+            return value.detach()[: round(len(value) * part)].clone().requires_grad_(value.requires_grad)
+
+        few, few_side = tuple(map(rows, values)), {name: rows(value) for name, value in side.items()}
+        laps = [self._time_pass(block, few, few_side) for _ in range(self._rounds + 1)]
+        ratio = statistics.median(map(sum, laps[1:])) / whole_s if whole_s else part
+        return min(1.0, max(0.0, (ratio - part) / (1 - part)))
 
     def _time_pass(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> tuple[float, float]:
-        begun_s = self._now_s()
-        with self._pipeline.precision.autocast_context():
-            outputs = [value for value in as_tuple(block(*values, **side)) if value.requires_grad]
-        middle_s = self._now_s()
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        return middle_s - begun_s, self._now_s() - middle_s
+        outputs: list[Tensor] = []
 
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._clock()
+        def forward() -> None:
+            with self._pipeline.precision.autocast_context():
+                outputs.extend(value for value in as_tuple(block(*values, **side)) if value.requires_grad)
+
+        forward_s = self._time_action(forward)
+        ones = [torch.ones_like(output) for output in outputs]
+        return forward_s, self._time_action(lambda: torch.autograd.backward(outputs, ones)) if outputs else 0.0
 
     def _measure_update(self, block: nn.Module) -> tuple[float, int]:
         """Return (seconds of the optimizer's step, bytes of the block's state between steps)."""
@@ -314,9 +336,9 @@ class _BlockBenchmark:
         return statistics.median(laps[1:]), total + sum(tensor.nbytes for tensor in kept)
 
     def _time_action(self, action: Callable[[], object]) -> float:
-        begun_s = self._now_s()
-        action()
-        return self._now_s() - begun_s
+        """Return seconds of an action by the clock; on a GPU between two events in its queue."""
+        self._stopwatch.time(action, is_forward=False)
+        return self._stopwatch.lap().compute_s
 
     def _stash_bytes(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> int:
         """Return the bytes that forward saves for backward and that would not exist otherwise."""
@@ -342,7 +364,7 @@ StageLinks = tuple[Sequence[StageLink], Sequence[StageLink]]
 """(links forward, links backward): from each stage but the last to the next one, and back."""
 
 
-def predict(
+def predict(  # noqa: PLR0913 - measurements, and what may be left out
     profile: Profile,
     links: StageLinks,
     splits: tuple[int, ...],
@@ -350,6 +372,8 @@ def predict(
     *,
     transfers: str = "asynchronous",
     overheads: Overheads | None = None,
+    devices: StageDevices | None = None,
+    reduce_s: tuple[float, ...] = (),
 ) -> PipelineSimulation:
     """Simulate a step of these stages on virtual time.
 
@@ -361,37 +385,84 @@ def predict(
         transfers: `blocking` for torch's own loops of gpipe and 1f1b, `asynchronous` for schedules given as data;
             `transfer_mode` tells which.
         overheads: Result of `measure_overheads`; None: a step takes no time beside blocks and links.
+        devices: Devices of the stages and their samples; None: one each.
+        reduce_s: For each stage: result of `measure_reduces`; empty: no time.
     """
-    times = stage_times(profile, links, splits).with_overheads(overheads or Overheads())
+    times = replace(stage_times(profile, links, splits, devices), reduce_s=reduce_s)
+    times = times.with_overheads(overheads or Overheads())
     return pipeline_simulation.simulate_pipeline(order, times, transfers)
 
 
-def stage_times(profile: Profile, links: StageLinks, splits: tuple[int, ...]) -> StageTimes:
-    """Return the seconds of each stage and link for one microbatch."""
+def stage_times(
+    profile: Profile, links: StageLinks, splits: tuple[int, ...], devices: StageDevices | None = None
+) -> StageTimes:
+    """Return the seconds of each device and piece for one microbatch."""
     edges = (0, *splits, len(profile.blocks))
-    own = [profile.stage_s(range(edges[stage], edges[stage + 1]), stage) for stage in range(profile.num_devices)]
-    forward_links, backward_links = links
+    placed = devices or one_device_each(len(edges) - 1)
+    blocks = [profile.blocks[edges[stage] : edges[stage + 1]] for stage in placed.stage_of_device]
+    own = list(enumerate(blocks))
+
+    def whole(cost: BlockCost, device: int) -> float:
+        """Return the fraction of a block's time that the device's samples take."""
+        fixed = cost.fixed_share[device] if cost.fixed_share else 0.0
+        return fixed + (1 - fixed) * placed.fraction(device)
+
     return StageTimes(
-        forward_s=tuple(forward for forward, _ in own),
-        backward_s=tuple(backward for _, backward in own),
-        before_s=tuple(
-            sum(profile.blocks[block].update_s[stage] for block in range(edges[stage], edges[stage + 1]))
-            for stage in range(profile.num_devices)
+        forward_s=tuple(sum(each.forward_s[device] * whole(each, device) for each in held) for device, held in own),
+        backward_s=tuple(sum(each.backward_s[device] * whole(each, device) for each in held) for device, held in own),
+        before_s=tuple(sum(each.update_s[device] for each in held) for device, held in own),
+        forward_transfer_s=_piece_times(
+            links[0], placed, [_crossing_bytes(profile, cut, "forward_bytes") for cut in splits]
         ),
-        forward_transfer_s=tuple(
-            link.transfer_s(_crossing_bytes(profile, cut, "forward_bytes"))
-            for link, cut in zip(forward_links, splits, strict=True)
+        backward_transfer_s=_piece_times(
+            links[1], placed, [_crossing_bytes(profile, cut, "backward_bytes") for cut in splits]
         ),
-        backward_transfer_s=tuple(
-            link.transfer_s(_crossing_bytes(profile, cut, "backward_bytes"))
-            for link, cut in zip(backward_links, splits, strict=True)
-        ),
+        devices=devices,
     )
 
 
-def transfer_mode(schedule: str | PipelineSchedule) -> str:
-    """Return the transfer mode of a schedule, which `predict` needs."""
-    return "blocking" if schedule in ("gpipe", "1f1b") else "asynchronous"
+def _piece_times(links: Sequence[StageLink], placed: StageDevices, num_bytes: Sequence[int]) -> tuple[float, ...]:
+    """Return the seconds of each piece in one direction, by the bytes of a microbatch over each link."""
+    parts = ((piece.link, piece.num_samples / placed.num_samples) for piece in placed.pieces)
+    return tuple(links[link].transfer_s(round(part * num_bytes[link])) for link, part in parts)
+
+
+def transfer_mode(schedule: str | PipelineSchedule, devices: StageDevices | None = None) -> str:
+    """Return the transfer mode of a schedule, which `predict` needs; with several devices a stage all are data."""
+    is_plain = devices is None or devices.is_plain
+    return "blocking" if schedule in ("gpipe", "1f1b") and is_plain else "asynchronous"
+
+
+def measure_reduces(
+    pipeline: Pipeline, *, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, ...]:
+    """Measure the allreduce of each stage's gradients over its devices, in seconds; the same on every rank.
+
+    All ranks call it at the same time, and all stages reduce at the same time, as at the end of a train step. A stage
+    of one device takes no time.
+
+    Cost: (rounds + 1) allreduces of the gradients.
+    """
+    table = torch.zeros(pipeline.layout.num_stages, dtype=torch.float64)
+    group, stopwatch = pipeline.groups.stage_replicas, Stopwatch(pipeline.device, clock)
+    stopwatch.is_on, laps = True, []
+    held = [pipeline.blocks[block] for block in pipeline.blocks.held if has_parameters(pipeline.blocks[block])]
+    sizes = [sum(each.numel() for each in block.parameters() if each.requires_grad) for block in held]
+    messages = [torch.zeros(size, device=pipeline.device) for size in sizes]
+
+    def reduce_all() -> None:
+        works = [dist.all_reduce(message, group=group, async_op=True) for message in messages]
+        for work in works:
+            work.wait()
+
+    for _ in range(rounds + 1):
+        pipeline.groups.barrier()
+        if group is not None:
+            stopwatch.time(reduce_all, is_forward=False)
+            laps.append(stopwatch.lap().compute_s)
+    if laps:
+        table[pipeline.stage] = statistics.median(laps[1:])
+    return tuple(pipeline.groups.max_over_ranks(table).tolist())
 
 
 def partition(
@@ -493,8 +564,8 @@ def measure_overheads(
         benchmark = _OverheadBenchmark(pipeline, target, _choose_wait_s(transfers), (clock, sleep))
         laps = [benchmark.step() for _ in range(rounds + 1)][1:]
     own = torch.tensor(laps, dtype=torch.float64).median(0).values
-    table = torch.zeros(pipeline.layout.num_stages, len(own), dtype=torch.float64)
-    table[pipeline.stage] = own
+    table = torch.zeros(pipeline.layout.num_devices, len(own), dtype=torch.float64)
+    table[pipeline.layout.device_of_rank(pipeline.rank)] = own
     rows = pipeline.groups.max_over_ranks(table).tolist()
     waited, actions, steps, ends = zip(*rows, strict=True)
     found = Overheads(action_s=actions, step_s=max(ends))
@@ -503,16 +574,16 @@ def measure_overheads(
 
 
 def _transfer_times(pipeline: Pipeline, links: StageLinks) -> StageTimes:
-    """Return the transfer times at the present splits, with stages that take no time."""
-    crossing = [pipeline.boundaries[cut] for cut in pipeline.layout.splits]
-    nothing = (0.0,) * pipeline.layout.num_stages
-    there = zip(links[0], crossing, strict=True)
-    back = zip(links[1], crossing, strict=True)
+    """Return the transfer times at the present splits, with devices that take no time."""
+    layout = pipeline.layout
+    crossing = [pipeline.boundaries[cut] for cut in layout.splits]
+    nothing = (0.0,) * layout.num_devices
     return StageTimes(
         forward_s=nothing,
         backward_s=nothing,
-        forward_transfer_s=tuple(link.transfer_s(each.forward_bytes) for link, each in there),
-        backward_transfer_s=tuple(link.transfer_s(each.backward_bytes) for link, each in back),
+        forward_transfer_s=_piece_times(links[0], layout.placed, [each.forward_bytes for each in crossing]),
+        backward_transfer_s=_piece_times(links[1], layout.placed, [each.backward_bytes for each in crossing]),
+        devices=layout.devices,
     )
 
 
@@ -524,7 +595,7 @@ def _choose_wait_s(transfers: StageTimes) -> float:
 
 def _fit_message_s(pipeline: Pipeline, times: StageTimes, found: Overheads, measured_s: float) -> float:
     """Fit the overhead of a message: with it the simulated benchmark takes as long as the measured one."""
-    transfers = transfer_mode(pipeline.settings.schedule)
+    transfers = transfer_mode(pipeline.settings.schedule, pipeline.layout.devices)
     low_s, high_s = 0.0, _MAX_MESSAGE_S
     for _ in range(_NUM_BISECTIONS):
         middle_s = (low_s + high_s) / 2
@@ -541,19 +612,17 @@ class _OverheadBenchmark:
         clock = times[0]
         self._pipeline, self._clock = pipeline, clock
         whole, num = pipeline.layout, pipeline.settings.num_microbatches
-        layout = Layout(
-            num_blocks=whole.num_stages, splits=tuple(range(1, whole.num_stages)), num_replicas=whole.num_replicas
-        )
+        layout = replace(whole, num_blocks=whole.num_stages, splits=tuple(range(1, whole.num_stages)))
         crossing = tuple(pipeline.boundaries[edge] for edge in (0, *whole.splits, whole.num_blocks))
         loss_fn = _sum_loss if target is None else self._timed_loss(pipeline.loss_fn)
         self._runner = StageRunner(layout, pipeline.settings, loss_fn, pipeline.groups, pipeline.device)
         self._runner.stopwatch.clock, self._runner.stopwatch.is_on = clock, True
-        stages = [_WaitingBlock(each, wait_s, times) for each in crossing[1:]]
+        stages = [_WaitingBlock(self._runner.own_part(each), wait_s, times) for each in crossing[1:]]
         self._own_block = stages[pipeline.stage]
         self._runner.set_blocks(layout, BlockStore(stages, [pipeline.stage], pipeline.device), crossing)
         self._inputs = tuple(_placeholder_batch(value, num) for value in crossing[0].meta_tensors())
         self._side = {name: _placeholder_batch(value, num) for name, value in pipeline.side_input_metas.items()}
-        self._target = torch.zeros(num) if target is None else target
+        self._target = torch.zeros(num * whole.placed.num_samples) if target is None else target
 
     def step(self) -> tuple[float, float, float, float]:
         """Return seconds on this rank: one wait, one action's overhead, all actions and transfers, and the end."""

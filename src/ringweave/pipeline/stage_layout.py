@@ -1,20 +1,22 @@
-"""Layout and settings of a pipeline: consecutive blocks on stages, stages on ranks, one or more replicas."""
+"""Layout and settings of a pipeline: consecutive blocks on stages, stages on one or more ranks, and replicas."""
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ringweave.errors import UsageError, explain
 from ringweave.sim.pipeline_schedules import PipelineSchedule, num_warmup_forwards
+from ringweave.sim.stage_devices import StageDevices, one_device_each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Placement of blocks on ranks. Pure: computed alike on every rank, without communication.
 
-    The ranks of a replica are consecutive: stage s of replica r is rank r x stages + s.
+    The ranks of a replica are consecutive: device d of replica r is rank r x devices + d. With one device a stage,
+    device d is stage d.
 
     Raises:
         UsageError: The splits are no partition of the blocks, or there is less than one replica.
@@ -27,6 +29,8 @@ class Layout:
     make an empty stage between them, which passes its input on."""
     num_replicas: int = 1
     """Copies of the whole pipeline; each computes its own samples, and their gradients are averaged."""
+    devices: StageDevices | None = None
+    """Devices of each stage and their samples of a microbatch; None: one device a stage."""
 
     def __post_init__(self) -> None:
         edges = (0, *self.splits, self.num_blocks)
@@ -38,34 +42,76 @@ class Layout:
         if self.num_replicas < 1:
             do = "Start a whole number of workers for each stage"
             raise UsageError(explain("replicas of the pipeline", got=self.num_replicas, expected="1 or more", do=do))
+        if self.devices is not None and self.devices.num_stages != self.num_stages:
+            expected, do = f"{self.num_stages}, one more than there are splits", "Give devices for each stage"
+            raise UsageError(explain("stages with devices", got=self.devices.num_stages, expected=expected, do=do))
 
     @property
     def num_stages(self) -> int:
         return len(self.splits) + 1
 
     @property
+    def placed(self) -> StageDevices:
+        """Devices of each stage."""
+        return self.devices or one_device_each(self.num_stages)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of a replica."""
+        return self.num_stages if self.devices is None else self.devices.num_devices
+
+    @property
     def world_size(self) -> int:
-        return self.num_stages * self.num_replicas
+        return self.num_devices * self.num_replicas
 
     @property
     def ranges(self) -> tuple[range, ...]:
         edges = (0, *self.splits, self.num_blocks)
         return tuple(range(first, end) for first, end in itertools.pairwise(edges))
 
+    def with_stages(self, splits: tuple[int, ...], devices: StageDevices | None) -> "Layout":
+        """Return the layout with other stages, on the same ranks.
+
+        Raises:
+            UsageError: A stage would have other devices.
+        """
+        if devices is not None:
+            members = [self.placed.members(stage) for stage in range(self.num_stages)]
+            if [devices.members(stage) for stage in range(devices.num_stages)] != members:
+                do = "Change samples and splits only; other devices need another start"
+                raise UsageError(
+                    explain("devices of stages", got=str(devices), expected=f"those of {self.placed}", do=do)
+                )
+            if self.devices is not None and devices.num_samples != self.devices.num_samples:
+                expected, do = f"{self.devices.num_samples}, as a microbatch has", "Share these"
+                raise UsageError(explain("samples of devices", got=devices.num_samples, expected=expected, do=do))
+        return replace(self, splits=splits, devices=devices or self.devices)
+
     def stage_of_rank(self, rank: int) -> int:
-        return rank % self.num_stages
+        return self.placed.stage_of_device[self.device_of_rank(rank)]
+
+    def device_of_rank(self, rank: int) -> int:
+        """Number of the rank's device in its replica."""
+        return rank % self.num_devices
 
     def replica_of_rank(self, rank: int) -> int:
-        return rank // self.num_stages
+        return rank // self.num_devices
 
     def stage_of_block(self, block: int) -> int:
         return bisect.bisect_right(self.splits, block)
 
     def ranks_of_replica(self, replica: int) -> tuple[int, ...]:
-        return tuple(range(replica * self.num_stages, (replica + 1) * self.num_stages))
+        """Ranks of a replica, by device."""
+        return tuple(range(replica * self.num_devices, (replica + 1) * self.num_devices))
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
-        return tuple(range(stage, self.world_size, self.num_stages))
+        """Ranks that hold the blocks of a stage: its devices in all replicas."""
+        members = self.placed.members(stage)
+        return tuple(sorted(rank for rank in range(self.world_size) if self.device_of_rank(rank) in members))
+
+    def ranks_of_device(self, device: int) -> tuple[int, ...]:
+        """Ranks of a device, one in each replica."""
+        return tuple(range(device, self.world_size, self.num_devices))
 
 
 def even_splits(num_blocks: int, num_stages: int) -> tuple[int, ...]:
@@ -96,6 +142,9 @@ class Settings:
     num_stages: int | None = None
     """None: follows from `splits`, or without splits, all ranks are stages of one pipeline. Fewer stages than ranks
     make replicas."""
+    devices: StageDevices | None = None
+    """Devices of each stage and the samples of a microbatch that each computes, as `ringweave partition --samples`
+    prints them; None: one device a stage. Device d is rank d of its replica."""
     reduction: str = "mean"
     """`mean` if the loss of a batch is the mean over its microbatches and replicas, `sum` if it is their sum."""
     seed: int = 0
@@ -122,6 +171,8 @@ class Settings:
             do = "Say how the loss of a batch follows from those of its microbatches"
             raise UsageError(explain("reduction", got=self.reduction, expected="mean or sum", do=do))
         _check_stages(self.num_stages, self.splits)
+        if self.devices is not None:
+            _check_stages(self.devices.num_stages, self.splits)
 
     @property
     def schedule_name(self) -> str:

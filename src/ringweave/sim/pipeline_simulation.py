@@ -1,12 +1,14 @@
 """Simulation of one pipeline step: time of the step, idle time of the stages, activations held.
 
-A transfer starts when both its ends have begun it and the link's direction is free, and takes the link's time. The
-order in which instructions can run does not depend on times. So it is computed once, for any times of stages and links;
-the end times are then the longest paths through the dependencies, and no event queue is needed.
+A transfer starts when both its ends have begun it and the link's direction is free, and takes the link's time. Stages
+of several devices send pieces of a microbatch (`stage_devices`): a device's pieces of one link and direction go one
+after the other, as they share its NIC, and so do those that a device receives.
+
+The order in which instructions can run does not depend on times. So it is computed once, for any times of devices and
+links; the end times are then the longest paths through the dependencies, and no event queue is needed.
 """
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -18,6 +20,7 @@ from ringweave.sim.pipeline_schedules import (
     StageInstruction,
     stage_programs,
 )
+from ringweave.sim.stage_devices import StageDevices, one_device_each, verify_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +28,7 @@ class Overheads:
     """Seconds of a step for the host's work, beyond computing blocks and moving bytes."""
 
     action_s: tuple[float, ...] = ()
-    """For each stage: added to a forward or a backward; empty: none."""
+    """For each device: added to a forward or a backward; empty: none."""
     message_s: float = 0.0
     """For each transfer that a stage begins."""
     step_s: float = 0.0
@@ -41,26 +44,34 @@ class StageTimes:
     """
 
     forward_s: tuple[float, ...]
-    """For each stage."""
+    """For each device, of its part of the samples; with one device a stage, for each stage."""
     backward_s: tuple[float, ...]
-    """For each stage."""
+    """For each device."""
     forward_transfer_s: tuple[float, ...] = ()
-    """Activations, from each stage except the last to the next one; empty: no time."""
+    """Activations, of each piece, by `StageDevices.pieces`; with one device a stage, from each stage except the last
+    to the next one. Empty: no time."""
     backward_transfer_s: tuple[float, ...] = ()
-    """Gradients, to each stage except the last from the next one; empty: no time."""
+    """Gradients, of each piece in the other direction; empty: no time."""
     before_s: tuple[float, ...] = ()
-    """For each stage, before its first action: the optimizer step of the train step before; empty: none."""
+    """For each device, before its first action: the optimizer step of the train step before; empty: none."""
+    reduce_s: tuple[float, ...] = ()
+    """For each stage, once its devices have ended: the allreduce of their gradients; empty: none."""
+    devices: StageDevices | None = None
+    """Devices of the stages; None: one each."""
     message_s: float = 0.0
     """Time of a stage for each transfer that it begins, sending or receiving."""
     after_s: float = 0.0
     """After all stages are done: until all know the loss."""
 
     def __post_init__(self) -> None:
-        num_links = len(self.forward_s) - 1
-        _check_times("backward_s", self.backward_s, len(self.forward_s))
-        _check_times("forward_s", self.forward_s, max(1, len(self.forward_s)))
+        num_devices = len(self.forward_s) if self.devices is None else self.devices.num_devices
+        num_links = num_devices - 1 if self.devices is None else len(self.devices.pieces)
+        _check_times("backward_s", self.backward_s, num_devices)
+        _check_times("forward_s", self.forward_s, max(1, num_devices))
         if self.before_s:
-            _check_times("before_s", self.before_s, self.num_stages)
+            _check_times("before_s", self.before_s, num_devices)
+        if self.reduce_s:
+            _check_times("reduce_s", self.reduce_s, self.num_stages)
         _check_times("message_s and after_s", (self.message_s, self.after_s), 2)
         for what in ("forward_transfer_s", "backward_transfer_s"):
             if getattr(self, what):
@@ -69,21 +80,26 @@ class StageTimes:
     @property
     def num_stages(self) -> int:
         """Number of stages, S."""
-        return len(self.forward_s)
+        return len(self.forward_s) if self.devices is None else self.devices.num_stages
+
+    @property
+    def placed(self) -> StageDevices:
+        """Devices of the stages."""
+        return self.devices or one_device_each(len(self.forward_s))
 
     @property
     def slowest_s(self) -> float:
-        """Forward and backward time of the slowest stage."""
+        """Forward and backward time of the slowest device."""
         return max(map(add, self.forward_s, self.backward_s))
 
     def with_overheads(self, overheads: Overheads) -> "StageTimes":
         """Return the times with the overheads of the host added.
 
         Raises:
-            UsageError: Overheads for another number of stages.
+            UsageError: Overheads for another number of devices.
         """
-        actions = overheads.action_s or (0.0,) * self.num_stages
-        _check_times("action_s", actions, self.num_stages)
+        actions = overheads.action_s or (0.0,) * len(self.forward_s)
+        _check_times("action_s", actions, len(self.forward_s))
         return replace(
             self,
             forward_s=tuple(map(add, self.forward_s, actions)),
@@ -93,23 +109,54 @@ class StageTimes:
         )
 
     def transfer_s(self, link: int) -> tuple[float, float]:
-        """Return forward and backward transfer time between stages `link` and `link + 1`."""
-        forward, backward = self.forward_transfer_s, self.backward_transfer_s
-        return forward[link] if forward else 0.0, backward[link] if backward else 0.0
+        """Return forward and backward transfer time between stages `link` and `link + 1`: of the busiest device."""
+        if self.devices is None:
+            forward, backward = self.forward_transfer_s, self.backward_transfer_s
+            return forward[link] if forward else 0.0, backward[link] if backward else 0.0
+        loads: dict[tuple[int, int], float] = {}
+        for number, piece in enumerate(self.devices.pieces):
+            for direction, times in enumerate((self.forward_transfer_s, self.backward_transfer_s)):
+                for device in (piece.src, piece.dst) if piece.link == link and times else ():
+                    loads[device, direction] = loads.get((device, direction), 0.0) + times[number]
+        there, back = ([load for key, load in loads.items() if key[1] == direction] for direction in (0, 1))
+        return max(there, default=0.0), max(back, default=0.0)
 
     def bound_s(self, num_microbatches: int) -> float:
         """Return a lower bound for any schedule: the first microbatch arrives, all are computed, the last one returns.
 
-        It is the maximum over the stages, and in the same way over the directions of the links.
+        It is the maximum over the devices, and in the same way over the directions of the links. In a stage of several
+        devices the way of a microbatch is at least that of the fastest part.
         """
-        links = [self.transfer_s(link) for link in range(self.num_stages - 1)]
-        there = [0.0, *itertools.accumulate(f + x[0] for f, x in zip(self.forward_s[:-1], links, strict=True))]
-        back = [0.0, *itertools.accumulate(b + x[1] for b, x in zip(self.backward_s[:-1], links, strict=True))]
-        own = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
-        stages = [there[i] + num_microbatches * own[i] + back[i] for i in range(self.num_stages)]
+        placed = self.placed
+        there, back = [0.0], [0.0]
+        for stage in range(placed.num_stages):
+            members = placed.members(stage)
+            there.append(there[-1] + min(self.forward_s[device] for device in members))
+            back.append(back[-1] + min(self.backward_s[device] for device in members))
+            if stage + 1 < placed.num_stages:
+                forward_s, backward_s = self._fastest_pieces_s(stage)
+                there[-1] += forward_s
+                back[-1] += backward_s
+        whole = there[-1] + back[-1]
+        own = map(add, self.forward_s, self.backward_s)
+        stages = [
+            there[placed.stage_of_device[device]] + num_microbatches * each + back[placed.stage_of_device[device]]
+            for device, each in enumerate(own)
+        ]
         more = num_microbatches - 1
-        whole = there[-1] + own[-1] + back[-1]
-        return max([*stages, *(whole + more * max(pair) for pair in links)])
+        links = [self.transfer_s(link) for link in range(placed.num_stages - 1)]
+        return max([*stages, *(whole + more * max(pair) for pair in links if self.devices is None)])
+
+    def _fastest_pieces_s(self, link: int) -> tuple[float, float]:
+        """Return the least time of a piece over a link, forward and backward."""
+        if self.devices is None:
+            return self.transfer_s(link)
+        numbers = [number for number, piece in enumerate(self.devices.pieces) if piece.link == link]
+        forward, backward = self.forward_transfer_s, self.backward_transfer_s
+        return (
+            min(forward[number] for number in numbers) if forward else 0.0,
+            min(backward[number] for number in numbers) if backward else 0.0,
+        )
 
 
 def _check_times(what: str, values: tuple[float, ...], count: int) -> None:
@@ -127,6 +174,7 @@ _SENDS = {ActionKind.SEND_FORWARD: 0, ActionKind.SEND_BACKWARD: 1}
 _RECEIVES = {ActionKind.RECEIVE_FORWARD: 0, ActionKind.RECEIVE_BACKWARD: 1}
 _COMPUTE, _FIRST, _SECOND, _WAIT = range(4)
 _TransferKey = tuple[int, int, int]
+"""(piece, direction, microbatch)."""
 _Op = tuple[int, int, int, int]
 
 
@@ -137,6 +185,7 @@ class ComputeSpan:
     action: PipelineAction
     begin_s: float
     end_s: float
+    device: int
 
 
 class PipelineTimeline:
@@ -147,93 +196,158 @@ class PipelineTimeline:
         UsageError: Unknown transfer mode.
     """
 
-    def __init__(self, order: PipelineSchedule, transfers: str = "asynchronous") -> None:
-        self.num_stages = order.num_stages
-        self._actions: list[PipelineAction] = []
+    def __init__(
+        self, order: PipelineSchedule, transfers: str = "asynchronous", devices: StageDevices | None = None
+    ) -> None:
+        self.devices = devices or one_device_each(order.num_stages)
+        if self.devices.num_stages != order.num_stages:
+            expected, do = f"{order.num_stages}, as in the order", "Give devices for these stages"
+            got = self.devices.num_stages
+            raise ScheduleError(explain("number of stages with devices", got=got, expected=expected, do=do))
+        verify_pieces(self.devices)
+        self._actions: list[tuple[PipelineAction, int]] = []
         self._numbers: dict[_TransferKey, int] = {}
+        self._ports = _number_ports(self.devices)
+        self._pieces = [
+            [
+                (number, piece.link)
+                for number, piece in enumerate(self.devices.pieces)
+                if device in (piece.src, piece.dst)
+            ]
+            for device in range(self.devices.num_devices)
+        ]
         self._ops = list(self._linearize(stage_programs(order, transfers)))
 
     def step_s(self, times: StageTimes) -> float:
         """Return the time until the last stage is done.
 
         Raises:
-            ScheduleError: Times for another number of stages.
+            ScheduleError: Times for other stages or devices.
 
-        Cost: O(stages x microbatches), a microsecond for some instructions.
+        Cost: O(devices x microbatches), a microsecond for some instructions.
         """
-        return max(self._run(times)[0]) + times.after_s
+        return self._end_s(self._run(times)[0], times)
 
     def step_and_spans(self, times: StageTimes) -> tuple[float, list[ComputeSpan]]:
         """Return the same, and the time span of each action; it raises the same errors as `step_s`."""
         now_s, begun_s = self._run(times)
         durations = {ActionKind.FORWARD: times.forward_s, ActionKind.BACKWARD: times.backward_s}
         pairs = zip(self._actions, begun_s, strict=True)
-        spans = [ComputeSpan(each, at_s, at_s + durations[each.kind][each.stage_index]) for each, at_s in pairs]
-        return max(now_s) + times.after_s, spans
+        spans = [ComputeSpan(each, at_s, at_s + durations[each.kind][device], device) for (each, device), at_s in pairs]
+        return self._end_s(now_s, times), spans
+
+    def _end_s(self, now_s: list[float], times: StageTimes) -> float:
+        """Return the end of the step: devices of a stage reduce their gradients together."""
+        if not times.reduce_s:
+            return max(now_s) + times.after_s
+        stages = range(self.devices.num_stages)
+        ends = [max(now_s[device] for device in self.devices.members(stage)) for stage in stages]
+        return max(map(add, ends, times.reduce_s)) + times.after_s
 
     def _run(self, times: StageTimes) -> tuple[list[float], list[float]]:
-        """Return (end of each stage, begin of each action)."""
-        if self.num_stages != times.num_stages:
-            expected, do = f"{self.num_stages}, as in the order", "Give times for these stages"
+        """Return (end of each device, begin of each action)."""
+        if self.devices.num_stages != times.num_stages:
+            expected, do = f"{self.devices.num_stages}, as in the order", "Give times for these stages"
             raise ScheduleError(explain("number of stages in times", got=times.num_stages, expected=expected, do=do))
-        now_s = list(times.before_s or (0.0,) * self.num_stages)
+        if times.placed.pieces != self.devices.pieces and times.devices is not None:
+            do = "Simulate with the devices of the times"
+            raise ScheduleError(explain("devices of times", got=str(times.placed), expected=str(self.devices), do=do))
+        now_s = list(times.before_s or (0.0,) * self.devices.num_devices)
         durations, message_s = (times.forward_s, times.backward_s), times.message_s
-        crossing = [times.transfer_s(link) for link in range(self.num_stages - 1)]
-        known_s, free_s = [0.0] * len(self._numbers), [[0.0, 0.0] for _ in crossing]
+        nothing = (0.0,) * len(self.devices.pieces)
+        crossing = [
+            each
+            for pair in zip(times.forward_transfer_s or nothing, times.backward_transfer_s or nothing, strict=True)
+            for each in pair
+        ]
+        known_s, free_s = [0.0] * len(self._numbers), [0.0] * (1 + max(map(max, self._ports), default=0))
         begun_s: list[float] = []
-        for what, stage, number, link in self._ops:
+        for what, device, number, way in self._ops:
             if what == _COMPUTE:
-                begun_s.append(now_s[stage])
-                now_s[stage] += durations[number][stage]
+                begun_s.append(now_s[device])
+                now_s[device] += durations[number][device]
             elif what == _WAIT:
-                now_s[stage] = max(now_s[stage], known_s[number])
+                now_s[device] = max(now_s[device], known_s[number])
             else:
-                now_s[stage] += message_s
+                now_s[device] += message_s
                 if what == _FIRST:
-                    known_s[number] = now_s[stage]
+                    known_s[number] = now_s[device]
                     continue
-                place, direction = divmod(link, 2)
-                start_s = max(known_s[number], now_s[stage], free_s[place][direction])
-                known_s[number] = free_s[place][direction] = start_s + crossing[place][direction]
+                out, into = self._ports[way]
+                start_s = max(known_s[number], now_s[device], free_s[out], free_s[into])
+                known_s[number] = free_s[out] = free_s[into] = start_s + crossing[way]
         return now_s, begun_s
 
-    def _linearize(self, stages: list[list[StageInstruction]]) -> Iterator[_Op]:
+    def _linearize(self, programs: list[list[StageInstruction]]) -> Iterator[_Op]:
         """Yield operations by running every stage as far as it can, until all are done.
+
+        Devices of a stage run each instruction one after the other. They have the same program, so that pieces pass a
+        port in its order: those of a microbatch before those of the next.
 
         Raises:
             ScheduleError: No stage can go on.
         """
-        at = [0] * len(stages)
+        at = [0] * len(programs)
         ends: dict[_TransferKey, int] = {}
-        while any(done < len(program) for done, program in zip(at, stages, strict=True)):
+        while any(done < len(program) for done, program in zip(at, programs, strict=True)):
             before = list(at)
-            for stage, program in enumerate(stages):
-                while at[stage] < len(program) and _can_run(program[at[stage]], ends):
-                    yield from self._ops_of_instruction(stage, program[at[stage]], ends)
+            for stage, program in enumerate(programs):
+                members = self.devices.members(stage)
+                while at[stage] < len(program) and self._can_run(members, program[at[stage]], ends):
+                    for device in members:
+                        yield from self._ops_of_instruction(device, program[at[stage]], ends)
                     at[stage] += 1
             if before == at:
-                raise ScheduleError(_deadlock_text(stages, at))
+                raise ScheduleError(_deadlock_text(programs, at))
 
     def _ops_of_instruction(
-        self, stage: int, instruction: StageInstruction, ends: dict[_TransferKey, int]
+        self, device: int, instruction: StageInstruction, ends: dict[_TransferKey, int]
     ) -> Iterator[_Op]:
         for action in instruction.actions:
             if instruction.what == "compute":
-                self._actions.append(action)
-                yield _COMPUTE, stage, int(action.kind == ActionKind.BACKWARD), 0
+                self._actions.append((action, device))
+                yield _COMPUTE, device, int(action.kind == ActionKind.BACKWARD), 0
                 continue
-            key = _transfer_key(action)
-            number = self._numbers.setdefault(key, len(self._numbers))
-            if instruction.what == "wait":
-                yield _WAIT, stage, number, 0
-            else:
-                ends[key] = ends.get(key, 0) + 1
-                yield _FIRST if ends[key] == 1 else _SECOND, stage, number, 2 * key[0] + key[1]
+            for key in self._transfer_keys(device, action):
+                number = self._numbers.setdefault(key, len(self._numbers))
+                if instruction.what == "wait":
+                    yield _WAIT, device, number, 0
+                else:
+                    ends[key] = ends.get(key, 0) + 1
+                    yield _FIRST if ends[key] == 1 else _SECOND, device, number, 2 * key[0] + key[1]
+
+    def _can_run(self, members: Sequence[int], instruction: StageInstruction, ends: dict[_TransferKey, int]) -> bool:
+        """Return whether both ends of each awaited transfer have begun."""
+        return instruction.what != "wait" or all(
+            ends.get(key, 0) > 1
+            for device in members
+            for action in instruction.actions
+            for key in self._transfer_keys(device, action)
+        )
+
+    def _transfer_keys(self, device: int, action: PipelineAction) -> list[_TransferKey]:
+        """Return piece, direction and microbatch of each of a device's transfers: equal at both ends."""
+        is_send = action.kind in _SENDS
+        direction = _SENDS[action.kind] if is_send else _RECEIVES[action.kind]
+        link = action.stage_index - direction if is_send else action.stage_index - 1 + direction
+        return [
+            (number, direction, action.microbatch_index) for number, of_link in self._pieces[device] if of_link == link
+        ]
 
 
-def _can_run(instruction: StageInstruction, ends: dict[_TransferKey, int]) -> bool:
-    """Return whether both ends of each awaited transfer have begun."""
-    return instruction.what != "wait" or all(ends.get(_transfer_key(action), 0) > 1 for action in instruction.actions)
+def _number_ports(devices: StageDevices) -> list[tuple[int, int]]:
+    """Return for each piece and direction the numbers of its ports: where it leaves, and where it arrives.
+
+    A port carries one piece at a time. A device has one for each link, direction and side.
+    """
+    numbers: dict[tuple[int, int, int], int] = {}
+    found = []
+    for piece in devices.pieces:
+        for direction in (0, 1):
+            keys = [(device, piece.link, direction) for device in (piece.src, piece.dst)]
+            first, second = (numbers.setdefault(key, len(numbers)) for key in keys)
+            found.append((first, second))
+    return found
 
 
 def _deadlock_text(stages: list[list[StageInstruction]], at: list[int]) -> str:
@@ -246,15 +360,6 @@ def _deadlock_text(stages: list[list[StageInstruction]], at: list[int]) -> str:
     return explain("pipeline", got="; ".join(waiting), expected="a stage that can go on", do=do)
 
 
-def _transfer_key(action: PipelineAction) -> _TransferKey:
-    """Return link, direction and microbatch: equal for the send and its receive."""
-    if action.kind in _SENDS:
-        direction = _SENDS[action.kind]
-        return action.stage_index - direction, direction, action.microbatch_index
-    direction = _RECEIVES[action.kind]
-    return action.stage_index - 1 + direction, direction, action.microbatch_index
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSimulation:
     """Result of a simulated pipeline step."""
@@ -264,7 +369,7 @@ class PipelineSimulation:
     bound_s: float
     """Lower bound on the time of any schedule for these stages and links."""
     busy_s: tuple[float, ...]
-    """Compute time of each stage."""
+    """Compute time of each device."""
     peak_in_flight: tuple[int, ...]
     """Largest number of microbatches whose activations each stage holds."""
     spans: tuple[ComputeSpan, ...]
@@ -272,7 +377,7 @@ class PipelineSimulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of all stages' time in which they do not compute."""
+        """Fraction of all devices' time in which they do not compute."""
         whole = self.step_s * len(self.busy_s)
         return 1 - sum(self.busy_s) / whole if whole else 0.0
 
@@ -293,7 +398,7 @@ def simulate_pipeline(
 
     Cost: O(stages x microbatches).
     """
-    step_s, spans = PipelineTimeline(schedule, transfers).step_and_spans(times)
+    step_s, spans = PipelineTimeline(schedule, transfers, times.devices).step_and_spans(times)
     return PipelineSimulation(
         step_s=step_s,
         bound_s=times.bound_s(schedule.num_microbatches),
@@ -301,5 +406,5 @@ def simulate_pipeline(
             schedule.num_microbatches * (f + b) for f, b in zip(times.forward_s, times.backward_s, strict=True)
         ),
         peak_in_flight=schedule.peak_in_flight,
-        spans=tuple(sorted(spans, key=lambda span: (span.action.stage_index, span.begin_s))),
+        spans=tuple(sorted(spans, key=lambda span: (span.action.stage_index, span.device, span.begin_s))),
     )

@@ -93,3 +93,56 @@ def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
     captured = capsys.readouterr()
     assert text in captured.err
     assert text in json.loads(captured.out)["error"]
+
+
+SLOW_BESIDE_FAST = ["--work", "6,5,1", "--samples", "8", "--microbatches", "16"]
+SLOW_BESIDE_FAST += ["--memory", "10,10,10", "--block-memory", "6,5,1"]
+
+
+def test_stages_of_several_devices_on_the_screen(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line(["partition", *SLOW_BESIDE_FAST, "--capability", "1,1,2"]) == 0
+    check_golden(GOLDEN / "wide.txt", capsys.readouterr().out)
+
+
+def test_speeds_and_nics_of_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "name: c\nnodes:\n"
+        "  - {name: slow, nic: 8kbit/s, devices: [{kind: cpu, speed: 1}], count: 2}\n"
+        "  - {name: fast, nic: 8kbit/s, devices: [{kind: cpu, speed: 2}]}\n"
+    )
+    given = document(capsys, *SLOW_BESIDE_FAST, "--capability", "1,1,2", "--nic", "1000,1000,1000")
+    assert document(capsys, *SLOW_BESIDE_FAST, "--cluster", str(path)) == given
+    assert given["devices"] == "0:4+1:4 2:8"
+    assert given["splits"] == [1]
+    assert given["one_device_a_stage"]["simulated_step_s"] / given["simulated_step_s"] > 1.5
+
+
+def test_gradients_that_cross_a_slow_nic_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three alike devices share all blocks, unless their gradients take longer than a bubble."""
+    argv = ["--work", "1,1,1", "--capability", "1,1,1", "--nic", "1,1,1", "--samples", "6", "--microbatches", "8"]
+    assert document(capsys, *argv)["splits"] == []
+    dear = document(capsys, *argv, "--block-gradients", "9,9,9")
+    assert dear["splits"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--work", "1,1"], "devices: 'no --capability', expected --capability, or --samples with --cluster"),
+        (["--work", "1,1", "--capability", "1,1", "--nic", "1,1"], "devices: '--nic', expected"),
+        (["--work", "1,1", "--capability", "1,1", "--samples", "0"], "--samples: 0, expected 1 or more"),
+        (
+            ["--work", "1,1", "--capability", "1,1", "--samples", "2", "--bandwidth", "1"],
+            "options of --samples: '--bandwidth'",
+        ),
+        (["--work", "1,1", "--capability", "1,1", "--samples", "2", "--nic", "1"], "--nic: how many: 1, expected 2"),
+        (
+            ["--work", "1,1", "--capability", "1,0", "--samples", "2"],
+            "speeds and rates: [1.0, 0.0], expected numbers above 0",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_together(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line(["partition", *argv]) == 2
+    assert text in capsys.readouterr().err

@@ -70,7 +70,7 @@ def on_all_stages(gpus: FakeGpus, run: Callable[[Any], object]) -> list[Any]:
             rank=rank,
             pipeline=nccl,
             control=gloo,
-            stage_ranks=range(NUM_STAGES),
+            device_ranks=range(NUM_STAGES),
             max_over_ranks=meetings.max_over_ranks,
         )
 
@@ -117,8 +117,8 @@ def test_links_are_probed_while_training_without_a_circle(gpus: FakeGpus) -> Non
         prober: Any = object.__new__(adapting.LinkRateProber)
         device = torch.device("cuda", groups.rank)
         prober._pipeline = SimpleNamespace(groups=groups, device=device, layout=layout)
-        prober._stage, prober._clock, prober.num_bytes = groups.rank, lambda: pytest.fail("no time"), [10**6] * 3
-        return [prober._exchange_on_link(link) for link in range(3) if groups.rank in (link, link + 1)]
+        prober._own, prober._clock, prober.num_bytes = groups.rank, lambda: pytest.fail("no time"), [10**6] * 3
+        return [prober._exchange_on_link(each) for each in layout.placed.pieces if groups.rank in (each.src, each.dst)]
 
     found = on_all_stages(gpus, probe)
     for links in found:

@@ -8,7 +8,7 @@ depends on values are run as copies with placeholder values.
 import copy
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -106,6 +106,26 @@ class Boundary:
     def meta_tensors(self) -> tuple[Tensor, ...]:
         """Return such tensors on the meta device."""
         return tuple(form.meta_tensor() for form in self.tensors)
+
+    def part(self, num_samples: int, of: int) -> "Boundary":
+        """Return the boundary of some of a microbatch's samples.
+
+        Args:
+            num_samples: Samples of the part.
+            of: Samples of the microbatch.
+
+        Raises:
+            TrainingError: A tensor has no samples in its first dimension, or is not contiguous.
+        """
+        for form in self.tensors:
+            is_whole = bool(form.shape) and form.shape[0] % of == 0
+            if not is_whole or not form.meta_tensor().is_contiguous():
+                expected = f"a contiguous tensor with {of} samples, or a multiple of it, in its first dimension"
+                do = "Give each stage one device, or let blocks pass on tensors of samples only"
+                raise TrainingError(explain("tensor between blocks", got=form.shape, expected=expected, do=do))
+        return Boundary(
+            tuple(replace(form, shape=(form.shape[0] // of * num_samples, *form.shape[1:])) for form in self.tensors)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,14 +18,20 @@ class PipelineGroups:
         backend = "nccl" if device.type == "cuda" else "gloo"
         replicas = [_new_group(layout.ranks_of_replica(replica), backend) for replica in range(layout.num_replicas)]
         self.pipeline = replicas[layout.replica_of_rank(self.rank)]
-        """Ranks of this replica; stage i is rank i of it."""
-        self.stage_ranks = layout.ranks_of_replica(layout.replica_of_rank(self.rank))
-        """Ranks of this replica's stages in `control`."""
+        """Ranks of this replica; device i is rank i of it."""
+        self.device_ranks = layout.ranks_of_replica(layout.replica_of_rank(self.rank))
+        """Ranks of this replica's devices in `control`."""
+        self.alone: dist.ProcessGroup | None = None
+        """This rank alone, where stages have other devices than torch's stages know: one each, in order."""
+        if not layout.placed.is_plain:
+            self.alone = [_new_group((rank,), "gloo") for rank in range(layout.world_size)][self.rank]
         self.stage_replicas: dist.ProcessGroup | None = None
-        """Ranks of all replicas that compute the same stage; None with one replica."""
-        if layout.num_replicas > 1:
-            stages = [_new_group(layout.ranks_of_stage(stage), "ringweave") for stage in range(layout.num_stages)]
-            self.stage_replicas = stages[layout.stage_of_rank(self.rank)]
+        """Ranks that hold the same blocks: the devices of the stage in all replicas. None if this is the only one."""
+        for stage in range(layout.num_stages):
+            ranks = layout.ranks_of_stage(stage)
+            group = _new_group(ranks, "ringweave") if len(ranks) > 1 else None
+            if self.rank in ranks:
+                self.stage_replicas = group
         self.control = _new_group(tuple(range(layout.world_size)), "gloo")
         """All ranks, for messages of some bytes."""
 

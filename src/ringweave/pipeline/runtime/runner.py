@@ -29,11 +29,14 @@ class BlockSeeds:
     """Seed of the run."""
     replica: int
     """Replicas draw different numbers, as workers of data-parallel training do."""
+    first_sample: int = 0
+    """First of this rank's samples in a microbatch: so do the devices of a stage."""
 
     def seed_for(self, block: int, train_step: int, microbatch: int) -> int:
         """Return the 64-bit seed of a block's forward of a microbatch in a train step."""
-        parts = (self.seed % 2**64, self.replica, block, train_step, microbatch)
-        return xxhash.xxh3_64_intdigest(struct.pack("<5Q", *parts))
+        parts = [self.seed % 2**64, self.replica, block, train_step, microbatch]
+        parts += [self.first_sample] if self.first_sample else []
+        return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}Q", *parts))
 
     @contextmanager
     def seeded(self, train_step: int, microbatch: int, device: torch.device) -> Iterator[Callable[[int], None]]:
@@ -72,7 +75,7 @@ class StageModule(nn.Module):
         """Index in the model and module; not registered as submodules, since the `BlockStore` owns the blocks."""
         self.output_boundary: Boundary | None = None
         """Form that the next stage expects; None for the last stage, whose output goes to the loss."""
-        self._seeds, self._precision = seeds, precision
+        self.seeds, self._precision = seeds, precision
         self._train_step = 0
         self._side_inputs: Sequence[Mapping[str, Tensor]] = ()
         self._microbatches = iter(())
@@ -111,7 +114,7 @@ class StageModule(nn.Module):
     def _seeded(self, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
         if not self.training:
             return nullcontext(lambda _: None)
-        return self._seeds.seeded(self._train_step, microbatch, self._precision.device)
+        return self.seeds.seeded(self._train_step, microbatch, self._precision.device)
 
     def _check_output(self, values: tuple[Tensor, ...]) -> None:
         """Check the output's shapes and types, since Gloo would accept bytes of another type."""
@@ -133,15 +136,16 @@ class StageRunner:
         self._settings, self.loss_fn, self._groups, self._device = settings, loss_fn, groups, device
         self._precision = Precision(device=device, autocast=settings.autocast)
         self._stage_index, self._num_stages = layout.stage_of_rank(groups.rank), layout.num_stages
-        seeds = BlockSeeds(seed=settings.seed, replica=layout.replica_of_rank(groups.rank))
-        self.module = StageModule(seeds, self._precision)
+        self._device_index, self._replica = layout.device_of_rank(groups.rank), layout.replica_of_rank(groups.rank)
+        self._devices = layout.devices
+        self.module = StageModule(self._seeds(), self._precision)
         """Module that computes this rank's stage."""
         self.stopwatch = Stopwatch(device)
         """Compute time of the stage; off at first."""
         self.order = torch_schedules.resolve_order(settings.schedule, layout.num_stages, settings.num_microbatches)
         """Actions of each stage, in order."""
         self._microbatches = torch_schedules.stage_microbatches(self.order, self._stage_index)
-        self._boundaries: tuple[Boundary, ...] = ()
+        self._built_for: object = None
         self._scale = 1.0
         self._losses: list[Tensor] = []
         """Losses in the order of computation."""
@@ -157,21 +161,23 @@ class StageRunner:
         self.module.blocks = [(index, blocks[index]) for index in layout.ranges[self._stage_index]]
         edges = (0, *layout.splits, layout.num_blocks)
         stage_boundaries = tuple(boundaries[edge] for edge in edges)
-        if stage_boundaries == self._boundaries:
+        if self._built_for == (stage_boundaries, layout.devices):
             return
-        self._boundaries = stage_boundaries
-        self.module.output_boundary = (
-            stage_boundaries[self._stage_index + 1] if self._stage_index < self._num_stages - 1 else None
+        self._built_for = (stage_boundaries, layout.devices)
+        self._devices = layout.devices
+        self.module.seeds = self._seeds()
+        arriving, leaving = (self.own_part(each) for each in stage_boundaries[self._stage_index :][:2])
+        self.module.output_boundary = leaving if self._stage_index < self._num_stages - 1 else None
+        place = torch_schedules.StagePlace(
+            stage_index=self._stage_index,
+            num_stages=self._num_stages,
+            group=self._groups.pipeline,
+            device_index=self._device_index,
+            devices=layout.devices,
+            alone=self._groups.alone,
         )
-        place = (self._stage_index, self._num_stages)
-        arriving, leaving = (
-            stage_boundaries[self._stage_index].meta_tensors(),
-            stage_boundaries[self._stage_index + 1].meta_tensors(),
-        )
-        crosses = (arriving, leaving)
-        self._stage = torch_schedules.make_stage(
-            self.module, place, self._device, crosses, self._groups.pipeline, self.stopwatch
-        )
+        crosses = (arriving.meta_tensors(), leaving.meta_tensors())
+        self._stage = torch_schedules.make_stage(self.module, place, self._device, crosses, self.stopwatch)
         self._schedule = torch_schedules.build_schedule(
             self._settings.schedule, self.order, self._stage, self._scaled_loss
         )
@@ -186,7 +192,7 @@ class StageRunner:
     ) -> list[Tensor]:
         """Run forward and backward of a batch; return each microbatch's loss on the last stage, elsewhere nothing."""
         is_mean = self._settings.reduction == "mean"
-        self._scale = scale / self._settings.num_microbatches if is_mean else scale
+        self._scale = scale / self._settings.num_microbatches * self.loss_weight if is_mean else scale
         self.module.train()
         self._begin_step(train_step, side)
         given, targets = self._stage_inputs(inputs, target)
@@ -204,9 +210,35 @@ class StageRunner:
         output = self._schedule.eval(*given, target=targets)
         return self._losses_in_batch_order(), output
 
+    @property
+    def loss_weight(self) -> float:
+        """Weight of this rank's loss of a microbatch in that of the whole one."""
+        if self._devices is None or self._settings.reduction != "mean":
+            return 1.0
+        return self._devices.fraction(self._device_index)
+
+    def _seeds(self) -> BlockSeeds:
+        first = 0 if self._devices is None else self._devices.ranges[self._device_index].start
+        return BlockSeeds(seed=self._settings.seed, replica=self._replica, first_sample=first)
+
+    def own_part(self, boundary: Boundary) -> Boundary:
+        """Return the boundary of this rank's samples."""
+        if self._devices is None:
+            return boundary
+        return boundary.part(len(self._devices.ranges[self._device_index]), self._devices.num_samples)
+
+    def _own_rows(self, batch: Tensor) -> Tensor:
+        """Return this rank's samples of each microbatch of a batch."""
+        if self._devices is None or len(self._devices.ranges[self._device_index]) == self._devices.num_samples:
+            return batch
+        own = self._devices.ranges[self._device_index]
+        rows = len(batch) // (self._settings.num_microbatches * self._devices.num_samples)
+        by_microbatch = batch.reshape(self._settings.num_microbatches, -1, *batch.shape[1:])
+        return by_microbatch[:, own.start * rows : own.stop * rows].flatten(0, 1)
+
     def _begin_step(self, train_step: int, side: Mapping[str, Tensor]) -> None:
         self._losses = []
-        on_device = {name: value.to(self._device) for name, value in side.items()}
+        on_device = {name: self._own_rows(value).to(self._device) for name, value in side.items()}
         parts = boundaries.split_side_inputs(on_device, self._settings.num_microbatches)
         self.module.begin_step(train_step, self._microbatches, parts)
 
@@ -214,8 +246,8 @@ class StageRunner:
         return torch_schedules.sort_by_microbatch(self._microbatches, self._losses) if self._stage.is_last else []
 
     def _stage_inputs(self, inputs: tuple[Tensor, ...], target: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        given = tuple(value.to(self._device) for value in inputs) if self._stage.is_first else ()
-        return given, target.to(self._device) if self._stage.is_last else None
+        given = tuple(self._own_rows(value).to(self._device) for value in inputs) if self._stage.is_first else ()
+        return given, self._own_rows(target).to(self._device) if self._stage.is_last else None
 
     def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss that backward starts from; the unscaled loss is kept bit for bit."""

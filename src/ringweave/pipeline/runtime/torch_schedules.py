@@ -4,12 +4,18 @@
 transfers. Over Gloo all receives of a step are posted at its start: each has its own buffer and needs no compute, so a
 transfer begins when its data is there. NCCL keeps the order of posted operations, and a receive occupies the device
 until it is done; there torch's own lowering places each receive near its use.
+
+Where stages have several devices, all orders run as data: torch's loops couple a send with the next receive, which a
+stage of other devices may answer later. A device sends and receives pieces of a microbatch: rows of the same tensors,
+without a copy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _PipelineScheduleRuntime
@@ -18,6 +24,7 @@ from ringweave.errors import UsageError, explain
 from ringweave.pipeline.runtime.stopwatch import Stopwatch, TimedStage
 from ringweave.sim import pipeline_schedules, pipeline_simulation
 from ringweave.sim.pipeline_schedules import ActionKind, PipelineAction, PipelineSchedule
+from ringweave.sim.stage_devices import StageDevices
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _ValueT = TypeVar("_ValueT")
@@ -58,9 +65,10 @@ def build_schedule(
         loss_fn: Loss of the output and target of one microbatch, where backward starts.
     """
     num = order.num_microbatches
-    if schedule == "gpipe":
+    is_wide = isinstance(stage, _WideStage)
+    if schedule == "gpipe" and not is_wide:
         return ScheduleGPipe(stage, num, loss_fn=loss_fn, scale_grads=False)
-    if schedule == "1f1b":
+    if schedule == "1f1b" and not is_wide:
         return Schedule1F1B(stage, num, loss_fn=loss_fn, scale_grads=False)
     runtime = _AnyOrderRuntime([stage], num, loss_fn=loss_fn, scale_grads=False)
     runtime.microbatches = stage_microbatches(order, stage.stage_index)
@@ -142,26 +150,97 @@ def _add_transfers(stage: int, order: PipelineSchedule) -> list[_Action | None]:
     return [_Action.from_str(text) for text in texts]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlace:
+    """Place of a rank's stage in its pipeline."""
+
+    stage_index: int
+    num_stages: int
+    group: dist.ProcessGroup
+    """Ranks of the replica; device i is rank i."""
+    device_index: int
+    """This rank in it."""
+    devices: StageDevices | None = None
+    """Devices of the stages; None: one each."""
+    alone: dist.ProcessGroup | None = None
+    """This rank alone; needed unless device i is stage i."""
+
+
 def make_stage(
     module: torch.nn.Module,
-    place: tuple[int, int],
+    place: StagePlace,
     device: torch.device,
     crossing: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
-    group: torch.distributed.ProcessGroup,
     stopwatch: Stopwatch,
 ) -> PipelineStage:
     """Make a stage with given shapes, so that torch infers nothing.
 
     Args:
         module: Module that the stage computes.
-        place: (stage index, number of stages).
+        place: The stage's place in the pipeline.
         device: Device of the stage.
-        crossing: (input tensors, output tensors), on the meta device.
-        group: Ranks of the replica; stage i is rank i.
+        crossing: (input tensors, output tensors) of this rank's samples, on the meta device.
         stopwatch: Counts the stage's compute time.
     """
-    index, num_stages = place
     arriving, leaving = crossing
-    stage = TimedStage(module, index, num_stages, device, input_args=arriving, output_args=leaving, group=group)
+    forms = {"input_args": arriving, "output_args": leaving}
+    if place.alone is None or place.devices is None:
+        stage = TimedStage(module, place.stage_index, place.num_stages, device, **forms, group=place.group)
+    else:
+        stage = _WideStage(module, place.stage_index, place.num_stages, device, **forms, group=place.alone)
+        stage.connect(place, place.devices)
     stage.stopwatch = stopwatch
     return stage
+
+
+class _WideStage(TimedStage):
+    """A stage of one or more ranks, in any order: exchanges rows with each neighbour that has them.
+
+    Torch's stage takes one rank for each stage, so it is made with a group of this rank alone, and then told its place.
+    """
+
+    def connect(self, place: StagePlace, devices: StageDevices) -> None:
+        """Take the place in the pipeline; before torch's schedule is made."""
+        self.group = place.group  # pyrefly: ignore - may be None in torch's class, never here
+        self.group_rank, self.group_size = place.stage_index, place.num_stages
+        samples = devices.ranges[place.device_index]
+        self._first, self._num_samples = samples.start, len(samples)
+        own = place.device_index
+        self._before = [(each.src, each.first, each.num_samples) for each in devices.pieces if each.dst == own]
+        self._behind = [(each.dst, each.first, each.num_samples) for each in devices.pieces if each.src == own]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return list(self._by_piece(super().get_fwd_recv_ops(fwd_chunk_id), self._before))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return list(self._by_piece(super().get_fwd_send_ops(fwd_chunk_id), self._behind))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return list(self._by_piece(super().get_bwd_recv_ops(bwd_chunk_id), self._behind))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return list(self._by_piece(super().get_bwd_send_ops(bwd_chunk_id), self._before))
+
+    def _by_piece(self, ops: Sequence[dist.P2POp], pieces: Sequence[tuple[int, int, int]]) -> Iterator[dist.P2POp]:
+        """Divide transfers of whole tensors into those of their rows, by neighbour."""
+        for op in ops:
+            rows = len(op.tensor) // self._num_samples
+            for peer, first, count in pieces:
+                begin = (first - self._first) * rows
+                part = op.tensor.detach()[begin : begin + count * rows]
+                yield dist.P2POp(op.op, part, group=self.group, group_peer=peer)
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        """Name some rank, for transfers that are divided afterwards."""
+        del stage_idx
+        assert self.group is not None
+        return dist.get_global_rank(self.group, 0)
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        """Vote for the given shapes without asking neighbours, which have them too."""
+        del has_backward, received_acc
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        del received_result
+        return torch.ones(1, dtype=torch.int32)

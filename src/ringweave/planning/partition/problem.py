@@ -26,8 +26,9 @@ class PartitionMemory:
     """For each block: parameters, gradients and optimizer state."""
     stash: tuple[float, ...]
     """For each block: memory kept for backward, for one microbatch in flight."""
-    in_flight: tuple[int, ...]
-    """For each device: microbatches whose activations it holds at the same time, by the schedule."""
+    in_flight: tuple[float, ...]
+    """For each device: microbatches whose activations it holds at the same time, by the schedule; a fraction where it
+    computes only some of their samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

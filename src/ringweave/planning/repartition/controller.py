@@ -28,9 +28,10 @@ from ringweave.planning.repartition.search import (
     block_moves,
     moved_bytes,
     predicted_pause_s,
-    search_partitions,
+    search_stages,
     simulations_within,
 )
+from ringweave.sim.stage_devices import StageDevices
 
 MIN_AGREEING = 3
 """Steps that must agree before they count as another speed; a stall in one or two does not."""
@@ -135,6 +136,8 @@ class _BeforeMove(NamedTuple):
     """Measured seconds of a train step."""
     predicted_s: float
     """The same, simulated under the conditions at that time."""
+    workload: PipelineWorkload
+    """With the devices' samples at that time."""
 
 
 class RepartitionController:
@@ -154,13 +157,14 @@ class RepartitionController:
         prior = conditions or PipelineConditions(speeds=(1.0,) * workload.num_devices)
         self._speeds = [self._estimator(speed) for speed in prior.speeds]
         self._rates = [self._estimator(rate) for rate in prior.rates]
+        self._reduce_rates = prior.reduce_rates
         self.state = RepartitionState.WATCHING
         self.splits = splits
         self._steps_since_solved = 0
         self._pending_reason = "training begins"
-        self._rejected: set[Splits] = set()
+        self._rejected: set[tuple[Splits, StageDevices | None]] = set()
         self._decision: RepartitionDecision | None = None
-        self._before_move = _BeforeMove(splits, math.inf, math.inf)
+        self._before_move = _BeforeMove(splits, math.inf, math.inf, workload)
         self._cooldown_until_step = 0
         self._search_budget_s = 0.0
         self._num_failed_moves = 0
@@ -170,9 +174,10 @@ class RepartitionController:
     @property
     def conditions(self) -> PipelineConditions:
         """Return the current estimates of devices and links."""
-        speeds, rates = self._speeds, self._rates
         return PipelineConditions(
-            speeds=tuple(each.value for each in speeds), rates=tuple(each.value for each in rates)
+            speeds=tuple(each.value for each in self._speeds),
+            rates=tuple(each.value for each in self._rates),
+            reduce_rates=self._reduce_rates,
         )
 
     def take_events(self) -> list[RepartitionEvent]:
@@ -232,8 +237,10 @@ class RepartitionController:
             return
         self._s_per_byte = max(self._s_per_byte, pause_s / max(1.0, moved_bytes(self.workload, changed_blocks)))
         if decision.is_return:
-            self._rejected.add(self.splits)
+            self._rejected.add((self.splits, self.workload.devices))
         self.splits = decision.splits
+        if decision.devices:
+            self.workload = replace(self.workload, devices=StageDevices.parse(decision.devices))
         for each in (*self._speeds, *self._rates):
             each.restart_from_value()
 
@@ -255,8 +262,12 @@ class RepartitionController:
             before = self._rates[link].value
             if self._rates[link].observe(row) and self._link_matters(link, before):
                 now = self._rates[link].value / before
-                found.append(f"the link into device {link + 2} transfers at {now:.2f} of its rate")
+                found.append(f"the link into {self._stage_noun} {link + 2} transfers at {now:.2f} of its rate")
         return "; ".join(found)
+
+    @property
+    def _stage_noun(self) -> str:
+        return "device" if self.workload.devices is None else "stage"
 
     def _link_matters(self, link: int, before: float) -> bool:
         """Return True if a link's transfers take a relevant part of computing, at the old or the current rate.
@@ -289,7 +300,7 @@ class RepartitionController:
         why = self._pending_reason or f"{self._policy.every_steps} steps have passed"
         conditions = self.conditions
         most = simulations_within(self.workload, self._search_budget_s)
-        best = search_partitions(self.workload, conditions, self.splits, self._rejected, most)
+        best = search_stages(self.workload, conditions, self.splits, self._rejected, most)
         self._search_budget_s = 0.0
         now_s = self.workload.step_s(self.splits, conditions)
         pause = self._pause_s(best.splits, conditions, step_s)
@@ -303,6 +314,11 @@ class RepartitionController:
                 {
                     "splits": list(self.splits),
                     "best": list(best.splits),
+                    **(
+                        {"devices": str(self.workload.devices), "best_devices": str(best.devices)}
+                        if best.devices
+                        else {}
+                    ),
                     "why": why,
                     "speeds": list(conditions.speeds),
                     "rates": list(conditions.rates),
@@ -315,10 +331,11 @@ class RepartitionController:
         )
         if verdict != _MOVE:
             return self._stay(verdict)
-        self._before_move = _BeforeMove(self.splits, step_s, now_s)
+        self._before_move = _BeforeMove(self.splits, step_s, now_s, self.workload)
         return self._start_move(
             RepartitionDecision(
                 splits=best.splits,
+                devices=str(best.devices or ""),
                 is_move=True,
                 why=why,
                 predicted_before_s=now_s,
@@ -328,7 +345,7 @@ class RepartitionController:
         )
 
     def _verdict(self, best: SimulatedPartition, now_s: float, pause: float) -> str:
-        if best.splits == self.splits:
+        if (best.splits, best.devices) == (self.splits, self.workload.devices):
             return "the present partition is the best"
         if self._policy.unconditional:
             return _MOVE
@@ -357,19 +374,20 @@ class RepartitionController:
         before = self._before_move
         if not is_other or before.predicted_s == math.inf:
             return before.measured_s
-        return before.measured_s * self.workload.step_s(before.splits, self.conditions) / before.predicted_s
+        return before.measured_s * before.workload.step_s(before.splits, self.conditions) / before.predicted_s
 
     def _revert_move(self, step_s: float, before_s: float) -> RepartitionDecision:
-        splits = self._before_move.splits
+        splits, before = self._before_move.splits, self._before_move.workload
         conditions = self.conditions
         return self._start_move(
             RepartitionDecision(
                 splits=splits,
+                devices=str(before.devices or ""),
                 is_move=True,
                 is_return=True,
                 why=f"measured steps take {step_s:.4g} s, before the move {before_s:.4g} s",
                 predicted_before_s=self.workload.step_s(self.splits, conditions),
-                predicted_after_s=self.workload.step_s(splits, conditions),
+                predicted_after_s=before.step_s(splits, conditions),
                 predicted_pause_s=self._pause_s(splits, conditions, step_s),
             )
         )
@@ -388,6 +406,7 @@ class RepartitionController:
             "end_step": window.end_step,
             "blocks": self.workload.num_blocks,
             "splits": list(self.splits),
+            **({"devices": str(self.workload.devices)} if self.workload.devices else {}),
             "compute_s": [statistics.median(row) for row in window.compute_s],
             "speeds": list(conditions.speeds),
             "rates": list(conditions.rates),
@@ -403,6 +422,7 @@ class RepartitionController:
             "at_step": at_step,
             "before": list(self.splits),
             "after": list(decision.splits),
+            **({"devices": decision.devices} if decision.devices else {}),
             "blocks": blocks,
             "why": decision.why,
             "is_return": decision.is_return,
@@ -423,7 +443,7 @@ class LinkProbeScheduler:
     """Decides when one pipeline's links are timed."""
 
     def __init__(self, workload: PipelineWorkload, policy: RepartitionPolicy) -> None:
-        self._workload, self._policy = workload, policy
+        self.workload, self._policy = workload, policy
         num_windows = max(3, policy.every_steps // policy.window_steps)
         self._excess: deque[float] = deque(maxlen=num_windows)
         self._before: tuple[float, ...] = ()
@@ -470,11 +490,11 @@ class LinkProbeScheduler:
 
     def _excess_time(self, window: MeasurementWindow, splits: Splits, conditions: PipelineConditions) -> float:
         """Return the measured step over the simulated one with the window's stage times and such links."""
-        profiled_s = self._workload.profiled_s(splits)
+        profiled_s = self.workload.profiled_s(splits)
         measured_s = map(self._usual_s, window.compute_s)
         known = zip(profiled_s, measured_s, conditions.speeds, strict=True)
         speeds = tuple(a / b if a > 0 and b > 0 else believed for a, b, believed in known)
-        expected_s = self._workload.step_s(splits, replace(conditions, speeds=speeds))
+        expected_s = self.workload.step_s(splits, replace(conditions, speeds=speeds))
         return self._usual_s(window.step_s) / expected_s
 
     def _usual_s(self, row: Sequence[float]) -> float:
@@ -482,7 +502,7 @@ class LinkProbeScheduler:
 
     def _links_that_matter(self, splits: Splits, conditions: PipelineConditions) -> list[bool]:
         """Return for each link whether the widest cut would take a relevant part of the slowest stage's computing."""
-        load = self._workload
+        load = self.workload
         widest = max((*load.forward_bytes[:-1], *load.backward_bytes[:-1]), default=0.0)
         slowest_s = load.times(splits, conditions).slowest_s
         return [widest / rate > MIN_TRANSFER_FRACTION * slowest_s for rate in conditions.rates]

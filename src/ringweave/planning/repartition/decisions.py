@@ -61,7 +61,7 @@ class MeasurementWindow:
     first_step: int
     """Number of its first train step."""
     compute_s: tuple[tuple[float, ...], ...]
-    """For each stage and step: seconds of computing, forward and backward of all microbatches, without waiting."""
+    """For each device and step: seconds of computing, forward and backward of all microbatches, without waiting."""
     step_s: tuple[float, ...]
     """For each step: seconds from begin to begin on the first rank."""
     rates: tuple[tuple[float, ...], ...] = ()
@@ -99,6 +99,8 @@ class RepartitionDecision:
 
     splits: tuple[int, ...]
     """The next partition; the present one if nothing moves."""
+    devices: str = ""
+    """Devices of the stages with their samples, as `StageDevices` prints them; empty: as they are."""
     is_move: bool = False
     """True if blocks move to it: their state is copied during the next train step, and it holds from the step after
     that."""

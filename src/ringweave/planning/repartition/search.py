@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ringweave.planning.partition.problem import PartitionProblem
 from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition.pipeline_workload import PipelineConditions, PipelineWorkload
+from ringweave.sim.stage_devices import StageDevices
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,6 +91,8 @@ class SimulatedPartition:
 
     splits: Splits
     step_s: float
+    devices: StageDevices | None = None
+    """Devices of the stages and their samples; None: one each."""
 
 
 def simulations_within(workload: PipelineWorkload, seconds: float) -> int:
@@ -116,15 +119,53 @@ def search_partitions(
     Cost: where there are few partitions, a bound of each and a simulation of those that may be the best.
     """
     search = _PartitionSearch(workload, conditions, frozenset(rejected) - {current})
-    num_all = math.comb(workload.num_blocks - 1, workload.num_devices - 1)
+    num_all = math.comb(workload.num_blocks - 1, workload.num_stages - 1)
     if num_all <= max_simulations * _BOUNDS_PER_SIMULATION:
-        everything = itertools.combinations(range(1, workload.num_blocks), workload.num_devices - 1)
+        everything = itertools.combinations(range(1, workload.num_blocks), workload.num_stages - 1)
         return search.best_of_all(current, everything, max_simulations)
     starts = [current, *(solve_partition(*asked).splits for asked in _solver_problems(workload, conditions))]
     best = search.best(starts)
     for start in dict.fromkeys([best.splits, *starts]):
         best = min(best, search.climb(start, max_simulations), key=lambda each: each.step_s)
     return best
+
+
+def search_stages(
+    workload: PipelineWorkload,
+    conditions: PipelineConditions,
+    current: Splits,
+    rejected: Collection[tuple[Splits, StageDevices | None]] = (),
+    max_simulations: int = 1000,
+) -> SimulatedPartition:
+    """Return the best partition together with the samples of each stage's devices; as `search_partitions`.
+
+    Samples follow the speeds at the present splits, then at the splits that are best with them, as long as the
+    simulated step becomes shorter.
+    """
+    found = _search_with_devices(workload, conditions, current, rejected, max_simulations)
+    while workload.devices is not None:
+        devices = workload.rebalanced(found.splits, conditions)
+        other = replace(workload, devices=devices)
+        if devices == found.devices or (found.splits, devices) in rejected or not other.fits(found.splits):
+            break
+        better = _search_with_devices(other, conditions, found.splits, rejected, max_simulations)
+        if better.step_s >= found.step_s:
+            break
+        found = better
+    return found
+
+
+def _search_with_devices(
+    workload: PipelineWorkload,
+    conditions: PipelineConditions,
+    current: Splits,
+    rejected: Collection[tuple[Splits, StageDevices | None]],
+    max_simulations: int,
+) -> SimulatedPartition:
+    """Search with the workload's own devices and samples."""
+    refused = {splits for splits, devices in rejected if devices == workload.devices}
+    found = search_partitions(workload, conditions, current, refused, max_simulations)
+    return replace(found, devices=workload.devices)
 
 
 class _PartitionSearch:
