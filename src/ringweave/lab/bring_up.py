@@ -292,7 +292,8 @@ def _make_node_namespaces(lab: str, node: str, namespace: str, lock: int) -> Non
     net = ["nsenter", f"--net={lab_state.NETNS_FOLDER / namespace}"]
     unshare = ["unshare", f"--uts={files['uts']}", f"--mount={files['mnt']}", "--propagation", "private"]
     arguments = [node, str(lab_state.hosts_path(lab)), str(lab_state.LAB_HOME), str(lab_state.NETNS_FOLDER)]
-    tools.run_tool([*net, *unshare, "sh", "-c", NODE_SETUP_SCRIPT, "rw-setup", *arguments], lock=lock)
+    with tools.run_on_first_cpu():
+        tools.run_tool([*net, *unshare, "sh", "-c", NODE_SETUP_SCRIPT, "rw-setup", *arguments], lock=lock)
 
 
 def _make_duty_cycles(lab: str, quotas: CpuQuotas, lock: int) -> None:

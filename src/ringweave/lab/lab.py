@@ -6,6 +6,7 @@ changes link rates or counters.
 """
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -373,13 +374,13 @@ def find(name: str) -> Lab:
 
 
 def names() -> list[str]:
-    """Return the names of all labs on this machine, including incomplete ones.
+    """Return the names of all labs of this user, including incomplete ones; none outside of the user's namespaces.
 
     Raises:
         UsageError: This process is in a node of a lab.
     """
     lab_state.refuse_inside_node()
-    return lab_state.lab_names()
+    return lab_state.lab_names() if os.geteuid() == 0 else []
 
 
 def is_up(name: str) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ringweave.errors import LabError, explain
@@ -95,6 +95,21 @@ def require_root() -> None:
 def find_program(name: str) -> str | None:
     """Return the path of a program; users' PATH often lacks the folders of ip and tc."""
     return shutil.which(name, path=_search_path())
+
+
+@contextlib.contextmanager
+def run_on_first_cpu() -> Iterator[None]:
+    """Keep this thread, and what it starts, on the first of its processors.
+
+    A mount namespace can be kept by a file only in an older one. Linux 6.18 tells by numbers that grow on each processor,
+    but not among them, so both must be made on the same one.
+    """
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def run_tool(argv: Sequence[str], *, lines: Sequence[str] = (), may_fail: bool = False, lock: int | None = None) -> str:

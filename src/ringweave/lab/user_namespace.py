@@ -123,14 +123,16 @@ def _start_pause_process() -> socket.socket:
     unshare = [tools.find_program("unshare") or "unshare", "--user", "--map-root-user", "--mount"]
     shell = ["--propagation", "slave", "sh", "-c", _RUN_FOLDER_SCRIPT, "rw-pause"]
     command = [*unshare, *shell, sys.executable, "-P", "-m", __name__, str(os.getuid())]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=tools.tool_environ(),
-    )
+    nothing = subprocess.DEVNULL
+    with tools.run_on_first_cpu():
+        process = subprocess.Popen(
+            command,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=tools.tool_environ(),
+        )
     deadline = time.monotonic() + _START_TIMEOUT_S
     while (connection := _connect()) is None:
         has_failed = process.poll() not in (None, 0)  # 0: another one was faster
@@ -155,6 +157,7 @@ def main(uid: int) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
+        os.sched_setaffinity(0, range(1024))  # the kernel leaves out those that are not there
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         throttle = duty_cycle.ThrottleProcess()
         try:
