@@ -27,7 +27,8 @@ def train(options: argparse.Namespace) -> None:
     corpus = text.load_corpus(options.max_bytes, torch.device("cpu"))
     model = gpt.GPT(gpt.GPTConfig(layers=options.layers, width=options.width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.steps + 1, pct_start=0.1)
+    cycle = {"max_lr": options.learning_rate, "total_steps": options.steps + 1, "pct_start": 0.1}
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, **cycle, cycle_momentum=False)
     sequences = text.Sequences(corpus.train, model.config.context, options.steps * options.batch)
     if options.ddp:
         dist.init_process_group("gloo")
@@ -96,8 +97,8 @@ if __name__ == "__main__":
     add = parser.add_argument
     add("--ddp", action="store_true", help="DistributedDataParallel on Gloo, not ringweave")
     add("--out", type=Path, default=Path("runs/text-unequal"), help="folder for everything the run leaves behind")
-    add("--steps", type=int, default=120, help="train steps")
-    add("--batch", type=int, default=48, help="sequences in a step, over all workers")
+    add("--steps", type=int, default=110, help="train steps")
+    add("--batch", type=int, default=72, help="sequences in a step, over all workers")
     add("--learning-rate", type=float, default=4e-3, help="its peak, after the warm-up")
     add("--layers", type=int, default=4, help="blocks of the model")
     add("--width", type=int, default=128, help="width of the model")
