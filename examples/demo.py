@@ -6,7 +6,6 @@ where Linux gives users namespaces; where there can be no lab, the first example
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -38,10 +37,10 @@ def parse_options() -> argparse.Namespace:
     """Returns the command line; the defaults take about four minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything the demo leaves")
-    parser.add_argument("--steps", type=int, default=110, help="train steps of each system")
+    parser.add_argument("--steps", type=int, default=90, help="train steps of each system")
     parser.add_argument("--batch", type=int, default=72, help="sequences in a step")
     parser.add_argument("--warm-up", type=int, default=20, help="steps before the measured ones")
-    parser.add_argument("--kill-after", type=int, default=60, help="steps of ringweave before the kill")
+    parser.add_argument("--kill-after", type=int, default=50, help="steps of ringweave before the kill")
     parser.add_argument("--script-options", default="", help="further options of the script")
     return parser.parse_args()
 
@@ -53,7 +52,8 @@ def main() -> None:
     if problems:
         sys.exit(train_here(options.out, problems))
     user_namespace.enter([sys.executable, *sys.orig_argv[1:]], starts=True)
-    shutil.rmtree(options.out, ignore_errors=True)
+    for name in ("gloo", "ringweave"):
+        shutil.rmtree(options.out / name, ignore_errors=True)
     started_s = time.monotonic()
     with lab_up() as place:
         plan = print_plan()
@@ -161,7 +161,7 @@ class Watch:
     folder: Path
     options: argparse.Namespace
     kills: bool = False
-    killed_s: float | None = None
+    kill: demo_data.Kill | None = None
     counters: dict[int, dict[str, int]] = field(default_factory=dict)
     """Train step -> bytes on each link so far."""
 
@@ -191,7 +191,7 @@ class Watch:
                 process.wait()
         if any(process.returncode != 0 for process in self.processes):
             raise SystemExit(f"{name}: failed. The end of its output:\n{self.last_output()}")
-        return demo_data.load_run(name, self.folder, self.counters, self.killed_s)
+        return demo_data.load_run(name, self.folder, self.counters, self.kill)
 
     def act(self, train_step: int) -> None:
         """Does what is due at a train step."""
@@ -203,10 +203,12 @@ class Watch:
                 self.counters[train_step] = self.place.bytes_on_links()
             if train_step >= options.steps:
                 self.limit(is_on=False)
-        if self.kills and self.killed_s is None and train_step >= options.kill_after:
-            started = [event for event in read_events(self.folder / "events.jsonl") if event["kind"] == "worker_started"]
+        if self.kills and self.kill is None and train_step >= options.kill_after:
+            started = [
+                event for event in read_events(self.folder / "events.jsonl") if event["kind"] == "worker_started"
+            ]
             os.kill(next(event["pid"] for event in started if event["rank"] == KILLED_RANK), signal.SIGKILL)
-            self.killed_s = time.monotonic()
+            self.kill = demo_data.Kill(rank=KILLED_RANK, train_step=train_step, at_s=time.monotonic())
             print(f"  step {train_step}: rank {KILLED_RANK} is killed", flush=True)
 
     def limit(self, *, is_on: bool) -> None:

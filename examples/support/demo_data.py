@@ -41,6 +41,17 @@ class WorkerTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """A worker that was killed."""
+
+    rank: int
+    train_step: int
+    """The last one that rank 0 was through with."""
+    at_s: float
+    """Monotonic seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """One system's run."""
 
@@ -54,7 +65,7 @@ class Run:
     """Rank -> train step -> what the worker noted."""
     uplink_bytes: Mapping[int, float]
     """Train step -> bytes that the racks had sent over their uplinks by then, mean of both."""
-    killed_s: float | None
+    kill: Kill | None
     result: Mapping[str, float]
     sample: str
     record: Mapping[str, Any]
@@ -96,12 +107,20 @@ class Run:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest time without a finished train step around the kill; 0 without a kill."""
-        if self.killed_s is None:
+        """The time between the two steps around the kill; 0 without a kill."""
+        if self.kill is None:
             return 0.0
-        before = [s for s in self.ended_s.values() if s <= self.killed_s]
-        after = [s for s in self.ended_s.values() if s > self.killed_s]
+        before = [s for s in self.ended_s.values() if s <= self.kill.at_s]
+        after = [s for s in self.ended_s.values() if s > self.kill.at_s]
         return min(after) - max(before)
+
+    @property
+    def returned_s(self) -> float | None:
+        """Monotonic seconds at which the killed worker's successor began its first step with the others, if it did."""
+        if self.kill is None:
+            return None
+        began = [line["began_s"] for line in self.lines[self.kill.rank].values()]
+        return min((s for s in began if s > self.kill.at_s), default=None)
 
 
 def num_steps(folder: Path) -> int:
@@ -110,14 +129,14 @@ def num_steps(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def load_run(name: str, folder: Path, counters: Mapping[int, Mapping[str, int]], killed_s: float | None) -> Run:
+def load_run(name: str, folder: Path, counters: Mapping[int, Mapping[str, int]], kill: Kill | None) -> Run:
     """Reads what a run has left.
 
     Args:
         name: Name of the system.
         folder: Folder of the run.
         counters: Train step -> link -> bytes that it has carried so far.
-        killed_s: When a worker was killed, if one was.
+        kill: The worker that was killed, if one was.
     """
     every = {int(path.stem.partition("-")[2]): _read_lines(path) for path in folder.glob("steps-*.jsonl")}
     ended_s = {int(line["train_step"]): line["ended_s"] for line in every[0]}
@@ -130,7 +149,7 @@ def load_run(name: str, folder: Path, counters: Mapping[int, Mapping[str, int]],
         losses=_mean_losses([line for lines in in_time.values() for line in lines]),
         lines={rank: {int(line["train_step"]): line for line in lines} for rank, lines in in_time.items()},
         uplink_bytes={step: sum(links[each] for each in UPLINKS) / len(UPLINKS) for step, links in counters.items()},
-        killed_s=killed_s,
+        kill=kill,
         result=json.loads((folder / "result.json").read_text()),
         sample=(folder / "sample.txt").read_bytes().decode(errors="replace"),
         record=json.loads(record.read_text()) if record.exists() else {},

@@ -80,11 +80,15 @@ def kill_sentence(setting: Setting, ours: Run) -> str:
     """Returns what the kill has cost."""
     accounted = ours.record["training"]
     whole = "each sample was computed exactly once" if accounted["exact"] else "some samples were lost"
-    back = any(event["kind"] == "members_caught_up" for event in ours.events)
-    again = "A new worker took its place and caught up" if back else "The others ended the training without it"
+    assert ours.kill is not None
+    again = "the others ended the training without it"
+    if ours.returned_s is not None:
+        again = f"a new worker had its place {ours.returned_s - ours.kill.at_s:.0f} s later"
+    node = list(setting.cpus)[ours.kill.rank]
     return (
-        f"Rank 2 was killed after step {setting.steps[-1]}. The others finished their step: {ours.longest_gap_s:.1f} s "
-        f"passed between two steps. {again}; {whole} ({accounted['samples_accounted']} samples)."
+        f"Rank {ours.kill.rank} (node {node}) was killed after step {ours.kill.train_step}. The others finished their "
+        f"step, {ours.longest_gap_s:.1f} s after the one before, and {again}; {whole} (measured: "
+        f"{accounted['samples_accounted']} samples)."
     )
 
 
@@ -121,12 +125,21 @@ def draw_losses(axes: Any, setting: Setting, gloo: Run, ours: Run) -> str:
         axes.plot(seconds, losses, color=COLOURS[run.name], linewidth=1.8, label=run.name)
         axes.plot(seconds[-1:], losses[-1:], "o", color=COLOURS[run.name])
         ends.append(f"{run.name} ends {steps[-1]} steps after {seconds[-1]:.0f} s at a loss of {losses[-1]:.2f}")
-    if ours.killed_s is not None:
-        killed_s = ours.killed_s - ours.began_s
-        axes.axvline(killed_s, color=COLOURS["ringweave"], linestyle=":", linewidth=1.5)
-        beside = {"xytext": (5, -12), "textcoords": "offset points", "color": COLOURS["ringweave"]}
-        axes.annotate("rank 2 killed", (killed_s, axes.get_ylim()[1]), **beside)
-        ends.append(f"a worker of ringweave was killed after {killed_s:.0f} s")
+    top = axes.get_ylim()[1]
+    killed_s = None if ours.kill is None else ours.kill.at_s
+    for text, height, moment_s in (("worker killed", -12, killed_s), ("a new one works", -26, ours.returned_s)):
+        if moment_s is not None:
+            seconds_then = moment_s - ours.began_s
+            axes.axvline(seconds_then, color=COLOURS[ours.name], linestyle=":", linewidth=1.5)
+            beside = {"xytext": (5, height), "textcoords": "offset points", "color": COLOURS[ours.name]}
+            axes.annotate(text, (seconds_then, top), **beside)
+            ends.append(f"ringweave: {text} after {seconds_then:.0f} s")
+    bigram = ours.result["bigram_nats_per_byte"]
+    axes.axhline(bigram, color=GREY, linestyle="--", linewidth=1.2)
+    beside = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right", "color": GREY}
+    axes.annotate(
+        f"bigram model, held-out text: {bigram:.2f}", (1, bigram), xycoords=("axes fraction", "data"), **beside
+    )
     axes.set(xlabel="seconds since the first train step", ylabel="training loss, nats per byte", xlim=(0, None))
     axes.set_title("Loss over time: the same steps, on the same sequences (measured)", loc="left")
     axes.legend(frameon=False, loc="upper right")
@@ -215,7 +228,7 @@ def draw_page(page: Page, setting: Setting, gloo: Run, ours: Run) -> Any:
     figure = Figure(figsize=(12, 16), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)
     top, middle, below, last = figure.subfigures(4, 1, height_ratios=(1.35, 6.9, 4.2, 3.6))
-    _write_text(top, 0.94, [(page.sentence, 17, "bold"), (page.shares_sentence, 10.5, "normal")], columns=(96, 150))
+    _write_text(top, 0.94, [(page.sentence, 17, "bold"), (page.shares_sentence, 10.5, "normal")], columns=(84, 150))
     axes = middle.subplot_mosaic([["losses", "losses"], ["rates", "uplink"]], height_ratios=(1.25, 1))
     draw_losses(axes["losses"], setting, gloo, ours)
     draw_rates(axes["rates"], setting, gloo, ours)

@@ -13,8 +13,7 @@ from ringweave import lab, topology, units
 from ringweave.cli import run as cli_run
 from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, RunOptions
 from ringweave.errors import LabError, UsageError, explain
-from ringweave.lab import Lab
-from ringweave.lab import cpu_quotas, user_namespace
+from ringweave.lab import Lab, cpu_quotas, user_namespace
 from ringweave.lab import lab as lab_lab
 from ringweave.launcher import workers
 from ringweave.launcher.node_context import LabContext

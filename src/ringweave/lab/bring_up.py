@@ -247,7 +247,7 @@ def _make_parts(planned: LabLayout, record: LabRecord, progress: ProgressCallbac
     progress("namespaces")
     lab_state.hosts_path(name).write_text(hosts_file_text(planned), encoding="utf-8")
     _make_namespace_folder(name, lock)
-    # From a network namespace of its own: `ip netns add` goes back to where it was, and a user may not enter the machine's.
+    # In a network namespace of its own: `ip netns add` returns to where it was, and a user may not enter the machine's.
     tools.run_tool(["unshare", "--net", "ip", "-batch", "-"], lines=namespace_commands(planned), lock=lock)
     for node, namespace in planned.namespaces.items():
         _make_node_namespaces(name, node, namespace, lock)

@@ -106,7 +106,7 @@ def find_hierarchy(mounts: str | None = None) -> CgroupHierarchy | None:
 
 
 def has_duty_cycle() -> bool:
-    """Return whether a duty cycle may stand in for control groups: for an ordinary user, also as root of a namespace."""
+    """Return whether a duty cycle may stand in for control groups: for ordinary users, also as root of a namespace."""
     return os.geteuid() != 0 or _UID_MAP.read_text(encoding="ascii").split()[1] != "0"
 
 

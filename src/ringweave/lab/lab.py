@@ -101,7 +101,6 @@ def _port_lock_commands(ports: Sequence[CablePort], *, is_cut: bool) -> list[str
     return [f"link set dev {port.interface} type bridge_slave {options}" for port in ports]
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lab:
     """A cluster that is up on this machine."""

@@ -20,9 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ringweave.errors import LabError, explain
-from ringweave.lab import duty_cycle, lab, lab_state, tools
+from ringweave.lab import bring_up, duty_cycle, lab_state, tools
 
 _GREETING = b"1"
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -48,8 +49,8 @@ mount -n --move /tmp /run
 cd /
 exec "$@"
 """
-"""Shell script that gives the new mount namespace a /run in which the user may write: all of the machine's own entries
-are in it, but for labs, named network namespaces and the table of mounts. It is made over /tmp, since no folder has to be made for that."""
+"""Shell script that gives the new mount namespace a /run in which the user may write. All of the machine's own entries
+are in it, but for labs, named network namespaces and the table of mounts. It is made over /tmp, which is there anyway."""
 
 
 def enter(argv: Sequence[str], *, starts: bool) -> None:
@@ -74,7 +75,7 @@ def enter(argv: Sequence[str], *, starts: bool) -> None:
     os.set_inheritable(connection.detach(), True)
     namespaces = [f"--{option}=/proc/{pid}/ns/{kind}" for option, kind in (("user", "user"), ("mount", "mnt"))]
     nsenter = tools.find_program("nsenter") or "nsenter"
-    shell = ["/bin/sh", "-c", tools.RUN_IN_FOLDER_SCRIPT, "rw-enter", os.getcwd()]
+    shell = ["/bin/sh", "-c", tools.RUN_IN_FOLDER_SCRIPT, "rw-enter", str(Path.cwd())]
     sys.stdout.flush()
     os.execv(nsenter, [nsenter, "--preserve-credentials", *namespaces, "--", *shell, *argv])
 
@@ -161,12 +162,17 @@ def main(uid: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         throttle = duty_cycle.ThrottleProcess()
         try:
-            serve(listener, has_labs=lambda: any(map(lab.is_up, lab_state.lab_names())), on_check=throttle.check)
+            serve(listener, has_labs=_has_labs, on_check=throttle.check)
         finally:
             for name in lab_state.lab_names():  # those whose command was killed
                 with contextlib.suppress(LabError):
-                    lab.down(name)
+                    bring_up.remove_lab(name)
             throttle.stop()
+
+
+def _has_labs() -> bool:
+    """Return whether a lab is complete; one whose command was killed is not."""
+    return any(bring_up.is_record_up(lab_state.read_record(name)) for name in lab_state.lab_names())
 
 
 def serve(listener: socket.socket, *, has_labs: Callable[[], bool], on_check: Callable[[], object]) -> None:
