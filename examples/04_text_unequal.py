@@ -57,7 +57,7 @@ def train(options: argparse.Namespace) -> None:
 class StepClock:
     """Notes when this worker began a step, had computed its gradients, had those of all, and was through."""
 
-    def __init__(self, last: torch.nn.Parameter) -> None:
+    def __init__(self, last: torch.Tensor) -> None:
         """`last` is the parameter whose gradient is computed last."""
         self.began_s = self.computed_s = time.monotonic()
         last.register_post_accumulate_grad_hook(self.gradients_computed)

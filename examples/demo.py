@@ -1,4 +1,4 @@
-"""`make demo`: one training, by DDP on Gloo and by ringweave, in a lab of two racks with a thin uplink and a slow worker.
+"""`make demo`: one training, by DDP on Gloo and by ringweave, in a lab: two racks, a thin uplink, a slow worker.
 
 In the run of ringweave a worker is killed. All ends with one page: page.html and page.png in --out. Root is not needed
 where Linux gives users namespaces; where there can be no lab, the first example trains on this machine as it is.
@@ -204,10 +204,7 @@ class Watch:
             if train_step >= options.steps:
                 self.limit(is_on=False)
         if self.kills and self.kill is None and train_step >= options.kill_after:
-            started = [
-                event for event in read_events(self.folder / "events.jsonl") if event["kind"] == "worker_started"
-            ]
-            os.kill(next(event["pid"] for event in started if event["rank"] == KILLED_RANK), signal.SIGKILL)
+            os.kill(self.killed_pid(), signal.SIGKILL)
             self.kill = demo_data.Kill(rank=KILLED_RANK, train_step=train_step, at_s=time.monotonic())
             print(f"  step {train_step}: rank {KILLED_RANK} is killed", flush=True)
 
@@ -215,6 +212,11 @@ class Watch:
         """Gives the devices their quotas, or a whole processor each."""
         for node, quotas in (self.place.quotas or {}).items():
             self.place.set_quota(node, 0, quotas[0] if is_on else QUOTA_PERIOD_US)
+
+    def killed_pid(self) -> int:
+        """Returns the process id of the worker that is to be killed."""
+        started = [each for each in read_events(self.folder / "events.jsonl") if each["kind"] == "worker_started"]
+        return next(each["pid"] for each in started if each["rank"] == KILLED_RANK)
 
     def last_output(self) -> str:
         """Returns the last lines of all logs."""

@@ -70,9 +70,10 @@ def shares_sentence(setting: Setting, ours: Run) -> str:
     carried = ours.record["collectives_by_schedule"]
     names = sorted((name for name in carried if name != "native"), key=lambda name: -carried[name]["bytes"])
     each = ", ".join(f"{name} {carried[name]['collectives']}" for name in names)
+    small = carried.get("native", {}).get("collectives", 0)
     return (
-        f"Shares of a batch of {setting.batch}, by measured speed: {shares}. {ours.scheduled_fraction:.1%} of the bytes "
-        f"of all collectives went by schedules of ringweave (collectives: {each}; native {carried['native']['collectives']})."
+        f"Shares of a batch of {setting.batch}, by measured speed: {shares}. {ours.scheduled_fraction:.1%} of the "
+        f"bytes went by schedules of ringweave (collectives: {each}; by Gloo, mostly small ones: {small})."
     )
 
 
@@ -127,12 +128,12 @@ def draw_losses(axes: Any, setting: Setting, gloo: Run, ours: Run) -> str:
         ends.append(f"{run.name} ends {steps[-1]} steps after {seconds[-1]:.0f} s at a loss of {losses[-1]:.2f}")
     top = axes.get_ylim()[1]
     killed_s = None if ours.kill is None else ours.kill.at_s
-    for text, height, moment_s in (("worker killed", -12, killed_s), ("a new one works", -26, ours.returned_s)):
+    for text, side, moment_s in (("worker killed", "right", killed_s), ("a new one works", "left", ours.returned_s)):
         if moment_s is not None:
             seconds_then = moment_s - ours.began_s
             axes.axvline(seconds_then, color=COLOURS[ours.name], linestyle=":", linewidth=1.5)
-            beside = {"xytext": (5, height), "textcoords": "offset points", "color": COLOURS[ours.name]}
-            axes.annotate(text, (seconds_then, top), **beside)
+            beside = {"xytext": (5 if side == "left" else -5, -12), "textcoords": "offset points", "ha": side}
+            axes.annotate(text, (seconds_then, top), color=COLOURS[ours.name], **beside)
             ends.append(f"ringweave: {text} after {seconds_then:.0f} s")
     bigram = ours.result["bigram_nats_per_byte"]
     axes.axhline(bigram, color=GREY, linestyle="--", linewidth=1.2)
@@ -225,7 +226,7 @@ def draw_page(page: Page, setting: Setting, gloo: Run, ours: Run) -> Any:
     """Returns the figure of the whole page."""
     from matplotlib.figure import Figure  # slow to import, and only this needs it
 
-    figure = Figure(figsize=(12, 16), layout="constrained")
+    figure: Any = Figure(figsize=(12, 16), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)
     top, middle, below, last = figure.subfigures(4, 1, height_ratios=(1.35, 6.9, 4.2, 3.6))
     _write_text(top, 0.94, [(page.sentence, 17, "bold"), (page.shares_sentence, 10.5, "normal")], columns=(84, 150))
@@ -299,12 +300,15 @@ def _figures(setting: Setting, gloo: Run, ours: Run) -> Iterator[str]:
 
 
 def _table(setting: Setting, gloo: Run, ours: Run) -> Iterator[tuple[str, str, str]]:
-    pair = (gloo, ours)
-    yield "samples a second", *(f"{run.samples_per_s(setting.steps, setting.batch):.1f}" for run in pair)
-    yield "seconds of a train step", *(f"{run.seconds(setting.steps) / len(setting.steps):.3f}" for run in pair)
-    yield "MB on an uplink in a train step", *(f"{run.uplink_bytes_per_step() * 1e-6:.2f}" for run in pair)
-    yield "held-out loss, nats per byte", *(f"{run.result['held_out_nats_per_byte']:.3f}" for run in pair)
-    yield "longest time without a step at the kill", "not killed", f"{ours.longest_gap_s:.1f} s"
+    columns: list[list[str]] = []
+    for run in (gloo, ours):
+        column = [f"{run.samples_per_s(setting.steps, setting.batch):.1f}"]
+        column.append(f"{run.seconds(setting.steps) / len(setting.steps):.3f}")
+        column.append(f"{run.uplink_bytes_per_step() * 1e-6:.2f}")
+        column.append(f"{run.result['held_out_nats_per_byte']:.3f}")
+        columns.append([*column, f"{run.longest_gap_s:.1f} s" if run.kill else "not killed"])
+    names = ("samples a second", "seconds of a train step", "MB on an uplink in a train step")
+    yield from zip((*names, "held-out loss, nats per byte", "between two steps at the kill"), *columns, strict=True)
 
 
 def _draw_bars(axes: Any, rows: Sequence[tuple[str, str, float]], text: str) -> None:

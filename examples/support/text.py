@@ -102,9 +102,9 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the inputs and the targets of a sequence, (context,) int64."""
-        row = self.source[self.starts[number] : self.starts[number] + self.context + 1].long()
+        row = self.source[self.starts[index] : self.starts[index] + self.context + 1].long()
         return row[:-1], row[1:]
 
 

@@ -101,8 +101,8 @@ def find_program(name: str) -> str | None:
 def run_on_first_cpu() -> Iterator[None]:
     """Keep this thread, and what it starts, on the first of its processors.
 
-    A mount namespace can be kept by a file only in an older one. Linux 6.18 tells their age by numbers that grow on each
-    processor, but not among processors, so both must be made on the same one.
+    A mount namespace can be kept by a file only in an older one. Linux 6.18 tells their age by numbers that grow on
+    each processor, but not among processors, so both must be made on the same one.
     """
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})

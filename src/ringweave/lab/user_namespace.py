@@ -50,7 +50,8 @@ cd /
 exec "$@"
 """
 """Shell script that gives the new mount namespace a /run in which the user may write. All of the machine's own entries
-are in it, but for labs, named network namespaces and the table of mounts. It is made over /tmp, which is there anyway."""
+are in it, but for labs, named network namespaces and the table of mounts. It is made over /tmp, which is always there.
+"""
 
 
 def enter(argv: Sequence[str], *, starts: bool) -> None:
