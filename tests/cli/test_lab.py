@@ -21,7 +21,7 @@ nodes:
   - {name: b, switch: r, nic: 100Mbit/s, devices: 1}
 switches: [{name: r, uplink: 50Mbit/s}]
 """
-VERBS = ("up", "exec", "run", "set", "status", "down")
+VERBS = ("up", "exec", "run", "set", "status", "down", "unshare")
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_json_after_the_program_is_the_programs(capsys, no_labs) -> None:
 def test_who_is_not_root_is_told_so(verb: list[str], capsys, no_labs, monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main.run_command_line(["lab", *verb]) == 1
-    text = "user: 'id 1000', expected root, which may make and enter namespaces. Put sudo in front."
+    text = "user: 'id 1000', expected root, or a user namespace of this user. Put ringweave lab unshare -- in front"
     assert text in capsys.readouterr().err
 
 
