@@ -223,4 +223,4 @@ def test_without_tools_up_says_what_to_install(capsys, no_labs, monkeypatch, tmp
     monkeypatch.setattr(tools, "_search_path", lambda: "/nosuch")
     (tmp_path / "pair.yaml").write_text(CLUSTER)
     assert main.run_command_line(["lab", "up", str(tmp_path / "pair.yaml")]) == 1
-    assert "apt install dash iproute2 mount util-linux" in capsys.readouterr().err
+    assert "apt install dash hostname iproute2 mount util-linux" in capsys.readouterr().err
