@@ -19,6 +19,8 @@ FINDINGS = "RINGWEAVE_FINDINGS"
 TUNING = "RINGWEAVE_TUNING"
 LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
 DEVICE_PATH = "RINGWEAVE_DEVICE_PATH"
+START_METHOD = "RINGWEAVE_START_METHOD"
+"""Start of workers: `fork`, from a process that has imported what they need, or `spawn`, each by itself."""
 SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
 DATA = "RINGWEAVE_DATA"
@@ -30,6 +32,7 @@ TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 """Variable of torchrun's: set for its workers, and not in its own process."""
 
 _NEVER = "never"
+_FORK, _SPAWN = "fork", "spawn"
 
 DEVICE_PATHS = (AUTO, BRIDGE, NATIVE) = ("auto", "bridge", "native")
 """Ways of device tensors: the choice is left open, through host memory by schedules, or by NCCL."""
@@ -142,6 +145,18 @@ def ports_of_environ(environ: Mapping[str, str]) -> PortRange | None:
     """
     text = environ.get(PORTS)
     return parse_ports(text, where=PORTS) if text else None
+
+
+def forks_workers(environ: Mapping[str, str]) -> bool:
+    """Return whether workers may be forked from a process that has imported what they need.
+
+    Raises:
+        UsageError: RINGWEAVE_START_METHOD is neither `fork` nor `spawn`.
+    """
+    value = environ.get(START_METHOD) or _FORK
+    if value not in (_FORK, _SPAWN):
+        raise UsageError(explain(START_METHOD, got=value, expected=f"{_FORK} or {_SPAWN}", do="Correct or unset it"))
+    return value == _FORK
 
 
 def _check_device_path(value: str) -> str:

@@ -33,7 +33,7 @@ from ringweave.launcher.services import (
     ServiceProcesses,
     run_coordinators,
 )
-from ringweave.launcher.spares import SpareRules
+from ringweave.launcher.spares import SpareRules, gains_from_fork_server
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
 from ringweave.launcher.workers import (
     WorkerGroup,
@@ -133,20 +133,22 @@ def _run_attempt(
     history = _membership_history(request, coordinators, authority)
     services = [each for each in (server, coordinators) if each is not None]
     launcher = _create_launcher(request, environ, console, services, authority)
-    elastic = _elastic_rules(request, group, history, stderr)
+    elastic = _elastic_rules(request, group, history, environ, stderr)
     plan = NodePlan(group=group, environ=environ, services=services, elastic=elastic)
     _announce(request, group, attempt, stderr)
     server_record = {"server": {"node": server.node, "address": server.address} if server else None}
     recorder = RunRecorder(request.run_dir, group, _initial_record(request, group, attempt) | server_record)
-    if request.num_spares:
-        launcher.keep_spares(
-            SpareRules(
-                num_spares=request.num_spares,
-                node_entry=request.node_context.node_entry,
-                on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
-                on_give_up=give_up,
-            )
-        )
+    launcher.keep_spares(
+        request.program,
+        SpareRules(
+            num_spares=request.num_spares,
+            is_elastic=request.elastic is not None,
+            is_over=lambda: bool(interrupts),
+            node_entry=request.node_context.node_entry,
+            on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
+            on_give_up=give_up,
+        ),
+    )
     failures = NodeWorkers(plan, launcher, recorder, interrupts).wait()
     result = outcome.conclude_run(failures, interrupts)
     wall_s = _close_record(recorder, result, time.monotonic() - started_s, stderr)
@@ -204,17 +206,22 @@ def _close_record(recorder: RunRecorder, result: outcome.RunResult, wall_s: floa
 
 
 def _elastic_rules(
-    request: RunRequest, group: WorkerGroup, history: MembershipHistory, stderr: TextIO
+    request: RunRequest,
+    group: WorkerGroup,
+    history: MembershipHistory,
+    environ: Mapping[str, str],
+    stderr: TextIO,
 ) -> ElasticRules | None:
     """Return the rules of an elastic run; None of any other."""
     if request.elastic is None:
         return None
     nodes = (request.expanded_cluster or request.cluster).nodes
     slots = with_later_workers(group, nodes, num_cpus=len(os.sched_getaffinity(0)))
+    is_quick = request.num_spares or gains_from_fork_server(request.program, environ)
     return ElasticRules(
         slots=slots,
         past_members=history.read,
-        restarts=WorkerRestartPolicy(first_delay_s=0.0) if request.num_spares else WorkerRestartPolicy(),
+        restarts=WorkerRestartPolicy(first_delay_s=0.0 if is_quick else 1.0),
         scale_requests=_scale_requests(request, request.elastic, slots, stderr),
         evicted_members=EvictionWatcher(request.run_dir.events).evicted_members,
         notify_user=lambda text: write_message(stderr, f"ringweave: {text}.\n"),

@@ -20,11 +20,11 @@ import psutil
 
 from ringweave import environment
 from ringweave.errors import LaunchError
-from ringweave.launcher import bootstrap, entry, guard
+from ringweave.launcher import bootstrap, guard, spares
 from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
-from ringweave.launcher.spares import Spare, SparePool, SpareRules
-from ringweave.launcher.workers import USER_CONTROLLED_VARIABLES, WorkerGroup, WorkerSpec
+from ringweave.launcher.spares import ForkedProcess, Spare, SparePool, SpareRules
+from ringweave.launcher.workers import USER_CONTROLLED_VARIABLES, WorkerGroup, WorkerProgram, WorkerSpec
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_POLL_S = 0.05
@@ -205,6 +205,9 @@ _RINGWEAVE_VARIABLES = (
 )
 
 
+_WorkerProcess = subprocess.Popen[bytes] | ForkedProcess
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessContext:
     """Process that starts workers: its descriptors and children that are not the workers'."""
@@ -241,7 +244,7 @@ class LocalLauncher:
         self._open_credentials, self._process_context = open_credentials, process_context
         self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
         self._wrap_command = wrap_command
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, _WorkerProcess] = {}
         self._exits: dict[int, WorkerExit] = {}
         self._is_stopping = False
         self._output_reader = OutputReader()
@@ -251,11 +254,16 @@ class LocalLauncher:
         self._earlier_processes = descendants()
         self._guard: subprocess.Popen[bytes] | None = None
         self._spare_rules: SpareRules | None = None
+        self._spare_program: WorkerProgram | None = None
         self._spares: SparePool | None = None
 
-    def keep_spares(self, rules: SpareRules) -> None:
-        """Keep spares for restarts, once the workers have been started; called before that."""
-        self._spare_rules = rules
+    def keep_spares(self, program: WorkerProgram, rules: SpareRules) -> None:
+        """Keep spares of this program by these rules, unless it is a command; called before `start`.
+
+        The first one is a fork server, where workers gain from one.
+        """
+        if not program.is_command:
+            self._spare_rules, self._spare_program = rules, program
 
     def __enter__(self) -> Self:
         return self
@@ -290,18 +298,36 @@ class LocalLauncher:
         """
         adopt_orphans()
         self._start_guard()
+        spare_pool = self._open_spares(group)
         for worker in group.workers:
             self._start_worker(worker, group.argv)
         self._output_reader.start()
-        if self._spare_rules is not None and entry.__file__ in group.argv[1:2]:  # another command has none
-            environ = _worker_environ(self._environ, group.workers[0])
-            self._spares = SparePool(self._spare_rules, group.argv, environ, self._start_spare, self._clock)
+        if spare_pool is not None and self._spare_rules is not None and not self._spare_rules.is_elastic:
+            spare_pool.close()
+            self._spares = None
+
+    def _open_spares(self, group: WorkerGroup) -> SparePool | None:
+        """Return the pool of spares if there is to be one; a fork server is ready then, or cannot be had."""
+        rules, program = self._spare_rules, self._spare_program
+        if rules is None or program is None:
+            return None
+        has_use = rules.is_elastic or group.world_size > 1
+        forks = has_use and spares.gains_from_fork_server(program, self._environ)
+        if not forks and not rules.num_spares:
+            return None
+        command = [group.argv[0], *program.command_words()]
+        environ = _worker_environ(self._environ, group.workers[0])
+        self._spares = SparePool(rules, command, environ, self._start_spare, self._clock)
+        if forks:
+            self._spares.wait_first()
+        return self._spares
 
     def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         """Start a further worker, or replace an ended one of the same rank, of which every process is killed.
 
         Returns:
-            The spare that has become the worker; None if a new process was started.
+            The spare that has become the worker or has forked it, if the run was asked for spares; None if a new
+            process was started.
 
         Raises:
             LaunchError: It could not be started. The caller may retry; the earlier worker has ended.
@@ -313,7 +339,7 @@ class LocalLauncher:
             previous.wait()
         spare = self._start_worker(worker, argv)
         self._exits.pop(worker.global_rank, None)
-        return spare
+        return spare if self._spare_rules is not None and self._spare_rules.num_spares else None
 
     def pid(self, global_rank: int) -> int:
         """Return the process id of a worker, which is also its process group and session."""
@@ -399,7 +425,9 @@ class LocalLauncher:
         outputs = self._output_ends[worker.global_rank] = []
         for pipe, stream in streams:
             assert pipe is not None
-            outputs.append(self._output_reader.add(pipe, WorkerStream(self._console, stream, worker.global_rank, log)))
+            worker_stream = WorkerStream(self._console, stream, worker.global_rank, log)
+            worker_stream.feed(spare.printed[stream] if spare else b"")
+            outputs.append(self._output_reader.add(pipe, worker_stream))
         return spare
 
     def _open_log(self, global_rank: int) -> WorkerLog:
@@ -408,7 +436,7 @@ class LocalLauncher:
             self._logs[global_rank] = WorkerLog(self._log_paths(global_rank))
         return self._logs[global_rank]
 
-    def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> tuple["subprocess.Popen[bytes]", Spare | None]:
+    def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> tuple["_WorkerProcess", Spare | None]:
         """Return the worker's process, and the spare that it was, if one could be taken."""
         command, environ = self._wrap_command(worker, argv), _worker_environ(self._environ, worker)
         credentials_fd = self._open_credentials(worker)
@@ -431,7 +459,7 @@ class LocalLauncher:
         self._write_to_guard(b"%d\n" % process.pid)
         return process
 
-    def _observe_worker(self, global_rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _observe_worker(self, global_rank: int, process: "_WorkerProcess") -> None:
         status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return

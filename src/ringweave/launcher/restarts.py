@@ -148,7 +148,8 @@ class WorkerRestartPolicy:
         """Begin without any failures.
 
         Args:
-            first_delay_s: Delay before a worker is restarted, unless it died early twice in a row; 0 where spares wait.
+            first_delay_s: Delay before a worker is restarted, unless it died early twice in a row; 0 where a spare
+                waits.
             max_own_failures: A worker that fails by itself this often in a row is given up: probably its device is
                 broken, since an error in the script ends the others as well.
             max_failed_starts: A worker that dies this often in a row before it is a member is given up, and the others

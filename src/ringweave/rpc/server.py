@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ringweave import ports, relayed_address
 from ringweave.errors import (
     ConnectionLostError,
@@ -72,6 +70,8 @@ def allocate_buffers(incoming: IncomingCall) -> list[memoryview]:
 
 def uninitialized_buffers(sizes: Sequence[int]) -> list[memoryview]:
     """Return memory of these sizes, not cleared, since all of it will be written."""
+    import numpy as np  # here, since most servers get no buffers and start sooner without it
+
     return [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
 
 

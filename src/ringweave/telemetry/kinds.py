@@ -233,12 +233,12 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         fields={"pid": "its process id", "import_s": "seconds of its imports, at low priority, measured"},
     ),
     "spare_used": EventKind(
-        meaning="A spare became the worker of a slot; `worker_started` comes right before it, with the same process.",
+        meaning="A spare became or forked the worker of a slot; `worker_started` comes right before it.",
         written_by="launcher",
         fields={
             "rank": RANK_FIELD,
             "member": "its name as a member, `SLOT.INCARNATION`",
-            "pid": "its process id",
+            "pid": "process id of the worker",
             "waited_s": "seconds for which it had been ready, measured",
         },
     ),

@@ -41,10 +41,11 @@ def test_a_spare_replaces_a_killed_worker_and_the_parameters_are_alike(start, tm
     os.kill(victim, signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
     (used,) = events(run, "spare_used")
-    assert (used["rank"], used["member"], used["pid"]) == (1, "1.1", spare)
+    assert (used["rank"], used["member"]) == (1, "1.1")
+    assert used["pid"] not in (victim, spare), "the spare forks it, and stays"
     assert used["waited_s"] >= 0
     started = [event["pid"] for event in events(run, "worker_started") if event["rank"] == 1]
-    assert started == [victim, spare]
+    assert started == [victim, used["pid"]]
     (exit_time,) = [event["time"] for event in events(run, "worker_exited") if event["signal"]]
     said = [
         json.loads(line.partition(" ")[2]) for line in run.stdout.splitlines() if line.startswith(("[0] {", "[1] {"))
@@ -62,9 +63,8 @@ def test_a_spare_replaces_a_killed_worker_and_the_parameters_are_alike(start, tm
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_spares_end_with_the_run_however_it_ends(start, script, all_gone, how: signal.Signals) -> None:
     run = start("--elastic", "1:1", "--workers", "1", "--spares", "2", script(SLEEPS))
-    pids = wait_ready(run, 2)
+    pids = wait_ready(run, 1)
     run.wait_printed("started")
-    assert len(pids) == 2
     run.process.send_signal(how)
     assert run.wait_ended() != 0
     all_gone([*pids, *run.pids().values()])

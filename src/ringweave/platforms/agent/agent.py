@@ -33,7 +33,7 @@ from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.restarts import WorkerRestartPolicy
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
-from ringweave.launcher.spares import SpareRules
+from ringweave.launcher.spares import SpareRules, gains_from_fork_server
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import job_config, node_layout
@@ -312,15 +312,17 @@ class _RoundStarter:
         )
         launcher = self._create_launcher(run_dir, credentials, services)
         recorder = RunRecorder(run_dir, group, self._versions | _round_record(assignment, rendezvous, self._program))
-        if self._config.num_spares:
-            launcher.keep_spares(
-                SpareRules(
-                    num_spares=self._config.num_spares,
-                    node_entry=assignment.node_context.node_entry,
-                    on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
-                    on_give_up=write_warning,
-                )
-            )
+        launcher.keep_spares(
+            self._program,
+            SpareRules(
+                num_spares=self._config.num_spares,
+                is_elastic=is_elastic,
+                is_over=lambda: bool(self._stop_reason()),
+                node_entry=assignment.node_context.node_entry,
+                on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
+                on_give_up=write_warning,
+            ),
+        )
         workers = NodeWorkers(plan, launcher, recorder)
         return NodeRound(workers, recorder, ProgressReader(run_dir.events), is_elastic=is_elastic)
 
@@ -365,12 +367,11 @@ class _RoundStarter:
             credentials[rank] = found
             return with_member(worker, found.identity.name)
 
+        is_quick = self._config.num_spares or gains_from_fork_server(self._program, self._environ)
         return ElasticRules(
             slots=group,
             past_members=MembershipHistory(run_dir.events, query.members).read,
-            restarts=WorkerRestartPolicy(
-                first_delay_s=0.0 if self._config.num_spares else 1.0, ends_without_services=True
-            ),
+            restarts=WorkerRestartPolicy(first_delay_s=0.0 if is_quick else 1.0, ends_without_services=True),
             new_member=new_member,
             evicted_members=EvictionWatcher(run_dir.events).evicted_members,
             notify_user=write_warning,
