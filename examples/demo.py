@@ -50,7 +50,7 @@ def main() -> None:
     options = parse_options()
     problems = lab.lab_problems(needs_quotas=True) if os.geteuid() == 0 else tools.user_namespace_problems()
     if problems:
-        sys.exit(train_here(options.out, problems))
+        sys.exit(train_here(options, problems))
     user_namespace.enter([sys.executable, *sys.orig_argv[1:]], starts=True)
     for name in ("gloo", "ringweave"):
         shutil.rmtree(options.out / name, ignore_errors=True)
@@ -73,11 +73,11 @@ def main() -> None:
     say(f"The page: {options.out / 'page.html'} (and page.png), after {time.monotonic() - started_s:.0f} s")
 
 
-def train_here(out: Path, problems: Sequence[str]) -> int:
+def train_here(options: argparse.Namespace, problems: Sequence[str]) -> int:
     """Trains the first example on four workers of this machine, and says why there is no lab; returns the exit code."""
     say("There can be no lab on this machine, so the first example trains on it as it is.")
-    run = [*RINGWEAVE, "run", "--workers", "4", "--run-dir", str(out), str(EXAMPLES / "01_train_text.py")]
-    code = subprocess.run([*run, "--out", str(out)], check=False).returncode
+    run = [*RINGWEAVE, "run", "--workers", "4", "--run-dir", str(options.out), str(EXAMPLES / "01_train_text.py")]
+    code = subprocess.run([*run, "--out", str(options.out), *options.script_options.split()], check=False).returncode
     say(
         "Missed: the racks, the thin uplink and the slow worker, the comparison with DDP on Gloo, the kill, and the "
         "page about them. On one machine small messages go to Gloo, which is faster there. To have the lab:"

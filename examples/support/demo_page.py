@@ -166,6 +166,7 @@ def draw_uplink(axes: Any, setting: Setting, gloo: Run, ours: Run) -> str:
     least = ours.result["parameters"] * 4e-6
     rows = [(run.name, COLOURS[run.name], run.uplink_bytes_per_step() * 1e-6) for run in (gloo, ours)]
     _draw_bars(axes, rows, "{:.2f}")
+    axes.set_xlim(0, max(axes.get_xlim()[1], 1.2 * least))
     axes.axvline(least, color=GREY, linestyle="--", linewidth=1.3)
     beside = {"textcoords": "offset points", "color": GREY, "ha": "center", "va": "bottom", "annotation_clip": False}
     axes.annotate(f"bound {least:.2f} (predicted)", (least, axes.get_ylim()[1]), xytext=(0, 2), **beside)
