@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> None:
         state = {"schedule": schedule}
         parallel, optimizer, loader = ringweave.prepare(model, optimizer, loader, "balanced", extra_state=state)
 
-    clock = StepClock(model.embedding.weight)
+    clock = StepClock(options.out, model.embedding.weight)
     for inputs, targets in loader:
         optimizer.zero_grad()
         loss = parallel(inputs, targets)
@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         schedule.step()
-        clock.note(options.out, schedule.last_epoch, reduced_s, samples=len(inputs), loss=loss.item())
+        clock.note(schedule.last_epoch, reduced_s, samples=len(inputs), loss=loss.item())
     if dist.get_rank() == 0:
         write_up(options, model, corpus)
 
@@ -57,22 +57,23 @@ def train(options: argparse.Namespace) -> None:
 class StepClock:
     """Notes when this worker began a step, had computed its gradients, had those of all, and was through."""
 
-    def __init__(self, last: torch.Tensor) -> None:
-        """`last` is the parameter whose gradient is computed last."""
+    def __init__(self, folder: Path, last: torch.Tensor) -> None:
+        """Begins the curve with a line for step 0; `last` is the parameter whose gradient is computed last."""
+        self.curve = folder / f"steps-{os.environ['RANK']}.jsonl"
         self.began_s = self.computed_s = time.monotonic()
         last.register_post_accumulate_grad_hook(self.gradients_computed)
+        self.note(0, self.began_s, samples=0, loss=0.0)
 
     def gradients_computed(self, _: torch.Tensor) -> None:
         """Notes the time at which backward has nothing left to compute."""
         self.computed_s = time.monotonic()
 
-    def note(self, folder: Path, train_step: int, reduced_s: float, *, samples: int, loss: float) -> None:
+    def note(self, train_step: int, reduced_s: float, *, samples: int, loss: float) -> None:
         """Writes a line about the step that ends now; seconds are those of the machine's monotonic clock."""
         times = {"began_s": self.began_s, "computed_s": self.computed_s, "reduced_s": reduced_s}
         self.began_s = time.monotonic()
         times["ended_s"] = self.began_s
-        curve = folder / f"steps-{os.environ['RANK']}.jsonl"
-        files.append(curve, train_step=train_step, samples=samples, loss=loss, **times)
+        files.append(self.curve, train_step=train_step, samples=samples, loss=loss, **times)
 
 
 def write_up(options: argparse.Namespace, model: gpt.GPT, corpus: text.Corpus) -> None:

@@ -28,6 +28,8 @@ RINGWEAVE = [sys.executable, "-m", "ringweave"]
 KILLED_RANK = 2
 MASTER_PORT = "29411"
 RUN_TIMEOUT_S = 600
+COUNTED_STEPS = 10
+"""Train steps between two looks at the uplink's counters."""
 GRADIENTS_TEXT = "3.4MB"
 TAKE_DOWN = 'cat > /dev/null; exec "$1" -m ringweave lab down --lab "$2" > /dev/null 2>&1'
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
@@ -175,9 +177,10 @@ class Watch:
         deadline, told = time.monotonic() + RUN_TIMEOUT_S, 0
         try:
             while any(process.poll() is None for process in self.processes):
-                train_step = demo_data.num_steps(self.folder)
-                self.act(train_step)
-                if train_step >= told + 20:
+                train_step = demo_data.last_step(self.folder)
+                if train_step is not None:
+                    self.act(train_step)
+                if train_step is not None and train_step >= told + 20:
                     told = train_step - train_step % 20
                     print(f"  step {train_step} of {self.options.steps}", flush=True)
                 failed = [process for process in self.processes if process.poll() not in (None, 0)]
@@ -196,13 +199,11 @@ class Watch:
     def act(self, train_step: int) -> None:
         """Does what is due at a train step."""
         options = self.options
-        if train_step >= 1 and not self.counters:
-            self.limit(is_on=True)
-        if train_step and (not self.counters or train_step - max(self.counters) >= 10 or train_step >= options.steps):
-            if train_step not in self.counters:
-                self.counters[train_step] = self.place.bytes_on_links()
-            if train_step >= options.steps:
-                self.limit(is_on=False)
+        is_over = train_step >= options.steps
+        is_due = not self.counters or train_step - max(self.counters) >= COUNTED_STEPS or is_over
+        if is_due and train_step not in self.counters:
+            self.limit(is_on=not is_over)
+            self.counters[train_step] = self.place.bytes_on_links()
         if self.kills and self.kill is None and train_step >= options.kill_after:
             os.kill(self.killed_pid(), signal.SIGKILL)
             self.kill = demo_data.Kill(rank=KILLED_RANK, train_step=train_step, at_s=time.monotonic())

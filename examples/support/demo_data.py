@@ -123,10 +123,10 @@ class Run:
         return min((s for s in began if s > self.kill.at_s), default=None)
 
 
-def num_steps(folder: Path) -> int:
-    """Returns the train steps that rank 0 is through with."""
+def last_step(folder: Path) -> int | None:
+    """Returns the last train step that rank 0 is through with, 0 before the first; None before training."""
     path = folder / "steps-0.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else None
 
 
 def load_run(name: str, folder: Path, counters: Mapping[int, Mapping[str, int]], kill: Kill | None) -> Run:

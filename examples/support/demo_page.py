@@ -111,7 +111,7 @@ def setting_sentence(setting: Setting) -> str:
     }.get(setting.limits, setting.limits)
     return (
         f"Two racks of two nodes in a lab on one machine of {setting.num_cpus} processors; uplinks {setting.uplink}, "
-        f"NICs 400 Mbit/s. Processors of each node: {cpus}, limited by {kind}, from the second train step on. "
+        f"NICs 400 Mbit/s. Processors of each node: {cpus}, limited by {kind}, while it trains. "
         f"Load of the machine at the end: {setting.load:.1f}."
     )
 
