@@ -227,9 +227,9 @@ def draw_page(page: Page, setting: Setting, gloo: Run, ours: Run) -> Any:
     """Returns the figure of the whole page."""
     from matplotlib.figure import Figure  # slow to import, and only this needs it
 
-    figure: Any = Figure(figsize=(12, 16), layout="constrained")
+    figure: Any = Figure(figsize=(12, 15.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)
-    top, middle, below, last = figure.subfigures(4, 1, height_ratios=(1.35, 6.9, 4.2, 3.6))
+    top, middle, below, last = figure.subfigures(4, 1, height_ratios=(1.35, 6.9, 4.2, 3.2))
     _write_text(top, 0.94, [(page.sentence, 17, "bold"), (page.shares_sentence, 10.5, "normal")], columns=(84, 150))
     axes = middle.subplot_mosaic([["losses", "losses"], ["rates", "uplink"]], height_ratios=(1.25, 1))
     draw_losses(axes["losses"], setting, gloo, ours)
