@@ -441,7 +441,7 @@ def lab_document(name: str) -> dict[str, Any]:
     lab, or one that is being made or removed, has only its name and state.
     """
     if not is_up(name):
-        return {"name": name, "state": "incomplete", "quotas": None, "nodes": [], "links": [], "bytes_on_link": {}}
+        return {"name": name, "state": "incomplete", "nodes": [], "links": [], "bytes_on_link": {}}
     found = find(name)
     sent = found.bytes_on_links()
     return {
