@@ -32,6 +32,8 @@ CASES = {
     "little memory": Case(fitting=3, clips=True, schedules=True, has_regularizer=True),
     "little memory, sum, accumulation": Case(fitting=2, reduction="sum", accumulate=3, uses_no_sync=True),
     "little memory, tokens": Case(fitting=3, weighs="batch"),
+    "hook of the script": Case(hook="allreduce", accumulate=2, uses_no_sync=True),
+    "hook of the script that compresses": Case(hook="PowerSGD"),
 }
 
 

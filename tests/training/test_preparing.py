@@ -2,17 +2,22 @@
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
+from ringweave.comm import default_group
 from ringweave.errors import TrainingError, UsageError
-from ringweave.training.gradients import SampleWeights
+from ringweave.training import timing
+from ringweave.training.gradients import GradientReducer, SampleWeights
+from ringweave.training.timing import StepTimer
 
 
 def things() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
@@ -64,6 +69,36 @@ def test_an_unknown_reduction_is_refused() -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainingError, match=text):
         ringweave.prepare(*things(), **options)
+
+
+def test_a_hook_before_prepare_and_a_second_one_are_refused() -> None:
+    model, optimizer, loader = things()
+    try:
+        default_group.ensure_process_group({})
+        early = DistributedDataParallel(model)
+        early.register_comm_hook(None, default_hooks.allreduce_hook)
+        text = (
+            r"^communication hook of the model: 'registered', expected none yet\. Register it on the model that prepare"
+        )
+        with pytest.raises(TrainingError, match=text):
+            ringweave.prepare(early, optimizer, loader, mode="sync")
+        prepared, *_ = ringweave.prepare(*things(), mode="sync")
+        assert isinstance(prepared, DistributedDataParallel)
+        prepared.register_comm_hook(None, default_hooks.allreduce_hook)
+        with pytest.raises(
+            TrainingError, match=r"^communication hook: 'a second one', expected one\. Register one hook;"
+        ):
+            prepared.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_hook_in_rings_is_refused() -> None:
+    timer = StepTimer(timing.choose_timeline(nn.Linear(1, 1)))
+    reducer = GradientReducer(process_group=cast(Any, "a ring"), timer=timer)
+    text = r"^communication hook in rings: 'one', expected none\. Leave the hook out, or use mode sync or balanced"
+    with pytest.raises(TrainingError, match=text):
+        reducer.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def test_weights_of_the_script_take_the_place_of_numbers_of_samples() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.errors import TrainingError
 from ringweave.training.elastic import ddp
@@ -63,6 +65,16 @@ def made(session: Any, weights: SampleWeights) -> tuple[Branches, nn.Module]:
     model, timer = Branches(), Timer()
     parallel = ddp.wrap_elastic_ddp(model, {}, session, weights, timer)  # pyrefly: ignore - what it asks of it
     return model, parallel
+
+
+def test_a_hook_of_the_script_is_refused() -> None:
+    _, parallel = made(Session(), SampleWeights(num_ranks=1, is_mean=True))
+    text = (
+        r"^communication hook of an elastic job: 'allreduce_hook', expected none\. Leave the hook out, or train without"
+    )
+    assert isinstance(parallel, DistributedDataParallel)
+    with pytest.raises(TrainingError, match=text):
+        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def gradients(model: Branches) -> list[float | None]:

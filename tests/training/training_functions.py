@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ringweave
@@ -48,6 +49,9 @@ class Case:
     """The loss is a mean over tokens of ragged samples, whose numbers `prepare` gets by `sample` or by `batch`."""
     fitting: int = 0
     """Samples that fit into the memory of a rank at once; 0: all."""
+    hook: str = ""
+    """Communication hook that the script registers: torch's `allreduce`, or `PowerSGD` of so high a rank that it loses
+    nothing."""
 
 
 class Stream(IterableDataset):
@@ -138,6 +142,22 @@ def change_shares(loader: SharedLoader, every: int, shares: list[tuple[int, ...]
     balancer.pass_step_boundary = change
 
 
+def register_hook(parallel: Any, case: Case) -> list[Any]:
+    """Do what a script does that has a communication hook, after `prepare`; return what comes to the hook."""
+    hooks = {"allreduce": default_hooks.allreduce_hook, "PowerSGD": powerSGD_hook.powerSGD_hook}
+    found: list[Any] = []
+
+    def watch(state: Any, bucket: dist.GradBucket) -> Any:
+        found.append(bucket.index())
+        return hooks[case.hook](state, bucket)
+
+    if case.hook:
+        exact: Any = {"matrix_approximation_rank": 16, "start_powerSGD_iter": 2, "min_compression_rate": 0.01}
+        state = powerSGD_hook.PowerSGDState(None, **exact) if case.hook == "PowerSGD" else None
+        parallel.register_comm_hook(state, watch)
+    return found
+
+
 def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: int = 2) -> tuple[float, bool]:
     """(largest relative difference of a weight from the training in one process, every account is exact)."""
     multiprocessing.current_process()._config["daemon"] = False  # the loader has workers of its own
@@ -149,12 +169,14 @@ def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: 
     if case.fitting:
         limit_memory(made[0], case.fitting)
     parallel, optimizer, shared = ringweave.prepare(*made, mode="sync", reduction=case.reduction, weight=weight)
+    buckets = register_hook(parallel, case)
     accounts = watch_accounts(shared)
     change_shares(shared, every, shares)
     train(parallel, optimizer, shared, case)
     together = weights_of(parallel.module)
     assert_same_everywhere(together)
     assert accounts
+    assert bool(buckets) is bool(case.hook)
     return ((together - alone).abs().max() / alone.abs().max()).item(), all(accounts)
 
 

@@ -3,8 +3,10 @@
 import atexit
 import functools
 import inspect
+import ipaddress
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +15,8 @@ from typing import Any
 from ringweave.environment import WorkerEnvironment
 
 _DEVICES = ("cpu", "cuda")
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_STORE_BACKLOG = 1024
 
 
 def register() -> None:
@@ -41,9 +45,44 @@ def _register(environment: WorkerEnvironment) -> None:
     if environment.run_dir is None and not environment.replace_backend:
         return
     dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
+    rendezvous._create_c10d_store = _with_store_at_its_address(rendezvous._create_c10d_store)
     atexit.register(_end_record)
     if environment.replace_backend:
         _replace_named_backends()
+
+
+def _with_store_at_its_address(function: Any) -> Any:
+    """Let the store of rank 0 listen at MASTER_ADDR alone, where torch would listen at all addresses of the machine.
+
+    If MASTER_ADDR is a name, or no address of this machine, others may reach the machine at another address: then torch
+    listens as it does without ringweave.
+    """
+
+    @functools.wraps(function)
+    def create_store(hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
+        import torch.distributed as dist
+
+        is_in_agent = os.environ.get(_AGENT_STORE) == str(True)  # torchrun's own process listens
+        listener = None if rank != 0 or is_in_agent else _listen_at(hostname, port)
+        if listener is None:
+            return function(hostname, port, rank, world_size, timeout, use_libuv)
+        made = {"world_size": world_size, "timeout": timeout, "use_libuv": use_libuv, "multi_tenant": True}
+        return dist.TCPStore(hostname, port, is_master=True, master_listen_fd=listener.detach(), **made)
+
+    return create_store
+
+
+def _listen_at(host: str, port: int) -> socket.socket | None:
+    """Return a listener at an address of this machine; None if that is not one, or is taken.
+
+    A store of this process may have taken it, which torch finds again then.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_STORE_BACKLOG)
+    except (ValueError, OSError):
+        return None
 
 
 def _end_record() -> None:

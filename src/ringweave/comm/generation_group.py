@@ -24,7 +24,6 @@ from ringweave.comm.peer_data import call_with_timeout
 from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
 from ringweave.environment import ports_of_environ
 from ringweave.errors import PeerError
-from ringweave.relayed_address import is_relayed
 
 FORM_TIMEOUT_S = 10.0
 """Initial limit on forming a generation's group; all members have just reported. It doubles each time it was too short:
@@ -241,10 +240,7 @@ class GenerationGroups:
         _abort_groups(groups)
 
     def _open_store(self) -> TCPStore:
-        within = ports_of_environ(os.environ)
-        if within is None and not is_relayed(self._address):
-            return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-        listener = ports.create_server(self._address, within, backlog=_STORE_BACKLOG)
+        listener = ports.create_server(self._address, ports_of_environ(os.environ), backlog=_STORE_BACKLOG)
         port = listener.getsockname()[1]
         return TCPStore(self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

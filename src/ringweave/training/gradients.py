@@ -6,6 +6,7 @@ the ranks of the accumulated gradients. So passes without communication (`no_syn
 one, and passes with communication do not change gradients that are the same on all ranks.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
+from ringweave.errors import TrainingError, explain
 from ringweave.training.timing import StepTimer
 
 
@@ -105,11 +107,31 @@ class GradientReducer:
     process_group: dist.ProcessGroup | None
     """None is the default group."""
     timer: StepTimer
+    script_hook: "Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None" = None
+    """Communication hook of the script with its state, such as PowerSGD; it takes the mean over the ranks instead."""
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, dist.GradBucket], Any]) -> None:
+        """Use the script's hook; the prepared model has this in place of DDP's function, which takes one hook only.
+
+        The hook gets gradients that are weighted by samples already, so the mean over the ranks stays exact.
+
+        Raises:
+            TrainingError: The script has registered a hook before, or trains in rings.
+        """
+        if self.process_group is not None:
+            do = "Leave the hook out, or use mode sync or balanced"
+            raise TrainingError(explain("communication hook in rings", got="one", expected="none", do=do))
+        if self.script_hook is not None:
+            do = "Register one hook; it may call others"
+            raise TrainingError(explain("communication hook", got="a second one", expected="one", do=do))
+        self.script_hook = functools.partial(hook, state)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start the mean over all ranks of one bucket, in place."""
         if bucket.is_last():
             self.timer.gradients_ready()
+        if self.script_hook is not None:
+            return self.script_hook(bucket)
         buffer = bucket.buffer()
         buffer.div_(dist.get_world_size(self.process_group))
         work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
@@ -122,15 +144,23 @@ def wrap_ddp(
 ) -> DistributedDataParallel:
     """Return the model under DDP, with weighted gradients and buckets reduced here; a DDP model stays in DDP.
 
-    DDP itself still communicates buffers and the map of used parameters: in the reducer's group from here on.
+    DDP itself still communicates buffers and the map of used parameters: in the reducer's group from here on. A
+    communication hook that the script registers on the returned model runs in place of the reducer's allreduce.
+
+    Raises:
+        TrainingError: The model has a communication hook already.
     """
     parallel = model
     if not isinstance(parallel, DistributedDataParallel):
         parallel = DistributedDataParallel(model, process_group=reducer.process_group, **ddp_options)
     elif reducer.process_group is not None:
         parallel._update_process_group(reducer.process_group)
+    if parallel._comm_hooks:
+        do = "Register it on the model that prepare returns"
+        raise TrainingError(explain("communication hook of the model", got="registered", expected="none yet", do=do))
     weigh_gradients(parallel, weights)
     parallel.register_comm_hook(reducer, _reduce_bucket)
+    parallel.register_comm_hook = reducer.register_comm_hook  # pyrefly: ignore - DDP takes one hook
     return parallel
 
 

@@ -1,5 +1,6 @@
 import random
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from ringweave.errors import LaunchError, UsageError
 from ringweave.launcher import node_context
 from ringweave.launcher.node_context import HostContext
 from ringweave.ports import PortRange, parse_ports
+from tests.launch import small_training
+from tests.launch.conftest import Run
 
 
 def test_ports_that_the_kernel_gives_away_are_no_candidates() -> None:
@@ -111,9 +114,15 @@ _LISTEN_SCRIPT = """
 import psutil, torch, torch.distributed as dist
 dist.init_process_group("ringweave")
 dist.all_reduce(torch.ones(1 << 18))
-own = [each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
-print("PORTS", *own)
+own = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
+print("PORTS", *(each.port for each in own))
+print("ADDRESSES", *{each.ip for each in own})
 dist.barrier()
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+print("AGAIN")
 """
 
 
@@ -136,6 +145,44 @@ def test_listeners_of_a_run_but_for_gloo_s_stay_in_the_range(
     assert outside
     assert all(port in ports.kernel_ports() for port in outside), outside
     assert f"listeners of Gloo and NCCL stay outside of {within}" in errors
+    addresses = {line.partition("ADDRESSES ")[2] for line in output.splitlines() if "ADDRESSES " in line}
+    assert addresses == {"127.0.0.1"}, "torch's store too"
+    assert output.count("AGAIN") == 2, "a second store at the same address"
+
+
+_LISTENERS_SCRIPT = (
+    small_training.prepared()
+    + small_training.epoch()
+    + """
+import psutil
+processes = [psutil.Process().parent(), *psutil.Process().parent().children(recursive=True)]
+for each in processes if os.environ["RANK"] == "0" else ():
+    for found in each.net_connections("tcp"):
+        if found.status == "LISTEN":
+            print("LISTENS", each.pid, found.laddr.ip, flush=True)
+time.sleep(0.1)
+"""
+    + small_training.epoch()
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "min_processes"),
+    [([], 2), (["--elastic", "1:2"], 4), (["--mode", "ps-hra", "--standby"], 4)],
+    ids=["plain", "elastic", "rings"],
+)
+def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
+    start: Callable[..., Run], tmp_path: Path, options: list[str], min_processes: int
+) -> None:
+    script = tmp_path / "listen.py"
+    script.write_text(_LISTENERS_SCRIPT, encoding="utf-8")
+    run = start("--workers", "2", *options, script)
+    assert run.wait_ended() == 0, run.stderr
+    found = [line.split()[-2:] for line in run.stdout.splitlines() if "LISTENS" in line]
+    assert len({pid for pid, _ in found}) >= min_processes, "workers, coordinators or servers"
+    assert {address for _, address in found} == {"127.0.0.1"}
 
 
 def test_a_range_that_is_too_small_for_a_run_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,16 @@ def wrap_elastic_ddp(
     usage.watch_parameters(_reduced_parameters(parallel))
     gradients.weigh_gradients(parallel, weights)
     parallel.register_comm_hook(_CommHookState(session=session, timer=timer), _reduce_in_session)
+    parallel.register_comm_hook = _refuse_hook  # pyrefly: ignore - DDP takes one hook
     return parallel
+
+
+def _refuse_hook(state: object, hook: object) -> None:
+    """Refuse a communication hook of the script: its own collectives could not be repeated without a lost member."""
+    del state
+    do = "Leave the hook out, or train without --elastic"
+    name = getattr(hook, "__name__", repr(hook))
+    raise TrainingError(explain("communication hook of an elastic job", got=name, expected="none", do=do))
 
 
 class ParameterUsage:
