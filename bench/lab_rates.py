@@ -1,7 +1,8 @@
 """Fraction of its links' rate that a TCP connection in the lab gets: `python bench/lab_rates.py 200Mbit/s 1Gbit/s`.
 
 One sender, one receiver, two links of the same rate between them. Content received per second is counted from one
-second after the first byte, and the frames that the sender's link counted are compared with the content. Needs root.
+second after the first byte, and the frames that the sender's link counted are compared with the content. Needs root, or
+`ringweave lab unshare --` in front.
 """
 
 import subprocess

@@ -1,8 +1,8 @@
 """Learns to read handwritten digits on workers of unequal speed, each with the part of a batch that it can compute.
 
-sudo ringweave lab up examples/clusters/unequal-speeds.yaml
-sudo ringweave lab run --mode balanced examples/03_unequal.py        # and --mode sync, ps-hra, to compare
-sudo ringweave lab down
+ringweave lab up examples/clusters/unequal-speeds.yaml          # with sudo, if the kernel gives users no namespaces
+ringweave lab run --mode balanced examples/03_unequal.py        # and --mode sync, ps-hra, to compare
+ringweave lab down
 """
 
 import argparse

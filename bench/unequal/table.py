@@ -142,6 +142,7 @@ def run_row(name: str, seed: int, sizes: dict[str, int], contenders: Sequence[st
     command += ["--run-dir", str(out / "run"), str(Path(__file__).with_name("worker.py"))]
     server, running = f"{place.name}-server", None
     try:
+        hierarchy()
         limit(place, row.speeds, of_one=QUOTA_PERIOD_US)  # importing torch takes minutes on 0.05 of a core
         with (out / "output").open("w") as output:
             argv = [*command, *(f"--{key}={value}" for key, value in own.items())]
@@ -158,14 +159,15 @@ def run_row(name: str, seed: int, sizes: dict[str, int], contenders: Sequence[st
             running.terminate()
             running.wait()
         lab.down(place.name)
-        cpu_quotas.remove_groups(hierarchy(), server)
+        if place.hierarchy is not None:
+            cpu_quotas.remove_groups(place.hierarchy, server)
     if code != 0:
         raise RowError(f"workers: exit code {code}, expected 0.\n{(out / 'output').read_text()}")
     events = list(read_events(out / "run" / "events.jsonl"))
     counted = [event for event in events if event["kind"] == "params_counted"][-1]
     rings = [event for event in events if event["kind"] == "rings_formed"][-1]["rings"]
     accounts = [event["exact"] for event in events if event["kind"] == "samples_accounted"]
-    said = {"row": name, "seed": seed, **sizes, "server": counted, "rings": rings}
+    said = {"row": name, "seed": seed, **sizes, "server": counted, "rings": rings, "quotas": place.quota_kind}
     said |= {"accounts": len(accounts), "accounts_exact": all(accounts)}
     return said | json.loads((out / "measured.json").read_text())
 
@@ -196,9 +198,14 @@ def limit_server(name: str, events: Path) -> None:
 
 
 def hierarchy() -> cpu_quotas.CgroupHierarchy:
-    """Return the cgroup hierarchy for quotas; without one the lab has refused to come up."""
+    """Return the cgroup hierarchy for quotas.
+
+    Raises:
+        RowError: There is none, and the server could not be limited.
+    """
     found = cpu_quotas.find_hierarchy()
-    assert found is not None, "quotas of the lab"
+    if found is None:
+        raise RowError("control groups: none of this user, expected some. Run it as root.")
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 SUFFIXES = {".py", ".txt", ".rst", ".html"}
 # Tests and codec tables repeat themselves, topics.py is read as text below, and the rest is not the library's own.
@@ -88,6 +89,23 @@ class Batches:
         random = np.random.default_rng((self.seed, train_step))
         starts = random.integers(len(self.source) - self.context, size=self.batch)
         return windows(self.source, torch.from_numpy(starts[self.share]), self.context)
+
+
+class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Sequences at random places, each drawn from its number: whoever reads number 7 gets the same one."""
+
+    def __init__(self, source: torch.Tensor, context: int, num_sequences: int) -> None:
+        """Cuts them from the bytes of `source`, each with `context` bytes and as many targets."""
+        self.source, self.context = source, context
+        self.starts = np.random.default_rng(0).integers(len(source) - context, size=num_sequences)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the inputs and the targets of a sequence, (context,) int64."""
+        row = self.source[self.starts[index] : self.starts[index] + self.context + 1].long()
+        return row[:-1], row[1:]
 
 
 def held_out_windows(corpus: Corpus, *, num_windows: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:

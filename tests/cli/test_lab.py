@@ -21,7 +21,7 @@ nodes:
   - {name: b, switch: r, nic: 100Mbit/s, devices: 1}
 switches: [{name: r, uplink: 50Mbit/s}]
 """
-VERBS = ("up", "exec", "run", "set", "status", "down")
+VERBS = ("up", "exec", "run", "set", "status", "down", "unshare")
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_json_after_the_program_is_the_programs(capsys, no_labs) -> None:
 def test_who_is_not_root_is_told_so(verb: list[str], capsys, no_labs, monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main.run_command_line(["lab", *verb]) == 1
-    text = "user: 'id 1000', expected root, which may make and enter namespaces. Put sudo in front."
+    text = "user: 'id 1000', expected root, or a user namespace of this user. Put ringweave lab unshare -- in front"
     assert text in capsys.readouterr().err
 
 
@@ -223,4 +223,4 @@ def test_without_tools_up_says_what_to_install(capsys, no_labs, monkeypatch, tmp
     monkeypatch.setattr(tools, "_search_path", lambda: "/nosuch")
     (tmp_path / "pair.yaml").write_text(CLUSTER)
     assert main.run_command_line(["lab", "up", str(tmp_path / "pair.yaml")]) == 1
-    assert "apt install dash iproute2 mount util-linux" in capsys.readouterr().err
+    assert "apt install dash hostname iproute2 mount util-linux" in capsys.readouterr().err

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from support import demo_data
 from tests.ending import ended
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
 PREPARED, PIPELINE = "03_unequal.py", "05_pipeline_bert.py"
-ORDINARY = [path for path in SCRIPTS if path.name not in (PREPARED, PIPELINE)]
+EITHER_WAY = "04_text_unequal.py"
+"""Trains by DDP, or by ringweave."""
+ORDINARY = [path for path in SCRIPTS if path.name not in (PREPARED, PIPELINE, EITHER_WAY)]
 
 
 def start(script: str, num_workers: int, arguments: str) -> subprocess.Popen[str]:
@@ -76,6 +79,22 @@ def test_bert_learns_in_four_stages():
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5
     assert re.search(r"held out: \d+\.\d+ nats .*, last blocks of stages \(1, 2, 3\)", output)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_training_is_the_same_by_ddp_and_by_ringweave(tmp_path):
+    sizes = "--steps 6 --batch 8 --layers 1 --width 32 --max-bytes 300000 --held-out-windows 8 --sample-bytes 20"
+    found = []
+    for name, way in (("ddp", "--ddp "), ("ringweave", "")):
+        output = run(EITHER_WAY, 2, f"{way}{sizes} --out {tmp_path / name}")
+        of_run = demo_data.load_run(name, tmp_path / name, {}, None)
+        assert f"held out: {of_run.result['held_out_nats_per_byte']:.3f} nats per byte" in output
+        assert "a bigram model: " in output
+        assert of_run.sample.startswith("def ")
+        found.append(of_run)
+    assert list(found[0].losses) == list(range(1, 7))
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("script", ORDINARY, ids=lambda path: path.name)

@@ -51,6 +51,17 @@ def test_batches_change_with_the_step_and_with_the_seed():
     assert not torch.equal(first.at(5)[0], second.at(5)[0])
 
 
+def test_a_sequence_is_the_same_whoever_reads_it():
+    source = torch.arange(10_000).remainder(251).to(torch.uint8)
+    first, second = (text.Sequences(source, context=8, num_sequences=5) for _ in range(2))
+    assert len(first) == 5
+    for number in range(5):
+        inputs, targets = first[number]
+        assert torch.equal(inputs[1:], targets[:-1])
+        assert torch.equal(inputs, second[number][0])
+    assert not torch.equal(first[0][0], first[1][0])
+
+
 def test_targets_are_the_bytes_that_follow():
     inputs, targets = text.windows(torch.arange(20, dtype=torch.uint8), torch.tensor([0, 7]), context=4)
     assert inputs.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]

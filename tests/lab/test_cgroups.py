@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,8 @@ import pytest
 from ringweave.errors import LabError
 from ringweave.lab import cpu_quotas
 from ringweave.lab.cpu_quotas import CgroupHierarchy
+from ringweave.topology import cgroups
+from ringweave.topology.cgroups import CgroupMount
 
 V1 = "33 31 0:30 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
 OTHER_V1 = "33 31 0:30 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset\n"
@@ -62,3 +65,59 @@ def test_a_group_that_does_not_empty_is_told(tmp_path: Path, monkeypatch: pytest
 
 def test_what_is_not_there_is_removed_already(tmp_path: Path) -> None:
     cpu_quotas.remove_groups(CgroupHierarchy(version=1, root=tmp_path), "one")
+
+
+def delegated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, own: str, writable: list[str]
+) -> Path | None:
+    """The group that a user may make groups in, whose own group is `own` and who may write to those in `writable`."""
+    process = tmp_path / "self"
+    process.mkdir()
+    (process / "cgroup").write_text(f"0::/{own}\n" if version == 2 else f"4:cpu:/{own}\n")
+    allowed = {str(tmp_path / each) for each in writable}
+    files = ("cgroup.procs", "cgroup.subtree_control")
+    may = allowed | {f"{each}/{file}" for each in allowed for file in files}
+    monkeypatch.setattr(cgroups.os, "access", lambda path, mode: str(path) in may)
+    return cgroups.find_delegated_group(CgroupMount(version=version, point=tmp_path, root="/"), process)
+
+
+def test_a_users_group_of_version_1_is_the_highest_that_is_the_users(tmp_path: Path, monkeypatch) -> None:
+    found = delegated(tmp_path, monkeypatch, 1, "theirs/mine/below", ["theirs/mine", "theirs/mine/below"])
+    assert found == tmp_path / "theirs" / "mine"
+
+
+@pytest.mark.parametrize(
+    ("controllers", "children", "processes", "is_usable"),
+    [
+        ("cpu memory", "", "", True),
+        ("cpu memory", "cpu", "12", True),
+        ("cpu memory", "memory", "12", False),
+        ("memory", "", "", False),
+    ],
+)
+def test_a_users_group_of_version_2_has_to_give_the_controller_on(
+    tmp_path: Path, monkeypatch, controllers: str, children: str, processes: str, is_usable: bool
+) -> None:
+    group = tmp_path / "mine"
+    group.mkdir()
+    for name, text in (
+        ("cgroup.controllers", controllers),
+        ("cgroup.subtree_control", children),
+        ("cgroup.procs", processes),
+    ):
+        (group / name).write_text(text)
+    assert (delegated(tmp_path, monkeypatch, 2, "mine/scope", ["mine"]) == group) is is_usable
+
+
+def test_a_user_without_a_group_has_a_duty_cycle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "PROC_SELF", tmp_path)
+    (tmp_path / "mountinfo").write_text(V1)
+    (tmp_path / "cgroup").write_text("4:cpu:/\n")
+    monkeypatch.setattr(cgroups.os, "access", lambda path, mode: False)
+    assert cpu_quotas.find_hierarchy() is not None
+    monkeypatch.setattr(cpu_quotas, "_UID_MAP", tmp_path / "uid_map")
+    (tmp_path / "uid_map").write_text("         0       1000          1\n")
+    assert cpu_quotas.has_duty_cycle()
+    assert cpu_quotas.find_hierarchy() is None
+    (tmp_path / "uid_map").write_text("         0          0 4294967295\n")
+    assert cpu_quotas.has_duty_cycle() is (os.geteuid() != 0)

@@ -29,17 +29,21 @@ def test_absent_programs_are_named_with_their_packages(monkeypatch: pytest.Monke
     monkeypatch.setattr(tools, "_search_path", lambda: "/nosuch")
     (problem,) = tools.lab_problems()
     assert problem == (
-        "programs: 'ip, tc, nsenter, unshare, mountpoint, mount, umount, sh not found', expected ip, tc, nsenter, "
-        "unshare, mountpoint, mount, umount, sh. apt install dash iproute2 mount util-linux. [lab]"
+        "programs: 'ip, tc, nsenter, unshare, mountpoint, hostname, mount, umount, sh not found', expected ip, tc, "
+        "nsenter, unshare, mountpoint, hostname, mount, umount, sh. apt install dash hostname iproute2 mount "
+        "util-linux. [lab]"
     )
 
 
 def test_who_is_not_root_is_told_so(unshare, monkeypatch: pytest.MonkeyPatch) -> None:
-    unshare("")
+    unshare("exit 0")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    text = "user: 'id 1000', expected root, which may make and enter namespaces. Put sudo in front. [lab]"
+    text = (
+        "user: 'id 1000', expected root, or a user namespace of this user. Put ringweave lab unshare -- in front of "
+        "the command, or sudo. [lab]"
+    )
     assert tools.lab_problems() == [text]
-    with pytest.raises(LabError, match=r"expected root, which may make and enter namespaces\. Put sudo"):
+    with pytest.raises(LabError, match=r"expected root, or a user namespace of this user\. Put ringweave lab unshare"):
         tools.require_root()
 
 

@@ -119,13 +119,14 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     "lab": Requirement(
         needed_for="ringweave lab: a cluster on one machine",
         is_required=False,
-        fix_missing="apt-get install dash iproute2 mount util-linux",
+        fix_missing="apt-get install dash hostname iproute2 mount util-linux",
         fix_broken=_ROOT_FIX,
     ),
     "cpu-quota": Requirement(
         needed_for="the lab: devices of unequal speed",
         is_required=False,
-        fix_missing="mount it as root: mount -t cgroup2 none /sys/fs/cgroup",
+        fix_missing="as root: mount -t cgroup2 none /sys/fs/cgroup   (as a user: work in a group that is yours, "
+        "systemd-run --user --scope -p Delegate=yes bash)",
         fix_broken="run as root   (in a container: start it with --privileged or --cgroupns=host)",
     ),
     "mpi": Requirement(
@@ -254,21 +255,37 @@ def _same_for_torch(observation: CheckResult) -> dict[str, CheckResult]:
 def check_lab() -> CheckResult:
     """Check everything that a lab needs except quotas: namespaces, cables, bridges, links with limited rates."""
     from ringweave import lab  # late, so that the trial of torch starts at once
+    from ringweave.lab import tools
 
-    problems = lab.lab_problems()
+    is_user = os.geteuid() != 0
+    problems = tools.user_namespace_problems() if is_user else lab.lab_problems()
     if not problems:
-        return CheckResult(state="ok", seen="made namespaces, a bridge and a link limited by tbf")
+        kind = "without root, in a user namespace: " if is_user else ""
+        return CheckResult(state="ok", seen=f"{kind}made namespaces, a bridge and a link limited by tbf")
     return CheckResult(state="missing" if problems[0].startswith("programs:") else "broken", seen=" ".join(problems))
 
 
 def check_cpu_quota(root: Path = CGROUP_ROOT) -> CheckResult:
-    """Check CPU quotas in a new control group, which is removed again."""
+    """Check CPU quotas in a new control group, which is removed again; a user's is in a group that is the user's."""
+    if os.geteuid() != 0:
+        return _check_user_quota()
     trials = ((root, "cpu.max", "50000 100000", "cgroup v2"), (root / "cpu", "cpu.cfs_quota_us", "50000", "cgroup v1"))
     for parent, file, quota, version in trials:
         is_here = (parent / "cgroup.controllers").exists() if version == "cgroup v2" else (parent / file).exists()
         if is_here:
             return _try_quota(parent, file, quota, version)
     return CheckResult(state="missing", seen=f"no cpu controller in {root}")
+
+
+def _check_user_quota() -> CheckResult:
+    from ringweave.lab import cpu_quotas
+
+    found = cpu_quotas.find_hierarchy()
+    if found is None:
+        seen = f"no control group with a cpu controller is this user's; {cpu_quotas.DUTY_CYCLE_NOTE}"
+        return CheckResult(state="missing", seen=seen)
+    file, quota = ("cpu.max", "50000 100000") if found.version == 2 else ("cpu.cfs_quota_us", "50000")
+    return _try_quota(found.root, file, quota, f"{found.kind}, this user's group {found.root}")
 
 
 def _try_quota(parent: Path, file: str, quota: str, version: str) -> CheckResult:

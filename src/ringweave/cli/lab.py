@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from ringweave import lab, topology, units
 from ringweave.cli import run as cli_run
 from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, RunOptions
 from ringweave.errors import LabError, UsageError, explain
-from ringweave.lab import Lab
+from ringweave.lab import Lab, cpu_quotas, user_namespace
 from ringweave.lab import lab as lab_lab
 from ringweave.launcher import workers
 from ringweave.launcher.node_context import LabContext
@@ -26,8 +27,28 @@ def command() -> None:
     """Bring a cluster file up on this Linux machine, and work in it.
 
     Every node gets its own network, host name and /dev/shm; every link is limited to its rate; devices of unequal speed
-    get CPU quotas. Needs root. Latencies of the file are not emulated.
+    get CPU quotas. Needs root, or a kernel that gives ordinary users namespaces: each user has labs of their own then.
+    Latencies of the file are not emulated.
     """
+
+
+def _enter_user_namespace(*, starts: bool = False) -> None:
+    """Run this very command again in the user's namespaces, unless it is there already, or root."""
+    user_namespace.enter([sys.executable, *sys.orig_argv[1:]], starts=starts)
+
+
+@command.command("unshare", context_settings=PROGRAM_CONTEXT_SETTINGS)
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- CMD [ARGS]...")
+def unshare(argv: tuple[str, ...]) -> int | None:
+    """Run CMD where this user's labs are: in the user's namespaces, or for root on the machine itself.
+
+    For programs that make labs by themselves, and jobs in a lab. CMD takes the place of this command.
+    """
+    path = shutil.which(argv[0])
+    if path is None:
+        return _refuse_lab_command(argv[0], "this machine")
+    user_namespace.enter([path, *argv[1:]], starts=True)
+    return os.execv(path, list(argv))
 
 
 @command.command
@@ -44,12 +65,15 @@ def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
     """Bring CLUSTER up. Remains of an earlier lab of that name are removed first."""
     started_s = time.monotonic()
     cluster = topology.load(cluster_path)
+    _enter_user_namespace(starts=True)
     made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _write_note(f"{what} ..."))
     wall_s = round(time.monotonic() - started_s, 3)
     if as_json:
-        click.echo(json.dumps({"name": made.name, "addresses": made.addresses, "wall_s": wall_s}))
+        document = {"name": made.name, "addresses": made.addresses, "quotas": made.quota_kind, "wall_s": wall_s}
+        click.echo(json.dumps(document))
     else:
-        click.echo(f"lab {made.name} is up after {wall_s:.1f} s: {len(made.addresses)} nodes")
+        stand_in = f"; {cpu_quotas.DUTY_CYCLE_NOTE}" if made.quota_kind == cpu_quotas.DUTY_CYCLE else ""
+        click.echo(f"lab {made.name} is up after {wall_s:.1f} s: {len(made.addresses)} nodes{stand_in}")
     return 0
 
 
@@ -63,6 +87,7 @@ def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ..
     argv = argv[1:] if argv[0] == "--" else argv
     if not argv:
         raise UsageError("command: none given, expected one after --. For example: ringweave lab exec a0 -- hostname.")
+    _enter_user_namespace()
     command_line = _find_lab(name).command(node, argv, device=device)
     if shutil.which(argv[0]) is None:
         return _refuse_lab_command(argv[0], node)
@@ -80,6 +105,7 @@ def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
 
     Otherwise the same as ringweave run.
     """
+    _enter_user_namespace()
     target_lab = _find_lab(name)
     tells = not no_cluster_file
     return options.run(
@@ -98,6 +124,7 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
     For example "a0->r0" 100Mbit/s; or "a0<->r0" for both directions. The shell needs the quotes.
     """
     rate_bytes_per_s = units.parse_rate(rate)
+    _enter_user_namespace()
     target_lab = _find_lab(name)
     links = _link_directions(link)
     for each in links:
@@ -120,6 +147,7 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
 @_JSON_OPTION
 def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
     """Cut NODE off from the network in both directions: packets vanish without an error."""
+    _enter_user_namespace()
     target_lab = _find_lab(name)
     target_lab.cut(node, way or "both")
     return _print_cut(target_lab, node, as_json=as_json)
@@ -131,6 +159,7 @@ def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
 @_JSON_OPTION
 def mend(name: str | None, node: str, as_json: bool) -> int:
     """Connect NODE again after lab cut."""
+    _enter_user_namespace()
     target_lab = _find_lab(name)
     target_lab.reconnect(node)
     return _print_cut(target_lab, node, as_json=as_json)
@@ -145,6 +174,7 @@ def show(name: str | None, as_json: bool) -> int:
     Nodes have addresses, CPU quotas and processes; links have rates, now and in the cluster file, and the bytes sent
     since the lab is up.
     """
+    _enter_user_namespace()
     if name is not None and name not in lab.names():
         lab.find(name)  # its error lists the labs
     documents = [lab_lab.lab_document(name)] if name is not None else _describe_all()
@@ -172,6 +202,7 @@ def down(name: str | None, is_all: bool, as_json: bool) -> int:
     """Take a lab down, complete or not, and end its processes. It may be gone already."""
     if is_all and name is not None:
         raise UsageError("--lab and --all: both given, expected one of them. Leave --lab out to take all down.")
+    _enter_user_namespace()
     there = lab.names()
     wanted = there if is_all else [name] if name is not None else [_only_lab(there)] if there else []
     gone = [each for each in wanted if lab.down(each)]

@@ -150,6 +150,7 @@ def _first_record(info: GroupInfo, environment: WorkerEnvironment, attempt: int)
         "leader_per_nic": environment.leader_per_nic,
         "order": None,
         "lab": None,
+        "lab_quotas": None,
         "server": None,
         "unavailable": UNAVAILABLE,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from ringweave import topology
 from ringweave.errors import LabError, UsageError, explain
 from ringweave.lab import cpu_quotas, lab_layout, lab_processes, lab_state, tools
-from ringweave.lab.cpu_quotas import QuotaMode
+from ringweave.lab.cpu_quotas import CpuQuotas, QuotaMode
 from ringweave.lab.lab_layout import NAME_PREFIX, CablePort, LabLayout
 from ringweave.lab.lab_state import LabRecord
 from ringweave.topology import Cluster, cluster
@@ -44,7 +44,7 @@ hide() {{
     done
     umount -l -R "$1"
 }}
-echo "$name" > /proc/sys/kernel/hostname
+hostname "$name"
 {SYSCTL_SCRIPT}
 if [ -e /etc/hosts ]; then mount --bind "$hosts" /etc/hosts; fi
 mount -t tmpfs -o mode=1777,nosuid,nodev rw-shm /dev/shm
@@ -166,6 +166,7 @@ def make_lab(cluster: Cluster, name: str, mode: QuotaMode, progress: ProgressCal
         quotas=chosen,
         is_complete=False,
         boot_id=lab_state.current_boot_id(),
+        hierarchy=cpu_quotas.find_hierarchy() if chosen is not None else None,
     )
     with lab_state.hold_lock(name) as lock:
         if is_record_up(lab_state.read_record(name)):
@@ -246,7 +247,8 @@ def _make_parts(planned: LabLayout, record: LabRecord, progress: ProgressCallbac
     progress("namespaces")
     lab_state.hosts_path(name).write_text(hosts_file_text(planned), encoding="utf-8")
     _make_namespace_folder(name, lock)
-    tools.run_tool(["ip", "-batch", "-"], lines=namespace_commands(planned), lock=lock)
+    # In a network namespace of its own: `ip netns add` returns to where it was, and a user may not enter the machine's.
+    tools.run_tool(["unshare", "--net", "ip", "-batch", "-"], lines=namespace_commands(planned), lock=lock)
     for node, namespace in planned.namespaces.items():
         _make_node_namespaces(name, node, namespace, lock)
     enter = ["nsenter", f"--net={lab_state.NETNS_FOLDER / planned.switch_namespace}"]
@@ -258,9 +260,10 @@ def _make_parts(planned: LabLayout, record: LabRecord, progress: ProgressCallbac
     limit_ports("add", planned.ports(), lock)
     if record.quotas is not None:
         progress("CPU quotas")
-        hierarchy = cpu_quotas.find_hierarchy()
-        assert hierarchy is not None, "looked for before"
-        cpu_quotas.make_groups(hierarchy, name, record.quotas)
+        if record.hierarchy is not None:
+            cpu_quotas.make_groups(record.hierarchy, name, record.quotas)
+        else:
+            _make_duty_cycles(name, record.quotas, lock)
 
 
 def limit_ports(verb: str, ports: list[CablePort], lock: int) -> None:
@@ -289,14 +292,28 @@ def _make_node_namespaces(lab: str, node: str, namespace: str, lock: int) -> Non
     net = ["nsenter", f"--net={lab_state.NETNS_FOLDER / namespace}"]
     unshare = ["unshare", f"--uts={files['uts']}", f"--mount={files['mnt']}", "--propagation", "private"]
     arguments = [node, str(lab_state.hosts_path(lab)), str(lab_state.LAB_HOME), str(lab_state.NETNS_FOLDER)]
-    tools.run_tool([*net, *unshare, "sh", "-c", NODE_SETUP_SCRIPT, "rw-setup", *arguments], lock=lock)
+    with tools.run_on_first_cpu():
+        tools.run_tool([*net, *unshare, "sh", "-c", NODE_SETUP_SCRIPT, "rw-setup", *arguments], lock=lock)
+
+
+def _make_duty_cycles(lab: str, quotas: CpuQuotas, lock: int) -> None:
+    """Give each device a UTS namespace, by which its processes are found, and a file with its quota."""
+    folder = lab_state.duty_cycle_folder(lab)
+    folder.mkdir()
+    for node, node_quotas in quotas.items():
+        for device, quota_us in enumerate(node_quotas):
+            file_name = lab_state.device_file_name(node, device)
+            path = lab_state.namespace_folder(lab) / f"{file_name}.uts"
+            path.touch()
+            tools.run_tool(["unshare", f"--uts={path}", "hostname", node], lock=lock)
+            (folder / file_name).write_text(str(quota_us), encoding="ascii")
 
 
 def _remove_parts(name: str, lock: int) -> None:
     record = lab_state.read_record(name)
     if record is not None and record.is_complete:
         lab_state.write_record(replace(record, is_complete=False))
-    hierarchy = cpu_quotas.find_hierarchy()
+    hierarchy = (record and record.hierarchy) or cpu_quotas.find_hierarchy()
     others = (lambda: cpu_quotas.group_pids(hierarchy, name)) if hierarchy else tuple
     lab_processes.end_processes(lab_processes.identify_namespaces(namespace_paths(name)), other_pids=others)
     if hierarchy is not None:

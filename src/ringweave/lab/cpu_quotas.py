@@ -1,9 +1,12 @@
 """CPU quotas of a lab's devices: chosen from device speeds, enforced by cgroup v1 or v2.
 
+An ordinary user's groups are in a group that was delegated to the user; where there is none, `duty_cycle.py` stands in.
+
 Source: kernel, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and cgroup-v1 with scheduler/sched-bwc.rst.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +64,11 @@ def quota_in_cpus(quota_us: int) -> float:
     return quota_us / QUOTA_PERIOD_US
 
 
+DUTY_CYCLE = "duty cycle"
+"""Kind of limit that stands in for control groups; the other kinds are `cgroup v1` and `cgroup v2`."""
+DUTY_CYCLE_NOTE = "a duty cycle by SIGSTOP and SIGCONT stands in for CPU quotas of control groups"
 EMPTY_TIMEOUT_S = 2.0
+_UID_MAP = Path("/proc/self/uid_map")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +78,10 @@ class CgroupHierarchy:
     version: int
     """Version of cgroups, 1 or 2."""
     root: Path
+
+    @property
+    def kind(self) -> str:
+        return f"cgroup v{self.version}"
 
     def lab_folder(self, lab: str) -> Path:
         """Return the folder of a lab's groups."""
@@ -82,13 +93,21 @@ class CgroupHierarchy:
 
 
 def find_hierarchy(mounts: str | None = None) -> CgroupHierarchy | None:
-    """Return the hierarchy with the cpu controller; None if there is none.
+    """Return the hierarchy with the cpu controller; None if there is none, or none that this user may use.
 
     Args:
         mounts: Text in the form of /proc/self/mountinfo; None reads this process's own.
     """
     mount = cgroups.find_mount(mounts)
-    return CgroupHierarchy(version=mount.version, root=mount.point) if mount else None
+    if mount is None:
+        return None
+    root = cgroups.find_delegated_group(mount) if has_duty_cycle() else mount.point
+    return CgroupHierarchy(version=mount.version, root=root) if root else None
+
+
+def has_duty_cycle() -> bool:
+    """Return whether a duty cycle may stand in for control groups: for ordinary users, also as root of a namespace."""
+    return os.geteuid() != 0 or _UID_MAP.read_text(encoding="ascii").split()[1] != "0"
 
 
 def make_groups(hierarchy: CgroupHierarchy, lab: str, quotas: CpuQuotas) -> None:

@@ -6,6 +6,7 @@ changes link rates or counters.
 """
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from ringweave.errors import ClusterError, LabError, UsageError, explain
 from ringweave.files.problems import shorten_names, suggest_closest
 from ringweave.lab import bring_up, cpu_quotas, lab_layout, lab_processes, lab_state, tools
 from ringweave.lab.bring_up import ProgressCallback
-from ringweave.lab.cpu_quotas import CpuQuotas, QuotaMode
+from ringweave.lab.cpu_quotas import CgroupHierarchy, CpuQuotas, QuotaMode
 from ringweave.lab.lab_layout import CablePort, LabLayout, NodeAddresses
 from ringweave.topology import Cluster
 from ringweave.units import format_bytes, format_rate
@@ -100,9 +101,6 @@ def _port_lock_commands(ports: Sequence[CablePort], *, is_cut: bool) -> list[str
     return [f"link set dev {port.interface} type bridge_slave {options}" for port in ports]
 
 
-_RUN_IN_FOLDER_SCRIPT = 'cd "$1" && shift && exec "$@"'
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lab:
     """A cluster that is up on this machine."""
@@ -110,6 +108,8 @@ class Lab:
     layout: LabLayout
     quotas: CpuQuotas | None
     """CPU quota of each device in microseconds of each 40 ms; None if there are none."""
+    hierarchy: CgroupHierarchy | None = None
+    """Place of the control groups; None where there are no quotas, or a duty cycle stands in for control groups."""
 
     @property
     def name(self) -> str:
@@ -150,7 +150,7 @@ class Lab:
             topology.device_of_local_rank(place, device)
             group = self.control_group(node, device)
             join = f"echo $$ > {shlex.quote(group + '/cgroup.procs')} && " if group else ""
-        files = [f"--{kind}={path}" for kind, path in self.namespace_files(node).items()]
+        files = [f"--{kind}={path}" for kind, path in self.namespace_files(node, device).items()]
         enter = shlex.join(
             [
                 tools.find_program("nsenter") or "nsenter",
@@ -158,18 +158,23 @@ class Lab:
                 "--",
                 "/bin/sh",
                 "-c",
-                _RUN_IN_FOLDER_SCRIPT,
+                tools.RUN_IN_FOLDER_SCRIPT,
                 "rw-enter",
             ]
         )
         return ["/bin/sh", "-c", f'{join}exec {enter} "$(pwd -P)" "$@"', "rw-enter", *argv]
 
-    def namespace_files(self, node: str) -> dict[str, Path]:
-        """Return the files of a node's namespaces, by nsenter's names, in the order in which they are entered."""
+    def namespace_files(self, node: str, device: int | None = None) -> dict[str, Path]:
+        """Return the files of a node's namespaces, by nsenter's names, in the order in which they are entered.
+
+        A device with a duty cycle has a namespace of host names of its own.
+        """
         folder = lab_state.namespace_folder(self.name)
+        has_own = device is not None and self.quota_kind == cpu_quotas.DUTY_CYCLE
+        host_name = lab_state.device_file_name(node, device) if device is not None and has_own else node
         return {
             "net": lab_state.NETNS_FOLDER / self.layout.namespaces[node],
-            "uts": folder / f"{node}.uts",
+            "uts": folder / f"{host_name}.uts",
             "mount": folder / f"{node}.mnt",
         }
 
@@ -179,9 +184,15 @@ class Lab:
         return lab_state.probe_results_folder(self.name)
 
     def control_group(self, node: str, device: int) -> str | None:
-        """Return the folder of a device's control group; None if the lab has no quotas."""
-        hierarchy = cpu_quotas.find_hierarchy() if self.quotas is not None else None
-        return str(hierarchy.device_folder(self.name, node, device)) if hierarchy else None
+        """Return the folder of a device's control group; None if the lab has no quotas, or a duty cycle for them."""
+        return str(self.hierarchy.device_folder(self.name, node, device)) if self.hierarchy else None
+
+    @property
+    def quota_kind(self) -> str | None:
+        """Kind of limit of CPU time: `cgroup v1`, `cgroup v2`, or the stand-in `duty cycle`; None without quotas."""
+        if self.quotas is None:
+            return None
+        return self.hierarchy.kind if self.hierarchy else cpu_quotas.DUTY_CYCLE
 
     def set_quota(self, node: str, device: int, quota_us: int) -> None:
         """Change a device's CPU quota while programs run on it.
@@ -197,10 +208,12 @@ class Lab:
             LabError: The lab has no quotas, or the kernel refuses.
         """
         topology.device_of_local_rank(self.cluster.node(node), device)
-        hierarchy = cpu_quotas.find_hierarchy() if self.quotas is not None else None
-        if hierarchy is None:
+        if self.quotas is None:
             raise LabError(f"CPU quotas of lab {self.name}: none, expected some. Bring it up with --quotas always.")
-        cpu_quotas.change_quota(hierarchy.device_folder(self.name, node, device), quota_us, hierarchy)
+        if self.hierarchy is not None:
+            cpu_quotas.change_quota(self.hierarchy.device_folder(self.name, node, device), quota_us, self.hierarchy)
+        else:
+            lab_state.write_duty_cycle(self.name, node, device, quota_us)
 
     def bytes_on_links(self) -> dict[str, int]:
         """Return link -> bytes sent since the lab is up: whole Ethernet frames, about 5 % more than their content."""
@@ -355,17 +368,18 @@ def find(name: str) -> Lab:
     if not bring_up.is_record_up(record):
         raise UsageError(_not_up_text(name))
     assert record is not None
-    return Lab(layout=lab_layout.plan_layout(topology.loads(record.cluster_text), name), quotas=record.quotas)
+    layout = lab_layout.plan_layout(topology.loads(record.cluster_text), name)
+    return Lab(layout=layout, quotas=record.quotas, hierarchy=record.hierarchy)
 
 
 def names() -> list[str]:
-    """Return the names of all labs on this machine, including incomplete ones.
+    """Return the names of all labs of this user, including incomplete ones; none outside of the user's namespaces.
 
     Raises:
         UsageError: This process is in a node of a lab.
     """
     lab_state.refuse_inside_node()
-    return lab_state.lab_names()
+    return lab_state.lab_names() if os.geteuid() == 0 else []
 
 
 def is_up(name: str) -> bool:
@@ -433,6 +447,7 @@ def lab_document(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "state": "up",
+        "quotas": found.quota_kind,
         "nodes": _node_documents(found),
         "links": _link_documents(found, sent),
         "bytes_on_link": sent,
@@ -480,7 +495,9 @@ def _lab_text(document: dict[str, Any]) -> str:
         return f"lab {name}: incomplete. Clear it away: ringweave lab down --lab {name}\n"
     nodes = [("node", "switch", "addresses", "CPUs of devices", "processes"), *map(_node_row, document["nodes"])]
     links = [("link", "rate", "in the file", "sent"), *map(_link_row, document["links"])]
-    return "\n".join([f"lab {name}: up", "", *_table_lines(nodes), "", *_table_lines(links)]) + "\n"
+    is_stand_in = document["quotas"] == cpu_quotas.DUTY_CYCLE
+    head = f"lab {name}: up" + (f"; {cpu_quotas.DUTY_CYCLE_NOTE}" if is_stand_in else "")
+    return "\n".join([head, "", *_table_lines(nodes), "", *_table_lines(links)]) + "\n"
 
 
 def _node_row(node: dict[str, Any]) -> tuple[str, ...]:

@@ -21,13 +21,13 @@ KILL_WAIT_S = 3.0
 
 def identify_namespaces(paths: Collection[Path]) -> set[NamespaceId]:
     """Return the namespaces that are mounted at these files, except those that this process is in."""
-    own = {found for kind in NAMESPACE_KINDS if (found := _namespace_id(Path(f"/proc/self/ns/{kind}")))}
-    return {found for path in paths if (found := _namespace_id(path))} - own
+    own = {found for kind in NAMESPACE_KINDS if (found := namespace_id(Path(f"/proc/self/ns/{kind}")))}
+    return {found for path in paths if (found := namespace_id(path))} - own
 
 
 def pids_inside(namespaces: Collection[NamespaceId]) -> list[int]:
     """Return ids of the running processes that are in at least one of these namespaces."""
-    return [pid for pid in _all_pids() if _is_inside(pid, namespaces)]
+    return [pid for pid in all_pids() if _is_inside(pid, namespaces)]
 
 
 def command_line(pid: int) -> str:
@@ -104,15 +104,17 @@ def _open_pidfd(pid: int) -> int | None:
         return None
 
 
-def _all_pids() -> Iterator[int]:
+def all_pids() -> Iterator[int]:
+    """Yield the ids of all processes that this one sees."""
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
 def _is_inside(pid: int, namespaces: Collection[NamespaceId]) -> bool:
-    return any(_namespace_id(Path(f"/proc/{pid}/ns/{kind}")) in namespaces for kind in NAMESPACE_KINDS)
+    return any(namespace_id(Path(f"/proc/{pid}/ns/{kind}")) in namespaces for kind in NAMESPACE_KINDS)
 
 
-def _namespace_id(path: Path) -> NamespaceId | None:
+def namespace_id(path: Path) -> NamespaceId | None:
+    """Return the namespace of a file, or of an entry in /proc/PID/ns; None if there is none."""
     try:
         found = path.stat()
     except OSError:

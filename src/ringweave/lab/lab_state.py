@@ -3,12 +3,15 @@
 ```text
 /run/ringweave/labs/NAME/lab.json    the lab's cluster file, CPU quotas, and whether it is complete
 /run/ringweave/labs/NAME/hosts       /etc/hosts of its nodes
-/run/ringweave/labs/NAME/ns/         the nodes' namespaces: host name and mounts
+/run/ringweave/labs/NAME/ns/         the nodes' namespaces: host name and mounts; of devices with a duty cycle too
+/run/ringweave/labs/NAME/duty-cycle/ a file NODE:DEVICE for each device with a duty cycle: microseconds of each period
 /run/ringweave-findings/NAME         probe results of jobs in the lab; visible to nodes, which see no lab
 /run/ringweave/locks/NAME            held by the command that makes, changes or removes the lab
 /run/ringweave/inside                exists only inside a node
 /run/netns/rw-NAME:NODE              the nodes' network namespaces, as `ip netns` names them
 ```
+
+In an ordinary user's namespaces (`user_namespace.py`), /run is a file system of their own.
 """
 
 import fcntl
@@ -23,7 +26,7 @@ from pathlib import Path
 
 from ringweave.errors import LabError, UsageError, explain
 from ringweave.files import file_io
-from ringweave.lab.cpu_quotas import CpuQuotas
+from ringweave.lab.cpu_quotas import MIN_QUOTA_US, CgroupHierarchy, CpuQuotas
 
 LAB_HOME = Path("/run/ringweave")
 NETNS_FOLDER = Path("/run/netns")
@@ -43,6 +46,8 @@ class LabRecord:
     """False while it is made or removed, and for ever if that is interrupted."""
     boot_id: str
     """Boot of the machine that it belongs to; its kernel objects are gone after the next boot."""
+    hierarchy: CgroupHierarchy | None = None
+    """Place of its control groups; None: it has no quotas, or a duty cycle stands in for them."""
 
 
 def current_boot_id() -> str:
@@ -58,6 +63,31 @@ def lab_folder(name: str) -> Path:
 def namespace_folder(name: str) -> Path:
     """Return the folder of a lab's namespaces of host names and mounts; a mount of its own."""
     return lab_folder(name) / "ns"
+
+
+def duty_cycle_folder(name: str) -> Path:
+    """Return the folder with the quotas of devices that have a duty cycle."""
+    return lab_folder(name) / "duty-cycle"
+
+
+def device_file_name(node: str, device: int) -> str:
+    """Return the name of a device's files, `a-0:1`."""
+    return f"{node}:{device}"
+
+
+def write_duty_cycle(name: str, node: str, device: int, quota_us: int) -> None:
+    """Write the quota of a device with a duty cycle, in microseconds of each period.
+
+    Raises:
+        LabError: It is less than control groups take, or the lab is gone.
+    """
+    path = duty_cycle_folder(name) / device_file_name(node, device)
+    what, do = f"CPU quota of {path.name}", "Give at least 1 ms of each 40 ms, and see whether the lab is still up"
+    if quota_us < MIN_QUOTA_US or not path.exists():
+        raise LabError(explain(what, got=quota_us, expected="1000 microseconds or more", do=do, where=str(path)))
+    temporary = path.parents[1] / f".{path.name}"
+    temporary.write_text(str(quota_us), encoding="ascii")
+    temporary.replace(path)
 
 
 def hosts_path(name: str) -> Path:
@@ -86,7 +116,9 @@ def read_record(name: str) -> LabRecord | None:
         content = file_io.load_json(lab_folder(name) / "lab.json")
         quotas = content.pop("quotas")
         quotas = None if quotas is None else {node: tuple(node_quotas) for node, node_quotas in quotas.items()}
-        record = LabRecord(**content, quotas=quotas)
+        hierarchy = content.pop("hierarchy")
+        hierarchy = hierarchy and CgroupHierarchy(version=hierarchy["version"], root=Path(hierarchy["root"]))
+        record = LabRecord(**content, quotas=quotas, hierarchy=hierarchy)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return record
@@ -97,7 +129,7 @@ def write_record(record: LabRecord) -> None:
     path = lab_folder(record.name) / "lab.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(".lab.json")
-    temporary.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(asdict(record), indent=2, default=str) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

@@ -16,6 +16,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import MODES, SERVER_MODES
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
+from ringweave.lab import cpu_quotas
 from ringweave.launcher import entry, outcome, run_dir
 from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory
 from ringweave.launcher.node_context import HostContext, NodeContext
@@ -316,6 +317,7 @@ def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> di
         "elastic": str(request.elastic) if request.elastic else None,
         "spares": request.num_spares,
         "lab": request.node_context.lab_name,
+        "lab_quotas": request.node_context.quota_kind,
     }
 
 
@@ -325,6 +327,8 @@ def _announce(request: RunRequest, group: WorkerGroup, attempt: int, stderr: Tex
     where = _relative_path(request.run_dir.root)
     workers = "1 worker" if group.world_size == 1 else f"{group.world_size} workers"
     lines = [f"ringweave: {workers} on {nodes}{more}; files in {shlex.quote(where)}"]
+    if request.node_context.quota_kind == cpu_quotas.DUTY_CYCLE:
+        lines.append(f"ringweave: {cpu_quotas.DUTY_CYCLE_NOTE}")
     if attempt > 1:
         lines.append(
             f"ringweave: attempt {attempt}; files of attempt {attempt - 1} are in {where}/attempts/{attempt - 1}"

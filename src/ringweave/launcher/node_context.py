@@ -97,6 +97,11 @@ class NodeContext(abc.ABC):
     def lab_name(self) -> str | None:
         """Name of the lab; None outside of a lab."""
 
+    @property
+    def quota_kind(self) -> str | None:
+        """Kind of limit of the workers' CPU time, as `Lab.quota_kind`; None without one."""
+        return None
+
     @abc.abstractmethod
     def pick_address(self, node: str) -> HostPort:
         """Return the node's host, and a port that is free there.
@@ -162,6 +167,10 @@ class LabContext(NodeContext):
     def lab_name(self) -> str | None:
         return self._lab.name
 
+    @property
+    def quota_kind(self) -> str | None:
+        return self._lab.quota_kind
+
     def pick_address(self, node: str) -> HostPort:
         """Return the node's first address, and a port that is free inside of the node."""
         command = self._lab.command(node, [sys.executable, "-P", "-c", _FREE_PORT_PROGRAM])
@@ -182,7 +191,7 @@ class LabContext(NodeContext):
 
     def node_entry(self, worker: WorkerSpec) -> NodeEntry:
         return NodeEntry(
-            namespaces=tuple(map(str, self._lab.namespace_files(worker.node).values())),
+            namespaces=tuple(map(str, self._lab.namespace_files(worker.node, worker.local_rank).values())),
             control_group=self._lab.control_group(worker.node, worker.local_rank) or "",
         )
 

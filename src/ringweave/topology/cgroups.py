@@ -5,6 +5,7 @@ cgroup-v1 with scheduler/sched-bwc.rst and memory.rst.
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -60,6 +61,26 @@ def find_mount(mounts: str | None = None, *, controller: str = "cpu") -> CgroupM
         if kind == "cgroup2" and controller in _read_text(root / "cgroup.controllers").split():
             return CgroupMount(version=2, point=root, root=mounted_root)
     return None
+
+
+def find_delegated_group(mount: CgroupMount, process: Path = PROC_SELF) -> Path | None:
+    """Return the highest group above a process in which its user may make groups that limit CPU time; None without one.
+
+    The process may join such a group: version 2 demands that the user may write to the group that both are in.
+    """
+    groups = _group_folders(mount, _read_text(process / "cgroup"))
+    return next((each for each in reversed(groups) if _is_delegated(each, mount.version)), None)
+
+
+def _is_delegated(group: Path, version: int) -> bool:
+    if not os.access(group, os.W_OK) or not os.access(group / "cgroup.procs", os.W_OK):
+        return False
+    if version == 1:
+        return True
+    children = group / "cgroup.subtree_control"
+    has_controller = "cpu" in _read_text(group / "cgroup.controllers").split() and os.access(children, os.W_OK)
+    # A group with processes of its own may not give a controller to groups in it.
+    return has_controller and ("cpu" in _read_text(children).split() or not _read_text(group / "cgroup.procs"))
 
 
 class ProcessCpuQuota:

@@ -10,7 +10,8 @@ import pytest
 from ringweave import lab
 from ringweave.cli import doctor, main
 from ringweave.cli.doctor import REQUIREMENTS, CheckResult
-from ringweave.lab import tools
+from ringweave.lab import cpu_quotas, tools
+from ringweave.lab.cpu_quotas import CgroupHierarchy
 
 LONG_S = 300.0
 """For a process that imports torch where others do so, too."""
@@ -151,3 +152,24 @@ def test_the_real_doctor_answers_and_leaves_nothing(
     states = {check["name"]: check["state"] for check in document["checks"]}
     assert (states["python"], states["ringweave"], states["torch"], states["gloo"]) == ("ok", "ok", "ok", "ok")
     assert traces() == before
+
+
+def test_an_ordinary_user_is_told_which_lab_there_can_be(monkeypatch) -> None:
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(tools, "user_namespace_problems", list)
+    assert doctor.check_lab() == CheckResult(
+        state="ok", seen="without root, in a user namespace: made namespaces, a bridge and a link limited by tbf"
+    )
+    monkeypatch.setattr(tools, "user_namespace_problems", lambda: ["user namespaces: 'no', expected some."])
+    assert doctor.check_lab() == CheckResult(state="broken", seen="user namespaces: 'no', expected some.")
+
+
+def test_an_ordinary_user_is_told_what_limits_processors(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(cpu_quotas, "find_hierarchy", lambda: None)
+    found = doctor.check_cpu_quota()
+    assert found.state == "missing"
+    assert found.seen.endswith("a duty cycle by SIGSTOP and SIGCONT stands in for CPU quotas of control groups")
+    monkeypatch.setattr(cpu_quotas, "find_hierarchy", lambda: CgroupHierarchy(version=1, root=tmp_path))
+    seen = f"cgroup v1, this user's group {tmp_path}, set a quota"
+    assert doctor.check_cpu_quota() == CheckResult(state="ok", seen=seen)

@@ -450,4 +450,5 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         "spares": config.num_spares,
         "server": {"address": _addresses_text(rendezvous)} if rendezvous.servers else None,
         "lab": assignment.node_context.lab_name,
+        "lab_quotas": assignment.node_context.quota_kind,
     }
