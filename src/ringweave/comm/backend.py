@@ -1,8 +1,7 @@
 """Backend "ringweave" of torch.distributed: a process group whose large collectives run by verified schedules.
 
-Allreduce, allgather, reduce-scatter and broadcast have schedules. CUDA tensors take part through the bridge. Everything
-else goes to the native backend inside the group: Gloo for CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for
-CUDA tensors.
+Allreduce, allgather, reduce-scatter and broadcast have schedules, CUDA tensors through the bridge. All else goes to the
+native backend inside the group: Gloo for CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for CUDA tensors.
 
 Planning, schedules and their engine are imported where they are first used: a group forms, and sends small messages, in
 a small part of the time that these imports take.
@@ -23,12 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 
 from ringweave.comm import group_info, peer_data, plan_choice
 from ringweave.comm.counters import CollectiveCounters
@@ -219,8 +213,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Return the size, with `own`, from which blocks run by schedules; infinite if these are no blocks of ranks."""
         size, rank, counts = self.members.group_size, self.members.group_rank, [block.numel() for block in blocks]
         are_blocks = counts == [size * own.numel()] or (len(counts) == size and counts[rank] == own.numel())
-        are_blocks = are_blocks and all(block.dtype == own.dtype for block in blocks)
-        are_blocks = are_blocks and (own.is_cpu or len(set(counts)) == 1)  # the bridge has equal blocks only
+        is_possible = own.is_cpu or len(set(counts)) == 1  # the bridge has equal blocks
+        are_blocks = are_blocks and is_possible and all(block.dtype == own.dtype for block in blocks)
         return own.nbytes + limit_bytes if are_blocks else math.inf
 
     def _gather(self, outputs: list[Tensor], own: Tensor, *options: Any) -> Work:
