@@ -43,7 +43,7 @@ def test_modes_with_a_server_need_one_that_was_started(mode: str) -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    text = r"^mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps\. Did you mean \"balanced\"\?"
+    text = r"^mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps, local\. Did you mean \"balanced\"\?"
     with pytest.raises(UsageError, match=text):
         ringweave.prepare(*things(), mode="balance")
 

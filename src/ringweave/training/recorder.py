@@ -1,7 +1,9 @@
 """Recorder: writes the training events to the event log and to the script's log; one rank or member writes for all."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import ShareChange
@@ -9,6 +11,9 @@ from ringweave.planning.balancing.shares import Shares
 from ringweave.telemetry import EventLog
 from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit
+
+if TYPE_CHECKING:
+    from ringweave.training.outer_steps import OuterStep
 
 _LOGGER = logging.getLogger("ringweave")
 
@@ -42,6 +47,20 @@ class Recorder:
             self._log.write(
                 "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
             )
+
+    def sites_formed(self, sites: Sequence[Sequence[int]], inner_steps: int) -> None:
+        """Record that training begins in sites."""
+        self._log_info("sites %s; the first round has %d inner steps", [list(site) for site in sites], inner_steps)
+        if self._log:
+            self._log.write("sites_formed", rank=0, sites=[list(site) for site in sites], inner_steps=inner_steps)
+
+    def outer_step_done(self, done: "OuterStep") -> None:
+        """Record an outer step."""
+        text = "outer step %d after %d train steps: exchange %.3g s, wait for other sites %.3g s, computing %s s"
+        computing = [round(each, 3) for each in done.computing_s]
+        self._log_info(text, done.number, done.train_steps, done.exchange_s, done.wait_s, computing)
+        if self._log:
+            self._log.write("outer_step", rank=0, **dataclasses.asdict(done))
 
     def mode_reconsidered(self, rings: Sequence[Sequence[int]], reason: str) -> None:
         """Record that `auto` regroups next."""
