@@ -23,11 +23,13 @@ def test_nodes_below_an_oversubscribed_switch_are_a_site() -> None:
 
 
 def test_a_switch_that_carries_all_that_its_nodes_send_divides_nothing() -> None:
-    assert sites.find_sites([rank(f"{rack}{n}", 100.0, **{rack: 200.0}) for rack in "rs" for n in (0, 1)]) == (
-        (0, 1, 2, 3),
-    )
     pods = [rank(f"{rack}{n}", 100.0, **{rack: 200.0, pod: 50.0}) for rack, pod in ("rp", "sp", "tq") for n in (0, 1)]
     assert sites.find_sites(pods) == ((0, 1, 2, 3), (4, 5))
+
+
+def test_each_node_is_a_site_if_the_cluster_file_tells_none_apart() -> None:
+    assert sites.find_sites([rank("a", 100.0), rank("b", 100.0), rank("b", 100.0)]) == ((0,), (1, 2))
+    assert sites.find_sites([rank("a", 100.0), rank("a", 100.0)]) == ((0, 1),)
 
 
 def test_a_node_behind_a_thin_nic_is_a_site() -> None:

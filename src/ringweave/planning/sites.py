@@ -32,8 +32,8 @@ MAX_INNER_STEPS = 500
 def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     """Return the sites, the first one with rank 0.
 
-    With a cluster file of several nodes, a site is below the nearest switch whose uplink carries less than its nodes
-    send, and a node behind thin NICs is alone. Without one, each node is a site.
+    With a cluster file, a site is below the nearest switch whose uplink carries less than its nodes send, and a node
+    behind thin NICs is alone. Without a file, or if it tells no nodes apart, each node is a site.
 
     Args:
         ranks: Of each rank: `node`, `rate` (bytes per second of its node's NICs, None without a cluster file) and
@@ -51,9 +51,12 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
             return "node", rank["node"]
         return "switch", next((name for name, rate in rank["uplinks"].items() if rate < below[name]), "")
 
+    names = [site_name(each) for each in ranks]
+    if len(set(names)) == 1:
+        names = [("node", each["node"]) for each in ranks]
     found: dict[tuple[str, str], list[int]] = {}
-    for index, each in enumerate(ranks):
-        found.setdefault(site_name(each), []).append(index)
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
     return tuple(map(tuple, found.values()))
 
 
