@@ -229,7 +229,14 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
 def corpus() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     """Return sequences to train on and held-out ones, (inputs, targets)."""
     found = text.load_corpus(MAX_BYTES, torch.device("cpu"))
-    return TensorDataset(*sequences(found.train)), tuple(each[:HELD_OUT_ROWS] for each in sequences(found.held_out))
+    train, held_out = (shuffle(sequences(each)) for each in (found.train, found.held_out))
+    return TensorDataset(*train), (held_out[0][:HELD_OUT_ROWS], held_out[1][:HELD_OUT_ROWS])
+
+
+def shuffle(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same pairs in another order, always the same: neighbours are from one document."""
+    places = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(0))
+    return rows[0][places], rows[1][places]
 
 
 def sequences(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

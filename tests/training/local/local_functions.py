@@ -66,6 +66,35 @@ def first_round(settings: Local) -> tuple[list[float], list[int], list[float], i
     return start, samples, weights_of(prepared[0]).tolist(), prepared[2].num_train_steps
 
 
+def mean_and_sum(settings: Local) -> tuple[list[float], list[float], list[float]]:
+    """Weights after two epochs with a mean of losses, their sum at a twelfth of the rate, and with equal weights."""
+    RoundSplit.with_measured = lambda self, *_: self  # measured speeds differ from run to run
+    found = []
+    for reduction, weight in (("mean", None), ("sum", None), ("mean", [2.0] * 48)):
+        model, optimizer, loader = make()
+        optimizer.param_groups[0]["lr"] /= 12 if reduction == "sum" else 1
+        prepared = ringweave.prepare(
+            model, optimizer, loader, mode="local", local=settings, reduction=reduction, weight=weight, max_samples=6
+        )
+        for _ in range(2):
+            for batch in prepared[2]:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(prepared[0](batch[0]), batch[1], reduction=reduction).backward()
+                optimizer.step()
+        found.append(weights_of(prepared[0]).tolist())
+    return found[0], found[1], found[2]
+
+
+def hook_refusal(settings: Local) -> str:
+    """Text of the error when the script registers a communication hook."""
+    model, _, _ = ringweave.prepare(*make(), mode="local", local=settings)
+    try:
+        model.register_comm_hook(None, lambda *_: None)
+    except ringweave.errors.TrainingError as error:
+        return str(error)
+    return ""
+
+
 def alone(samples: Sequence[Sequence[int]]) -> list[float]:
     """Weights of one process after a step for each list of samples."""
     model, optimizer, loader = make(num_samples=12)

@@ -104,6 +104,22 @@ def test_all_sites_begin_with_rank_0s_weights() -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_sums_and_weights_count_as_means_do() -> None:
+    """In sites of one rank and of equal speed; AdamW would hide a wrong factor, SGD does not."""
+    settings = Local(inner_steps=2, sites=[[0], [1]])
+    for mean, sum_, weighted in run_ranks(local_functions.mean_and_sum, 2, settings):
+        assert sum_ == pytest.approx(mean, abs=1e-12)
+        assert weighted == pytest.approx(mean, abs=1e-12)
+
+
+def test_a_hook_of_the_script_is_refused() -> None:
+    for text in run_ranks(local_functions.hook_refusal, 2, Local(sites=[[0], [1]])):
+        assert text == (
+            "communication hook in rings or sites: 'one', expected none. "
+            "Leave the hook out, or use mode sync or balanced."
+        )
+
+
 def test_refusals() -> None:
     (text, _) = run_ranks(local_functions.refusal, 2, Local(sites=[[0], [0, 1]]), False)
     assert text.startswith("sites: [[0], [0, 1]], expected each of the ranks 0 to 1 in exactly one site. Name the ")

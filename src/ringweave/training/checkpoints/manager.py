@@ -236,7 +236,8 @@ class Checkpoints:
     def save(self, train_step: int) -> None:
         """Save the state after so many train steps; every rank calls it, and no rank waits for another.
 
-        In rings the number is not used: the checkpoint is named by the train steps of all rings by then.
+        In rings and in mode local the number is not used: the checkpoint is named by the train steps of all rings or
+        sites by then. In mode local, with several sites, the state is copied after the next outer step.
 
         Returns when the state is copied. If the disk is still busy with an earlier checkpoint, this one waits, and is
         dropped when a third one comes.
