@@ -153,7 +153,7 @@ def test_an_interrupt_is_work_that_failed(monkeypatch, capsys) -> None:
         (["--schedule", "rnig", "x.py"], "schedule: 'rnig', expected one of "),
         (
             ["--mode", "balance", "x.py"],
-            "mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps. Did you mean",
+            "mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps, local. Did you mean",
         ),
         (["--run-dir", "x.py", "x.py"], "expected a directory that can be written"),
     ],

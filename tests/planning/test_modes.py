@@ -21,4 +21,4 @@ def test_modes_with_a_server_are_taken(name: str) -> None:
 def test_unknown_modes_are_refused(name: str, mend: str) -> None:
     with pytest.raises(UsageError) as caught:
         modes.check_mode(name)
-    assert str(caught.value) == f"mode: {name!r}, expected one of auto, sync, balanced, ps-hra, ps. {mend}"
+    assert str(caught.value) == f"mode: {name!r}, expected one of auto, sync, balanced, ps-hra, ps, local. {mend}"

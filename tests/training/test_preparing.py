@@ -43,7 +43,7 @@ def test_modes_with_a_server_need_one_that_was_started(mode: str) -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    text = r"^mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps\. Did you mean \"balanced\"\?"
+    text = r"^mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps, local\. Did you mean \"balanced\"\?"
     with pytest.raises(UsageError, match=text):
         ringweave.prepare(*things(), mode="balance")
 
@@ -96,7 +96,7 @@ def test_a_hook_before_prepare_and_a_second_one_are_refused() -> None:
 def test_a_hook_in_rings_is_refused() -> None:
     timer = StepTimer(timing.choose_timeline(nn.Linear(1, 1)))
     reducer = GradientReducer(process_group=cast(Any, "a ring"), timer=timer)
-    text = r"^communication hook in rings: 'one', expected none\. Leave the hook out, or use mode sync or balanced"
+    text = r"^communication hook in rings or sites: 'one', expected none\. Leave the hook out, or use mode "
     with pytest.raises(TrainingError, match=text):
         reducer.register_comm_hook(None, default_hooks.allreduce_hook)
 

@@ -145,7 +145,7 @@ _RUN_PROGRAM_OPTIONS = (
     click.option(
         "--mode",
         metavar="NAME",
-        help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra or ps.",
+        help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra, ps or local.",
     ),
     click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
     click.option(
@@ -217,10 +217,12 @@ def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
 
 
 def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
-    if not is_wanted:
-        return False
     from ringweave.planning import modes
 
+    if is_elastic:
+        modes.check_elastic_mode(mode, where="--mode")
+    if not is_wanted:
+        return False
     if mode not in (
         *modes.SERVER_MODES,
         *(() if is_elastic else (modes.AUTO,)),

@@ -197,7 +197,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 @click.option("--data", metavar="WHERE", help="Location of the training data.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
 @click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods mount at /claim, on Kubernetes.")
-@click.option("--mode", metavar="NAME", help="Training mode: auto, sync, balanced, ps-hra or ps.")
+@click.option("--mode", metavar="NAME", help="Training mode: auto, sync, balanced, ps-hra, ps or local.")
 @click.option(
     "--elastic",
     type=int,

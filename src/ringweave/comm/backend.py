@@ -3,7 +3,7 @@
 Allreduce, allgather, reduce-scatter and broadcast have schedules, CUDA tensors through the bridge. All else goes to the
 native backend inside the group: Gloo for CPU tensors, and NCCL, or Gloo where NCCL is not allowed, for CUDA tensors.
 
-Planning and the engine are imported at their first use: a group forms and sends small messages in a fraction of that time.
+Planning and the engine are imported at first use: a group forms and sends small messages in a fraction of that time.
 """
 
 import atexit

@@ -37,10 +37,10 @@ def mode_of_launcher() -> str:
     """Return the mode: that of the launcher, else balanced.
 
     Raises:
-        UsageError: It is one with a parameter server.
+        UsageError: It is one with a parameter server, or local.
     """
     mode = WorkerEnvironment.from_environ(os.environ).mode or modes.AUTO
-    if mode in modes.SERVER_MODES:
+    if mode in (*modes.SERVER_MODES, modes.LOCAL):
         do = "Start the trainer with --mode balanced, or write the loop yourself with ringweave.prepare"
         raise UsageError(explain("mode of a trainer", got=mode, expected="sync, balanced or auto", do=do))
     return modes.BALANCED if mode == modes.AUTO else mode

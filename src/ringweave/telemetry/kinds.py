@@ -173,6 +173,30 @@ RING_KINDS: Mapping[str, EventKind] = {
             "most_staleness_versions": "bound on staleness: no older push is applied, in versions",
         },
     ),
+    "sites_formed": EventKind(
+        meaning="Training in mode `local` begins in several sites; rank 0 reports for all.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "sites": "ranks of each site; the first rank of each is its leader",
+            "inner_steps": "train steps of the first round",
+        },
+    ),
+    "outer_step": EventKind(
+        meaning="The sites of mode `local` have done an outer step; rank 0 reports for all.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "number": "outer steps so far",
+            "train_steps": "train steps so far, over all sites",
+            "samples": "samples of each site in the round",
+            "inner_steps": "inner steps of each site in the round",
+            "computing_s": "seconds of the round on each site, without exchange and wait for other sites, measured",
+            "wait_s": "seconds that rank 0 waited for other sites, measured",
+            "exchange_s": "seconds of the outer exchange on rank 0, measured",
+            "next_inner_steps": "train steps of the next round",
+        },
+    ),
     "mode_reconsidered": EventKind(
         meaning="Under `--mode auto`, at the end of an epoch of the data: measured steps favour other rings.",
         written_by="worker",

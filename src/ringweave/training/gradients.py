@@ -116,11 +116,11 @@ class GradientReducer:
         The hook gets gradients that are weighted by samples already, so the mean over the ranks stays exact.
 
         Raises:
-            TrainingError: The script has registered a hook before, or trains in rings.
+            TrainingError: The script has registered a hook before, or trains in rings or sites.
         """
         if self.process_group is not None:
             do = "Leave the hook out, or use mode sync or balanced"
-            raise TrainingError(explain("communication hook in rings", got="one", expected="none", do=do))
+            raise TrainingError(explain("communication hook in rings or sites", got="one", expected="none", do=do))
         if self.script_hook is not None:
             do = "Register one hook; it may call others"
             raise TrainingError(explain("communication hook", got="a second one", expected="one", do=do))

@@ -1,7 +1,7 @@
 """Script: model, optimizer and data that a script gives `prepare`, with its options."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,42 @@ class Asynchronous:
             raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """Settings of low-communication training, for mode `local`: DiLoCo (Douillard et al., arXiv 2311.08105)."""
+
+    inner_steps: int | None = None
+    """Train steps from one outer step to the next; a slower site does fewer inner steps in that time, a faster one
+    more. None derives them from measured times, again after each outer step."""
+    computing_share: float = 0.94
+    """Share of the time that is spent computing, if `inner_steps` is derived; the rest goes to outer exchanges. The
+    default is what SparseLoCo reached over the internet (arXiv 2603.08163)."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer optimizer. With 1 and no momentum an outer step is the mean of the sites' parameters,
+    which is local SGD."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer optimizer; 0 to below 1."""
+    sites: Sequence[Sequence[int]] | None = None
+    """Ranks of each site; None means those of the cluster file, and without one, one site per node."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        rules = [
+            (
+                "inner_steps",
+                self.inner_steps is None or self.inner_steps >= 1,
+                "1 or more",
+                "Leave it out to derive it",
+            ),
+            ("computing_share", 0 < self.computing_share < 1, "between 0 and 1", "Leave it out for 0.94"),
+            ("outer_lr", self.outer_lr > 0, "more than 0", "Leave it out for 0.7"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "0 to below 1", "Leave it out for 0.9"),
+        ]
+        for name, is_valid, expected, do in rules:
+            if not is_valid:
+                raise TrainingError(explain(name, got=getattr(self, name), expected=expected, do=do))
+
+
 REDUCTIONS = ("mean", "sum")
 ON_FAILURE = ("recompute", "drop")
 
@@ -67,6 +103,7 @@ class Script:
     settings: Asynchronous
     extra_state: Mapping[str, Any]
     on_failure: str
+    local: Local = field(default_factory=Local)
     weight: SampleWeightTable | Callable[[Any], float] | None = None
     """Weights of the samples, or the script's function of a batch."""
 

@@ -12,15 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ringweave.comm import default_group
+from ringweave.comm import default_group, group_info
 from ringweave.environment import WorkerEnvironment
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.versions import StalenessPolicy
-from ringweave.planning import balancing, modes
+from ringweave.planning import balancing, modes, sites
 from ringweave.planning.balancing import Speed
 from ringweave.planning.mode_forecast import Ring
-from ringweave.training import collectives, gradients, options, speed_test, timing
+from ringweave.planning.sites import Site
+from ringweave.training import collectives, gradients, options, outer_steps, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
@@ -34,7 +35,8 @@ from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
-from ringweave.training.options import Asynchronous, Script
+from ringweave.training.options import Asynchronous, Local, Script
+from ringweave.training.outer_steps import OuterOptimizer, RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
 from ringweave.training.rings import server_job, startup_rendezvous
 from ringweave.training.rings.elastic_ring import ElasticRing
@@ -53,7 +55,7 @@ from ringweave.training.timing import StepTimer
 Prepared = tuple[Any, Optimizer, SharedLoader]
 """Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
 """
-_MUST_MATCH = ("mode", "reduction", "weight", "order", "batch_samples", "num_samples", "drop_last")
+_MUST_MATCH = ("mode", "reduction", "weight", "local", "order", "batch_samples", "num_samples", "drop_last")
 Reports = list[dict[str, Any]]
 """Reports of all ranks about themselves and their scripts."""
 
@@ -68,6 +70,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     max_samples: int | None = None,
     ddp: Mapping[str, Any] | None = None,
     asynchronous: Asynchronous | None = None,
+    local: Local | None = None,
     extra_state: Mapping[str, Any] | None = None,
     on_failure: str = "recompute",
     weight: Sequence[float] | Callable[[Any], float] | None = None,
@@ -87,15 +90,17 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             DistributedSampler its batch_size is that of each rank.
         mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `ps-hra`: rings of equally fast
             workers and an asynchronous parameter server between them, not exact; `ps`: the same, each worker alone.
-            Both need `ringweave run --mode`. `auto`: the mode of `ringweave run --mode`; under `--mode auto` the mode
-            with the shortest predicted step after a trial of the model; without it balanced, if there is more than one
-            worker.
+            Both need `ringweave run --mode`. `local`: sites train by themselves and tie their parameters together now
+            and then, for thin links between them; not exact. `auto`: the mode of `ringweave run --mode`; under
+            `--mode auto` the mode with the shortest predicted step after a trial of the model; without it balanced, if
+            there is more than one worker.
         reduction: `mean` if the loss is a mean over the samples of a batch, `sum` if it is their sum. Exactness depends
             on it; for a weighted mean, or one over tokens of unequal numbers, give `weight` too.
         max_samples: Limit of samples of one batch in this rank's memory; may differ between ranks. None measures the
             memory, where it is limited, and computes a share that does not fit in microbatches.
         ddp: Further arguments of DistributedDataParallel.
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
+        local: Rounds, outer optimizer and sites of mode local; None means `Local()`.
         extra_state: Under `ringweave run --elastic`, further objects with `state_dict` and `load_state_dict`, such as a
             scheduler of learning rates, that a worker which joins later gets from the others with the model. When a
             step is repeated for the samples of a lost worker, their state is that of before the step.
@@ -131,6 +136,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         max_samples=max_samples,
         ddp=dict(ddp or {}),
         settings=settings,
+        local=local or Local(),
         extra_state=dict(extra_state or {}),
         on_failure=on_failure,
         weight=weights,
@@ -156,6 +162,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
+    modes.check_elastic_mode(mode)
     has_server, settings = mode in modes.SERVER_MODES, script.settings
     if has_server:
         server_job.check_optimizer_fresh(script.optimizer, settings)
@@ -226,8 +233,13 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
                 record_choice=recorder.mode_reconsidered,
             )
         return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
+    if mode == modes.LOCAL:
+        all_sites = _find_sites(script.local, reports)
+        if len(all_sites) > 1:
+            return _prepare_sites(script, environment, reports, control, recorder, all_sites)
+        reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
     timer = _step_timer(script, environment)
-    balancer = _make_balancer(reports, mode, timer, control, recorder)
+    balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
     reducer = GradientReducer(process_group=None, timer=timer)
@@ -253,8 +265,8 @@ def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared
     sharded_model.check_script(script, environment)
     mode, reason = sharded_model.decide_mode(script.mode, environment.mode)
     reports, control = _gather_reports(script, environment, mode, is_open=False)
-    recorder, timer = Recorder(environment, control.rank), StepTimer(timing.choose_timeline(script.model))
-    balancer = _make_balancer(reports, mode, timer, control, recorder)
+    recorder, timer = Recorder(environment, control.rank), _step_timer(script, environment)
+    balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
     sharded_model.share_replicas(script.model, control)
@@ -286,6 +298,7 @@ def _gather_reports(
         "mode": mode,
         "reduction": script.reduction,
         "weight": script.weight_digest,
+        **_describe_for_sites(script, environment, mode),
         "seed": script.seed,
         "cap": script.max_samples,
         "optimizer": optimizers.optimizer_name(script.optimizer),
@@ -305,12 +318,64 @@ def _gather_reports(
     return reports, control
 
 
+def _describe_for_sites(script: Script, environment: WorkerEnvironment, mode: str) -> dict[str, Any]:
+    """Return this rank's settings of mode local, its node, and a checksum of its parameters."""
+    if mode != modes.LOCAL:
+        return {"local": ""}
+    node = group_info.locate_process(environment, os.environ).node
+    return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}
+
+
+def _find_sites(settings: Local, reports: Reports) -> tuple[Site, ...]:
+    """Return the sites that the script names, else those of the cluster file or of the nodes.
+
+    Raises:
+        TrainingError: A rank is in none of the sites that the script names, or in two.
+    """
+    if settings.sites is not None:
+        return sites.check_sites(settings.sites, len(reports))
+    return sites.find_sites(reports)
+
+
+def _prepare_sites(
+    script: Script,
+    environment: WorkerEnvironment,
+    reports: Reports,
+    control: ControlGroup,
+    recorder: Recorder,
+    all_sites: tuple[Site, ...],
+) -> Prepared:
+    """Prepare this rank in its site, of several.
+
+    Raises:
+        TrainingError: The data do not fit this mode.
+    """
+    exchange = SiteExchange(all_sites, control.rank)
+    if len({each["values"] for each in reports}) > 1:
+        outer_steps.copy_first_values(script.model, exchange)
+    timer, site_control = _step_timer(script, environment), exchange.site_control
+    rounds = RoundControl(exchange, script.local, script.spec.batch_samples, recorder.outer_step_done)
+    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
+    balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
+    weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
+    recorder.sites_formed(all_sites, rounds.split.inner_steps)
+    reducer = GradientReducer(process_group=exchange.site_group, timer=timer)
+    parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
+    timing.attach_timer(timer, parallel, script.optimizer)
+    meter = meters.find_meter(parallel.module)
+    memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
+    weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
+    outer = OuterOptimizer(parallel.module, exchange, script.local)
+    membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
+    source = SiteSource(script.loader, script.spec, reports[0]["seed"], membership)
+    return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
+
+
 def _make_balancer(
-    reports: Reports, mode: str, timer: StepTimer, control: ControlGroup, recorder: Recorder
+    reports: Reports, mode: str, timer: StepTimer, control: ControlGroup, recorder: Recorder, *, batch_samples: int
 ) -> ShareBalancer:
-    """Return the balancer with its first shares: by known speeds in mode balanced, else equal."""
-    batch_samples = reports[0]["batch_samples"]
-    is_balanced = mode == modes.BALANCED
+    """Return the balancer with its first shares: by known speeds in modes balanced and local, else equal."""
+    is_balanced = mode in (modes.BALANCED, modes.LOCAL)
     caps = balancing.share_limits(batch_samples, (each["cap"] for each in reports))
     times_s = forecast.sample_times_s(reports) if is_balanced else [1.0] * len(reports)
     speeds = [Speed(s_per_sample=each_s) for each_s in times_s]

@@ -4,6 +4,7 @@ One rank or member writes for all, but for the times of its steps, which every r
 """
 
 import atexit
+import dataclasses
 import gc
 import logging
 import os
@@ -11,7 +12,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import ShareChange
@@ -21,6 +22,9 @@ from ringweave.topology.cgroups import ProcessCpuQuota
 from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.timing import MeasuredStep
+
+if TYPE_CHECKING:
+    from ringweave.training.outer_steps import OuterStep
 
 _LOGGER = logging.getLogger("ringweave")
 _WINDOW_S = 10.0
@@ -56,6 +60,20 @@ class Recorder:
             self._log.write(
                 "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
             )
+
+    def sites_formed(self, sites: Sequence[Sequence[int]], inner_steps: int) -> None:
+        """Record that training begins in sites."""
+        self._log_info("sites %s; the first round has %d inner steps", [list(site) for site in sites], inner_steps)
+        if self._log:
+            self._log.write("sites_formed", rank=0, sites=[list(site) for site in sites], inner_steps=inner_steps)
+
+    def outer_step_done(self, done: "OuterStep") -> None:
+        """Record an outer step."""
+        text = "outer step %d after %d train steps: exchange %.3g s, wait for other sites %.3g s, computing %s s"
+        computing = [round(each, 3) for each in done.computing_s]
+        self._log_info(text, done.number, done.train_steps, done.exchange_s, done.wait_s, computing)
+        if self._log:
+            self._log.write("outer_step", rank=0, **dataclasses.asdict(done))
 
     def mode_reconsidered(self, rings: Sequence[Sequence[int]], reason: str) -> None:
         """Record that `auto` regroups next."""

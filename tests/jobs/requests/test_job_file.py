@@ -178,6 +178,13 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
     assert jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 4})}) == request
 
 
+def test_a_job_of_mode_local_is_not_elastic() -> None:
+    assert jobs_request.parse_request(f"{TWO_NODES}mode: local\n").mode == "local"
+    text = r"mode of an elastic job: 'local', expected one of auto, .*, ps\. Take ps-hra with Asynchronous"
+    with pytest.raises(JobError, match=text):
+        jobs_request.parse_request(f"{TWO_NODES}mode: local\nelastic: {{min: 4}}\n")
+
+
 def test_an_elastic_job_may_have_a_standby_server() -> None:
     request = jobs_request.parse_request(f"{TWO_NODES}mode: ps\nelastic: {{min: 4}}\nstandby: true\n")
     assert request.standby

@@ -325,6 +325,12 @@ class CheckpointReporter:
         """Report that random numbers start again."""
         _LOGGER.info("random numbers of rank %d begin anew after step %d: %s", rank, train_step, reason)
 
+    def report_new_site_state(self, rank: int, train_step: int, reason: str) -> None:
+        """Report that the optimizers of all sites continue with the state of the first one."""
+        if rank == 0:
+            text = "after step %d all sites go on with the optimizer state of the first: %s with these sites"
+            _LOGGER.warning(text, train_step, reason)
+
     def _write_event(self, kind: str, **fields: object) -> None:
         if self._log is not None:
             self._log.write(kind, **fields)

@@ -180,6 +180,7 @@ class ServerCheckpoint:
 
 
 _RNG_PART = "random numbers"
+_SITE_PART = "state of a site"
 
 
 class Checkpoints:
@@ -230,8 +231,10 @@ class Checkpoints:
         self._run = ""
         """Name of this training in the files with shards."""
         source = self._loader.source if self._loader is not None else None
+        self._request_save: Callable[[], bool] | None = None
         if isinstance(source, OrderSource):
             source.register_final_save(self._save_final)
+            self._request_save = source.membership.register_deferred_save(self._save_now)
         elif isinstance(source, ShardSource):
             del self._parts[self._loader_name]
             self._server_checkpoint = ServerCheckpoint(self._loader_name, source, self._parts, self._reporter)
@@ -240,7 +243,8 @@ class Checkpoints:
     def save(self, train_step: int) -> None:
         """Save the state after so many train steps; every rank calls it, and no rank waits for another.
 
-        In rings the number is not used: the checkpoint is named by the train steps of all rings by then.
+        In rings and in mode local the number is not used: the checkpoint is named by the train steps of all rings or
+        sites by then. In mode local, with several sites, the state is copied after the next outer step.
 
         Returns when the state is copied. If the disk is still busy with an earlier checkpoint, this one waits, and is
         dropped when a third one comes.
@@ -248,7 +252,6 @@ class Checkpoints:
         Raises:
             TrainingError: The state cannot be saved without pickle.
         """
-        rank, _ = _rank_and_world_size()
         if self._server_checkpoint is not None:
             job = self._server_checkpoint.begin_save(train_step)
             if job is not None:
@@ -256,15 +259,35 @@ class Checkpoints:
             return
         if self._loader is not None:
             self._loader.count_train_steps(train_step)
-        started_s = time.perf_counter()
         if self._is_sharded:
-            self._save_shards(train_step, rank, started_s)
-            return
+            self._save_shards(train_step, _rank_and_world_size()[0], time.perf_counter())
+        elif self._request_save is None:
+            self._save_now(train_step)
+        elif not self._request_save():
+            self._save_now(self._loader.num_train_steps if self._loader is not None else train_step)
+
+    def _save_now(self, train_step: int) -> None:
+        """Save the state of this rank; rank 0's, and one rank's of another site, hold more than random numbers."""
+        rank, started_s = _rank_and_world_size()[0], time.perf_counter()
         states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
+        if rank not in (self._sites or (range(rank + 1),))[0]:
+            own = {name: part.state_dict() for name, part in self._site_parts.items()}
+            states[_SITE_PART] = {"sites": self._sites, "parts": own}
         if self._rng:
             states[_RNG_PART] = format.capture_rng_state(self._gpu)
         if states:
             self._submit(train_step, rank, states, started_s)
+
+    @property
+    def _sites(self) -> tuple[tuple[int, ...], ...]:
+        """Sites of mode local, if there are several."""
+        source = self._loader.source if self._loader is not None else None
+        return source.membership.sites if source is not None else ()
+
+    @property
+    def _site_parts(self) -> dict[str, Any]:
+        """Parts that differ between sites after an outer step: optimizers and schedules."""
+        return {name: part for name, part in self._parts.items() if not isinstance(part, (nn.Module, SharedLoader))}
 
     @property
     def _gpu(self) -> torch.device | None:
@@ -334,6 +357,8 @@ class Checkpoints:
         loaded = self._load_shards(found[0].train_step if found else 0, messages)
         if loaded is None and found is not None:
             self._restore(*found)
+            if self._sites and messages is not None:
+                self._restore_site(*found, messages)
             loaded = found[0], found[1].world_size
         if loaded is None:
             return 0
@@ -495,6 +520,27 @@ class Checkpoints:
             self._reporter.report_new_rng(rank, saved.train_step, reason)
         else:
             format.restore_rng_state(state, self._gpu)
+
+    def _restore_site(self, saved: CheckpointFile, content: CheckpointContent, messages: exchange.RankMessages) -> None:
+        """Restore what differs between sites, on all ranks or none; without it all sites have rank 0's."""
+        rank, world_size = _rank_and_world_size()
+        is_first, found = rank in self._sites[0], None
+        if not is_first and content.world_size == world_size:
+            own = [
+                each for each in store.list_checkpoints(self.folder, rank=rank) if each.train_step == saved.train_step
+            ]
+            states = [each.parts.get(_SITE_PART) for each in map(self._read_or_report, own) if each is not None]
+            found = next((each for each in states if each and each["sites"] == self._sites), None)
+        missing = [
+            str(number)
+            for number, said in enumerate(messages.gather_json({"has": is_first or found is not None}))
+            if not said["has"]
+        ]
+        if missing:
+            self._reporter.report_new_site_state(rank, saved.train_step, f"no file of rank {', '.join(missing)}")
+        elif found is not None:
+            for name, part in self._site_parts.items():
+                exchange.load_part(saved, name, part, found["parts"][name])
 
     def _restore_rng(self, saved: CheckpointFile, content: CheckpointContent, first_rank_state: Any) -> None:
         rank, world_size = _rank_and_world_size()

@@ -217,7 +217,7 @@ class SharedLoader:
         """
         self._members.leave()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return epoch and position: the same on all ranks, so any rank's state may be saved.
 
         Raises:
@@ -225,7 +225,7 @@ class SharedLoader:
         """
         return self._order_source().state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken, unless other members are further: the next pass is the rest of the epoch.
 
         Raises:

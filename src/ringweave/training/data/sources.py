@@ -51,6 +51,8 @@ class TrainingMembership(abc.ABC):
     has_joined_late = False
     misses_samples = False
     num_train_steps = 0
+    sites: tuple[tuple[int, ...], ...] = ()
+    """Ranks of each site, if ranks of different sites have different states of optimizers and schedules."""
 
     @property
     @abc.abstractmethod
@@ -80,6 +82,15 @@ class TrainingMembership(abc.ABC):
     def register_final_save(self, save: Callable[[], str]) -> None:
         """Register a function that saves the state if the job ends early; it returns a text about the outcome."""
         del save
+
+    def register_deferred_save(self, save: Callable[[int], None]) -> Callable[[], bool] | None:
+        """Register a function that saves the state after so many train steps, if states differ between those times.
+
+        Returns:
+            A function that asks for a save, and returns False if the caller can save at once; None if it always can.
+        """
+        del save
+        return None
 
     def leave(self) -> None:
         """Leave after this train step."""
@@ -287,11 +298,11 @@ class OrderSource(SampleSource["StaticMembership | ElasticMembership"]):
         self.account = self.membership.end_epoch(begun.epoch)
         self.account.check()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         progress = self.membership.progress
         return {"epoch": progress.epoch, "position": progress.position, "seed": self._seed}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.spec.num_samples is None:
             raise TrainingError("state of a loader of a stream: one, expected none. Let the data set keep its place.")
         if not self.membership.may_resume:

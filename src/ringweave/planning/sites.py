@@ -1,0 +1,164 @@
+"""Sites of mode `local`: workers that reduce every gradient together, and the division of a round among sites.
+
+A round is what all sites compute from one outer step to the next. A site takes part of its samples in proportion to its
+speed, and cuts them into inner steps of about equal size: a site that is twice as fast does twice as many of them in
+the same time.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringweave.errors import TrainingError, explain
+from ringweave.planning import balancing
+from ringweave.planning.balancing import Speed
+from ringweave.planning.balancing.epochs import Indices
+
+Site = tuple[int, ...]
+"""Global ranks of a site, in order."""
+_THIN_NIC_RATIO = 0.5
+"""A node whose NICs have at most this fraction of the fastest node's rate is a site of its own."""
+MIN_SPLIT_GAIN = 0.05
+"""Predicted gain from which a round is divided in another way: speeds are known to a few per cent."""
+MAX_INNER_STEPS = 500
+"""Upper limit of derived inner steps: what the authors of DiLoCo (arXiv 2311.08105) have tried."""
+
+
+def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
+    """Return the sites, the first one with rank 0.
+
+    With a cluster file, a site is below the nearest switch whose uplink carries less than its nodes send, and a node
+    behind thin NICs is alone. Without a file, or if it tells no nodes apart, each node is a site.
+
+    Args:
+        ranks: Of each rank: `node`, `rate` (bytes per second of its node's NICs, None without a cluster file) and
+            `uplinks` (switch above it, nearest first -> bytes per second).
+    """
+    nodes = {each["node"]: each for each in ranks}
+    fastest = max((each["rate"] or 0.0 for each in nodes.values()), default=0.0)
+    below: dict[str, float] = {}
+    for each in nodes.values():
+        for switch in each["uplinks"]:
+            below[switch] = below.get(switch, 0.0) + (each["rate"] or 0.0)
+
+    def site_name(rank: Mapping[str, Any]) -> tuple[str, str]:
+        if not rank["rate"] or rank["rate"] <= _THIN_NIC_RATIO * fastest:
+            return "node", rank["node"]
+        return "switch", next((name for name, rate in rank["uplinks"].items() if rate < below[name]), "")
+
+    names = [site_name(each) for each in ranks]
+    if len(set(names)) == 1:
+        names = [("node", each["node"]) for each in ranks]
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
+    return tuple(map(tuple, found.values()))
+
+
+def check_sites(sites: Sequence[Sequence[int]], world_size: int) -> tuple[Site, ...]:
+    """Return the sites that a script names, the one with rank 0 first.
+
+    Raises:
+        TrainingError: A rank is in none of them, or in two.
+    """
+    if sorted(itertools.chain.from_iterable(sites)) != list(range(world_size)) or not all(sites):
+        expected = f"each of the ranks 0 to {world_size - 1} in exactly one site"
+        do = "Name the ranks of each site, or leave sites out for those of the cluster file"
+        raise TrainingError(explain("sites", got=[list(site) for site in sites], expected=expected, do=do))
+    return tuple(sorted(tuple(sorted(site)) for site in sites))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSplit:
+    """Division of rounds among sites, until it is decided anew after an outer step."""
+
+    batch_samples: int
+    """Samples of a train step over all sites."""
+    inner_steps: int
+    """Train steps from one outer step to the next: inner steps of a site of average speed."""
+    speeds: tuple[float, ...]
+    """Samples per second of each site; only ratios count."""
+
+    @property
+    def site_batch_samples(self) -> int:
+        """Most samples of an inner step: a train step's, divided by the number of sites."""
+        return -(-self.batch_samples // len(self.speeds))
+
+    def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
+        """Return each site's samples of a round of so many samples."""
+        speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
+        return balancing.apportion(num_samples, speeds, min_samples=1 if num_samples >= len(speeds) else 0)
+
+    def with_measured(self, samples: Sequence[float], seconds: Sequence[float]) -> "RoundSplit":
+        """Return the division by measured speeds; this one if it is predicted to gain little, or a site did nothing.
+
+        Args:
+            samples: Samples of each site in the last round.
+            seconds: Seconds in which each site computed them, without outer exchange and waits for other sites.
+        """
+        if min(samples) <= 0 or min(seconds) <= 0:
+            return self
+        speeds = tuple(count / each_s for count, each_s in zip(samples, seconds, strict=True))
+        present_s = max(
+            speed / sum(self.speeds) / measured for speed, measured in zip(self.speeds, speeds, strict=True)
+        )
+        if present_s * sum(speeds) < 1 + MIN_SPLIT_GAIN:
+            return self
+        return RoundSplit(batch_samples=self.batch_samples, inner_steps=self.inner_steps, speeds=speeds)
+
+
+@dataclass(frozen=True, eq=False)
+class SiteOrder:
+    """Samples of one site in the rest of an epoch, cut into inner steps; read like an `EpochOrder`."""
+
+    indices: Indices
+    """(num_samples,) int64: samples of all sites, from the present position to the end of the epoch."""
+    split: RoundSplit
+    site: int
+    """Index of the site."""
+
+    @functools.cached_property
+    def rounds(self) -> list[tuple[int, int]]:
+        """(samples of all sites, inner steps of this site) of each round."""
+        return [(len(samples), len(pieces)) for samples, pieces in self._cut]
+
+    @functools.cached_property
+    def batches(self) -> list[Indices]:
+        """Samples of each inner step of this site."""
+        return [piece for _, pieces in self._cut for piece in pieces]
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.batches)
+
+    def batch(self, index: int) -> Indices:
+        return self.batches[index]
+
+    @functools.cached_property
+    def _cut(self) -> list[tuple[Indices, list[Indices]]]:
+        whole = self.split.batch_samples * self.split.inner_steps
+        rounds = [self.indices[first : first + whole] for first in range(0, len(self.indices), whole)]
+        return [(samples, self._pieces(samples)) for samples in rounds]
+
+    def _pieces(self, samples: Indices) -> list[Indices]:
+        """Return the inner steps of this site in a round: as few as no step is larger than the site's batch."""
+        own = samples[balancing.rank_slice(self.split.samples_of_sites(len(samples)), self.site)]
+        num_pieces = -(-len(own) // self.split.site_batch_samples)
+        return np.array_split(own, num_pieces) if num_pieces else []
+
+
+def inner_steps_for_share(step_s: float, exchange_s: float, computing_share: float) -> int:
+    """Return the inner steps between outer ones with which computing takes this share of the time.
+
+    Args:
+        step_s: Seconds of computing per train step.
+        exchange_s: Seconds of an outer exchange, during which no site computes.
+        computing_share: Between 0 and 1.
+    """
+    steps = computing_share / (1 - computing_share) * exchange_s / step_s
+    return min(MAX_INNER_STEPS, max(1, math.ceil(steps - 1e-9)))

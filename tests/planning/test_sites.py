@@ -1,0 +1,100 @@
+"""Sites, rounds and their division: pure functions."""
+
+import numpy as np
+import pytest
+
+from ringweave.errors import TrainingError
+from ringweave.planning import sites
+from ringweave.planning.sites import RoundSplit, SiteOrder
+
+
+def rank(node: str, rate: float | None = None, **uplinks: float) -> dict:
+    return {"node": node, "rate": rate, "uplinks": uplinks}
+
+
+def test_without_a_cluster_file_each_node_is_a_site() -> None:
+    assert sites.find_sites([rank("a"), rank("b"), rank("a")]) == ((0, 2), (1,))
+    assert sites.find_sites([rank("a"), rank("a")]) == ((0, 1),)
+
+
+def test_nodes_below_an_oversubscribed_switch_are_a_site() -> None:
+    ranks = [rank(f"{rack}{node}", 100.0, **{rack: 100.0}) for rack in "rs" for node in range(2)]
+    assert sites.find_sites(ranks) == ((0, 1), (2, 3))
+
+
+def test_a_switch_that_carries_all_that_its_nodes_send_divides_nothing() -> None:
+    pods = [rank(f"{rack}{n}", 100.0, **{rack: 200.0, pod: 50.0}) for rack, pod in ("rp", "sp", "tq") for n in (0, 1)]
+    assert sites.find_sites(pods) == ((0, 1, 2, 3), (4, 5))
+
+
+def test_each_node_is_a_site_if_the_cluster_file_tells_none_apart() -> None:
+    assert sites.find_sites([rank("a", 100.0), rank("b", 100.0), rank("b", 100.0)]) == ((0,), (1, 2))
+    assert sites.find_sites([rank("a", 100.0), rank("a", 100.0)]) == ((0, 1),)
+
+
+def test_a_node_behind_a_thin_nic_is_a_site() -> None:
+    assert sites.find_sites([rank("a", 100.0), rank("b", 10.0), rank("c", 100.0)]) == ((0, 2), (1,))
+
+
+def test_named_sites_have_each_rank_once() -> None:
+    assert sites.check_sites([[3, 2], [0, 1]], 4) == ((0, 1), (2, 3))
+    for wrong in ([[0, 1], [1, 2, 3]], [[0, 1], [2]], [[0, 1, 2, 3], []]):
+        with pytest.raises(TrainingError) as caught:
+            sites.check_sites(wrong, 4)
+        assert str(caught.value) == (
+            f"sites: {wrong!r}, expected each of the ranks 0 to 3 in exactly one site. "
+            "Name the ranks of each site, or leave sites out for those of the cluster file."
+        )
+
+
+def orders(split: RoundSplit, num_samples: int) -> list[SiteOrder]:
+    indices = np.random.default_rng(0).permutation(num_samples)
+    return [SiteOrder(indices=indices, split=split, site=site) for site in range(len(split.speeds))]
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0, 0.1), (1.0,)], ids=str)
+@pytest.mark.parametrize(("batch", "steps"), [(8, 1), (8, 4), (7, 3), (2, 2)])
+@pytest.mark.parametrize("num_samples", [1, 5, 64, 97])
+def test_each_sample_is_in_one_inner_step_of_one_site(
+    speeds: tuple[float, ...], batch: int, steps: int, num_samples: int
+) -> None:
+    split = RoundSplit(batch_samples=batch, inner_steps=steps, speeds=speeds)
+    found = orders(split, num_samples)
+    steps_of_all = [piece for order in found for piece in order.batches]
+    assert sorted(np.concatenate(steps_of_all)) == list(range(num_samples))
+    assert all(0 < len(piece) <= split.site_batch_samples for piece in steps_of_all)
+    assert len({tuple(samples for samples, _ in order.rounds) for order in found}) == 1, (
+        "all sites have the same rounds"
+    )
+    assert [sum(count for _, count in order.rounds) for order in found] == [order.num_batches for order in found]
+
+
+def test_equal_sites_do_the_inner_steps_that_were_asked_for() -> None:
+    split = RoundSplit(batch_samples=8, inner_steps=4, speeds=(1.0, 1.0))
+    assert [order.rounds for order in orders(split, 64)] == [[(32, 4), (32, 4)]] * 2
+    assert all(len(piece) == 4 for order in orders(split, 64) for piece in order.batches)
+
+
+def test_a_site_that_is_three_times_as_fast_does_three_times_as_many_inner_steps() -> None:
+    split = RoundSplit(batch_samples=8, inner_steps=8, speeds=(3.0, 1.0))
+    assert [order.rounds for order in orders(split, 64)] == [[(64, 12)], [(64, 4)]]
+
+
+def test_one_site_has_the_batches_of_the_epoch() -> None:
+    (order,) = orders(RoundSplit(batch_samples=8, inner_steps=1, speeds=(2.0,)), 20)
+    assert [list(piece) for piece in order.batches] == [
+        list(order.indices[first : first + 8]) for first in range(0, 20, 8)
+    ]
+
+
+def test_the_division_follows_measured_speeds_beyond_noise() -> None:
+    split = RoundSplit(batch_samples=8, inner_steps=4, speeds=(1.0, 1.0))
+    assert split.with_measured((16, 16), (1.0, 1.04)) is split
+    assert split.with_measured((16, 16), (1.0, 3.0)).samples_of_sites(32) == (24, 8)
+    assert split.with_measured((32, 0), (1.0, 1.0)) is split, "a site without samples measured nothing"
+
+
+def test_inner_steps_follow_from_the_share_of_time_computing() -> None:
+    assert sites.inner_steps_for_share(step_s=0.5, exchange_s=1.0, computing_share=0.9) == 18
+    assert sites.inner_steps_for_share(step_s=1.0, exchange_s=1e-9, computing_share=0.94) == 1
+    assert sites.inner_steps_for_share(step_s=1e-3, exchange_s=60.0, computing_share=0.94) == sites.MAX_INNER_STEPS

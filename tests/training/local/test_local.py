@@ -1,0 +1,151 @@
+"""Mode `local` among real processes: exactness, accounts, resuming and refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringweave.errors import TrainingError
+from ringweave.testing.ranks import run_ranks
+from ringweave.training import Local
+from tests.training.local import local_functions
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TWO = [[0, 1], [2]]
+AVERAGING = Local(inner_steps=1, outer_lr=1.0, outer_momentum=0.0, sites=[[0], [1]])
+
+
+def test_one_site_is_bit_identical_to_balanced() -> None:
+    local = Local(inner_steps=1, sites=[[0, 1]])
+    found = run_ranks(local_functions.weights_in_mode, 2, "local", local)
+    assert found == run_ranks(local_functions.weights_in_mode, 2, "balanced", None)
+    assert found[0][1]
+    by_node = run_ranks(local_functions.weights_in_mode, 2, "local", Local(inner_steps=1))
+    assert by_node == found, "without a cluster file, the ranks of one node are one site"
+
+
+def test_an_outer_step_without_momentum_is_the_mean_of_the_sites() -> None:
+    (start, first, after, steps), (_, second, same, _) = run_ranks(local_functions.first_round, 2, AVERAGING)
+    assert after == same
+    assert steps == 1
+    assert sorted(first + second) == list(range(12))
+    expected = [(one + other) / 2 for one, other in zip(*map(local_functions.alone, ([first], [second])), strict=True)]
+    assert after == pytest.approx(expected, abs=1e-15)
+    assert max(abs(one - other) for one, other in zip(start, after, strict=True)) > 1e-3
+
+
+def test_nesterov_as_in_diloco() -> None:
+    settings = Local(inner_steps=1, outer_lr=0.7, outer_momentum=0.9, sites=[[0], [1]])
+    (start, first, after, _), (_, second, _, _) = run_ranks(local_functions.first_round, 2, settings)
+    both = zip(*map(local_functions.alone, ([first], [second])), strict=True)
+    means = [begin - (one + other) / 2 for begin, (one, other) in zip(start, both, strict=True)]
+    expected = [begin - 0.7 * (1 + 0.9) * mean for begin, mean in zip(start, means, strict=True)]
+    assert after == pytest.approx(expected, abs=1e-14)
+
+
+def test_sites_of_unequal_size_are_weighted_by_samples() -> None:
+    """Two ranks and one: the first site has two thirds of the samples, in two inner steps instead of one."""
+    settings = Local(inner_steps=1, outer_lr=1.0, outer_momentum=0.0, sites=TWO)
+    found = run_ranks(local_functions.first_round, 3, settings)
+    pair, _, single = (samples for _, samples, _, _ in found)
+    assert (len(pair), len(single)) == (8, 4)
+    one, other = local_functions.alone([pair[:4], pair[4:]]), local_functions.alone([single])
+    expected = [2 / 3 * each + 1 / 3 * its for each, its in zip(one, other, strict=True)]
+    assert found[0][2] == found[1][2] == found[2][2]
+    assert found[0][2] == pytest.approx(expected, abs=1e-14)
+
+
+def test_a_slow_site_does_fewer_inner_steps_and_no_sample_is_lost() -> None:
+    settings = Local(inner_steps=5, sites=[[0], [1]])
+    (fast, exact, weights), (slow, also, same) = run_ranks(local_functions.unequal_sites, 2, 4, settings)
+    assert all(exact + also)
+    assert weights == same
+    assert sum(fast[1:]) > 1.5 * sum(slow[1:])
+
+
+def test_inner_steps_are_derived_from_measured_times() -> None:
+    """On one machine an exchange takes a few milliseconds beside steps of 10: far fewer than the first 16."""
+    found = run_ranks(local_functions.derived_inner_steps, 2, Local(computing_share=0.5, sites=[[0], [1]]))
+    assert found[0] == found[1], "all ranks derive the same"
+    assert found[0][0] == 16
+    assert 1 <= found[0][-1] < 16
+
+
+@pytest.mark.parametrize("sites", [[[0], [1]], TWO], ids=["two sites of one", "two and one"])
+def test_a_resumed_training_ends_with_the_same_bits(sites: list[list[int]], tmp_path: Path) -> None:
+    """Weights, inner and outer momentum, and counters; the checkpoint is of the middle of an epoch."""
+    settings = Local(inner_steps=3, sites=sites)
+    num_ranks = sum(map(len, sites))
+    args: dict = {"environ": {"OMP_NUM_THREADS": "1"}}
+    whole = run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "a", settings, None, False, **args)
+    run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "b", settings, (1, 7), False, **args)
+    resumed = run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "b", settings, None, True, **args)
+    assert resumed[0]["done"] == 7
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.pop("done") == 0
+        other.pop("done")
+        assert one == other
+    assert whole[0]["train_steps"] == 12
+    assert whole[0]["inner"] != whole[-1]["inner"], "sites have states of their own"
+
+
+def test_a_pass_that_one_site_breaks_off_ends_for_all() -> None:
+    settings = Local(inner_steps=4, sites=[[0], [1]])
+    (few, account, weights), (more, other, same) = run_ranks(local_functions.break_off, 2, settings, (2, 100))
+    assert (few, more) == (2, 4), "the other site ends its round"
+    assert not account
+    assert not other
+    assert weights == same
+
+
+def test_all_sites_begin_with_rank_0s_weights() -> None:
+    found = run_ranks(local_functions.other_first_weights, 3, Local(inner_steps=2, sites=TWO))
+    assert found[0] == found[1] == found[2]
+
+
+def test_sums_and_weights_count_as_means_do() -> None:
+    """In sites of one rank and of equal speed; AdamW would hide a wrong factor, SGD does not."""
+    settings = Local(inner_steps=2, sites=[[0], [1]])
+    for mean, sum_, weighted in run_ranks(local_functions.mean_and_sum, 2, settings):
+        assert sum_ == pytest.approx(mean, abs=1e-12)
+        assert weighted == pytest.approx(mean, abs=1e-12)
+
+
+def test_a_hook_of_the_script_is_refused() -> None:
+    for text in run_ranks(local_functions.hook_refusal, 2, Local(sites=[[0], [1]])):
+        assert text == (
+            "communication hook in rings or sites: 'one', expected none. "
+            "Leave the hook out, or use mode sync or balanced."
+        )
+
+
+def test_refusals() -> None:
+    (text, _) = run_ranks(local_functions.refusal, 2, Local(sites=[[0], [0, 1]]), False)
+    assert text.startswith("sites: [[0], [0, 1]], expected each of the ranks 0 to 1 in exactly one site. Name the ")
+    (text, _) = run_ranks(local_functions.refusal, 2, Local(sites=[[0], [1]]), True)
+    assert text == (
+        "data of mode local: 'a stream', expected a data set with an index. "
+        "Use mode balanced, or a data set with an index."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("inner_steps", 0, "1 or more"),
+        ("computing_share", 1.0, "between 0 and 1"),
+        ("outer_lr", 0.0, "more than 0"),
+        ("outer_momentum", 1.0, "0 to below 1"),
+    ],
+)
+def test_invalid_settings(name: str, value: float, expected: str) -> None:
+    with pytest.raises(TrainingError, match=rf"^{name}: {value}, expected {expected}\. Leave it out "):
+        Local(**{name: value})
+
+
+def test_parameters_of_low_precision_have_precise_outer_ones() -> None:
+    from ringweave.training.outer_steps import _copy_precise
+
+    assert _copy_precise(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
+    assert _copy_precise(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
