@@ -35,6 +35,7 @@ def decide_mode(requested: str, launcher_mode: str | None) -> tuple[str, str]:
         return mode, source if is_asked else "the model is sharded, and its ranks wait for one another in every layer"
     reasons = {
         modes.BALANCED: "the waits for one another in every layer hide how fast each rank is",
+        modes.LOCAL: "each site would need the whole model",
         modes.PS: "each worker alone would need the whole model",
         modes.PS_HRA: "the parameter server needs the whole model",
     }
