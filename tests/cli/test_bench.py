@@ -119,6 +119,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ComparisonReport:
             num_bytes=4,
             num_ranks=2,
             seconds=(1.0,),
+            processor_s=0.5,
             bound_s=None,
             raw_bound_s=None,
             wire_bytes={},

@@ -79,7 +79,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 model = torch.nn.Linear(6, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8)
+loader = DataLoader(TensorDataset(torch.randn(192, 6)), batch_size=8)
 model, optimizer, loader = ringweave.prepare(model, optimizer, loader, mode="sync")
 model.module.register_forward_hook(lambda *_: time.sleep(0.1 if rank == 2 else 0.0))
 for (x,) in loader:

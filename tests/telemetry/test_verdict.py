@@ -42,6 +42,13 @@ def test_a_healthy_run_loses_nothing() -> None:
     assert verdict.find_losses([PREPARED, window(0)]) == [], "one rank waits for nobody"
 
 
+def test_a_few_steps_say_nothing() -> None:
+    events = slow(2, "compute_s", 4.0)
+    for event in events[1:]:
+        event["steps"] = 9
+    assert verdict.find_losses(events) == []
+
+
 @pytest.mark.parametrize(
     ("part", "changes", "cause", "text"),
     [

@@ -16,6 +16,8 @@ MIN_COST = 0.05
 """Fraction of the time from which on a loss is named."""
 MIN_LINK_COST = 0.2
 """The same for the time of transfers, which no run is without."""
+MIN_STEPS = 20
+"""Number of steps from which on there is a verdict; in fewer, starting counts for much."""
 _MIN_WINDOWS = 3
 """Number of windows of a rank from which on its first one, with trials and warm-up, does not count."""
 _HALF = 0.5
@@ -91,6 +93,8 @@ def _align(events: Sequence[Event]) -> list[list[_RankStep]]:
     if not counted:
         return []
     reference = max(counted.values(), key=len)
+    if sum(each["steps"] for each in reference) < MIN_STEPS:
+        return []
     return [
         [_rank_step(min(each, key=lambda other: abs(other["time"] - event["time"]))) for each in counted.values()]
         for event in reference

@@ -40,7 +40,7 @@ def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(
     (saved,) = store.list_checkpoints(run.folder / "checkpoints")
     assert run.stdout.count(f"done {saved.train_step}\n") == 2, "the last one that counts"
     assert f"done {saved.train_step + 1}\n" not in run.stdout
-    assert "DataLoader" not in run.stdout + run.stderr
+    assert "DataLoader worker" not in run.stdout + run.stderr
     assert run.stdout.count("asked to leave") == (2 if handler else 0)
     lines = (run.run_dir / "events.jsonl").read_text().splitlines()
     exits = [event for event in map(json.loads, lines) if event["kind"] == "worker_exited"]
