@@ -208,7 +208,7 @@ def draw_waits(axes: Any, setting: Setting, gloo: Run, ours: Run) -> str:
     axes.legend(handles, TIMES, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
     axes.set(xlabel="milliseconds of a train step", xlim=(0, axes.get_xlim()[1] * 1.25), ylim=(position - 1.3, -0.5))
-    axes.set_title("Who waited: mean train step of each worker (measured)\n\n", loc="left")
+    axes.set_title("Mean train step of each worker, with its waits (measured)\n\n", loc="left")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     return f"Milliseconds of a train step: compute, wait for the slowest, communication. {'; '.join(said)}."
