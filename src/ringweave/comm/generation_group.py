@@ -119,7 +119,6 @@ class GenerationGroups:
         return bool(self.allgather_small(torch.tensor([agrees], dtype=torch.uint8)).all())
 
     # Long with its docstring: the store, both groups and the error share one time limit and one count of aborts.
-    # Long: a quarter is its docstring; one sequence that an abort may end at any place.
     def form_group(
         self,
         store_address: str,

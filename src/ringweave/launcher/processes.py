@@ -298,29 +298,28 @@ class LocalLauncher:
         """
         adopt_orphans()
         self._start_guard()
-        spare_pool = self._open_spares(group)
+        self._open_spares(group)
         for worker in group.workers:
             self._start_worker(worker, group.argv)
         self._output_reader.start()
-        if spare_pool is not None and self._spare_rules is not None and not self._spare_rules.is_elastic:
-            spare_pool.close()
+        if self._spares is not None and self._spare_rules is not None and not self._spare_rules.is_elastic:
+            self._spares.close()
             self._spares = None
 
-    def _open_spares(self, group: WorkerGroup) -> SparePool | None:
-        """Return the pool of spares if there is to be one; a fork server is ready then, or cannot be had."""
+    def _open_spares(self, group: WorkerGroup) -> None:
+        """Open the pool of spares if there is to be one; a fork server is ready then, or cannot be had."""
         rules, program = self._spare_rules, self._spare_program
         if rules is None or program is None:
-            return None
+            return
         has_use = rules.is_elastic or group.world_size > 1
         forks = has_use and spares.gains_from_fork_server(program, self._environ)
         if not forks and not rules.num_spares:
-            return None
+            return
         command = [group.argv[0], *program.command_words()]
         environ = _worker_environ(self._environ, group.workers[0])
         self._spares = SparePool(rules, command, environ, self._start_spare, self._clock)
         if forks:
             self._spares.wait_first()
-        return self._spares
 
     def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         """Start a further worker, or replace an ended one of the same rank, of which every process is killed.

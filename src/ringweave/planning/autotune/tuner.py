@@ -465,6 +465,7 @@ class Autotuner:
             return TuningDecision(num_bytes=report.num_bytes, phases=self._begin_survey())
         return self._decide_next(case)
 
+    # Long: a third is its docstring; one sequence from a survey's measurements to what follows from them.
     def decide_after_survey(
         self,
         num_bytes: int,

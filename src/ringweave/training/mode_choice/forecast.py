@@ -198,8 +198,7 @@ def rings_by_links(reports: Sequence[Mapping[str, Any]]) -> list[tuple[Ring, ...
     return [by_rate, *mode_forecast.rings_by_switch([each["uplinks"] for each in reports])]
 
 
-# Long with its docstring, which has every key of a report.
-# Long: one sequence, from reports to the workload and its forecasts; each part is computed elsewhere.
+# Long: its docstring has every key of a report; one sequence from reports to forecasts, computed elsewhere.
 def forecast_modes(
     reports: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0
 ) -> ModeChoice:
