@@ -325,7 +325,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     ),
     "samples_recomputed": EventKind(
         meaning="A reduction of gradients is committed without the samples of members that were lost before. The other "
-        "members compute these samples in the same train step, whose next reduction has them. Reported twice for one "
+        "members compute these samples in the same train step, whose next reduction has them. With `samples` 0 the "
+        "step restarts: its gradients are discarded, which takes less time than to sum them. Reported twice for one "
         "reduction, with the same members, if the primary may have died before it reported.",
         written_by="worker",
         fields={
