@@ -202,9 +202,10 @@ def test_accumulated_batches_clipping_and_a_schedule_are_those_of_a_run_without_
         assert any(said[2] for said, _ in job.messages(left[0]) if said[0] == "done"), "a step missed samples"
 
 
-def test_a_worker_that_joins_repeats_steps_that_missed_samples() -> None:
+@pytest.mark.parametrize("restarts", [False, True], ids=["missing samples", "whole step"])
+def test_a_worker_that_joins_repeats_steps_that_missed_samples(restarts: bool) -> None:
     faults = {"1.0": (2, "backward")}
-    with ElasticJob(elastic_functions.train_accumulating, 4, 24, faults, 0.1) as job:
+    with ElasticJob(elastic_functions.train_accumulating, 4, 24, faults, 0.1, restarts) as job:
         assert job.outcome("1.0").exit_code == -signal.SIGKILL
         newcomer = job.start_worker(1, 1)
         job.wait_message(newcomer, lambda said: said == ("prepared",))
