@@ -59,8 +59,12 @@ class MeasuredStep:
     """Wall time of the whole step, from the request for its batch to the next one."""
     input_s: float = field(default=0.0, compare=False)
     """Wall time until the batch had arrived."""
+    input_processor_s: float = field(default=0.0, compare=False)
+    """Processor time of this thread until the batch had arrived; the rest of the wall time it waited."""
     compute_s: float = field(default=0.0, compare=False)
     """Wall time of computing after that, without the update."""
+    forward_s: float = field(default=0.0, compare=False)
+    """Wall time of forward passes in it; 0 if they are not timed."""
     exchange_s: float = field(default=0.0, compare=False)
     """Wall time from the last gradient to the update: transfers, and waits for other ranks."""
     update_s: float = field(default=0.0, compare=False)
@@ -171,11 +175,15 @@ class _StepMarks:
     begin: Any
     begun_s: float
     """Host time of its begin, as of the others."""
+    input_begun_s: float = 0.0
+    """Processor time of this thread at its begin."""
+    input_processor_s: float = 0.0
     arrived_s: float | None = None
     ended_s: float = 0.0
     num_samples: int = 0
     ready: Any = None
     end: Any = None
+    forwards: list[TimeSpan] = field(default_factory=list)
     waits: list[TimeSpan] = field(default_factory=list)
     updates: list[TimeSpan] = field(default_factory=list)
 
@@ -188,16 +196,31 @@ class StepTimer:
         self._timeline, self._record = timeline, record
         self._step: _StepMarks | None = None
         self._span_begin: Any = None
+        self._forward_begin: Any = None
         self._ended_steps: deque[_StepMarks] = deque()
 
     def begin_step(self) -> None:
         """Start a step: the loader is asked for the next batch."""
-        self._step = _StepMarks(begin=self._timeline.mark(), begun_s=self._timeline.host_s())
+        self._step = _StepMarks(
+            begin=self._timeline.mark(), begun_s=self._timeline.host_s(), input_begun_s=time.thread_time()
+        )
 
     def record_samples(self, num_samples: int) -> None:
         """Record the samples of the batch that has arrived."""
         if self._step is not None:
             self._step.num_samples, self._step.arrived_s = num_samples, self._timeline.host_s()
+            self._step.input_processor_s = time.thread_time() - self._step.input_begun_s
+
+    def open_forward(self, *_: object) -> None:
+        """Start a forward pass; a hook of modules. Passes of an evaluation, after the gradients, do not count."""
+        is_counted = self._step is not None and self._step.ready is None
+        self._forward_begin = self._timeline.mark() if is_counted else None
+
+    def close_forward(self, *_: object) -> None:
+        """End a forward pass; a hook of modules."""
+        if self._forward_begin is not None and self._step is not None:
+            self._step.forwards.append((self._forward_begin, self._timeline.mark()))
+        self._forward_begin = None
 
     def open_span(self, *_: object) -> None:
         """Start a span that is measured separately; also a hook of modules and optimizers."""
@@ -267,7 +290,9 @@ class StepTimer:
             outside_ratio=self._outside_ratio(step, worked_s, computing_s),
             wall_s=step.ended_s - step.begun_s,
             input_s=input_s,
+            input_processor_s=step.input_processor_s,
             compute_s=max(0.0, computing_s - update_s - input_s),
+            forward_s=sum(map(seconds, step.forwards)),
             exchange_s=max(0.0, seconds((step.ready, step.updates[0][0]))) if step.updates else 0.0,
             update_s=update_s,
             processor_s=0.0 if step.end is None else self._timeline.processor_s((step.begin, step.end)),
@@ -302,5 +327,7 @@ def attach_timer(timer: StepTimer, model: DistributedDataParallel, optimizer: to
     if any(True for _ in model.module.buffers()):
         model.register_forward_pre_hook(timer.open_span)
         model.module.register_forward_pre_hook(timer.close_wait)
+    model.module.register_forward_pre_hook(timer.open_forward)
+    model.module.register_forward_hook(timer.close_forward)
     optimizer.register_step_pre_hook(timer.open_span)
     optimizer.register_step_post_hook(timer.close_update)
