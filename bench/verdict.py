@@ -63,11 +63,11 @@ BY_KERNEL = ("link", "nic", "quota", "memory", "disk")
 CAUSES = (*IN_SCRIPT, *BY_KERNEL)
 HEALTHY = "healthy"
 WANTED, ALLOWED_COST = 0.95, 0.01
-RUN_S, BURST_S, CYCLE_S, WARM_UP_S = 12.0, 1.2, 3.0, 1.5
-INPUT_S, FORWARD_S, BACKWARD_S = 0.002, 0.03, 0.05
+RUN_S, BURST_S, CYCLE_S, WARM_UP_S = 14.0, 1.2, 3.0, 1.5
+INPUT_S, FORWARD_S, BACKWARD_S = 0.002, 0.045, 0.075
 WIDTH = 360
 """Of two layers: half a megabyte of gradients."""
-RECORD_BYTES, DATA_BYTES, PAGES_A_STEP, PAGE_BYTES = 128 * 1024, 16 * 2**20, 400, 4096
+RECORD_BYTES, DATA_BYTES, PAGES_A_STEP, PAGE_BYTES = 64 * 1024, 32 * 2**20, 400, 4096
 GROUPS = Path("/sys/fs/cgroup")
 GROUP = "ringweave-verdict"
 RUN_TIMEOUT_S, _CASE = 120.0, "VERDICT_CASE"
@@ -89,12 +89,12 @@ class Case:
     @property
     def delay_s(self) -> float:
         """Return the seconds that a cause in the script adds to a step while it is on."""
-        return (0.08 if self.is_burst else 0.03) * (1 + self.strength)
+        return (0.12 if self.is_burst else 0.045) * (1 + self.strength)
 
     @property
     def steps(self) -> int:
         """Return the number of steps of a run."""
-        return int(RUN_S / (INPUT_S + FORWARD_S + BACKWARD_S + 0.015 + (0 if self.cause == HEALTHY else 0.04)))
+        return int(RUN_S / (INPUT_S + FORWARD_S + BACKWARD_S + 0.02 + (0 if self.cause == HEALTHY else 0.06)))
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -135,6 +135,7 @@ class Records(Dataset):
 
     def __init__(self, path: Path, delay: Callable[[], float]) -> None:
         self._file, self._delay = os.open(path, os.O_RDONLY), delay
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __len__(self) -> int:
         return 2**20
@@ -142,7 +143,7 @@ class Records(Dataset):
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return [WIDTH] numbers."""
         place = index * RECORD_BYTES % DATA_BYTES
-        os.posix_fadvise(self._file, place, RECORD_BYTES, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)  # a part would leave larger folios
         content = os.pread(self._file, RECORD_BYTES, place)
         time.sleep(INPUT_S + self._delay())
         return torch.frombuffer(bytearray(content[: 4 * WIDTH]), dtype=torch.int32).remainder(7).float()
@@ -288,13 +289,12 @@ class Plant:
                 for link in self._rates:
                     self._place.set_rate(link, (6 - 3 * case.strength) * 1e6)
             case "quota":
-                _write("cpu", "cpu.cfs_quota_us", int(4000 - 2000 * case.strength))
+                _write("cpu", "cpu.cfs_quota_us", int((1500 if case.is_burst else 2200) - 500 * case.strength))
             case "memory":
-                used = int((GROUPS / "memory" / GROUP / "memory.usage_in_bytes").read_text())
-                _write("memory", "memory.limit_in_bytes", used - int(DATA_BYTES * (0.75 + 0.15 * case.strength)))
+                self._limit_memory(int(DATA_BYTES * (0.35 + 0.15 * case.strength)))
             case "disk":
-                rate = int(RECORD_BYTES / (0.045 * (1 + case.strength)))
-                self._limit_reads(rate)
+                # A reader may save up what it does not use between two reads.
+                self._limit_reads(int(RECORD_BYTES / (FORWARD_S + BACKWARD_S + 1.5 * case.delay_s)))
 
     def lift(self) -> None:
         """End, and let all be as before."""
@@ -308,6 +308,14 @@ class Plant:
                 _write("memory", "memory.limit_in_bytes", -1)
             case "disk":
                 self._limit_reads(0)
+
+    def _limit_memory(self, less_bytes: int) -> None:
+        """Take so much from the group, or half as much where the kernel finds no more to give up."""
+        used = int((GROUPS / "memory" / GROUP / "memory.usage_in_bytes").read_text())
+        try:
+            _write("memory", "memory.limit_in_bytes", used - less_bytes)
+        except OSError:
+            _write("memory", "memory.limit_in_bytes", used - less_bytes // 2)
 
     def _limit_reads(self, bytes_per_s: int) -> None:
         """Limit the reads of the group from the disk that has the data; 0 is no limit."""
@@ -412,9 +420,9 @@ def run_all(options: argparse.Namespace, place: Lab, folder: Path) -> list[dict[
     return rows
 
 
-def measure_cost(place: Lab, folder: Path, steps_s: float) -> dict[str, float]:
+def measure_cost(place: Lab, folder: Path) -> dict[str, float]:
     """Return medians of steps with and without recording, in seconds, and what recording costs, as a ratio."""
-    run_case(Case(cause="cost", rank=0, is_burst=False, strength=steps_s), place, folder / "cost")
+    run_case(Case(cause="cost", rank=0, is_burst=False, strength=0.0), place, folder / "cost")
     laps = json.loads((folder / "cost" / "cost.json").read_text())
     medians = {f"{way}_s": statistics.median(each) for way, each in laps.items()}
     return {**medians, "steps": len(laps["on"]) + len(laps["off"]), "cost": medians["on_s"] / medians["off_s"] - 1}
@@ -431,13 +439,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="causes, with commas between them")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cost", action="store_true", help="measure the cost of recording, and nothing else")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     parser.add_argument("--out", type=Path, help="where the JSON document goes")
     options = parser.parse_args()
     place = lab.up(topology.loads(CLUSTER), "verdict", quotas="never")
     try:
-        with tempfile.TemporaryDirectory() as folder, control_groups():
-            rows = [] if options.cost else run_all(options, place, Path(folder))
-            cost = measure_cost(place, Path(folder), 0.0) if options.cost else None
+        with tempfile.TemporaryDirectory() as temporary, control_groups():
+            folder = options.keep or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            rows = [] if options.cost else run_all(options, place, folder)
+            cost = measure_cost(place, folder) if options.cost else None
     finally:
         lab.down(place.name)
     if options.out:

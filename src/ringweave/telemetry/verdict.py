@@ -29,11 +29,13 @@ _ONE_SIDED = 0.75
 _MANY_FAULTS = 1.0
 """Pages read from a disk in a step, beside ten times as many as others read, that count as lack of memory."""
 _PAGE_BYTES = 4096
+_STALLED = 0.3
+"""Fraction of a wait for batches for which a disk has to be waited for; the kernel counts about half of it (measured)."""
 _ONCE = 5
 """Number of windows from which on a loss has to show in two: a single pause of a machine is nothing to mend."""
 _ONCE_PART = 0.9
 """Part of a loss that a single window has if it came once."""
-_SLOW_LINK = 0.5
+_SLOW_LINK = 0.4
 """Part of the usual rate below which a link is slow."""
 _MIN_LINK_BYTES = 2**18
 """Bytes on a link from which on its rate is known."""
@@ -176,6 +178,8 @@ class _SlowWindow:
     """Seconds that a step would be shorter if it were as slow as the next one."""
     balanced_gain_s: float
     """Seconds that shares by speed would save."""
+    paused_s: float
+    """Seconds of the exchange for which a CPU quota stops it, beyond the others: they wait for its messages."""
 
 
 def _slow_ranks(windows: Sequence[Sequence[_RankStep]], mode: str) -> list[Loss]:
@@ -186,8 +190,18 @@ def _slow_ranks(windows: Sequence[Sequence[_RankStep]], mode: str) -> list[Loss]
             slow = _slow_window(window)
             found[slow.slow.rank].append(slow)
     wall_s = sum(max(each.wall_s for each in window) * window[0].steps for window in windows)
-    losses = [_slow_rank_loss(rows, wall_s, mode) for rows in found.values() if not _came_once(rows, len(windows))]
+    losses = [
+        _slow_rank_loss(rows, _stalls(windows, rank), wall_s, mode)
+        for rank, rows in found.items()
+        if not _came_once(rows, len(windows))
+    ]
     return [each for each in losses if each is not None]
+
+
+def _stalls(windows: Sequence[Sequence[_RankStep]], rank: int) -> dict[str, float]:
+    """Return a rank's stalls over all windows: the kernel adds up every two seconds, too late for short windows."""
+    own = [each for window in windows for each in window if each.rank == rank]
+    return {name: sum(each.steps * each.hidden[name] for each in own) for name in ("memory_stall_s", "disk_stall_s")}
 
 
 def _slow_window(window: Sequence[_RankStep]) -> _SlowWindow:
@@ -202,7 +216,14 @@ def _slow_window(window: Sequence[_RankStep]) -> _SlowWindow:
         lost_s=max(0.0, slow.own_s - statistics.fmean(each.own_s for each in window)),
         gain_s=max(0.0, slow.own_s - max(each.own_s for each in others)),
         balanced_gain_s=max(0.0, max(computing) - balanced_s) if balanced_s else 0.0,
+        paused_s=_paused_s(slow, others),
     )
+
+
+def _paused_s(slow: _RankStep, others: Sequence[_RankStep]) -> float:
+    pauses_s = slow.hidden["throttled_s"] - statistics.median(each.hidden["throttled_s"] for each in others)
+    excess_s = max(0.0, slow.own_s - statistics.median(each.own_s for each in others))
+    return min(slow.exchange_s, max(0.0, pauses_s - excess_s))
 
 
 def _came_once(rows: Sequence[_SlowWindow], num_windows: int) -> bool:
@@ -221,24 +242,27 @@ class _Sums:
     beyond: Mapping[str, float]
     """The same beyond those of the others."""
     steps: int
+    paused_s: float
+    """Pauses in exchanges."""
 
     @property
     def excess_s(self) -> float:
         return sum(max(0.0, each) for each in self.excess.values())
 
 
-def _sum_up(rows: Sequence[_SlowWindow]) -> _Sums:
+def _sum_up(rows: Sequence[_SlowWindow], stalls: Mapping[str, float]) -> _Sums:
     return _Sums(
         excess={
             part: sum(row.slow.steps * (row.slow.parts[part] - row.usual[part]) for row in rows)
             for part in rows[0].slow.parts
         },
-        hidden={name: sum(row.slow.steps * row.slow.hidden[name] for row in rows) for name in _HIDDEN},
+        hidden={name: sum(row.slow.steps * row.slow.hidden[name] for row in rows) for name in _HIDDEN} | {**stalls},
         beyond={
             name: sum(row.slow.steps * (row.slow.hidden[name] - row.usual_hidden[name]) for row in rows)
             for name in _HIDDEN
         },
         steps=sum(row.slow.steps for row in rows),
+        paused_s=sum(row.slow.steps * row.paused_s for row in rows),
     )
 
 
@@ -249,8 +273,8 @@ def _find_cause(sums: _Sums) -> tuple[str, str]:
     if part in ("forward", "backward") and sums.excess[part] < _ONE_SIDED * both:
         part = "compute"
     half = _HALF * sums.excess_s
-    if half > 0 and sums.beyond["throttled_s"] >= half:
-        return "quota", part
+    if max(half, sums.paused_s) > 0 and sums.beyond["throttled_s"] >= half:
+        return "quota", part if sums.excess_s > sums.paused_s else "exchange"
     if half > 0 and sums.beyond["collections_s"] >= half:
         return "collections", part
     others_faults = sums.hidden["major_faults"] - sums.beyond["major_faults"]
@@ -264,7 +288,7 @@ def _waits_for_disk(sums: _Sums) -> bool:
     """Return whether the rank waits for batches without computing while a disk is waited for, and reads from one."""
     waited_s = sums.excess["input"] - max(0.0, sums.beyond["input_processor_s"])
     reads = sums.hidden["read_bytes"] >= _PAGE_BYTES * sums.steps
-    return reads and min(waited_s, sums.hidden["disk_stall_s"]) >= _HALF * sums.excess["input"]
+    return reads and min(waited_s, sums.hidden["disk_stall_s"]) >= _STALLED * sums.excess["input"]
 
 
 _PART_TEXTS = {
@@ -291,9 +315,9 @@ _REMEDIES = {
 }
 
 
-def _slow_rank_loss(rows: Sequence[_SlowWindow], wall_s: float, mode: str) -> Loss | None:
-    sums = _sum_up(rows)
-    if sums.excess_s <= 0 or wall_s <= 0:
+def _slow_rank_loss(rows: Sequence[_SlowWindow], stalls: Mapping[str, float], wall_s: float, mode: str) -> Loss | None:
+    sums = _sum_up(rows, stalls)
+    if max(sums.excess_s, sums.paused_s) <= 0 or wall_s <= 0:
         return None
     cause, part = _find_cause(sums)
     slow = rows[0].slow
@@ -301,10 +325,11 @@ def _slow_rank_loss(rows: Sequence[_SlowWindow], wall_s: float, mode: str) -> Lo
     if cause in ("compute", "forward", "backward", "quota") and mode == "sync":
         remedy = "Use --mode balanced, which gives it fewer samples."
         gain_s = sum(row.slow.steps * row.balanced_gain_s for row in rows)
+    paused_s = sums.paused_s if cause == "quota" else 0.0
     return Loss(
         cause=cause,
         rank=slow.rank,
-        cost=sum(row.slow.steps * row.lost_s for row in rows) / wall_s,
+        cost=(sum(row.slow.steps * row.lost_s for row in rows) + paused_s) / wall_s,
         evidence=_slow_rank_evidence(rows, sums, cause, part),
         remedy=remedy,
         gain=gain_s / wall_s,
@@ -314,7 +339,7 @@ def _slow_rank_loss(rows: Sequence[_SlowWindow], wall_s: float, mode: str) -> Lo
 def _slow_rank_evidence(rows: Sequence[_SlowWindow], sums: _Sums, cause: str, part: str) -> str:
     """Return the sentences with numbers: means over the windows in which the rank is the slow one."""
 
-    def mean_ms(own: bool) -> float:
+    def mean_ms(*, own: bool) -> float:
         names = ("forward", "backward") if part == "compute" else (part,)
         return (
             sum(1e3 * row.slow.steps * (row.slow.parts if own else row.usual)[name] for row in rows for name in names)
@@ -326,9 +351,12 @@ def _slow_rank_evidence(rows: Sequence[_SlowWindow], sums: _Sums, cause: str, pa
 
     unit = "a collective" if part == "work" else "a step"
     slow = rows[0].slow
-    text = (
-        f"The others wait for rank {slow.rank} on node {slow.node}: its {_PART_TEXTS[part]} takes "
-        f"{mean_ms(True):.3g} ms {unit}, the others' {mean_ms(False):.3g} ms."
+    text = f"The others wait for rank {slow.rank} on node {slow.node}"
+    if part == "exchange":
+        pauses_ms = per_step("throttled_s") * 1e3
+        return f"{text}: the CPU quota of its control group stops it for {pauses_ms:.3g} ms a step, also in exchanges."
+    text += (
+        f": its {_PART_TEXTS[part]} takes {mean_ms(own=True):.3g} ms {unit}, the others' {mean_ms(own=False):.3g} ms."
     )
     if cause == "quota":
         text += f" {per_step('throttled_s') * 1e3:.3g} ms of it are pauses by the CPU quota of its control group."
@@ -356,7 +384,7 @@ def _losses_of_all(windows: Sequence[Sequence[_RankStep]], events: Sequence[Even
 
     input_cost = cost([min(each.parts.get("input", 0.0) for each in window) for window in windows])
     quota_cost = cost([min(each.hidden["throttled_s"] for each in window) for window in windows])
-    link_cost = cost([min(each.exchange_s for each in window) for window in windows])
+    link_cost = cost([_transfer_s(window) for window in windows])
     found = [
         Loss(
             cause="input",
@@ -375,9 +403,16 @@ def _losses_of_all(windows: Sequence[Sequence[_RankStep]], events: Sequence[Even
         ),
     ]
     if len(windows[0]) > 1:
-        exchange_s = sum(window[0].steps * min(each.exchange_s for each in window) for window in windows)
+        exchange_s = sum(window[0].steps * _transfer_s(window) for window in windows)
         found += _link_losses(link_cost, exchange_s, events)
     return found
+
+
+def _transfer_s(window: Sequence[_RankStep]) -> float:
+    """Return the seconds of transfers in a step: those of the rank that waits least, without its pauses."""
+    slow = min(window, key=lambda each: each.exchange_s)
+    others = [each for each in window if each is not slow]
+    return slow.exchange_s - (_paused_s(slow, others) if others else 0.0)
 
 
 def _link_losses(link_cost: float, exchange_s: float, events: Sequence[Event]) -> list[Loss]:
