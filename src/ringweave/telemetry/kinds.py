@@ -511,7 +511,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "input_processor_s": "processor time of the script's thread in these; the rest it waited",
             "compute_s": "seconds of computing after that, without the update",
             "forward_s": "seconds of forward passes in these; 0 if they are not timed",
-            "exchange_s": "seconds from the last gradient to the update: transfers, and waits for other ranks",
+            "exchange_s": "seconds from the last gradient to the end of the backward pass: transfers, and waits for "
+            "other ranks",
             "update_s": "seconds of the optimizer",
             "processor_s": "processor time of the process; 0 if unknown, as on accelerators",
             "memory_bytes": "resident memory of the process at the end",

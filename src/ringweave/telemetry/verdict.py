@@ -30,13 +30,15 @@ _MANY_FAULTS = 1.0
 """Pages read from a disk in a step, beside ten times as many as others read, that count as lack of memory."""
 _PAGE_BYTES = 4096
 _STALLED = 0.3
-"""Fraction of a wait for batches for which a disk has to be waited for; the kernel counts about half of it (measured)."""
+"""Fraction of a wait for batches for which a disk is waited for; the kernel counts about half of it (measured)."""
 _ONCE = 5
 """Number of windows from which on a loss has to show in two: a single pause of a machine is nothing to mend."""
 _ONCE_PART = 0.9
 """Part of a loss that a single window has if it came once."""
 _SLOW_LINK = 0.4
 """Part of the usual rate below which a link is slow."""
+_SAME_CAUSE = 1.5
+"""Multiple of the slowest rate up to which a link is slow for the same cause; others wait for messages by slow ones."""
 _MIN_LINK_BYTES = 2**18
 """Bytes on a link from which on its rate is known."""
 
@@ -420,7 +422,8 @@ def _link_losses(link_cost: float, exchange_s: float, events: Sequence[Event]) -
     sums = _link_sums(events)
     rates = {pair: each.sent_bytes / each.busy_s for pair, each in sums.items()}
     usual = statistics.quantiles(rates.values(), n=4, method="inclusive")[-1] if len(rates) > 1 else 0.0
-    slow = sorted((pair for pair, rate in rates.items() if rate < _SLOW_LINK * usual), key=lambda pair: rates[pair])
+    limit = min(_SLOW_LINK * usual, _SAME_CAUSE * min(rates.values(), default=0.0))
+    slow = sorted((pair for pair, rate in rates.items() if rate < limit), key=lambda pair: rates[pair])
     if slow and max(sums[pair].busy_s for pair in slow) >= _HALF * exchange_s:
         part = 1 - rates[slow[0]] / usual
         return [_slow_link_loss(slow, rates, usual, part * link_cost)]

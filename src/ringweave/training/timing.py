@@ -66,7 +66,7 @@ class MeasuredStep:
     forward_s: float = field(default=0.0, compare=False)
     """Wall time of forward passes in it; 0 if they are not timed."""
     exchange_s: float = field(default=0.0, compare=False)
-    """Wall time from the last gradient to the update: transfers, and waits for other ranks."""
+    """Wall time from the last gradient to the end of the backward pass: transfers, and waits for other ranks."""
     update_s: float = field(default=0.0, compare=False)
     """Wall time of the optimizer."""
     processor_s: float = field(default=0.0, compare=False)
@@ -182,6 +182,7 @@ class _StepMarks:
     ended_s: float = 0.0
     num_samples: int = 0
     ready: Any = None
+    reduced: Any = None
     end: Any = None
     forwards: list[TimeSpan] = field(default_factory=list)
     waits: list[TimeSpan] = field(default_factory=list)
@@ -250,8 +251,16 @@ class StepTimer:
 
     def gradients_ready(self) -> None:
         """Note that all gradients of a pass are computed; communication follows."""
+        if self._step is None:
+            return
+        self._step.ready, self._step.reduced = self._timeline.mark(), None
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        with contextlib.suppress(RuntimeError):  # outside of a backward pass
+            queue(lambda: queue(self._gradients_reduced))  # twice: after DDP's own, which waits for all buckets
+
+    def _gradients_reduced(self) -> None:
         if self._step is not None:
-            self._step.ready = self._timeline.mark()
+            self._step.reduced = self._timeline.mark()
 
     def end_step(self) -> None:
         """End the step. Without communication, all of it was computing."""
@@ -283,6 +292,7 @@ class StepTimer:
         update_s = sum(map(seconds, step.updates))
         computing_s = seconds(spans[0]) + update_s - sum(map(seconds, step.waits))
         worked_s = sum(map(self._timeline.processor_s, spans))
+        reduced = step.reduced if step.reduced is not None else step.updates[0][0] if step.updates else step.ready
         input_s = 0.0 if step.arrived_s is None else step.arrived_s - step.begun_s
         return MeasuredStep(
             num_samples=step.num_samples,
@@ -293,7 +303,7 @@ class StepTimer:
             input_processor_s=step.input_processor_s,
             compute_s=max(0.0, computing_s - update_s - input_s),
             forward_s=sum(map(seconds, step.forwards)),
-            exchange_s=max(0.0, seconds((step.ready, step.updates[0][0]))) if step.updates else 0.0,
+            exchange_s=max(0.0, seconds((step.ready, reduced))),
             update_s=update_s,
             processor_s=0.0 if step.end is None else self._timeline.processor_s((step.begin, step.end)),
         )
@@ -304,7 +314,8 @@ class StepTimer:
         return max(0.0, self._timeline.processor_s((step.begin, step.end)) / worked_s - 1)
 
     def _has_passed(self, step: _StepMarks) -> bool:
-        return all(map(self._timeline.has_passed, (step.ready, *(end for _, end in step.updates))))
+        marks = (step.ready, *(end for _, end in step.updates))
+        return all(map(self._timeline.has_passed, marks if step.reduced is None else (*marks, step.reduced)))
 
 
 def choose_timeline(model: nn.Module) -> Timeline:
