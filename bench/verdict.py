@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ RUN_S, BURST_S, CYCLE_S, WARM_UP_S = 14.0, 1.2, 3.0, 1.5
 INPUT_S, FORWARD_S, BACKWARD_S = 0.002, 0.045, 0.075
 WIDTH = 360
 """Of two layers: half a megabyte of gradients."""
-RECORD_BYTES, DATA_BYTES, PAGES_A_STEP, PAGE_BYTES = 64 * 1024, 32 * 2**20, 400, 4096
+RECORD_BYTES, DATA_BYTES = 64 * 1024, 16 * 2**20
+TABLE_BYTES, PAGES_A_STEP, PAGE_BYTES = 128 * 2**20, 400, 4096
 GROUPS = Path("/sys/fs/cgroup")
 GROUP = "ringweave-verdict"
 RUN_TIMEOUT_S, _CASE = 120.0, "VERDICT_CASE"
@@ -85,6 +86,8 @@ class Case:
     """From 0 to 1."""
     folder: str = ""
     """Where data of the ranks go."""
+    table: str = ""
+    """File that all ranks map; one that is to be short of memory makes its own, for which its control group pays."""
 
     @property
     def delay_s(self) -> float:
@@ -174,7 +177,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [samples, 1]."""
-        pages = self._random.integers(0, DATA_BYTES // PAGE_BYTES, PAGES_A_STEP)
+        pages = self._random.integers(0, TABLE_BYTES // PAGE_BYTES, PAGES_A_STEP)
         used = float(self._table[pages * PAGE_BYTES].sum()) * 0.0
         time.sleep(FORWARD_S + self._forward())
         return SlowBackward.apply(self.second(torch.tanh(self.first(x))), self._backward) + used
@@ -194,8 +197,11 @@ def work(case: Case) -> None:
         return lambda: case.delay_s if is_meant and case.cause == part and is_on(case, began[0]) else 0.0
 
     path = Path(case.folder) / f"rank-{rank}.bin"
-    make_data(path)
-    table = map_data(make_data(path.with_name(f"rank-{rank}-table.bin")))
+    make_data(path, DATA_BYTES)
+    table_path = Path(case.table)
+    if is_meant and case.cause == "memory":
+        table_path = make_data(path.with_name(f"rank-{rank}-table.bin"), TABLE_BYTES)
+    table = map_data(table_path)
     torch.manual_seed(0)
     model = Model(table, delay_in("forward"), delay_in("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -224,18 +230,18 @@ def is_on(case: Case, began_s: float) -> bool:
     return elapsed_s >= 0 and (not case.is_burst or elapsed_s % CYCLE_S < BURST_S)
 
 
-def make_data(path: Path) -> Path:
-    """Write the data of a rank, which its control group pays for."""
+def make_data(path: Path, num_bytes: int) -> Path:
+    """Write random bytes; the control group of this process pays for the cache."""
     with path.open("wb") as file:
-        file.write(np.random.default_rng(1).bytes(DATA_BYTES))
+        file.write(np.random.default_rng(1).bytes(num_bytes))
         os.fsync(file.fileno())
     return path
 
 
 def map_data(path: Path) -> np.ndarray:
-    """Return the bytes of a file, mapped for random access: the kernel reads no page ahead."""
+    """Return the bytes of a table, mapped for random access: the kernel reads no page ahead."""
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), DATA_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+        mapped = mmap.mmap(file.fileno(), TABLE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
     mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype=np.uint8)
 
@@ -280,6 +286,7 @@ class Plant:
     def __init__(self, case: Case, place: Lab) -> None:
         self._case, self._place = case, place
         self._rates = {link: place.rate(link) for link in case.links}
+        self._memory_limit_bytes = 0
 
     def apply(self) -> None:
         """Begin."""
@@ -291,7 +298,7 @@ class Plant:
             case "quota":
                 _write("cpu", "cpu.cfs_quota_us", int((1500 if case.is_burst else 2200) - 500 * case.strength))
             case "memory":
-                self._limit_memory(int(DATA_BYTES * (0.35 + 0.15 * case.strength)))
+                self._limit_memory(int(TABLE_BYTES * (0.35 + 0.15 * case.strength)))
             case "disk":
                 # A reader may save up what it does not use between two reads.
                 self._limit_reads(int(RECORD_BYTES / (FORWARD_S + BACKWARD_S + 1.5 * case.delay_s)))
@@ -310,12 +317,15 @@ class Plant:
                 self._limit_reads(0)
 
     def _limit_memory(self, less_bytes: int) -> None:
-        """Take so much from the group, or half as much where the kernel finds no more to give up."""
-        used = int((GROUPS / "memory" / GROUP / "memory.usage_in_bytes").read_text())
+        """Take so much from what the group uses at first, or half as much where the kernel finds no more to give up."""
+        if not self._memory_limit_bytes:
+            used = (GROUPS / "memory" / GROUP / "memory.usage_in_bytes").read_text()
+            self._memory_limit_bytes = int(used) - less_bytes
         try:
-            _write("memory", "memory.limit_in_bytes", used - less_bytes)
+            _write("memory", "memory.limit_in_bytes", self._memory_limit_bytes)
         except OSError:
-            _write("memory", "memory.limit_in_bytes", used - less_bytes // 2)
+            self._memory_limit_bytes += less_bytes // 2
+            _write("memory", "memory.limit_in_bytes", self._memory_limit_bytes)
 
     def _limit_reads(self, bytes_per_s: int) -> None:
         """Limit the reads of the group from the disk that has the data; 0 is no limit."""
@@ -358,14 +368,14 @@ def control_groups() -> Iterator[None]:
                 folder.rmdir()
 
 
-def run_case(case: Case, place: Lab, folder: Path) -> tuple[list[Any], list[telemetry.Event]]:
-    """Run one case; return its losses and events.
+def run_case(case: Case, place: Lab, folder: Path) -> list[verdict.Loss]:
+    """Run one case; return its losses.
 
     Raises:
         SystemExit: The run failed; its output is shown.
     """
     folder.mkdir()
-    case = Case(**{**asdict(case), "folder": str(folder)})
+    case = replace(case, folder=str(folder), table=str(folder.with_name("table.bin")))
     run_dir, is_over = folder / "run", threading.Event()
     plant = threading.Thread(target=Plant(case, place).run, args=(run_dir / "events.jsonl", is_over))
     if case.cause in BY_KERNEL:
@@ -389,8 +399,7 @@ def run_case(case: Case, place: Lab, folder: Path) -> tuple[list[Any], list[tele
         raise SystemExit(f"{case.text()}: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
     for path in folder.glob("rank-*.bin"):
         path.unlink()
-    events = telemetry.read_last_attempt(run_dir / "events.jsonl")
-    return verdict.find_losses(events), events
+    return verdict.find_losses(telemetry.read_last_attempt(run_dir / "events.jsonl"))
 
 
 def is_right(case: Case, losses: Sequence[verdict.Loss]) -> bool:
@@ -412,7 +421,7 @@ def run_all(options: argparse.Namespace, place: Lab, folder: Path) -> list[dict[
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(draw_cases(options)):
         begun_s = time.monotonic()
-        losses, _ = run_case(case, place, folder / str(number))
+        losses = run_case(case, place, folder / str(number))
         row = {"case": asdict(case), "is_right": is_right(case, losses), "losses": [asdict(each) for each in losses]}
         rows.append({**row, "wall_s": round(time.monotonic() - begun_s, 1)})
         first = losses[0].text() if losses else "nothing"
@@ -447,6 +456,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary, control_groups():
             folder = options.keep or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
+            make_data(folder / "table.bin", TABLE_BYTES)
             rows = [] if options.cost else run_all(options, place, folder)
             cost = measure_cost(place, folder) if options.cost else None
     finally:
