@@ -32,7 +32,11 @@ def steps_event(rank: int, node: str, time_s: float, num_steps: int, step_s: flo
     compute_s = 0.8 * step_s if slow else 0.35 * step_s * wave
     event = {"time": time_s, "kind": "steps_measured", "rank": rank, "node": node, "steps": num_steps}
     event |= {"samples": num_steps * 32, "wall_s": num_steps * step_s, "longest_s": 1.7 * step_s}
-    event |= {"input_s": 0.01 * step_s * num_steps, "compute_s": compute_s * num_steps, "update_s": 0.03 * step_s * num_steps}
+    event |= {
+        "input_s": 0.01 * step_s * num_steps,
+        "compute_s": compute_s * num_steps,
+        "update_s": 0.03 * step_s * num_steps,
+    }
     event |= {"exchange_s": (0.95 * step_s - compute_s) * num_steps, "processor_s": 0.7 * num_steps * step_s}
     return event | {"throttled_s": 0.0, "collections_s": 0.0, "major_faults": 0, "memory_bytes": 2.1e9 + 1e7 * rank}
 
@@ -45,7 +49,9 @@ def events(num_ranks: int, num_steps: int, *, step_s: float = 0.1, per_node: int
     def event(kind: str, time_s: float = 0.0, **fields: Any) -> dict[str, Any]:
         return {"time": BEGIN_S + time_s, "kind": kind, **fields}
 
-    yield event("run_started", format=EVENTS_FORMAT, attempt=1, command=["t.py"], cluster="two-racks", world_size=num_ranks)
+    yield event(
+        "run_started", format=EVENTS_FORMAT, attempt=1, command=["t.py"], cluster="two-racks", world_size=num_ranks
+    )
     for rank in range(num_ranks):
         yield event("worker_started", 0.1, rank=rank, node=nodes[rank], local_rank=rank % per_node, pid=1000 + rank)
     members = list(range(num_ranks))
@@ -58,7 +64,14 @@ def events(num_ranks: int, num_steps: int, *, step_s: float = 0.1, per_node: int
     measured = {"rank": 0, "group": "world", "version": 1, "collective": "allreduce", "num_segments": 4, "lag": 1}
     measured |= {"window": 2, "ahead": None, "rounds": 20}
     for name, size, seconds in (("multi-level", 25_000_000, 4.4), ("ring", 1_000_000, 0.31)):
-        agreed = {"rank": 0, "group": "world", "collective": "allreduce", "schedule": name, "digest": "00", "bytes": size}
+        agreed = {
+            "rank": 0,
+            "group": "world",
+            "collective": "allreduce",
+            "schedule": name,
+            "digest": "00",
+            "bytes": size,
+        }
         yield event("schedule_agreed", 4.0, **agreed)
         times = {"predicted_s": seconds * 0.93, "measured_s": seconds}
         yield event("schedule_measured", 30.0, **measured, schedule=name, bytes=size, **times)
@@ -98,7 +111,9 @@ def write_run(folder: Path, num_ranks: int, num_steps: int, *, outcome: str = "r
     (folder / "run.json").write_text(json.dumps(record))
     for rank in range(num_ranks):
         lines = [f"step {number}: loss {4 / number:.3f}" for number in range(1, 41)]
-        (folder / "logs" / f"rank-{rank}.log").write_text("\n".join([*lines, f"rank {rank} {HOSTILE}", "0 %\r50 %\r100 %", ""]))
+        (folder / "logs" / f"rank-{rank}.log").write_text(
+            "\n".join([*lines, f"rank {rank} {HOSTILE}", "0 %\r50 %\r100 %", ""])
+        )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Aggregates of a run of any length, in memory that does not grow with it: buckets of time whose width doubles; pure."""
+"""Aggregates of a run of any length, in memory that does not grow with it: buckets whose width doubles; pure."""
 
 import math
 from collections import deque

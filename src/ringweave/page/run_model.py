@@ -34,8 +34,17 @@ MAX_TEXT = 400
 MAX_COLLECTIVES = 40
 """Rows of predicted beside measured collectives."""
 MEASUREMENTS = frozenset(
-    ("collectives", "iterations_done", "params_counted", "pipeline_measured", "schedule_measured", "steps_measured")
-    + ("outer_step", "traffic_measured", "train_step_done")
+    {
+        "collectives",
+        "iterations_done",
+        "outer_step",
+        "params_counted",
+        "pipeline_measured",
+        "schedule_measured",
+        "steps_measured",
+        "traffic_measured",
+        "train_step_done",
+    }
 )
 """Kinds that are drawn, and not listed."""
 _BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -46,8 +55,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u206
 def show_text(text: str, limit: int = MAX_TEXT) -> str:
     """Return a text as it can be shown: of limited length, and what a terminal or a browser would obey is visible.
 
-    Control characters are replaced by their pictures, and characters that turn the direction of a line by their
-    numbers. Of a line that a program has written over and over, the last state is left.
+    Control characters, and those that turn the direction of a line, are replaced by their numbers.
+    Of a line that a program has written over and over, the last state is left.
     """
     before, _, last = text.rstrip("\r").rpartition("\r")
     shown = _CONTROL.sub(_visible, f"\u2026{last}" if before and last else text)
@@ -58,13 +67,24 @@ def _visible(match: re.Match[str]) -> str:
     code = ord(match.group())
     if code == ord("\t"):
         return "    "
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"\u27e8U+{code:04X}\u27e9"
+    return f"\\x{code:02x}" if code < 0x100 else f"\u27e8U+{code:04X}\u27e9"
 
 
 def event_text(event: Event) -> str:
-    """Return the fields of an event as a line."""
-    fields = {key: value for key, value in event.items() if key not in ("time", "kind")}
-    return ", ".join(f"{key} {value}" for key, value in fields.items())
+    """Return the fields of an event as a line; those that say nothing are left out."""
+    fields = {key: value for key, value in event.items() if key not in ("time", "kind") and value not in (None, "", [])}
+    return ", ".join(f"{key} {_value_text(value)}" for key, value in fields.items())
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value_text(each)}" for key, each in list(value.items())[:12]) + "}"
+    if isinstance(value, list):
+        more = f" and {len(value) - 12} more" if len(value) > 12 else ""
+        return " ".join(map(_value_text, value[:12])) + more
+    return str(value)
 
 
 class RunModel:
@@ -186,7 +206,7 @@ class RunModel:
         """
         last_s = None if is_over else RECENT_S
         sections = {
-            "verdict": self._verdict(),
+            "verdict": self._verdict(is_over=is_over),
             "progress": self._progress_section(is_over=is_over),
             "loss": self._loss.document() if self._loss and "iterations_done" in self._last else None,
             "steps": self._grid.document(self._groups()) if self._grid else None,
@@ -203,23 +223,26 @@ class RunModel:
             "events": self._event_rows(),
             "counts": {"events": self._num_events, "broken": self._num_broken},
         }
-        return sections | {"left_out": self._left_out(sections)}
+        return sections | {"left_out": self._left_out(sections, is_over=is_over)}
 
-    def _verdict(self) -> Document:
+    def _verdict(self, *, is_over: bool) -> Document:
         if self._losses[0] != self._num_windows:
             events = sorted([*self._windows.events(), *self._events], key=lambda event: event["time"])
             self._losses = (self._num_windows, verdict.find_losses(events))
         least = verdict.MIN_STEPS
+        measured = sum(event["steps"] for event in self._windows.events())
         if "training_prepared" not in self._last:
             silence = "No verdict: only scripts with ringweave.prepare measure their steps."
-        elif not self._num_windows:
-            silence = f"No verdict yet: steps are reported every ten seconds, and it takes {least} of them."
+        elif measured < least:
+            silence = (
+                f"No verdict{'' if is_over else ' yet'}: {measured} steps are reported, and it takes {least} of them."
+            )
         else:
             silence = f"Nothing stands out: no cause takes {verdict.MIN_COST:.0%} of the time or more (measured)."
         rows = [
             {"cause": each.cause, "rank": each.rank, "cost": each.cost, "text": each.text()} for each in self._losses[1]
         ]
-        return {"losses": rows, "silence": silence}
+        return {"losses": rows, "silence": silence, "is_known": measured >= least}
 
     def _progress_section(self, *, is_over: bool) -> Document:
         reported = self._last.get("iterations_done")
@@ -310,10 +333,10 @@ class RunModel:
         if cluster is not None:
             described = {link.name: link.bandwidth_bytes_per_s for link in cluster.links()}
             rates = {name: rate for name, rate in self._rates.items() if name in described}
-            ranks: dict[str, list[str]] = {}
+            ranks: dict[str, list[int]] = {}
             for rank, event in sorted(self._workers.items()):
-                ranks.setdefault(event["node"], []).append(str(rank))
-            notes = {node: f"rank{'s' if len(own) > 1 else ''} {', '.join(own)}" for node, own in ranks.items()}
+                ranks.setdefault(event["node"], []).append(rank)
+            notes = {node: _ranks_text(own) for node, own in ranks.items()}
             root = plan_plot.outline_cluster(cluster, self._binding_links(cluster, rates), notes, rates=rates)
             found["tree"] = _tree_document(root)
         rows = sorted(self._rates.items(), key=lambda row: row[1])
@@ -387,7 +410,8 @@ class RunModel:
         }
         return {"rows": rows, "meanings": meanings}
 
-    def _left_out(self, sections: Mapping[str, Any]) -> list[str]:
+    @staticmethod
+    def _left_out(sections: Mapping[str, Any], *, is_over: bool) -> list[str]:
         """Return sentences about what the run does not record."""
         prepared, progress = sections["training"] is not None, sections["progress"]
         has_memory = any(row["memory_bytes"] for row in sections["ranks"]["rows"])
@@ -395,7 +419,7 @@ class RunModel:
         texts = (
             (sections["loss"] is None, f"Loss: the script does not report it ({reports})."),
             (
-                progress["total"] is None,
+                progress["total"] is None and not is_over,
                 f"Time to go: the script does not say how many train steps there will be ({reports}(total=...)).",
             ),
             (not prepared, "Steps, shares and waits of ranks: only scripts with ringweave.prepare measure them."),
@@ -403,8 +427,8 @@ class RunModel:
             (sections["topology"] is None, "Topology: there is no cluster file, and nothing was probed."),
             (
                 sections["collectives"] is None,
-                "Predicted beside measured collectives: none were timed. Small messages and those on one machine run on "
-                "the native backend.",
+                "Predicted beside measured collectives: none were timed. Small messages, and those on one machine, run "
+                "on the native backend.",
             ),
             (sections["sites"] is None, "Bytes saved: only mode local exchanges less often than at every step."),
         )
@@ -427,6 +451,12 @@ _ADDERS = {
     "traffic_measured": RunModel._add_traffic,
     "generation_begun": RunModel._add_generation,
 }
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _worker_state(worker: Event) -> str:

@@ -41,10 +41,10 @@ class RunSource:
         self._directory = run_directory.find_run_dir(name)
         self._model, self._logs = RunModel(), WorkerOutput()
         self._tails: dict[Path, telemetry.EventTail] = {}
-        self._news: Iterator[tuple[int, Event]] = iter(())
         self._attempt, self._view, self._viewed_s = -1, self._read_view(), clock()
         self._cluster: tuple[int, Cluster | None] = (0, None)
         self._trouble = ""
+        self._news = self._read_news()
 
     def follow_logs(self) -> None:
         """Read the output of workers from now on, in a thread of its own."""
@@ -104,6 +104,7 @@ class RunSource:
             "files",
         )
         return {key: document[key] for key in keys} | {
+            "name": view.name if self._directory is None else self._directory.root.name,
             "state": str(view.state),
             "is_over": view.state.is_end,
             "reason": reason.text if reason else None,

@@ -102,7 +102,7 @@ class TimeChart {
       cursor: {y: false, points: {show: false}, drag: {x: true, y: false}},
       legend: {show: false},
       scales: {y: {range: (plot, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.08 : 1]}, ...this.scales},
-      axes: [{...axis, values: (plot, ticks) => ticks.map(tick => new Date(tick * 1000).toLocaleTimeString("en-GB",
+      axes: [{...axis, size: 30, values: (plot, ticks) => ticks.map(tick => new Date(tick * 1000).toLocaleTimeString("en-GB",
         ticks.length > 1 && ticks[1] - ticks[0] < 60 ? {} : {hour: "2-digit", minute: "2-digit"}))},
       {...axis, size: 62, values: (plot, ticks) => ticks.map(tick => this.show(tick))}],
       hooks: {setCursor: [plot => this.read(plot.cursor.idx)]},

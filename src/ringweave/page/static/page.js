@@ -3,6 +3,7 @@
 
 const PARTS = ["compute", "input", "update", "script", "wait", "communication"];
 const PART_NAMES = {compute: "compute", input: "wait for a batch", update: "update", script: "between steps", wait: "wait for others", communication: "communication"};
+const MAX_ROWS = 300;
 const find = id => document.getElementById(id);
 const run = {};
 const charts = {};
@@ -27,42 +28,17 @@ const draw = {
     const state = find("state");
     state.textContent = head.state;
     state.className = `state ${{Succeeded: "good", Failed: "bad", Stopped: "bad"}[head.state] || (head.is_over ? "bad" : "going")}`;
-    find("since").textContent = head.ended_s ? `for ${showSeconds(head.ended_s - head.created_s)}, until ${new Date(head.ended_s * 1000).toLocaleString("en-GB")}` : `since ${new Date(head.created_s * 1000).toLocaleString("en-GB")}`;
+    find("since").textContent = head.ended_s > head.created_s ? `for ${showSeconds(head.ended_s - head.created_s)}, until ${new Date(head.ended_s * 1000).toLocaleString("en-GB")}` : `since ${new Date(head.created_s * 1000).toLocaleString("en-GB")}`;
     const reason = head.state === "Succeeded" ? null : head.trouble || (head.reason && `${head.reason}. ${head.hint || ""}`);
     find("reason").hidden = !reason;
     find("reason").textContent = reason || "";
+    find("reason").className = head.state === "Stopped" ? "stopped" : "";
     find("facts").textContent = `${head.workers} workers (${head.device}) on ${head.num_nodes} nodes of ${head.platform}, requested by ${head.requester}. ${head.files}`;
-    draw.tiles();
   },
 
   verdict(verdict) {
-    find("verdict").classList.toggle("lossy", verdict.losses.length > 0);
+    find("verdict").className = `verdict ${verdict.losses.length ? "lossy" : verdict.is_known ? "well" : ""}`;
     find("losses").replaceChildren(...verdict.losses.map(loss => element("p", {}, loss.text)), ...verdict.losses.length ? [] : [element("p", {}, verdict.silence)]);
-  },
-
-  progress() { draw.tiles(); },
-  training() { draw.tiles(); },
-
-  tiles() {
-    const {progress, head, training, ranks} = run;
-    if (!progress || !head) return;
-    const tiles = [];
-    const tile = (name, value, note, extra) => tiles.push(element("div", {}, element("dt", {}, name), element("dd", {}, value, note ? element("small", {}, note) : null, extra || null)));
-    if (progress.train_step !== null) tile("Train step", progress.train_step.toLocaleString("en"), progress.total ? `of ${progress.total.toLocaleString("en")}` : null,
-      progress.total ? element("progress", {max: progress.total, value: progress.train_step, "aria-label": "Train steps done"}) : null);
-    const span = head.is_over ? "mean of the run" : "last minute";
-    if (progress.samples_per_s !== null) tile("Samples per second", showNumber(progress.samples_per_s), `measured, ${span}`);
-    if (progress.predicted_left_s !== null) tile("Time to go", showSeconds(progress.predicted_left_s), "predicted by the last minute's pace");
-    if (progress.loss !== null) tile("Loss", showNumber(progress.loss, 4), "measured, last reported");
-    const steps = (ranks ? ranks.rows : []).map(row => row.step).filter(step => step && step.wall_s);
-    if (steps.length) {
-      const part = name => steps.reduce((sum, step) => sum + (step[`${name}_s`] || 0) / step.wall_s, 0) / steps.length;
-      tile("Time computing", `${Math.round(100 * (part("compute") + part("update")))} %`, `measured; ${Math.round(100 * part("wait"))} % wait, ${Math.round(100 * part("communication"))} % communication`);
-    }
-    const alive = (ranks ? ranks.rows : []).filter(row => row.state === "running").length;
-    tile("Workers", head.is_over ? head.workers : `${alive} of ${head.workers}`, head.is_over ? null : "running");
-    if (training) tile("Mode", training.mode, `${training.batch_samples} samples in a step${training.is_exact ? "; each exactly once" : ""}`);
-    find("tiles").replaceChildren(...tiles);
   },
 
   loss(loss) {
@@ -88,14 +64,13 @@ const draw = {
     const sums = steps.times.map(() => 0);
     const stacked = shown.map(name => ({name: PART_NAMES[name], colour: colour(name), values: steps.parts[name],
       top: steps.parts[name].map((value, index) => value === null ? null : (sums[index] += value))}));
-    const extremes = [["fastest rank", "min"], ["slowest rank", "max"]].map(([name, key]) => ({name, colour: colour("text"), values: steps.step_s[key], dash: key === "max" ? [2, 2] : [6, 4]}));
+    const extremes = [["fastest rank", "min"], ["slowest rank", "max"]].map(([name, key]) => ({name, colour: colour(key === "max" ? "alarm" : "text"), values: steps.step_s[key], dash: key === "max" ? [2, 2] : [6, 4]}));
     charts.parts.draw(steps.times, [...stacked.reverse(), ...extremes], "Parts of a mean train step over time, stacked, and the step of the fastest and the slowest rank.");
     drawWaits(find("waits"), steps);
     find("waits-card").hidden = steps.waits.ranks.length < 2;
   },
 
   ranks(ranks) {
-    draw.tiles();
     find("ranks-card").hidden = !ranks.rows.length;
     if (!ranks.rows.length) return;
     const has = key => ranks.rows.some(row => row[key] !== null && row[key] !== undefined);
@@ -158,7 +133,7 @@ const draw = {
       ...line.marks.map(each => [each.time_s, `${each.kind}: ${each.text}`]),
     ].sort((a, b) => a[0] - b[0]).map(([time, text]) => [showClock(time), text])));
     const counts = `${line.num_deaths} deaths of workers (crosses), ${line.generations.length} generations, ${line.marks.length} marked events.`;
-    put("timeline-card", "timeline", drawTimeline(line, run.written_s || Date.now() / 1000), element("p", {class: "note"}, counts), list);
+    put("timeline-card", "timeline", drawTimeline(line, run.written_s || Date.now() / 1000, run.head && run.head.is_over), element("p", {class: "note"}, counts), list);
   },
 
   collectives(rows) {
@@ -213,13 +188,11 @@ const draw = {
     element("p", {class: "note"}, `A train step: ${showSeconds(stages.predicted_s)} simulated, ${showSeconds(stages.measured_s)} measured.${stages.decision ? ` Last search for a better partition: ${stages.decision}.` : ""}`));
   },
 
-  events() { records(); },
   logs(logs) {
     const select = find("rank");
     if (run.ranks && !run.ranks.rows.length && select.options.length === 1) {
       for (const source of logs.sources) if (source.source.startsWith("rank ")) select.append(element("option", {value: source.source.slice(5)}, source.source.slice(5)));
     }
-    records();
   },
 
   left_out(texts) {
@@ -228,19 +201,43 @@ const draw = {
   },
 };
 
+function tiles() {
+  const {progress, head, training, ranks} = run;
+  if (!progress || !head) return;
+  const tiles = [];
+  const tile = (name, value, note, extra) => tiles.push(element("div", {}, element("dt", {}, name), element("dd", {}, value, note ? element("small", {}, note) : null, extra || null)));
+  if (progress.train_step !== null) tile("Train step", progress.train_step.toLocaleString("en"), progress.total ? `of ${progress.total.toLocaleString("en")}` : null,
+    progress.total ? element("progress", {max: progress.total, value: progress.train_step, "aria-label": "Train steps done"}) : null);
+  const span = head.is_over ? "mean of the run" : "last minute";
+  if (progress.samples_per_s !== null) tile("Samples per second", showNumber(progress.samples_per_s), `measured, ${span}`);
+  if (progress.predicted_left_s !== null) tile("Time to go", showSeconds(progress.predicted_left_s), "predicted by the last minute's pace");
+  if (progress.loss !== null) tile("Loss", showNumber(progress.loss, 4), "measured, last reported");
+  const steps = (ranks ? ranks.rows : []).map(row => row.step).filter(step => step && step.wall_s);
+  if (steps.length) {
+    const part = name => steps.reduce((sum, step) => sum + (step[`${name}_s`] || 0) / step.wall_s, 0) / steps.length;
+    tile("Time computing", `${Math.round(100 * (part("compute") + part("update")))} %`, `measured; ${Math.round(100 * part("wait"))} % wait, ${Math.round(100 * part("communication"))} % communication`);
+  }
+  const alive = (ranks ? ranks.rows : []).filter(row => row.state === "running").length;
+  tile("Workers", head.is_over ? head.workers : `${alive} of ${head.workers}`, head.is_over ? null : "running");
+  if (training) tile("Mode", training.mode, `${training.batch_samples} samples in a step${training.is_exact ? "; each exactly once" : ""}`);
+  find("tiles").replaceChildren(...tiles);
+}
+
 /** Events and output side by side, of the chosen rank, with the searched text. */
 function records() {
   const rank = find("rank").value, search = find("search").value.toLowerCase();
   const matches = text => !search || text.toLowerCase().includes(search);
   if (run.events) {
-    const rows = run.events.rows.filter(row => (rank === "" || row.rank === null || row.rank === undefined || String(row.rank) === rank) && matches(`${row.kind} ${row.text}`));
-    lines("events", rows.map(row => element("div", {class: /failed|lost|exited|refused|fault/.test(row.kind) ? "bad" : null}, element("time", {}, showClock(row.time_s)), " ",
+    const found = run.events.rows.filter(row => (rank === "" || row.rank === null || row.rank === undefined || String(row.rank) === rank) && matches(`${row.kind} ${row.text}`));
+    const rows = found.slice(-MAX_ROWS);
+    const isBad = row => /failed|lost|refused|fault_begun|standstill/.test(row.kind) || row.kind.endsWith("exited") && !row.text.includes("exit_code 0");
+    lines("events", rows.map(row => element("div", {class: isBad(row) ? "bad" : null}, element("time", {}, showClock(row.time_s)), " ",
       element("em", {title: run.events.meanings[row.kind]}, row.kind), " ", row.text)), rows.length ? "" : "no events");
-    find("events-count").textContent = `${rows.length} of the newest ${run.events.rows.length}; measurements are in the charts`;
+    find("events-count").textContent = `the newest ${rows.length} of ${found.length}; measurements are in the charts`;
   }
   if (run.logs) {
     const sources = run.logs.sources.filter(source => rank === "" || source.source === `rank ${rank}`);
-    const few = rank === "" ? Math.max(3, Math.floor(200 / Math.max(1, sources.length))) : 1e9;
+    const few = rank === "" ? Math.max(3, Math.floor(200 / Math.max(1, sources.length))) : MAX_ROWS;
     const rows = [];
     for (const source of sources) {
       const found = source.lines.filter(matches), shown = found.slice(-few);
@@ -262,7 +259,10 @@ function lines(id, rows, nothing) {
 function apply(sections) {
   performance.mark("update-begins");
   Object.assign(run, sections);
-  for (const name of Object.keys(sections)) if (draw[name]) draw[name](sections[name]);
+  const names = Object.keys(sections), changed = wanted => wanted.some(name => names.includes(name));
+  for (const name of names) if (draw[name]) draw[name](sections[name]);
+  if (changed(["head", "progress", "training", "ranks"])) tiles();
+  if (changed(["events", "logs"])) records();
   performance.measure("update", "update-begins");
 }
 
