@@ -9,7 +9,7 @@ from ringweave.cli import job_options
 from ringweave.cli.job_options import JOB_ARGUMENT, ON_OPTION
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io
-from ringweave.page import html_report, run_source
+from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
 
 
@@ -43,7 +43,7 @@ def report(place: str | None, path: str, name: str) -> int:
     file_io.check_writable("--html", path)
     source = _open_source(place, name)
     source.read_all()
-    sections = run_source.dump_sections(source.sections() | {"written_s": time.time()})
+    sections = run_model.dump_sections(source.sections() | {"written_s": time.time()})
     file_io.write_output("--html", path, html_report.report_html(sections))
     click.echo(f"ringweave: {name}: {path}, {Path(path).stat().st_size / 1e6:.2f} MB")
     return 0

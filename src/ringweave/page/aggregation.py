@@ -2,19 +2,21 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Event = Mapping[str, Any]
+from ringweave.membership import membership_records
+from ringweave.telemetry import Event
+
 Document = dict[str, Any]
 Floats = npt.NDArray[np.float64]
 
 MAX_BUCKETS = 240
 """Points of a curve; with more, two neighbours become one."""
-FIRST_WIDTH_S = 2.0
+FIRST_WIDTH_S = 0.5
 """Width of a bucket in a short run."""
 SUMMED = ("steps", "samples", "wall_s", "input_s", "compute_s", "exchange_s", "update_s")
 """Fields of `steps_measured` that add up."""
@@ -78,7 +80,6 @@ class StepGrid:
         self._begin_s, self._width_s = begin_s, FIRST_WIDTH_S
         self._rows: dict[int, int] = {}
         self._sums: Floats = np.zeros((0, MAX_BUCKETS, len(SUMMED)))
-        self._longest_s: Floats = np.zeros(MAX_BUCKETS)
         self._end_s: dict[int, float] = {}
 
     def add(self, event: Event) -> None:
@@ -101,7 +102,6 @@ class StepGrid:
         first, last = (max(0, int(moment_s / self._width_s)) for moment_s in (end_s - span_s, end_s))
         overlaps = np.diff(np.clip(edges[first : last + 2], end_s - span_s, end_s)) / span_s
         self._sums[self._rows[rank], first : last + 1] += overlaps[:, None] * values
-        self._longest_s[first : last + 1] = np.maximum(self._longest_s[first : last + 1], float(event["longest_s"]))
         self._end_s[rank] = max(end_s, self._end_s.get(rank, 0.0))
 
     def document(self, groups: Sequence[Sequence[int]] = ()) -> Document | None:
@@ -110,31 +110,29 @@ class StepGrid:
         Args:
             groups: Ranks that exchange gradients among themselves; those of no group are one together.
         """
-        shown = self._num_covered()
-        if not shown:
+        shown = self._shown()
+        if not len(shown):
             return None
-        parts = self._parts(self._sums[:, :shown], groups)
-        wall_s = _per_step(self._sums[:, :shown], "wall_s")
+        sums = self._sums[:, shown.start : shown.stop]
+        parts, wall_s = self._parts(sums, groups), _per_step(sums, "wall_s")
         stepping = np.isfinite(wall_s)
         empty = np.where(stepping.any(axis=0), 0.0, np.nan)
         step_s = [reduce(np.where(stepping, wall_s, fill), 0) + empty for reduce, fill in _REDUCTIONS]
         ranks = sorted(self._rows)
         waits = (parts["wait"] / wall_s)[[self._rows[rank] for rank in ranks]]
         return {
-            "times": [round(self._begin_s + (index + 0.5) * self._width_s, 2) for index in range(shown)],
+            "times": [round(self._begin_s + (index + 0.5) * self._width_s, 2) for index in shown],
             "width_s": self._width_s,
-            "samples_per_s": rounded(self._sums[:, :shown, SUMMED.index("samples")].sum(axis=0) / self._width_s),
+            "samples_per_s": rounded(sums[..., SUMMED.index("samples")].sum(axis=0) / self._width_s),
             "step_s": dict(zip(("min", "mean", "max"), map(rounded, step_s), strict=True)),
-            "longest_s": rounded(np.where(self._longest_s[:shown] > 0, self._longest_s[:shown], np.nan)),
             "parts": {name: rounded(_mean_over_ranks(parts[name])) for name in PARTS},
             "waits": {"ranks": ranks, "rows": [[_hundredth(each) for each in row] for row in waits]},
         }
 
     def ranks(self, last_s: float | None, groups: Sequence[Sequence[int]] = ()) -> dict[int, Document]:
         """Return rank -> mean step of the last so many seconds (None: of all): parts in seconds, steps, samples."""
-        shown = self._num_covered()
-        first = 0 if last_s is None else max(0, shown - math.ceil(last_s / self._width_s))
-        sums = self._sums[:, first:shown].sum(axis=1, keepdims=True)
+        shown = self._shown(last_s)
+        sums = self._sums[:, shown.start : shown.stop].sum(axis=1, keepdims=True)
         parts = self._parts(sums, groups)
         found = {}
         for rank, row in sorted(self._rows.items()):
@@ -143,20 +141,21 @@ class StepGrid:
             found[rank] = mean | counts | {"wall_s": rounded(_per_step(sums, "wall_s")[row])[0]}
         return found
 
-    def samples_per_s(self, last_s: float) -> float | None:
-        """Return the samples per second of all ranks together, over the last so many seconds."""
-        shown = self._num_covered()
-        num = min(shown, math.ceil(last_s / self._width_s))
-        samples = self._sums[:, shown - num : shown, SUMMED.index("samples")].sum()
-        return rounded([samples / (num * self._width_s)])[0] if num else None
+    def samples_per_s(self, last_s: float | None) -> float | None:
+        """Return the samples per second of all ranks together, over the last so many seconds (None: of all)."""
+        shown = self._shown(last_s)
+        samples = self._sums[:, shown.start : shown.stop, SUMMED.index("samples")].sum()
+        return rounded([samples / (len(shown) * self._width_s)])[0] if len(shown) else None
 
-    def _num_covered(self) -> int:
-        """Return the number of buckets that all ranks have reported, but for ranks that have long been silent."""
+    def _shown(self, last_s: float | None = None) -> range:
+        """Return the buckets from the first step on that all ranks have reported, but for those long silent."""
         if not self._end_s:
-            return 0
+            return range(0)
         newest_s = max(self._end_s.values())
         alive_s = [each for each in self._end_s.values() if each >= newest_s - max(30.0, self._width_s)]
-        return min(MAX_BUCKETS, max(1, int(min(alive_s) / self._width_s)))
+        first = int(np.argmax(self._sums[..., SUMMED.index("steps")].any(axis=0)))
+        end = min(MAX_BUCKETS, max(first + 1, int(min(alive_s) / self._width_s)))
+        return range(first if last_s is None else max(first, end - math.ceil(last_s / self._width_s)), end)
 
     def _parts(self, sums: Floats, groups: Sequence[Sequence[int]]) -> dict[str, Floats]:
         """Return part -> seconds of a mean step, by row and bucket; NaN where a rank made no step."""
@@ -165,7 +164,7 @@ class StepGrid:
         communication_s = np.full_like(exchange_s, np.nan)
         grouped = [[self._rows[rank] for rank in group if rank in self._rows] for group in groups]
         rest = sorted(set(self._rows.values()).difference(*grouped))
-        for rows in filter(None, [*grouped, rest]):
+        for rows in [each for each in (*grouped, rest) if each]:
             communication_s[rows] = np.fmin.reduce(exchange_s[rows], axis=0)
         script_s = _per_step(sums, "wall_s") - exchange_s - sum(parts.values())
         waits = {"wait": exchange_s - communication_s, "communication": np.minimum(communication_s, exchange_s)}
@@ -175,8 +174,6 @@ class StepGrid:
         self._width_s *= 2
         half = self._sums.reshape(len(self._sums), MAX_BUCKETS // 2, 2, len(SUMMED)).sum(axis=2)
         self._sums = np.concatenate([half, np.zeros_like(half)], axis=1)
-        longest_s = self._longest_s.reshape(-1, 2).max(axis=1)
-        self._longest_s = np.concatenate([longest_s, np.zeros_like(longest_s)])
 
 
 _REDUCTIONS = (
@@ -240,29 +237,49 @@ def _sum_windows(first: Event, second: Event) -> Event:
     return {**second, **sums, "longest_s": max(first["longest_s"], second["longest_s"])}
 
 
-class Timeline:
-    """Attempts, lives of workers, generations and remarkable events of a run, over time."""
+FAILURES = frozenset(
+    {
+        "checkpoint_failed",
+        "checkpoint_refused",
+        "communication_failed",
+        "fault_begun",
+        "member_lost",
+        "move_failed",
+        "rpc_refused",
+        "server_exited",
+        "standstill",
+        "worker_exited",
+    }
+)
+"""Kinds of events that mean trouble, unless a process has ended as it should."""
+_MARKED = frozenset(
+    {
+        "blocks_moved",
+        "member_returned",
+        "mode_reconsidered",
+        "params_leader_changed",
+        "plan_changed",
+        "shares_changed",
+        "workers_scaled",
+    }
+)
+"""Other kinds that get a mark on the time line."""
+_GOOD_REASONS = (
+    membership_records.REASON_ALL_DONE,
+    membership_records.REASON_ALL_LEFT,
+    membership_records.REASON_FINISHED,
+)
 
-    MARKED = frozenset(
-        (
-            "fault_begun",
-            "member_lost",
-            "member_returned",
-            "standstill",
-            "plan_changed",
-            "shares_changed",
-            "mode_reconsidered",
-            "workers_scaled",
-            "server_exited",
-            "params_leader_changed",
-            "blocks_moved",
-            "move_failed",
-            "checkpoint_failed",
-            "checkpoint_refused",
-            "communication_failed",
-        )
-    )
-    """Kinds that get a mark."""
+
+def is_failure(event: Event) -> bool:
+    """Return whether an event means trouble."""
+    if event["kind"] in ("worker_exited", "server_exited"):
+        return not event["stopped"] and event["exit_code"] != 0
+    return event["kind"] in FAILURES and event.get("reason") not in _GOOD_REASONS
+
+
+class RunTimeline:
+    """Attempts, lives of workers, generations and remarkable events of a run, over time."""
 
     def __init__(self) -> None:
         self._attempts: deque[Document] = deque(maxlen=100)
@@ -286,11 +303,11 @@ class Timeline:
             keys = ("term", "number", "part")
             row = {key: event[key] for key in keys} | {"time_s": time_s, "num_members": len(event["members"])}
             self._generations.append(row)
-        elif kind in self.MARKED:
+        elif kind in _MARKED or is_failure(event):
             self._marks.append({"time_s": time_s, "kind": kind, "text": text})
 
     def _end_life(self, event: Event) -> None:
-        is_death = not event["stopped"] and (event["signal"] is not None or event["exit_code"] != 0)
+        is_death = is_failure(event)
         self._num_deaths += is_death
         how = event["signal"] or f"exit code {event['exit_code']}"
         for life in reversed(self._lives):

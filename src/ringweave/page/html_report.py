@@ -32,7 +32,7 @@ def report_html(sections: Mapping[str, str]) -> str:
     """Return the whole report.
 
     Args:
-        sections: Name -> JSON text without `<`, as of `run_source.dump_sections`.
+        sections: Name -> JSON text without `<`, as of `run_model.dump_sections`.
     """
     data = ",".join(f'"{name}":{text}' for name, text in sections.items())
     page = static_text(PAGE)

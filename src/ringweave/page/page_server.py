@@ -5,12 +5,13 @@ import hmac
 import json
 import secrets
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from ringweave.errors import LaunchError, explain
-from ringweave.page import html_report, run_source
+from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
 
 INTERVAL_S = 1.0
@@ -25,7 +26,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageServer:
@@ -64,7 +64,7 @@ class PageServer:
             await asyncio.sleep(0.0 if has_more else INTERVAL_S)
 
     def _dump(self) -> Mapping[str, str]:
-        return run_source.dump_sections(self._source.sections())
+        return run_model.dump_sections(self._source.sections())
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
         """Stream the sections that have changed, as server-sent events; the first one has all."""
@@ -92,7 +92,7 @@ class PageServer:
             return self._version
 
 
-def _token_check(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _token_check(token: str) -> Middleware:
     """Return the middleware that lets those in who have the token: in the address once, then in a cookie."""
 
     @web.middleware

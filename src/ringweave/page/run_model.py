@@ -4,6 +4,8 @@ A section is None where the run records nothing about it; then `left_out` says w
 name begins with `predicted` or `bound`.
 """
 
+import json
+import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,14 +17,14 @@ from ringweave.launcher import run_dir
 from ringweave.page.aggregation import (
     BucketedSeries,
     Document,
-    Event,
+    RunTimeline,
     StepGrid,
     StepWindows,
-    Timeline,
+    is_failure,
 )
 from ringweave.plots import plan_plot
 from ringweave.plots.plan_plot import OutlineItem
-from ringweave.telemetry import EVENT_KINDS, verdict
+from ringweave.telemetry import EVENT_KINDS, Event, verdict
 from ringweave.topology import Cluster
 
 RECENT_S = 60.0
@@ -87,11 +89,31 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
+def _visible_value(value: Any) -> Any:
+    """Return a JSON value whose texts can be shown, and whose numbers JSON can carry."""
+    if isinstance(value, str):
+        return value if len(value) < 80 and value.isprintable() else show_text(value, 2000)
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    if isinstance(value, Mapping):
+        return {_visible_value(str(key)): _visible_value(each) for key, each in value.items()}
+    return [_visible_value(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def dump_sections(sections: Mapping[str, Any]) -> dict[str, str]:
+    """Return the JSON text of every section.
+
+    All texts in it can be shown as they are; none has a line break, or ends an element of HTML.
+    """
+    texts = {name: json.dumps(_visible_value(value), separators=(",", ":")) for name, value in sections.items()}
+    return {name: text.replace("<", "\\u003c") for name, text in texts.items()}
+
+
 class RunModel:
     """Everything that the page says about a run, but for its state and its logs."""
 
     def __init__(self) -> None:
-        self._timeline = Timeline()
+        self._timeline = RunTimeline()
         self._num_events = self._num_broken = 0
         self.begin_attempt()
 
@@ -125,6 +147,8 @@ class RunModel:
 
     def _add(self, event: Event) -> None:
         kind, time_s = event["kind"], float(event["time"])
+        if not math.isfinite(time_s):
+            raise ValueError("a time that is not finite")
         if self._begin_s is None:
             self._begin_s = time_s
             self._grid, self._loss = StepGrid(time_s), BucketedSeries(time_s)
@@ -259,7 +283,7 @@ class RunModel:
             "train_step": done,
             "total": total,
             "loss": reported["loss"] if reported else None,
-            "samples_per_s": self._grid.samples_per_s(1e9 if is_over else RECENT_S) if self._grid else None,
+            "samples_per_s": self._grid.samples_per_s(None if is_over else RECENT_S) if self._grid else None,
             "predicted_left_s": left_s,
         }
 
@@ -402,6 +426,7 @@ class RunModel:
                 "kind": event["kind"],
                 "rank": event.get("rank"),
                 "text": show_text(event_text(event)),
+                "is_failure": is_failure(event),
             }
             for event in self._events
         ]

@@ -1,11 +1,10 @@
 """Source of a page: reads a job's state, the events of its run directories, and the output of its workers."""
 
-import json
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +78,14 @@ class RunSource:
         return False
 
     def sections(self) -> dict[str, Any]:
-        """Return all sections of the page, as JSON values whose texts can be shown."""
+        """Return all sections of the page, as JSON values."""
         sections = self._model.sections(self._read_cluster(), is_over=self._view.state.is_end)
-        job_events = [
+        job_events: list[Document] = [
             {"time_s": each.time_s, "kind": each.kind, "rank": None, "text": each.text} for each in self._view.events
         ]
         rows = sections["events"]["rows"]
         sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
-        return visible(sections | {"head": self._head(), "logs": self._logs.document()})
+        return sections | {"head": self._head(), "logs": self._logs.document()}
 
     def _head(self) -> Document:
         view, reason = self._view, self._view.reason
@@ -203,20 +202,3 @@ def _last_lines(lines: "deque[str]", budget: int) -> list[str]:
             break
         taken.appendleft(line)
     return list(taken)
-
-
-def visible(value: Any) -> Any:
-    """Return a JSON value whose texts can be shown, and whose numbers JSON can carry."""
-    if isinstance(value, str):
-        return value if len(value) < 80 and value.isprintable() else show_text(value, 2000)
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
-    if isinstance(value, Mapping):
-        return {visible(str(key)): visible(each) for key, each in value.items()}
-    return [visible(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def dump_sections(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Return the JSON text of every section; no text has a line break, or ends an element of HTML."""
-    texts = {name: json.dumps(value, separators=(",", ":")) for name, value in sections.items()}
-    return {name: text.replace("<", "\\u003c") for name, text in texts.items()}

@@ -88,7 +88,8 @@ function drawTimeline(line, nowS, isOver, width = 640) {
     const y = top + lane * ranks.indexOf(life.rank), x0 = Number(x(life.begin_s)), x1 = Number(x(life.end_s ?? end));
     drawing.append(titled(shape("rect", {x: x0, y: y + 1, width: Math.max(1.5, x1 - x0), height: Math.max(3, lane - 2), fill: "var(--communication)"}),
       `rank ${life.rank} on ${life.node}, ${showClock(life.begin_s)} to ${life.end_s ? `${showClock(life.end_s)}: ${life.how}` : "now"}`));
-    if (life.is_death) crosses.push(shape("path", {d: `M${x1 - 3.5} ${y + lane / 2 - 3.5}l7 7m0 -7l-7 7`, stroke: "var(--alarm)", "stroke-width": 2}));
+    if (life.is_death) for (const [stroke, thick] of [["var(--card)", 5], ["var(--alarm)", 2]])
+      crosses.push(shape("path", {d: `M${x1 - 3.5} ${y + lane / 2 - 3.5}l7 7m0 -7l-7 7`, stroke, "stroke-width": thick}));
   }
   drawing.append(...crosses);
   const bottom = top + lane * ranks.length + 16;

@@ -230,8 +230,7 @@ function records() {
   if (run.events) {
     const found = run.events.rows.filter(row => (rank === "" || row.rank === null || row.rank === undefined || String(row.rank) === rank) && matches(`${row.kind} ${row.text}`));
     const rows = found.slice(-MAX_ROWS);
-    const isBad = row => /failed|lost|refused|fault_begun|standstill/.test(row.kind) || row.kind.endsWith("exited") && !row.text.includes("exit_code 0");
-    lines("events", rows.map(row => element("div", {class: isBad(row) ? "bad" : null}, element("time", {}, showClock(row.time_s)), " ",
+    lines("events", rows.map(row => element("div", {class: row.is_failure ? "bad" : null}, element("time", {}, showClock(row.time_s)), " ",
       element("em", {title: run.events.meanings[row.kind]}, row.kind), " ", row.text)), rows.length ? "" : "no events");
     find("events-count").textContent = `the newest ${rows.length} of ${found.length}; measurements are in the charts`;
   }
