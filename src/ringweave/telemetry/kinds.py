@@ -494,6 +494,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         fields={
             "rank": RANK_FIELD,
             "iterations": "train steps done in all, those before a resumed checkpoint included",
+            "total": "train steps that there will be, or null",
             "loss": "of the last one, or null",
         },
     ),
