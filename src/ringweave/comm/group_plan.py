@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -228,13 +228,11 @@ def group_placement(
     own_host = group.own_info.location.host
     num_on_host = sum(member.location.host == own_host for member in group.ranks) if own_host else 1
     processors = min(1.0, least, len(os.sched_getaffinity(0)) / num_on_host)
-    assumptions = Assumptions(cores=least)
-    assumptions = replace(assumptions, coding_bytes_per_s=assumptions.coding_bytes_per_s * processors)
     return GroupPlacement(
         cluster=cluster,
         nodes=tuple(nodes),
         rates=rates,
-        assumptions=assumptions,
+        assumptions=Assumptions(cores=least, processors=processors),
         leader_per_nic=environment.leader_per_nic,
     )
 

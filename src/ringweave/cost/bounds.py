@@ -47,9 +47,13 @@ class Assumptions:
     """CPU time of all its threads for a message, as `sim.HostModel.assumed` has it; it matters under a CPU quota."""
     cores: float = math.inf
     """CPU seconds per second that the rank with the least of them may use."""
-    coding_bytes_per_s: float = 1.5e9
-    """Rate at which a rank encodes or decodes float32 values, in bytes of these, on a free processor: int8 with error
-    feedback takes 0.9 ns a byte, decoding and adding 0.3 ns (measured)."""
+    coding_bytes_per_s: float = 3e9
+    """Rate at which a processor encodes or decodes float32 values, in bytes of these: int8 with error feedback takes
+    0.4 ns a byte, decoding and adding 0.2 ns (measured)."""
+    coding_message_s: float = 25e-6
+    """Further processor time of each message that is encoded or decoded (measured)."""
+    processors: float = 1.0
+    """Processors that a rank has for coding; below 1 where ranks share those of a host."""
     local_piece_bytes: float = 8e6
     """Best piece size in a group on one node: large pieces wake few ranks, small ones need less shared memory."""
 
@@ -87,7 +91,7 @@ class ScheduleDemand:
     latency_s: float
     """Alpha."""
     coding_s_per_byte: float = 0.0
-    """Processor time for coding of the rank that codes most."""
+    """Time of the rank that codes most, for coding alone; 0 in an exact schedule."""
 
     def segments_in_flight(self, num_segments: int, lag: int) -> int:
         """Return the number of segments that are in different rounds at the same time."""
@@ -154,6 +158,7 @@ def schedule_demand(
         inside, coded = total.inside + load.inside, total.coded + load.coded
         total = WaveLoad(total.up + load.up, total.down + load.down, inside, coded)
     busiest_s, busiest = _busiest_part(total, net, assumed)
+    coded_s = assumed.processor_message_s + assumed.coding_message_s if schedule.encoding else 0.0
     return ScheduleDemand(
         num_rounds=len(schedule.rounds),
         num_latencies=num_latencies,
@@ -165,11 +170,11 @@ def schedule_demand(
         num_receives=int(loads.num_chunk_receives.max()),
         streams_meet=loads.streams_meet,
         largest_piece=loads.largest_chunk_units / loads.num_units,
-        message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores),
-        processor_message_s=assumed.processor_message_s,
+        message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores, coded_s / assumed.processors),
+        processor_message_s=max(assumed.processor_message_s, coded_s / assumed.processors),
         local_piece_bytes=assumed.local_piece_bytes,
         latency_s=net.latency_s,
-        coding_s_per_byte=float(total.coded.max()) / loads.num_units / assumed.coding_bytes_per_s,
+        coding_s_per_byte=float(total.coded.max()) / loads.num_units / assumed.coding_bytes_per_s / assumed.processors,
     )
 
 

@@ -70,8 +70,9 @@ def best_pipelining(
     Small pieces that go round the peers keep the streams that meet at a link even; measurements show that this matters
     more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank could send its own
     block or its contributions to all near ranks at once. Sent so, they take the rank's link from pieces that still have
-    a slow uplink to pass; so they are held back. That keeps streams even too. For all collectives but allreduce a
-    second of the rank's processor counts like one of the time: whoever calls them computes on the same processor.
+    a slow uplink to pass; so they are held back. That keeps streams even too. For all collectives but an exact
+    allreduce a second of the rank's processor counts like one of the time: whoever calls them computes on the same
+    processor.
     """
     largest = demand.largest_piece * num_bytes
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
@@ -85,9 +86,11 @@ def best_pipelining(
     else:
         counts = [_clamp_segments(round(largest / demand.local_piece_bytes))]
     times = {count: demand.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
-    counts_processor = kind != "allreduce"
+    is_encoded = demand.coding_s_per_byte > 0
+    counts_processor = kind != "allreduce" or is_encoded
     costs = {count: times[count] + (demand.processor_s(count) if counts_processor else 0.0) for count in counts}
-    as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet or counts_processor else 1)
+    prefers_fine = not is_encoded and (demand.streams_meet or counts_processor)
+    as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if prefers_fine else 1)
     best = max(count for count in counts if costs[count] <= as_good_s)
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
