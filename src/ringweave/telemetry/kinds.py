@@ -472,6 +472,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "window": "receives that were posted ahead",
             "ahead": "rounds by which a send could precede the piece waited for, null for any number",
             "predicted_s": "predicted seconds, null where nothing is predicted",
+            "wire": "wire format of what passed slow links",
             "measured_s": "measured seconds on the first rank, waiting for late ranks included: median of the newest",
             "rounds": "how many were measured",
         },
