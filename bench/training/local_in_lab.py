@@ -226,16 +226,16 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
     return int(per_sample["ddp"] / per_sample["local"] < MIN_BYTES_RATIO)
 
 
-def corpus() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
+def corpus(seed: int = 0) -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     """Return sequences to train on and held-out ones, (inputs, targets)."""
     found = text.load_corpus(MAX_BYTES, torch.device("cpu"))
-    train, held_out = (shuffle(sequences(each)) for each in (found.train, found.held_out))
+    train, held_out = (shuffle(sequences(each), seed) for each in (found.train, found.held_out))
     return TensorDataset(*train), (held_out[0][:HELD_OUT_ROWS], held_out[1][:HELD_OUT_ROWS])
 
 
-def shuffle(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same pairs in another order, always the same: neighbours are from one document."""
-    places = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(0))
+def shuffle(rows: tuple[torch.Tensor, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same pairs in another order, by the seed: neighbours are from one document."""
+    places = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(seed))
     return rows[0][places], rows[1][places]
 
 
@@ -245,9 +245,9 @@ def sequences(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def make(options: argparse.Namespace) -> tuple[GPT, torch.optim.AdamW]:
+def make(options: argparse.Namespace, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
     """Return a model with the same first weights everywhere, and its optimizer."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
 

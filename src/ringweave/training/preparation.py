@@ -36,7 +36,8 @@ from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous, Local, Script
-from ringweave.training.outer_steps import OuterOptimizer, RoundControl, SiteExchange, SiteMembership, SiteSource
+from ringweave.training.outer_optimizer import OuterOptimizer
+from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
 from ringweave.training.rings import server_job, startup_rendezvous
 from ringweave.training.rings.elastic_ring import ElasticRing
@@ -365,7 +366,7 @@ def _prepare_sites(
     meter = meters.find_meter(parallel.module)
     memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
-    outer = OuterOptimizer(parallel.module, exchange, script.local)
+    outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
     source = SiteSource(script.loader, script.spec, reports[0]["seed"], membership)
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
