@@ -27,6 +27,8 @@ MIN_SPLIT_GAIN = 0.05
 """Predicted gain from which a round is divided in another way: speeds are known to a few per cent."""
 MAX_INNER_STEPS = 500
 """Upper limit of derived inner steps: what the authors of DiLoCo (arXiv 2311.08105) have tried."""
+MIN_INNER_STEPS = 8
+"""Lower limit of derived inner steps: fewer gain little loss, and links between sites may be paid by the byte."""
 LINK_SHARE = 0.7
 """Share of a round in which the links may carry an exchange, if inner steps are derived: rates vary meanwhile."""
 
@@ -60,6 +62,15 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     for index, name in enumerate(names):
         found.setdefault(name, []).append(index)
     return tuple(map(tuple, found.values()))
+
+
+def sites_of(named: Sequence[Sequence[int]] | None, ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
+    """Return the sites that the script names, else those that `find_sites` finds.
+
+    Raises:
+        TrainingError: A rank is in none of the sites that the script names, or in two.
+    """
+    return find_sites(ranks) if named is None else check_sites(named, len(ranks))
 
 
 def check_sites(sites: Sequence[Sequence[int]], world_size: int) -> tuple[Site, ...]:
@@ -136,7 +147,7 @@ class RoundSplit:
             math.ceil(exchange_s / (LINK_SHARE * step_s) - 1e-9),
             inner_steps_for_share(step_s, blocked_s, computing_share),
         )
-        wanted = min(MAX_INNER_STEPS, self.fragments * max(1, steps))
+        wanted = min(MAX_INNER_STEPS, max(MIN_INNER_STEPS, self.fragments * steps))
         return (
             self
             if abs(wanted - self.inner_steps) <= min_change * self.inner_steps

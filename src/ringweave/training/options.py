@@ -47,6 +47,11 @@ class Asynchronous:
             raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))
 
 
+ELASTIC_INNER_STEPS = 64
+"""Inner steps of mode local in an elastic job, if none are set: its exchanges are exact, so they are to be rare."""
+ELASTIC_SITES = "in an elastic job sites exchange through a parameter server: means, exact, each site at its own time"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Local:
     """Settings of low-communication training, for mode `local`: Streaming DiLoCo (arXiv 2501.18512)."""
@@ -94,6 +99,10 @@ class Local:
         for name, is_valid, expected, do in rules:
             if not is_valid:
                 raise TrainingError(explain(name, got=getattr(self, name), expected=expected, do=f"Leave it out {do}"))
+
+    def as_asynchronous(self) -> Asynchronous:
+        """Return settings with which sites that come and go exchange through a parameter server, as rings do."""
+        return Asynchronous(local_steps=self.inner_steps or ELASTIC_INNER_STEPS)
 
     @property
     def format(self) -> OuterFormat:

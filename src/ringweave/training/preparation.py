@@ -163,8 +163,10 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
-    modes.check_elastic_mode(mode)
-    has_server, settings = mode in modes.SERVER_MODES, script.settings
+    has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
+    if mode == modes.LOCAL:
+        settings = script.local.as_asynchronous()
+        script, reason = dataclasses.replace(script, settings=settings), f"{reason}; {options.ELASTIC_SITES}"
     if has_server:
         server_job.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
@@ -235,7 +237,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
             )
         return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
     if mode == modes.LOCAL:
-        all_sites = _find_sites(script.local, reports)
+        all_sites = sites.sites_of(script.local.sites, reports)
         if len(all_sites) > 1:
             return _prepare_sites(script, environment, reports, control, recorder, all_sites)
         reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
@@ -325,17 +327,6 @@ def _describe_for_sites(script: Script, environment: WorkerEnvironment, mode: st
         return {"local": ""}
     node = group_info.locate_process(environment, os.environ).node
     return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}
-
-
-def _find_sites(settings: Local, reports: Reports) -> tuple[Site, ...]:
-    """Return the sites that the script names, else those of the cluster file or of the nodes.
-
-    Raises:
-        TrainingError: A rank is in none of the sites that the script names, or in two.
-    """
-    if settings.sites is not None:
-        return sites.check_sites(settings.sites, len(reports))
-    return sites.find_sites(reports)
 
 
 def _prepare_sites(
