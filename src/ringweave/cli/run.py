@@ -228,16 +228,12 @@ def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
 def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
     from ringweave.planning import modes
 
-    if is_elastic:
-        modes.check_elastic_mode(mode, where="--mode")
     if not is_wanted:
         return False
-    if mode not in (
-        *modes.SERVER_MODES,
-        *(() if is_elastic else (modes.AUTO,)),
-    ):  # elastic jobs choose no server themselves
+    may_choose = mode == modes.AUTO and not is_elastic  # elastic jobs choose no server themselves
+    if not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
         do = "Leave --standby out, or say --mode ps-hra"
-        expected = "ps-hra or ps" if is_elastic else "auto, ps-hra or ps"
+        expected = "ps-hra, ps or local" if is_elastic else "auto, ps-hra or ps"
         raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
     return True
 

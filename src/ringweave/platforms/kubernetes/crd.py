@@ -15,7 +15,7 @@ the capacity of the last used node in node order, the smallest node gets max(m, 
 from typing import Any
 
 from ringweave.jobs import request
-from ringweave.jobs.request import MAX_WORKERS, RESERVED_PREFIX, SERVER_MODES, DeletionPolicy, NodeRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, MAX_WORKERS, RESERVED_PREFIX, DeletionPolicy, NodeRequest
 from ringweave.jobs.split import MIN_PER_NODE
 from ringweave.jobs.states import JobState
 from ringweave.platforms.kubernetes import names
@@ -366,7 +366,7 @@ def spec_rules() -> list[ValidationRule]:
 
 
 def _elastic_rules() -> list[ValidationRule]:
-    served = " || ".join(f"self.mode == '{mode}'" for mode in SERVER_MODES)
+    served = " || ".join(f"self.mode == '{mode}'" for mode in ELASTIC_SERVER_MODES)
     most = _max_elastic_min()
     return [
         _make_rule(
