@@ -16,9 +16,20 @@ function table(heads, rows) {
       value instanceof Node && value.tagName === "TD" ? value : cell("td", value, heads[index][1]))))));
 }
 
+/** Replace the content of a box; what was open, focused and scrolled stays so. */
+function replace(box, ...content) {
+  const opened = [...box.querySelectorAll("details")].map(each => each.open), place = [box.scrollLeft, box.scrollTop];
+  const focusable = () => [...box.querySelectorAll("summary, button")];
+  const at = focusable().indexOf(document.activeElement);
+  box.replaceChildren(...content.filter(Boolean));
+  box.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(opened[index]); });
+  box.scrollTo(...place);
+  if (at >= 0 && focusable()[at]) focusable()[at].focus({preventScroll: true});
+}
+
 function put(card, box, ...content) {
   find(card).hidden = false;
-  find(box).replaceChildren(...content.filter(Boolean));
+  replace(find(box), ...content);
 }
 
 const draw = {
@@ -102,7 +113,7 @@ const draw = {
     find("ranks-note").textContent = longest ? `Means of ${ranks.last_s ? "the last minute" : "the whole attempt"}, measured. Communication is the least exchange of any rank that exchanges with it; ` +
       `what a rank has beyond that is its wait for others.${most ? " Share: samples of a batch." : ""}` : "";
     find("ranks").classList.toggle("tall", ranks.rows.length > 24);
-    find("ranks").replaceChildren(table(columns, rows), ...legend ? [legend] : []);
+    replace(find("ranks"), table(columns, rows), legend);
     const select = find("rank"), options = ["", ...ranks.rows.map(row => String(row.rank))];
     if (select.options.length !== options.length) {
       const chosen = select.value;
