@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.telemetry import Event, read_events
+from ringweave.telemetry.run_metrics import RunMetrics
 
 if TYPE_CHECKING:
     from ringweave.schedules import CollectiveKind
@@ -76,7 +77,16 @@ def summarize_events(events: Iterable[Event]) -> dict[str, Any]:
         "plan_versions": list_plan_versions(events),
         "tuned": list_tuned_schedules(events),
         "training": summarize_training(events),
+        "ranks": sum_ranks(events),
     }
+
+
+def sum_ranks(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
+    """Return rank -> sums of its steps and of its traffic to each peer, as the exporters have them."""
+    metrics = RunMetrics()
+    for event in events:
+        metrics.add(event)
+    return metrics.by_rank()
 
 
 def count_collectives(events: Iterable[Event]) -> dict[str, ScheduleCounts]:

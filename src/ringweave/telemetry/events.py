@@ -138,6 +138,50 @@ class EventTail:
             yield event
 
 
+class RunTail:
+    """Reads the events of a whole run as they are added: one file on one machine, or one for each node and attempt.
+
+    Of jobs and runs on hosts, the events of the last round count. Files of a run on hosts are here after its end.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder` is a run directory, or that of a job's files; it need not exist yet."""
+        self._folder, self._round = Path(folder), -1
+        self._tails: dict[Path, EventTail] = {}
+
+    def read_new(self) -> list[Event]:
+        """Return events added since the last call, by their times.
+
+        Raises:
+            UsageError: An attempt has events of another format.
+        """
+        last, paths = find_event_files(self._folder)
+        if last != self._round:
+            self._round, self._tails = last, {}
+        found = [event for path in paths for event in self._tails.setdefault(path, EventTail(path)).read_new()]
+        return sorted(found, key=lambda event: event.get("time", 0.0))
+
+
+def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
+    """Return the last round of a run, 0 without rounds, and its files of events, of all nodes."""
+    folder = Path(folder)
+    patterns = ("*/*/round-*/events.jsonl", "hosts/*/*/*/round-*/events.jsonl")
+    paths = [path for pattern in patterns for path in folder.glob(pattern)]
+    rounds = {path: int(path.parent.name.removeprefix("round-")) for path in paths}
+    last = max(rounds.values(), default=0)
+    if not last:
+        return 0, [folder / "events.jsonl"]
+    return last, sorted(path for path, number in rounds.items() if number == last)
+
+
+def read_run(folder: str | Path) -> list[Event]:
+    """Return the events of the last attempt of a run, or of its last round on all nodes, by their times."""
+    last, paths = find_event_files(folder)
+    if not last:
+        return read_last_attempt(paths[0])
+    return sorted((event for path in paths for event in read_events(path)), key=lambda event: event.get("time", 0.0))
+
+
 def read_last_attempt(path: str | Path) -> list[Event]:
     """Return the events since the last `run_started`: those of the newest attempt in a run directory."""
     events: list[Event] = []

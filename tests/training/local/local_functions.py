@@ -130,7 +130,7 @@ def save_or_resume(folder: Path, settings: Local, stops_in: tuple[int, int] | No
     assert settings.sites is not None
     own_site = next(site for site in settings.sites if dist.get_rank() in site)
     model, optimizer, loader = ringweave.prepare(
-        *make(adam=True), mode="local", local=settings, max_samples=6 // len(own_site)
+        *make(num_samples=96, adam=True), mode="local", local=settings, max_samples=6 // len(own_site)
     )
     checkpoints = ringweave.Checkpoints(folder, keep=100, model=model, optimizer=optimizer, loader=loader)
     done = checkpoints.load() if resumes else checkpoints.clear()
@@ -149,6 +149,7 @@ def save_or_resume(folder: Path, settings: Local, stops_in: tuple[int, int] | No
         "weights": weights_of(model).tolist(),
         "inner": momentum,
         "outer": [each.tolist() for each in loader.state_dict()["outer"]["momentum"]],
+        "unsent": {key: each.tolist() for key, each in loader.state_dict()["outer"]["unsent"].items()},
         "exact": loader.account.is_exact,
     }
 
