@@ -143,7 +143,8 @@ const draw = {
       ...line.lives.filter(each => each.is_death).map(each => [each.end_s, `rank ${each.rank} on ${each.node} died: ${each.how}`]),
       ...line.marks.map(each => [each.time_s, `${each.kind}: ${each.text}`]),
     ].sort((a, b) => a[0] - b[0]).map(([time, text]) => [showClock(time), text])));
-    const counts = `${line.num_deaths} deaths of workers (crosses), ${line.generations.length} generations, ${line.marks.length} marked events.`;
+    const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+    const counts = `${count(line.num_deaths, "death")} of workers (crosses), ${count(line.generations.length, "generation")}, ${count(line.marks.length, "marked event")}.`;
     put("timeline-card", "timeline", drawTimeline(line, run.written_s || Date.now() / 1000, run.head && run.head.is_over), element("p", {class: "note"}, counts), list);
   },
 
