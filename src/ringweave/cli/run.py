@@ -115,7 +115,10 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
             run_dir=given.pop("run_dir"),
             worker_options=WorkerOptions(
                 order=worker_options.parse_rank_order(given.pop("order")),
-                **{key: given.pop(key) for key in ("schedule", "tuning", "leader_per_nic", "replace_backend")},
+                **{
+                    key: given.pop(key)
+                    for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt")
+                },
             ),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
@@ -174,6 +177,12 @@ _RUN_PROGRAM_OPTIONS = (
         metavar="ORDER",
         default="block",
         help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED].",
+    ),
+    click.option(
+        "--encrypt",
+        type=click.Choice(worker_options.ENCRYPT_CHOICES),
+        default="auto",
+        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
     ),
     click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
     click.argument("script"),

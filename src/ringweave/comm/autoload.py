@@ -63,6 +63,8 @@ def _with_store_at_its_address(function: Any) -> Any:
     def create_store(hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
         import torch.distributed as dist
 
+        if WorkerEnvironment.from_environ(os.environ).encrypts:
+            return _create_encrypted_store(function, hostname, port, rank, world_size, timeout, use_libuv)
         is_in_agent = os.environ.get(_AGENT_STORE) == str(True)  # torchrun's own process listens
         listener = None if rank != 0 or is_in_agent else _listen_at(hostname, port)
         if listener is None:
@@ -71,6 +73,29 @@ def _with_store_at_its_address(function: Any) -> Any:
         return dist.TCPStore(hostname, port, is_master=True, master_listen_fd=listener.detach(), **made)
 
     return create_store
+
+
+def _create_encrypted_store(
+    function: Any, hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool
+) -> Any:
+    """Return the store of a run whose nodes talk by TLS: it listens on loopback, behind a door at MASTER_ADDR.
+
+    A store of torchrun's own process stays plain: that process has no certificate.
+    """
+    from ringweave.comm.transport import tunnel
+
+    if os.environ.get(_AGENT_STORE) == str(True):
+        return function(hostname, port, rank, world_size, timeout, use_libuv)
+    ways = tunnel.tunnel_for(WorkerEnvironment.from_environ(os.environ))
+    assert ways is not None, "the run is encrypted"
+    import torch.distributed as dist
+
+    made = {"world_size": world_size, "timeout": timeout, "use_libuv": use_libuv, "multi_tenant": True}
+    if rank != 0:
+        return dist.TCPStore(tunnel.LOOPBACK, ways.open_store_gate(hostname, port), is_master=False, **made)
+    store_port, listener = ways.listen_for_store(hostname, port)
+    own: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return dist.TCPStore(tunnel.LOOPBACK, store_port, is_master=True, **own, **made)
 
 
 def _listen_at(host: str, port: int) -> socket.socket | None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
 
+Encrypt = Literal["auto", "on", "off"]
+ENCRYPT_CHOICES: tuple[Encrypt, ...] = ("auto", "on", "off")
 ORDER_RULE = "block, round-robin, shuffled or shuffled:SEED with a whole number"
 
 
@@ -85,6 +87,12 @@ class WorkerOptions:
     """Plan with one leader per NIC of a node instead of one per node."""
     order: RankOrder = BLOCK_ORDER
     """Order in which the devices get ranks."""
+    encrypt: Encrypt = "auto"
+    """Encrypt what travels between nodes: `on`, `off`, or `auto`: between hosts, not in a lab."""
+
+    def encrypts(self, *, between_hosts: bool) -> bool:
+        """Return whether connections between nodes are encrypted; `between_hosts` if the nodes are hosts."""
+        return self.encrypt == "on" or (self.encrypt == "auto" and between_hosts)
 
     def apply_to(self, environment: WorkerEnvironment) -> WorkerEnvironment:
         """Return a worker's environment with these options."""
@@ -103,6 +111,7 @@ class WorkerOptions:
             "tuning": self.tuning,
             "leader_per_nic": self.leader_per_nic,
             "order": str(self.order),
+            "encrypt": self.encrypt,
         }
 
 

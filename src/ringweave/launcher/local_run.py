@@ -169,12 +169,13 @@ def _create_launcher(
     services: Sequence[ServiceProcesses],
     authority: CertificateAuthority,
 ) -> LocalLauncher:
+    needs_credentials = bool(services) or request.worker_options.encrypts(between_hosts=False)
     return LocalLauncher(
         request.run_dir.worker_log,
         console,
         environ,
         wrap_command=request.node_context.wrap_worker_command,
-        open_credentials=lambda worker: _open_credentials(authority, worker) if services else None,
+        open_credentials=lambda worker: _open_credentials(authority, worker) if needs_credentials else None,
         process_context=ProcessContext(is_unrelated=lambda process: any(process.pid in each.pids for each in services)),
     )
 
@@ -283,6 +284,7 @@ def _build_group(
         mode=request.mode,
         server=server.address if server else None,
         coordinators=coordinators.addresses if coordinators else (),
+        encrypts=options.encrypts(between_hosts=False),
     )
     group = build_worker_group(
         nodes,

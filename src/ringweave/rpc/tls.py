@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import os
 import re
@@ -211,7 +212,19 @@ class Credentials:
             context.load_cert_chain(certificate, key)  # the library reads files only: the key touches no disk
         if is_server:
             context.num_tickets = 0  # a resumed session would outlive its certificate
+        context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # of Python 3.12; the kernel encrypts where it can
         return context
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, as `peer_fingerprint` returns it at the other end."""
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.certificate_pem)).hexdigest()
+
+
+def peer_fingerprint(sock: ssl.SSLSocket | ssl.SSLObject) -> str:
+    """Return the SHA-256 of the certificate that the other end has shown; empty if it has shown none."""
+    certificate = sock.getpeercert(binary_form=True)
+    return hashlib.sha256(certificate).hexdigest() if certificate else ""
 
 
 def _write_memfd(text: str) -> int:

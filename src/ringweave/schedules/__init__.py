@@ -33,6 +33,7 @@ from ringweave.schedules.schedule import (
     Round,
     Schedule,
     SchedulePhase,
+    WireEncoding,
     parse,
     render,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "SchedulePhase",
     "Stripe",
     "Transfer",
+    "WireEncoding",
     "arrange_leaders",
     "binomial_broadcast",
     "binomial_reduce",

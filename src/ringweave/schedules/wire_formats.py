@@ -28,7 +28,7 @@ from ringweave.errors import ScheduleError, explain
 Values = NDArray[np.float32]
 Encoded = NDArray[np.uint8]
 
-_TILE_VALUES = 2**14
+_TILE_VALUES = 2**15
 """Values that are coded at a time: their intermediate columns stay in the caches. A multiple of every block."""
 _MANTISSA_BITS = 23
 _INFINITY_BITS, _MAGNITUDE_BITS = 0x7F800000, 0x7FFFFFFF

@@ -47,6 +47,8 @@ class CollectiveMessage:
     """The tensors on their way through the bridge; None on the CPU."""
     num_blocks: int = 1
     """Equal blocks of the message, of which each is cut into segments."""
+    residual: torch.Tensor | None = None
+    """Errors of earlier encoded messages, on the host, in float32; None where nothing is encoded, or they are lost."""
     program: "Future[CompiledProgram] | None" = None
     """None for the native backend."""
     makes_program: bool = field(default=False, init=False)

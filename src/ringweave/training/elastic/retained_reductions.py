@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringweave.comm import peer_data
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
 
@@ -38,6 +39,8 @@ class ReductionRow:
     """It has joined and contributes zeros to this reduction."""
     is_caught_up: bool = False
     """It has caught up: it waits for this reduction as all others do, and computes what comes next."""
+    restarts_step: bool = False
+    """Its gradients are discarded, as those of all members, which compute the whole step anew."""
     speed: Speed | None = None
 
     @property
@@ -53,7 +56,7 @@ class ReductionRow:
             self.account.num_samples,
             self.account.fingerprint - _HALF,
             self.num_planned,
-            self.is_recovering | self.is_caught_up << 1,
+            self.is_recovering | self.is_caught_up << 1 | self.restarts_step << 5,  # 2 to 4: `OperationHeader`
             *words,
         ]
 
@@ -67,6 +70,7 @@ class ReductionRow:
             num_planned=words[2],
             is_recovering=bool(words[3] & 1),
             is_caught_up=bool(words[3] & 2),
+            restarts_step=bool(words[3] & 32),
             speed=Speed.of_numbers(numbers) if numbers[0] > 0 else None,
         )
 
@@ -118,6 +122,19 @@ class Commit:
     def caught_up(self) -> tuple[str, ...]:
         """Members that have recovered until now, and compute from now on."""
         return tuple(member for member, row in zip(self.members, self.rows, strict=True) if row.is_caught_up)
+
+    @property
+    def restarts_step(self) -> bool:
+        """It has no gradients: the members compute the whole step anew.
+
+        Raises:
+            TrainingError: Some members have reduced their gradients.
+        """
+        restarting = {row.restarts_step for row in self.rows}
+        if len(restarting) > 1:
+            bug = "This is a bug of ringweave, please report it."
+            raise TrainingError(f"reduction {self.number}: some members restart the step, expected all or none. {bug}")
+        return restarting == {True}
 
     @property
     def is_partial(self) -> bool:
@@ -173,10 +190,16 @@ class PartialSums:
     def complete(self, commit: Commit, sums: Sequence[Tensor]) -> int:
         """Add the kept sums to those of this commit, in place; keep the result if the step still misses samples.
 
+        A commit that restarts the step has no sums: they are set to zero, and what was kept stays.
+
         Returns:
             Bits of the parameters that any member has used in the step so far.
         """
         if not commit.num_planned:  # gradients of no batch of the loader
+            return commit.used_bits
+        if commit.restarts_step:
+            for summed in sums:
+                summed.zero_()
             return commit.used_bits
         if self._sums:
             for summed, kept in zip(sums, self._sums, strict=True):

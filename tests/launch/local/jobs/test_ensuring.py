@@ -196,7 +196,7 @@ def test_who_has_given_the_lock_back_leaves_what_another_supervisor_makes(tmp_pa
     request = JobRequest(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu")
     job = new_job(request, requester="ann", counts=(3,), now=0.0)
     origin = JobOrigin(directory=str(tmp_path), script_text="", environ={})
-    LocalJobRegistry(tmp_path / REGISTRY).insert(lambda _: LocalRegistryEntry(id="job-1", job=job, origin=origin))
+    LocalJobRegistry(tmp_path / REGISTRY).insert(LocalRegistryEntry(id="job-1", job=job, origin=origin), lambda _: job)
     group = job_folder.job_folder(tmp_path, "job-1").group(0, 1)
     group.root.mkdir(parents=True)
     assert not supervisor.JobSupervisor(tmp_path, "job-1").is_idle()

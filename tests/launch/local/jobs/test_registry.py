@@ -235,7 +235,7 @@ def test_events_are_kept_once_and_go_with_the_job(tmp_path: Path) -> None:
     registry = LocalJobRegistry(tmp_path / "jobs.sqlite")
     job = new_job(request(), requester="ann", counts=(6,), now=1.0)
     origin = JobOrigin(directory="/", script_text="x", environ={})
-    registry.insert(lambda _: LocalRegistryEntry(id="job-1", job=job, origin=origin))
+    registry.insert(LocalRegistryEntry(id="job-1", job=job, origin=origin), lambda _: job)
     event = records.JobEvent(key="k", kind="Running", text="first")
     changed = replace(job.record, round=2)
     registry.save_record("job-1", changed, [event], 5.0)
