@@ -27,7 +27,7 @@ MIN_SPLIT_GAIN = 0.05
 """Predicted gain from which a round is divided in another way: speeds are known to a few per cent."""
 MAX_INNER_STEPS = 500
 """Upper limit of derived inner steps: what the authors of DiLoCo (arXiv 2311.08105) have tried."""
-MIN_INNER_STEPS = 8
+MIN_INNER_STEPS = 16
 """Lower limit of derived inner steps: fewer gain little loss, and links between sites may be paid by the byte."""
 LINK_SHARE = 0.7
 """Share of a round in which the links may carry an exchange, if inner steps are derived: rates vary meanwhile."""

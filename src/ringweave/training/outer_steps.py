@@ -16,6 +16,7 @@ import statistics
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
@@ -46,6 +47,8 @@ FIRST_INNER_STEPS = 16
 """Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 _MIN_CHANGE = 0.2
 """Relative change from which derived inner steps are changed."""
+_NUM_REMEMBERED = 12
+"""Outer steps whose measurements decide about the next rounds: single ones may be of a step or two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,6 +392,7 @@ class RoundControl:
         self._step_s: list[float] = []
         self._step_began_s = 0.0
         self._is_of_all = False
+        self._recent: deque[Sequence[SiteReport]] = deque(maxlen=_NUM_REMEMBERED)
 
     def begin_inner_step(self) -> None:
         """Begin an inner step: from here on, this site computes."""
@@ -440,11 +444,8 @@ class RoundControl:
         num_steps = -(-int(sum(samples)) // self.split.batch_samples)
         self.num_outer_steps += 1
         self.num_train_steps += num_steps
-        self.split = self.split.with_measured(samples, computing_s)
-        exchange_s, blocked_s = min(each.exchange_s for each in reports), max(each.blocked_s for each in reports)
-        if self._settings.inner_steps is None and exchange_s > 0 and min(computing_s) > 0:
-            share = self._settings.computing_share
-            self.split = self.split.fitted(max(computing_s) / num_steps, exchange_s, blocked_s, share, _MIN_CHANGE)
+        self._recent.append(reports)
+        self._divide_next_rounds()
         measured_s = self.exchange.exchange_s
         if self._is_of_all:
             self.exchange.exchange_s = 0.0
@@ -462,6 +463,21 @@ class RoundControl:
                 next_inner_steps=self.split.inner_steps,
             )
         )
+
+    def _divide_next_rounds(self) -> None:
+        """Divide the next rounds by what all ranks have measured in the last ones."""
+        by_site = list(zip(*self._recent, strict=True))
+        samples = [sum(each.samples for each in site) for site in by_site]
+        computing_s = [sum(each.computing_s for each in site) for site in by_site]
+        self.split = self.split.with_measured(samples, computing_s)
+        exchanges_s = [min(each.exchange_s for each in reports) for reports in self._recent]
+        exchanges_s = [each for each in exchanges_s if each > 0]
+        if self._settings.inner_steps is not None or not exchanges_s or min(computing_s) <= 0:
+            return
+        blocked_s = statistics.median(max(each.blocked_s for each in reports) for reports in self._recent)
+        step_s = max(computing_s) / (sum(samples) / self.split.batch_samples)
+        share = self._settings.computing_share
+        self.split = self.split.fitted(step_s, statistics.median(exchanges_s), blocked_s, share, _MIN_CHANGE)
 
     def state_dict(self) -> dict[str, Any]:
         return {

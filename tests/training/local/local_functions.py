@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave.planning.sites import RoundSplit
-from ringweave.training import Local
+from ringweave.training import Local, outer_steps
 from tests.training.training_functions import weights_of
 
 FEATURES = 6
@@ -116,7 +116,8 @@ def unequal_sites(num_epochs: int, settings: Local) -> tuple[list[int], list[boo
 
 def derived_inner_steps(settings: Local) -> list[int]:
     """Inner steps of each round, as they were decided."""
-    prepared = ringweave.prepare(*make(num_samples=1200), mode="local", local=settings)
+    outer_steps.FIRST_INNER_STEPS = 64
+    prepared = ringweave.prepare(*make(num_samples=3600), mode="local", local=settings)
     rounds = prepared[2].source.membership.rounds
     found = [rounds.split.inner_steps]
     rounds._record = lambda done: found.append(done.next_inner_steps)
