@@ -74,7 +74,7 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
 
 def _close_all(forwarders: "Sequence[Forwarder]") -> None:
     for each in forwarders:
-        each.close()
+        each.close_soon()
 
 
 def _is_one_of_loopback(group: GroupInfo) -> bool:
