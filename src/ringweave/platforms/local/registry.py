@@ -241,7 +241,8 @@ def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> Loc
             record=records.parse_record(record),
         )
         if not len(job.counts) == len(job.request.nodes) == len(job.record.nodes):
-            raise ValueError(f"{len(job.record.nodes)} nodes in its record, {len(job.request.nodes)} in its request")
+            asked, kept = len(job.request.nodes), len(job.record.nodes)
+            raise ValueError(f"{len(job.counts)} counts, {asked} nodes in its request, {kept} in its record")
         return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(origin))
     except (ValueError, JobError) as error:
         problem = f"its record cannot be read: {_mistake(error)}"
