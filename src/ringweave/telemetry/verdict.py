@@ -430,14 +430,20 @@ def _link_losses(link_cost: float, exchange_s: float, events: Sequence[Event]) -
     if slow and rates[slow[0]] < _SLOW_LINK * usual and max(sums[pair].busy_s for pair in slow) >= _BUSY * exchange_s:
         part = 1 - rates[slow[0]] / usual
         return [_slow_link_loss(slow, rates, usual, part * link_cost)]
-    is_idle = bool(sums) and max(each.busy_s for each in sums.values()) < _HALF * exchange_s
-    if link_cost < MIN_LINK_COST or is_idle:  # exchanges may take long for want of processors
+    if link_cost < MIN_LINK_COST or _are_links_idle(events, sums, exchange_s):
         return []
     binding = next((each["binding"] for each in reversed(events) if each["kind"] == "plan_made"), "")
     evidence = f"Transfers of gradients take {link_cost:.0%} of a step on the rank that waits least."
     evidence += f" The plan is bound by: {binding}." if binding else ""
     remedy = "See docs/how-to/slow-links.md for modes that send less."
     return [Loss(cause="link", rank=None, cost=link_cost, evidence=evidence, remedy=remedy)]
+
+
+def _are_links_idle(events: Sequence[Event], sums: Mapping[tuple[int, int], "_LinkSum"], exchange_s: float) -> bool:
+    """Return whether exchanges take long for want of processors: links are idle meanwhile, or there are none."""
+    known = [each for each in events if each["kind"] == "traffic_measured"]
+    busy_s = max((each.busy_s for each in sums.values()), default=0.0)
+    return busy_s < _HALF * exchange_s if sums else bool(known) and not any(each["links"] for each in known)
 
 
 @dataclass(slots=True)
