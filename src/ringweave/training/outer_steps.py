@@ -20,6 +20,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from ringweave.comm import wire_scope
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing, sites
 from ringweave.planning.balancing import SampleAccount
@@ -82,7 +84,8 @@ class SiteExchange:
         Cost: an allreduce among the leaders over the links between sites, and a broadcast inside each site.
         """
         if self._leaders is not None:
-            dist.all_reduce(values, group=self._leaders)
+            with wire_scope.encoded_as(EXACT, None):  # these are no gradients
+                dist.all_reduce(values, group=self._leaders)
         return self._broadcast_in_site(values)
 
     def copy_from_first(self, values: Tensor) -> Tensor:
