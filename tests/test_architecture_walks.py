@@ -11,7 +11,6 @@ in one of five ways; every way but the first is written behind the function's na
 """
 
 import ast
-import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
