@@ -18,12 +18,12 @@ function table(heads, rows) {
 
 /** Replace the content of a box; what was open, focused and scrolled stays so. */
 function replace(box, ...content) {
-  const opened = [...box.querySelectorAll("details")].map(each => each.open), place = [box.scrollLeft, box.scrollTop];
+  const opened = [...box.querySelectorAll("details")].map(each => each.open), isTall = box.classList.contains("tall"), place = isTall ? box.scrollTop : 0;
   const focusable = () => [...box.querySelectorAll("summary, button")];
   const at = focusable().indexOf(document.activeElement);
   box.replaceChildren(...content.filter(Boolean));
   box.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(opened[index]); });
-  box.scrollTo(...place);
+  if (isTall) box.scrollTop = place;
   if (at >= 0 && focusable()[at]) focusable()[at].focus({preventScroll: true});
 }
 
@@ -150,8 +150,8 @@ const draw = {
 
   collectives(rows) {
     if (!rows) return;
-    const heads = [["collective"], ["schedule"], ["size", true], ["bound (predicted)", true], ["predicted", true], ["measured", true], ["measured / predicted", true], ["group"]];
-    put("collectives-card", "collectives", table(heads, rows.map(row => [row.collective, row.schedule, showBytes(row.bytes), showSeconds(row.bound_s), showSeconds(row.predicted_s),
+    const heads = [["collective"], ["schedule"], ["wire format"], ["size", true], ["bound (predicted)", true], ["predicted", true], ["measured", true], ["measured / predicted", true], ["group"]];
+    put("collectives-card", "collectives", table(heads, rows.map(row => [row.collective, row.schedule, row.wire, showBytes(row.bytes), showSeconds(row.bound_s), showSeconds(row.predicted_s),
       showSeconds(row.measured_s), showNumber(row.measured_over_predicted), `${row.group}, plan ${row.version}`])));
     find("collectives").classList.toggle("tall", rows.length > 16);
   },
