@@ -222,7 +222,7 @@ def _version(connection: sqlite3.Connection) -> int:
 def _read_rivals(connection: sqlite3.Connection, request: JobRequest) -> list[Job]:
     """Return the job of that name and, for a request of GPUs, all jobs with GPUs, which common limits count."""
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM jobs WHERE name = ? OR (? AND request LIKE '%\"device\":\"cuda\"%')",
+        f'SELECT {_COLUMNS} FROM jobs WHERE name = ? OR (? AND request LIKE \'%"device":"cuda"%\')',
         (request.name, request.device == "cuda"),
     )
     return [_parse_row(row).job for row in rows]
