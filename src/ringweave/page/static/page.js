@@ -177,7 +177,8 @@ const draw = {
     const content = [table([["site"], ["ranks"], ["inner steps", true], ["computing in a round (measured)", true]], sites.sites.map((site, index) =>
       [index, site.join(", "), sites.inner_steps ? sites.inner_steps[index] : "–", sites.computing_s ? showSeconds(sites.computing_s[index]) : "–"]))];
     if (sites.number) content.push(element("p", {}, `${sites.number} outer exchanges in ${sites.train_steps} train steps: sites exchanged in 1 step of ${showNumber(sites.train_steps / sites.number)}, ` +
-      `${showNumber(100 - 100 * sites.number / sites.train_steps)} % of the exchanges of synchronous training are saved (measured). The last one took ${showSeconds(sites.exchange_s)}, after a wait of ${showSeconds(sites.wait_s)}.`));
+      `${showNumber(100 - 100 * sites.number / sites.train_steps)} % of the exchanges of synchronous training are saved (measured). The last one took ${showSeconds(sites.exchange_s)}, after a wait of ${showSeconds(sites.wait_s)}.` +
+      (sites.sent_bytes ? ` Each site has sent ${showBytes(sites.sent_bytes)} to each other one (measured).` : "")));
     put("groups-card", "groups", ...content);
   },
 
