@@ -28,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringweave.environment import EXACT
 from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.telemetry import Event, read_events
@@ -144,13 +145,13 @@ def list_tuned_schedules(events: Iterable[Event]) -> list[dict[str, Any]]:
     return [{key: event[key] for key in keys} for event in events if event["kind"] == "schedule_tuned"]
 
 
-MEASURED_KEY = ("group", "version", "collective", "schedule", "bytes", "num_segments", "lag", "window")
+MEASURED_KEY = ("group", "version", "collective", "schedule", "wire", "bytes", "num_segments", "lag", "window")
 _MEASURED_VALUES = ("predicted_s", "measured_s", "rounds")
 
 
 def measured_key(event: Event) -> tuple[Any, ...]:
-    """Return the key of a `schedule_measured` event; older logs name no version and no collective."""
-    known = {"version": 1, "collective": "allreduce", **event}
+    """Return the key of a `schedule_measured` event; older logs name no version, collective and wire format."""
+    known = {"version": 1, "collective": "allreduce", "wire": EXACT, **event}
     return tuple(known[name] for name in MEASURED_KEY)
 
 

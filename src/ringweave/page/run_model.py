@@ -411,8 +411,8 @@ class RunModel:
         formed, done = self._last.get("sites_formed"), self._last.get("outer_step")
         if formed is None:
             return None
-        keys = ("number", "train_steps", "inner_steps", "computing_s", "wait_s", "exchange_s")
-        return {"sites": formed["sites"]} | {key: done[key] if done else None for key in keys}
+        keys = ("number", "train_steps", "inner_steps", "computing_s", "wait_s", "exchange_s", "sent_bytes")
+        return {"sites": formed["sites"]} | {key: done.get(key) if done else None for key in keys}
 
     def _stages(self) -> Document | None:
         measured, solved = self._last.get("pipeline_measured"), self._last.get("partition_solved")
@@ -457,7 +457,10 @@ class RunModel:
                 "Predicted beside measured collectives: none were timed. Small messages, and those on one machine, run "
                 "on the native backend.",
             ),
-            (sections["sites"] is None, "Bytes saved: only mode local exchanges less often than at every step."),
+            (
+                sections["sites"] is None,
+                "Bytes saved: counted in mode local alone, which exchanges less often than at every step.",
+            ),
         )
         return [text for is_missing, text in texts if is_missing]
 

@@ -18,12 +18,12 @@ function table(heads, rows) {
 
 /** Replace the content of a box; what was open, focused and scrolled stays so. */
 function replace(box, ...content) {
-  const opened = [...box.querySelectorAll("details")].map(each => each.open), place = [box.scrollLeft, box.scrollTop];
+  const opened = [...box.querySelectorAll("details")].map(each => each.open), isTall = box.classList.contains("tall"), place = isTall ? box.scrollTop : 0;
   const focusable = () => [...box.querySelectorAll("summary, button")];
   const at = focusable().indexOf(document.activeElement);
   box.replaceChildren(...content.filter(Boolean));
   box.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(opened[index]); });
-  box.scrollTo(...place);
+  if (isTall) box.scrollTop = place;
   if (at >= 0 && focusable()[at]) focusable()[at].focus({preventScroll: true});
 }
 
@@ -92,28 +92,17 @@ const draw = {
     if (has("memory_bytes")) columns.push(["memory", true]);
     if (has("memory_limit_bytes")) columns.push(["samples at once (predicted)", true]);
     if (longest) columns.push(["compute", true], ["wait", true], ["communication", true], ["step", true], ["parts of a step (measured)"]);
-    const rows = ranks.rows.map(row => {
-      const choose = element("button", {type: "button", "aria-label": `Show events and output of rank ${row.rank}`}, row.rank);
-      choose.addEventListener("click", () => { find("rank").value = row.rank; records(); find("records-card").scrollIntoView(); });
-      const cells = [element("td", {}, choose), element("td", {}, row.node), element("td", {class: /killed|failed/.test(row.state) ? "bad" : null}, row.state)];
-      const number = value => cells.push(element("td", {class: "number"}, value));
-      if (has("share")) number(row.share === null ? "–" : `${row.share}`);
-      if (has("memory_bytes")) number(row.memory_limit_bytes ? `${showBytes(row.memory_bytes)} of ${showBytes(row.memory_limit_bytes)}` : showBytes(row.memory_bytes));
-      if (has("memory_limit_bytes")) number(row.predicted_samples_at_once ?? "–");
-      if (longest) {
-        const step = row.step || {};
-        for (const name of ["compute", "wait", "communication", "wall"]) number(showSeconds(step[`${name}_s`]));
-        const bar = element("div", {class: "bar", "aria-hidden": "true"}, ...PARTS.filter(name => step[`${name}_s`]).map(name =>
-          element("span", {title: `${PART_NAMES[name]} ${showSeconds(step[`${name}_s`])}`, style: {background: `var(--${name})`, width: `${100 * step[`${name}_s`] / longest}%`}})));
-        cells.push(element("td", {class: "wide"}, bar));
-      }
-      return element("tr", {class: find("rank").value === String(row.rank) ? "chosen" : null}, ...cells);
-    });
-    const legend = longest ? element("ul", {class: "legend"}, ...PARTS.map(name => element("li", {}, element("i", {style: {background: `var(--${name})`}}), PART_NAMES[name]))) : null;
+    const numbers = row => [
+      has("share") ? row.share ?? "–" : null,
+      has("memory_bytes") ? row.memory_limit_bytes ? `${showBytes(row.memory_bytes)} of ${showBytes(row.memory_limit_bytes)}` : showBytes(row.memory_bytes) : null,
+      has("memory_limit_bytes") ? row.predicted_samples_at_once ?? "–" : null,
+      ...longest ? ["compute", "wait", "communication", "wall"].map(name => showSeconds(row.step && row.step[`${name}_s`])) : [],
+    ].filter(value => value !== null);
+    const signature = JSON.stringify([columns, ranks.rows.map(row => [row.rank, row.node])]);
+    if (find("ranks").dataset.signature !== signature) buildRanks(ranks.rows, columns, longest, numbers(ranks.rows[0]).length, signature);
+    [...find("ranks").querySelectorAll("tbody tr")].forEach((line, index) => updateRank(line, ranks.rows[index], numbers(ranks.rows[index]), longest));
     find("ranks-note").textContent = longest ? `Means of ${ranks.last_s ? "the last minute" : "the whole attempt"}, measured. Communication is the least exchange of any rank that exchanges with it; ` +
       `what a rank has beyond that is its wait for others.${most ? " Share: samples of a batch." : ""}` : "";
-    find("ranks").classList.toggle("tall", ranks.rows.length > 24);
-    replace(find("ranks"), table(columns, rows), legend);
     const select = find("rank"), options = ["", ...ranks.rows.map(row => String(row.rank))];
     if (select.options.length !== options.length) {
       const chosen = select.value;
@@ -150,8 +139,8 @@ const draw = {
 
   collectives(rows) {
     if (!rows) return;
-    const heads = [["collective"], ["schedule"], ["size", true], ["bound (predicted)", true], ["predicted", true], ["measured", true], ["measured / predicted", true], ["group"]];
-    put("collectives-card", "collectives", table(heads, rows.map(row => [row.collective, row.schedule, showBytes(row.bytes), showSeconds(row.bound_s), showSeconds(row.predicted_s),
+    const heads = [["collective"], ["schedule"], ["wire format"], ["size", true], ["bound (predicted)", true], ["predicted", true], ["measured", true], ["measured / predicted", true], ["group"]];
+    put("collectives-card", "collectives", table(heads, rows.map(row => [row.collective, row.schedule, row.wire, showBytes(row.bytes), showSeconds(row.bound_s), showSeconds(row.predicted_s),
       showSeconds(row.measured_s), showNumber(row.measured_over_predicted), `${row.group}, plan ${row.version}`])));
     find("collectives").classList.toggle("tall", rows.length > 16);
   },
@@ -188,7 +177,8 @@ const draw = {
     const content = [table([["site"], ["ranks"], ["inner steps", true], ["computing in a round (measured)", true]], sites.sites.map((site, index) =>
       [index, site.join(", "), sites.inner_steps ? sites.inner_steps[index] : "–", sites.computing_s ? showSeconds(sites.computing_s[index]) : "–"]))];
     if (sites.number) content.push(element("p", {}, `${sites.number} outer exchanges in ${sites.train_steps} train steps: sites exchanged in 1 step of ${showNumber(sites.train_steps / sites.number)}, ` +
-      `${showNumber(100 - 100 * sites.number / sites.train_steps)} % of the exchanges of synchronous training are saved (measured). The last one took ${showSeconds(sites.exchange_s)}, after a wait of ${showSeconds(sites.wait_s)}.`));
+      `${showNumber(100 - 100 * sites.number / sites.train_steps)} % of the exchanges of synchronous training are saved (measured). The last one took ${showSeconds(sites.exchange_s)}, after a wait of ${showSeconds(sites.wait_s)}.` +
+      (sites.sent_bytes ? ` Each site has sent ${showBytes(sites.sent_bytes)} to each other one (measured).` : "")));
     put("groups-card", "groups", ...content);
   },
 
@@ -212,6 +202,31 @@ const draw = {
     find("left-out").replaceChildren(...texts.map(text => element("li", {}, text)));
   },
 };
+
+/** Make the table of ranks, whose cells `updateRank` fills: an update of many ranks creates no elements. */
+function buildRanks(rows, columns, hasBars, numNumbers, signature) {
+  const lines = rows.map(row => {
+    const choose = element("button", {type: "button", "aria-label": `Show events and output of rank ${row.rank}`}, row.rank);
+    choose.addEventListener("click", () => { find("rank").value = row.rank; records(); draw.ranks(run.ranks); find("records-card").scrollIntoView(); });
+    const bar = element("div", {class: "bar", "aria-hidden": "true"}, ...PARTS.map(name => element("span", {style: {background: `var(--${name})`}})));
+    return element("tr", {}, element("td", {}, choose), element("td", {}, row.node), element("td"),
+      ...Array.from({length: numNumbers}, () => element("td", {class: "number"})), hasBars ? element("td", {class: "wide"}, bar) : null);
+  });
+  const legend = hasBars ? element("ul", {class: "legend"}, ...PARTS.map(name => element("li", {}, element("i", {style: {background: `var(--${name})`}}), PART_NAMES[name]))) : null;
+  find("ranks").classList.toggle("tall", rows.length > 24);
+  find("ranks").dataset.signature = signature;
+  replace(find("ranks"), table(columns, lines), legend);
+}
+
+function updateRank(line, row, numbers, longest) {
+  const write = (cell, text) => { if (cell.textContent !== String(text)) cell.textContent = text; };
+  line.className = find("rank").value === String(row.rank) ? "chosen" : "";
+  write(line.cells[2], row.state);
+  line.cells[2].className = /killed|failed/.test(row.state) ? "bad" : "";
+  numbers.forEach((text, index) => write(line.cells[3 + index], text));
+  const bar = longest ? line.lastElementChild.firstElementChild : null;
+  if (bar) PARTS.forEach((name, index) => { bar.children[index].style.width = `${100 * ((row.step || {})[`${name}_s`] || 0) / longest}%`; });
+}
 
 function tiles() {
   const {progress, head, training, ranks} = run;
