@@ -12,11 +12,14 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringweave.errors import explain
+
+if TYPE_CHECKING:
+    import asyncio
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _MAX_SOURCES = 1024
@@ -39,6 +42,16 @@ class AcceptLimits:
     """Connections that one address may open at once."""
     connects_per_s: float = 64.0
     """Connections that it may open per second after that; more are closed as soon as they are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A pending connection, by its descriptor."""
+
+    deadline_s: float
+    source: str
+    inode: int
+    """Tells whether the descriptor is still the same connection's."""
 
 
 @dataclass(slots=True)
@@ -68,8 +81,9 @@ class ConnectionLimiter:
         self._clock, self._on_refusal = clock, on_refusal
         self._lock = threading.Lock()
         self._sources: OrderedDict[str, _Source] = OrderedDict()
-        self._pending: OrderedDict[int, tuple[float, str]] = OrderedDict()
-        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()
+        self._reserve: int | None = None
+        """Descriptor kept back for the time when all others are used up; opened with the first connection."""
 
     @property
     def num_pending(self) -> int:
@@ -87,11 +101,13 @@ class ConnectionLimiter:
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 self._refuse_by_reserve(listener)
-            elif error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+            if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                 raise
-            return None  # it was aborted, or another thread has accepted it
+            return None  # it was aborted, another thread has accepted it, or there was none in the listener's own time
         source = address[0] if isinstance(address, tuple) else LOCAL_SOURCE
         with self._lock:
+            if self._reserve is None:
+                self._hold_reserve()
             refused = self._admit(sock.fileno(), source)
         if refused is None:
             return sock, address
@@ -102,27 +118,33 @@ class ConnectionLimiter:
         sock.close()
         return None
 
-    def finish(self, sock: socket.socket) -> None:
-        """Note that a connection is no longer pending: it has said what it is, or its owner is about to close it."""
+    def finish(self, descriptor: int) -> None:
+        """Note that a connection is no longer pending: it has said what it is, or its owner closes it."""
         with self._lock:
-            self._forget(sock.fileno())
+            self._forget(descriptor)
 
     def cut_overdue(self) -> None:
         """Shut down connections that are pending for too long: their owners see the end, and close them."""
         now_s = self._clock()
         with self._lock:
-            for descriptor, (deadline_s, _) in list(self._pending.items()):
-                if deadline_s > now_s:
+            for descriptor, pending in list(self._pending.items()):
+                if pending.deadline_s > now_s:
                     break
                 self.num_refused += 1
+                self._cut(descriptor)
+
+    def cut_all(self) -> None:
+        """Shut down all pending connections, as the listener ends."""
+        with self._lock:
+            for descriptor in list(self._pending):
                 self._cut(descriptor)
 
     def close(self) -> None:
         """Give the reserved descriptor back."""
         with self._lock:
-            if self._reserve >= 0:
+            if self._reserve is not None:
                 os.close(self._reserve)
-            self._reserve = -1
+            self._reserve = None
 
     def _admit(self, descriptor: int, name: str) -> str | None:
         """Take a connection into the pending ones, unless it has to go; return the source that loses one, if any."""
@@ -144,13 +166,16 @@ class ConnectionLimiter:
             self._cut(next(iter(self._sources[loser].pending)))
         self._forget(descriptor)  # of a connection that its owner has closed without a word
         source.pending[descriptor] = None
-        self._pending[descriptor] = (now_s + limits.deadline_s, name)
+        self._pending[descriptor] = _Pending(now_s + limits.deadline_s, name, os.fstat(descriptor).st_ino)
         return loser
 
     def _cut(self, descriptor: int) -> None:
-        """Shut a pending connection down; with the lock held, so that its owner cannot close it meanwhile."""
+        """Shut a pending connection down, unless its owner has closed it meanwhile."""
+        inode = self._pending[descriptor].inode
         self._forget(descriptor)
         with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino != inode:
+                return
             sock = socket.socket(fileno=descriptor)
             try:
                 sock.shutdown(socket.SHUT_RDWR)
@@ -165,8 +190,8 @@ class ConnectionLimiter:
 
     def _forget(self, descriptor: int) -> None:
         known = self._pending.pop(descriptor, None)
-        if known is not None and known[1] in self._sources:
-            self._sources[known[1]].pending.pop(descriptor, None)
+        if known is not None and known.source in self._sources:
+            self._sources[known.source].pending.pop(descriptor, None)
 
     def _limits_text(self) -> str:
         limits = self.limits
@@ -178,19 +203,87 @@ class ConnectionLimiter:
             do="Check which processes call",
         )
 
+    def _hold_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
     def _refuse_by_reserve(self, listener: socket.socket) -> None:
         """Refuse a connection although no descriptor is free: it would wait for ever, and this end would spin."""
         with self._lock:
-            if self._reserve >= 0:
+            if self._reserve is not None:
                 os.close(self._reserve)
-                self._reserve = -1
+                self._reserve = None
                 with contextlib.suppress(OSError):
                     listener.accept()[0].close()
-                with contextlib.suppress(OSError):
-                    self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                self._hold_reserve()
         self.num_refused += 1
         time.sleep(_PAUSE_S)
 
 
 _PAUSE_S = 0.01
 """Pause while descriptors are used up: who holds them needs the processor."""
+
+
+class LimitedListener:
+    """Listener in an asyncio loop: hands each connection within the limits to a task."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        loop: "asyncio.AbstractEventLoop",
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+        limits: AcceptLimits | None = None,
+    ) -> None:
+        """`serve` gets each connection, calls `limiter.finish` once the other end is known, and closes it."""
+        self.port: int = listener.getsockname()[1]
+        self.limiter = ConnectionLimiter(limits)
+        self._listener, self._loop, self._serve = listener, loop, serve
+        self._tasks: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+
+    @property
+    def is_open(self) -> bool:
+        """True until it is closed."""
+        return self._listener.fileno() >= 0
+
+    def start(self) -> None:
+        """Accept connections from now on; in the thread of the loop."""
+        self._loop.add_reader(self._listener, self._accept)
+        self._watch_deadlines()
+
+    def close(self) -> None:
+        """Accept no more connections; those that were accepted go on. In the thread of the loop."""
+        if self.is_open:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self.limiter.close()
+
+    def close_soon(self) -> None:
+        """Close it, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended with the process
+            self._loop.call_soon_threadsafe(self.close)
+
+    def close_inherited(self) -> None:
+        """Close the listener in a forked child, whose loop does not run."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted = self.limiter.accept(self._listener)
+        except OSError:
+            self.close()
+            return
+        if accepted is not None:
+            accepted[0].setblocking(False)
+            task = self._loop.create_task(self._serve(accepted[0]))
+            self._tasks.add(task)  # a loop keeps weak references only
+            task.add_done_callback(self._tasks.discard)
+
+    def _watch_deadlines(self) -> None:
+        if self.is_open:
+            self.limiter.cut_overdue()
+            self._loop.call_later(_WATCH_S, self._watch_deadlines)
+
+
+_WATCH_S = 1.0
+"""Interval at which a listener in a loop looks for connections that are pending for too long."""

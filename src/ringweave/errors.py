@@ -203,7 +203,9 @@ def from_system(error: BaseException) -> RingweaveError | None:
             return error
         case OSError():
             got, do = error.strerror or str(error), _REMEDIES.get(error.errno or 0, "Correct that, and try again")
-            named = [os.fspath(each) for each in (error.filename, error.filename2) if each and not isinstance(each, int)]
+            named = [
+                os.fspath(each) for each in (error.filename, error.filename2) if each and not isinstance(each, int)
+            ]
         case MemoryError():
             got, do, named = "no memory left", _NO_MEMORY, []
         case RuntimeError() if "can't start new thread" in str(error):
@@ -217,8 +219,8 @@ def from_system(error: BaseException) -> RingweaveError | None:
             got, do, named = str(error), "Correct that, and try again; move a damaged file away", []
         case _:
             return None
-    what = f"access to {' and '.join(map(_file_text, named))}" if named else "a call of the system"
-    return RingweaveError(explain(what, got=got, expected="that it is done", do=do, where=_place_of(error)))
+    what = f"use of {' and '.join(map(_file_text, named))}" if named else "operation of this machine"
+    return RingweaveError(explain(what, got=got, expected="no error", do=do, where=_place_of(error)))
 
 
 def _file_text(name: str | bytes) -> str:

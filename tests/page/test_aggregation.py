@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ringweave.page import aggregation
-from ringweave.page.aggregation import BucketedSeries, RunTimeline, StepGrid, StepWindows
+from ringweave.page.aggregation import BucketedSeries, RunTimeline, StepGrid, WindowSums
 from tests.page import synthetic
 
 
@@ -72,11 +72,17 @@ def test_a_rank_that_is_long_silent_does_not_hold_the_curves_back() -> None:
 
 
 def test_windows_for_the_verdict_add_up_and_keep_the_first() -> None:
-    windows = StepWindows()
+    windows = WindowSums()
+    links = {"1": {"sent_bytes": 5, "busy_s": 0.5}}
     for number in range(1000):
         windows.add(window(0, 10.0 * number))
-    kept = windows.events()
-    assert len(kept) <= StepWindows.MAX_WINDOWS
+        traffic = {"time": 10.0 * number, "kind": "traffic_measured", "rank": 0, "group": "g", "links": links}
+        windows.add(traffic)
+    kept = [event for event in windows.events() if event["kind"] == "steps_measured"]
+    traffic = [event["links"]["1"] for event in windows.events() if event["kind"] == "traffic_measured"]
+    assert sum(each["sent_bytes"] for each in traffic) == 5000
+    assert sum(each["busy_s"] for each in traffic) == pytest.approx(500)
+    assert len(kept) <= WindowSums.MAX_WINDOWS
     assert sum(event["steps"] for event in kept) == 10_000
     assert (kept[0]["steps"], kept[0]["time"], kept[-1]["time"]) == (10, 0.0, 9990.0)
     assert (kept[1]["longest_s"], kept[1]["memory_bytes"]) == (1.5, 7)

@@ -146,6 +146,16 @@ def test_slow_links_are_told_from_slow_nics(
         assert "beside 100 MB/s on others" in loss.evidence
 
 
+def test_links_that_are_idle_or_absent_are_not_blamed() -> None:
+    idle = ring_traffic({(1, 2): 10.0})
+    for event in idle:
+        for link in event["links"].values():
+            link |= {"busy_s": link["busy_s"] / 8, "sent_bytes": link["sent_bytes"] // 8, "limited_s": 0.0}
+    assert verdict.find_losses([*with_long_exchanges(), *idle]) == [], "want of processors"
+    alone = [{**event, "links": {}} for event in ring_traffic({})]
+    assert verdict.find_losses([*with_long_exchanges(), *alone]) == [], "all ranks on one node"
+
+
 def test_scripts_without_prepare_are_judged_by_their_collectives() -> None:
     events = ring_traffic({})
     for event in events:

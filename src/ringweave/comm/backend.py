@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "ringweave"
 
-_ENCODED_OPERATIONS = frozenset({"sum", "avg"})
-"""Reduce operations whose float32 messages may be encoded: their errors can be made up for by later messages."""
 _SIDE_CHANNEL, _CHECK_CHANNEL = NUM_CHANNELS, NUM_CHANNELS + 1
 """Channels of the native backend that no collective uses."""
 _EXIT_TIMEOUT_S = 0.5
@@ -79,7 +77,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         super().__init__(store, info, timeout, allows_nccl=allows_nccl, nccl_options=nccl_options, name=group_name)
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
-        self._wire, self._is_alone = wire_scope.WireScope.of_group(environment.wire), info.num_nodes == 1
+        self._wire = wire_scope.WireScope.of_group(environment.wire)
         self._listeners = listeners
         self._message_policies: dict[tuple[int, torch.dtype], _MessagePolicy] = {}
         self._log = _open_log(environment)
@@ -144,13 +142,8 @@ class RingweaveProcessGroup(NativeProcessGroup):
         from ringweave.comm.engine.messages import ReducedTensor
 
         message, limit_bytes = ReducedTensor.of(tensor, opts.reduceOp, policy.reduction), policy.native_limit_bytes
-        wire = EXACT
-        if tensor.dtype == torch.float32 and policy.reduction.name in _ENCODED_OPERATIONS and not self._is_alone:
-            scope = wire_scope.current() or self._wire
-            wire = scope.wire
-            if wire != EXACT and message.num_bytes >= limit_bytes:
-                message.residual = scope.residual_of(tensor)
-        return self._start(message, [tensor], opts, native_can=policy.native_can, limit_bytes=limit_bytes, wire=wire)
+        message.take_scope(wire_scope.current() or self._wire)
+        return self._start(message, [tensor], opts, native_can=policy.native_can, limit_bytes=limit_bytes)
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> Work | None:  # pyrefly: ignore
         """Give all ranks the root's content of a tensor; takes the arguments of torch's ProcessGroup.broadcast."""
@@ -273,7 +266,6 @@ class RingweaveProcessGroup(NativeProcessGroup):
         *,
         native_can: bool = True,
         limit_bytes: float = 0,
-        wire: str = EXACT,
     ) -> Work:
         """Start a collective by the environment's schedule, by one that is chosen, or natively below the limit."""
         from ringweave.comm.tuning.selector import CollectiveRequest
@@ -290,7 +282,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
             native_can=native_can and message.block_sizes is None,
             is_on_device=has_nccl and message.nccl_can and forced is None,
             largest_block_bytes=message.largest_block_bytes,
-            wire=wire if forced != NATIVE else EXACT,
+            wire=message.wire if forced != NATIVE else EXACT,
         )
         return self._engine.run(message, results, request, self._timeout_s(opts))
 
@@ -541,8 +533,7 @@ def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    alive = method()
-    if alive is not None:
+    if (alive := method()) is not None:
         alive()
 
 
@@ -693,8 +684,7 @@ def _barrier_options(opts: BarrierOptions | timedelta | None, timeout: timedelta
 
 
 def _close_engine_at_exit(engine: "weakref.ref[CollectiveEngine]") -> None:
-    alive = engine()
-    if alive is not None:
+    if (alive := engine()) is not None:
         alive.close(_EXIT_TIMEOUT_S)
 
 
@@ -706,6 +696,5 @@ def _close_at_exit(end: "weakref.ref[GroupEnd]") -> None:
 
 
 def _close_in_child(group: "weakref.ref[RingweaveProcessGroup]") -> None:
-    alive = group()
-    if alive is not None:
+    if (alive := group()) is not None:
         alive.close_inherited()

@@ -259,7 +259,7 @@ class GenerationGroups:
             door, address, listener = listener, _LOOPBACK, socket.create_server((_LOOPBACK, 0), backlog=_STORE_BACKLOG)
             self._doors.append(self._tunnel.open_door(door, (_LOOPBACK, listener.getsockname()[1])))
             while len(self._doors) > _NUM_HELD_STORES:
-                self._doors.pop(0).close()
+                self._doors.pop(0).close_soon()
         port = listener.getsockname()[1]
         return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -267,7 +267,7 @@ class GenerationGroups:
         """Return where the store behind a door is reached on this node."""
         assert self._tunnel is not None, "the run is encrypted"
         if self._gate is not None:
-            self._gate.close()
+            self._gate.close_soon()
         self._gate = self._tunnel.open_gate(socket.create_server((_LOOPBACK, 0), backlog=_STORE_BACKLOG), (host, port))
         return _LOOPBACK, self._gate.port
 

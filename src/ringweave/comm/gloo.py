@@ -57,8 +57,8 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
         devices, forwarders = _open_encrypted_devices(store, group, timeout)
     elif is_relayed(address):
         devices = _open_relayed_devices(address)
-    elif _is_one_of_loopback(group):
-        devices = [ProcessGroupGloo.create_device(hostname=address)]  # torch would listen at an address of the machine
+    elif _stays_on_loopback(group):
+        devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # torch would take an address of the machine
     else:
         return ProcessGroupGloo(store, *place, timeout)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
@@ -72,14 +72,23 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
     return made
 
 
+def make_single_gloo(store: Store, timeout: timedelta) -> ProcessGroupGloo:
+    """Make a Gloo group of this process alone, whose listener is on loopback."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices, options._threads = timeout, [gloo.create_device(hostname=_LOOPBACK)], 2
+    return gloo(store, 0, 1, options)
+
+
 def _close_all(forwarders: "Sequence[Forwarder]") -> None:
     for each in forwarders:
-        each.close()
+        each.close_soon()
 
 
-def _is_one_of_loopback(group: GroupInfo) -> bool:
-    """Return whether all ranks are on this machine, in a run on loopback."""
-    return all(member.location.address == _LOOPBACK for member in group.ranks)
+def _stays_on_loopback(group: GroupInfo) -> bool:
+    """Return whether all ranks are on this machine, in a run on loopback or an encrypted one."""
+    on_loopback = all(member.location.address == _LOOPBACK for member in group.ranks)
+    return on_loopback or (group.encryption is not None and group.num_nodes == 1)
 
 
 def _open_encrypted_devices(store: Store, group: GroupInfo, timeout: timedelta) -> "tuple[list[Any], list[Forwarder]]":

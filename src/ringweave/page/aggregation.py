@@ -201,8 +201,8 @@ def _hundredth(value: float) -> int | None:
     return round(100 * value) if math.isfinite(value) else None
 
 
-class StepWindows:
-    """Events `steps_measured` for the verdict: in a long run, two neighbouring windows of a rank become one.
+class WindowSums:
+    """Events `steps_measured` and `traffic_measured` for the verdict: in a long run, two windows of a rank become one.
 
     The first window of a rank stays as it is: the verdict leaves it out.
     """
@@ -210,11 +210,11 @@ class StepWindows:
     MAX_WINDOWS = 60
 
     def __init__(self) -> None:
-        self._by_rank: dict[int, list[Event]] = {}
+        self._windows: dict[tuple[str, int], list[Event]] = {}
 
     def add(self, event: Event) -> None:
         """Add an event."""
-        windows = self._by_rank.setdefault(event["rank"], [])
+        windows = self._windows.setdefault((event["kind"], event["rank"]), [])
         windows.append(event)
         if len(windows) > self.MAX_WINDOWS:
             pairs = zip(windows[1::2], [*windows[2::2], None], strict=False)
@@ -222,19 +222,25 @@ class StepWindows:
 
     def events(self) -> list[Event]:
         """Return the windows of all ranks."""
-        return [event for windows in self._by_rank.values() for event in windows]
+        return [event for windows in self._windows.values() for event in windows]
 
 
 _NOT_SUMMED = ("time", "rank", "memory_bytes")
 
 
 def _sum_windows(first: Event, second: Event) -> Event:
-    sums = {
-        key: first[key] + value
-        for key, value in second.items()
-        if key not in _NOT_SUMMED and isinstance(value, int | float) and isinstance(first.get(key), int | float)
-    }
-    return {**second, **sums, "longest_s": max(first["longest_s"], second["longest_s"])}
+    kept = {key: second[key] for key in _NOT_SUMMED if key in second}
+    if "longest_s" in second:
+        kept["longest_s"] = max(first["longest_s"], second["longest_s"])
+    return _sum_values(first, second) | kept
+
+
+def _sum_values(first: Any, second: Any) -> Any:
+    """Add numbers, also inside of mappings; of other values the second one is taken."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return {**first, **{key: _sum_values(first.get(key), value) for key, value in second.items()}}
+    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (first, second))
+    return first + second if are_numbers else second
 
 
 FAILURES = frozenset(

@@ -19,7 +19,7 @@ from ringweave.page.aggregation import (
     Document,
     RunTimeline,
     StepGrid,
-    StepWindows,
+    WindowSums,
     is_failure,
 )
 from ringweave.plots import plan_plot
@@ -123,7 +123,7 @@ class RunModel:
         self._last: dict[str, Event] = {}
         self._grid: StepGrid | None = None
         self._loss: BucketedSeries | None = None
-        self._windows = StepWindows()
+        self._windows = WindowSums()
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._progress: deque[tuple[float, int]] = deque(maxlen=1000)
         self._workers: dict[int, Event] = {}
@@ -202,6 +202,8 @@ class RunModel:
 
     def _add_traffic(self, event: Event) -> None:
         self._keep(event, "traffic_measured", (event["rank"], event["group"]))
+        self._windows.add(event)
+        self._num_windows += 1
 
     def _add_agreed(self, event: Event) -> None:
         self._keep(event, "schedule_agreed", (event["collective"], event["schedule"], event["bytes"]))
@@ -254,12 +256,12 @@ class RunModel:
             events = sorted([*self._windows.events(), *self._events], key=lambda event: event["time"])
             self._losses = (self._num_windows, verdict.find_losses(events))
         least = verdict.MIN_STEPS
-        measured = sum(event["steps"] for event in self._windows.events())
-        if "training_prepared" not in self._last:
-            silence = "No verdict: only scripts with ringweave.prepare measure their steps."
-        elif measured < least:
+        counts = [event.get("steps", event.get("collectives", 0)) for event in self._windows.events()]
+        measured = sum(counts)
+        if measured < least:
+            reports = "steps of ringweave.prepare, or scheduled collectives"
             silence = (
-                f"No verdict{'' if is_over else ' yet'}: {measured} steps are reported, and it takes {least} of them."
+                f"No verdict{'' if is_over else ' yet'}: {measured} {reports}, are reported, and it takes {least}."
             )
         else:
             silence = f"Nothing stands out: no cause takes {verdict.MIN_COST:.0%} of the time or more (measured)."

@@ -158,6 +158,10 @@ class WandbExporter(CurveExporter):
         self._run.finish()
 
 
+_MLFLOW_BATCH = 1000
+"""Most metrics of a request that MLflow takes."""
+
+
 class MlflowExporter(CurveExporter):
     """Logs to an MLflow server, or a local store such as sqlite:///mlflow.db."""
 
@@ -173,10 +177,16 @@ class MlflowExporter(CurveExporter):
         found = self._client.get_experiment_by_name("ringweave")
         experiment = found.experiment_id if found else self._client.create_experiment("ringweave")
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
+        self._metric, self._points = importlib.import_module("mlflow.entities").Metric, []
+
+    def export(self, events: Sequence[Event]) -> None:
+        super().export(events)
+        points, self._points = self._points, []
+        for first in range(0, len(points), _MLFLOW_BATCH):
+            self._client.log_batch(self._run, metrics=points[first : first + _MLFLOW_BATCH])
 
     def _add_points(self, points: Mapping[str, float], step: int, time_s: float) -> None:
-        for name, value in points.items():
-            self._client.log_metric(self._run, name, value, timestamp=int(time_s * 1e3), step=step)
+        self._points += [self._metric(name, value, int(time_s * 1e3), step) for name, value in points.items()]
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

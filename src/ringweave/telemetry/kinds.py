@@ -314,6 +314,12 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "part": "`ring N` where rings have memberships of their own; else empty",
         },
     ),
+    "residuals_lost": EventKind(
+        meaning="Workers are gone, and with them what encoding had left of their gradients for the next step; the "
+        "others keep theirs.",
+        written_by="worker",
+        fields={"rank": RANK_FIELD, "members": "names of these members", "wire": "wire format of the gradients"},
+    ),
     "members_caught_up": EventKind(
         meaning="Workers that joined a running job have caught up: they have done every step that the others have.",
         written_by="worker",

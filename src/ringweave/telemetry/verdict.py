@@ -35,8 +35,10 @@ _ONCE = 5
 """Number of windows from which on a loss has to show in two: a single pause of a machine is nothing to mend."""
 _ONCE_PART = 0.9
 """Part of a loss that a single window has if it came once."""
-_SLOW_LINK = 0.4
+_SLOW_LINK = 0.35
 """Part of the usual rate below which a link is slow."""
+_BUSY = 0.25
+"""Fraction of the exchanges for which a slow link has to be busy; of links that are alike, half."""
 _SAME_CAUSE = 1.5
 """Multiple of the slowest rate up to which a link is slow for the same cause; others wait for messages by slow ones."""
 _MIN_LINK_BYTES = 2**18
@@ -421,19 +423,27 @@ def _link_losses(link_cost: float, exchange_s: float, events: Sequence[Event]) -
     """Return the loss to transfers: to slow links that are busy for much of `exchange_s`, else to all if it is much."""
     sums = _link_sums(events)
     rates = {pair: each.sent_bytes / each.busy_s for pair, each in sums.items()}
-    usual = statistics.quantiles(rates.values(), n=4, method="inclusive")[-1] if len(rates) > 1 else 0.0
-    limit = min(_SLOW_LINK * usual, _SAME_CAUSE * min(rates.values(), default=0.0))
-    slow = sorted((pair for pair, rate in rates.items() if rate < limit), key=lambda pair: rates[pair])
-    if slow and max(sums[pair].busy_s for pair in slow) >= _HALF * exchange_s:
+    slow = sorted(
+        (pair for pair, rate in rates.items() if rate < _SAME_CAUSE * min(rates.values())), key=lambda pair: rates[pair]
+    )
+    usual = statistics.median([rate for pair, rate in rates.items() if pair not in slow] or [0.0])
+    if slow and rates[slow[0]] < _SLOW_LINK * usual and max(sums[pair].busy_s for pair in slow) >= _BUSY * exchange_s:
         part = 1 - rates[slow[0]] / usual
         return [_slow_link_loss(slow, rates, usual, part * link_cost)]
-    if link_cost < MIN_LINK_COST:
+    if link_cost < MIN_LINK_COST or _are_links_idle(events, sums, exchange_s):
         return []
     binding = next((each["binding"] for each in reversed(events) if each["kind"] == "plan_made"), "")
     evidence = f"Transfers of gradients take {link_cost:.0%} of a step on the rank that waits least."
     evidence += f" The plan is bound by: {binding}." if binding else ""
     remedy = "See docs/how-to/slow-links.md for modes that send less."
     return [Loss(cause="link", rank=None, cost=link_cost, evidence=evidence, remedy=remedy)]
+
+
+def _are_links_idle(events: Sequence[Event], sums: Mapping[tuple[int, int], "_LinkSum"], exchange_s: float) -> bool:
+    """Return whether exchanges take long for want of processors: links are idle meanwhile, or there are none."""
+    known = [each for each in events if each["kind"] == "traffic_measured"]
+    busy_s = max((each.busy_s for each in sums.values()), default=0.0)
+    return busy_s < _HALF * exchange_s if sums else bool(known) and not any(each["links"] for each in known)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.training import speed_test
 from ringweave.training.data.order import LoaderSpec
@@ -143,6 +144,8 @@ class Script:
     local: Local = field(default_factory=Local)
     weight: SampleWeightTable | Callable[[Any], float] | None = None
     """Weights of the samples, or the script's function of a batch."""
+    wire: str = EXACT
+    """Wire format of the gradients."""
 
     @property
     def is_mean(self) -> bool:
@@ -187,6 +190,7 @@ class Script:
             "num_parameters": sum(1 for _ in self.model.parameters()),  # all that are in DDP's map of used parameters
             "on_failure": self.on_failure,
             "weight": self.weight_digest,
+            "wire": self.wire,
         }
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ringweave.comm import default_group, group_info
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import WorkerEnvironment, check_wire
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.versions import StalenessPolicy
@@ -56,7 +56,7 @@ from ringweave.training.timing import StepTimer
 Prepared = tuple[Any, Optimizer, SharedLoader]
 """Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
 """
-_MUST_MATCH = ("mode", "reduction", "weight", "local", "order", "batch_samples", "num_samples", "drop_last")
+_MUST_MATCH = ("mode", "reduction", "weight", "wire", "local", "order", "batch_samples", "num_samples", "drop_last")
 Reports = list[dict[str, Any]]
 """Reports of all ranks about themselves and their scripts."""
 
@@ -75,6 +75,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     extra_state: Mapping[str, Any] | None = None,
     on_failure: str = "recompute",
     weight: Sequence[float] | Callable[[Any], float] | None = None,
+    wire: str | None = None,
 ) -> Prepared:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
@@ -113,9 +114,13 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             sample of the data set, or a function that gets a batch from the loader and returns its weight. With a
             function the workers exchange their weights while the model computes; it works in modes sync and balanced
             without `--elastic`. A batch must have some weight.
+        wire: Format in which gradients pass the links that bind: `exact`; `bf16`, `int8` or `int4`, with error
+            feedback, the same bits on all ranks; `auto`: bf16 or int8 where the forecast gains 10 % or more. Gradients
+            of other types than float32 stay exact, and so do those of a sharded model. None is that of
+            `ringweave run --wire`, or else exact.
 
     Raises:
-        UsageError: The mode does not exist, or its server was not started.
+        UsageError: The mode or the format does not exist, or the mode's server was not started.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
         PeerError: A worker does not take part in the speed test.
@@ -141,6 +146,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         extra_state=dict(extra_state or {}),
         on_failure=on_failure,
         weight=weights,
+        wire=environment.wire if wire is None else check_wire(wire, where="prepare"),
     )
     if gradients.is_sharded(model):
         found = _prepare_sharded(script, environment)
@@ -245,7 +251,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
-    reducer = GradientReducer(process_group=None, timer=timer)
+    reducer = GradientReducer(process_group=None, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
     meter = meters.find_meter(parallel.module)
@@ -301,6 +307,7 @@ def _gather_reports(
         "mode": mode,
         "reduction": script.reduction,
         "weight": script.weight_digest,
+        "wire": script.wire,
         **_describe_for_sites(script, environment, mode),
         "seed": script.seed,
         "cap": script.max_samples,
@@ -351,7 +358,7 @@ def _prepare_sites(
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
     recorder.sites_formed(all_sites, rounds.split.inner_steps)
-    reducer = GradientReducer(process_group=exchange.site_group, timer=timer)
+    reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
     meter = meters.find_meter(parallel.module)
@@ -408,7 +415,7 @@ def _prepare_static_rings(
     ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
     timer = _step_timer(script, environment)
-    reducer = GradientReducer(process_group=ring_groups[0], timer=timer)
+    reducer = GradientReducer(process_group=ring_groups[0], timer=timer, wire=script.wire)
     broadcast_untrained(script.model, parameters, control)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, optimizer)  # the script's own optimizer: it takes the local steps

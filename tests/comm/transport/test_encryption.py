@@ -170,7 +170,7 @@ def test_a_tunnel_leads_plain_connections_and_nothing_of_them_is_on_the_wire(ech
     assert len(wire.seen) > 2 * len(sent)
     assert all(PATTERN[start : start + 8] not in wire.seen for start in range(len(PATTERN) - 8))
     for each in (door, gate):
-        each.close()
+        each.close_soon()
     wire.listener.close()
 
 
@@ -191,8 +191,8 @@ def test_a_door_admits_only_processes_of_its_job(echo: tuple[str, int], admitted
     with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
         sock.sendall(b"hello")
         assert end_of(sock) == (b"hello" if admitted else b"")
-    door.close()
-    gate.close()
+    door.close_soon()
+    gate.close_soon()
 
 
 def test_a_gate_admits_only_the_wanted_process(echo: tuple[str, int]) -> None:
@@ -202,5 +202,5 @@ def test_a_gate_admits_only_the_wanted_process(echo: tuple[str, int]) -> None:
     with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
         sock.sendall(b"hello")
         assert end_of(sock) == b""
-    door.close()
-    gate.close()
+    door.close_soon()
+    gate.close_soon()

@@ -182,7 +182,7 @@ class IncomingConnections:
         return True
 
     def _remove(self, connection: _PendingConnection) -> socket.socket:
-        self._limiter.finish(connection.sock)
+        self._limiter.finish(connection.sock.fileno())
         self._pending.pop(connection.sock.fileno(), None)  # another thread may have closed them
         return connection.sock
 

@@ -16,12 +16,12 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from ringweave import ports
-from ringweave.accept_limits import ConnectionLimiter
+from ringweave.accept_limits import LimitedListener
 from ringweave.comm.transport.encryption import LinkEncryption, encryption_for
 from ringweave.environment import WorkerEnvironment
 from ringweave.ports import PortRange
@@ -54,58 +54,8 @@ def draw_loopback_address(rng: random.Random) -> str:
     return socket.inet_ntoa((_FIRST_NETWORK + rng.randrange(1, _NUM_ADDRESSES - 1)).to_bytes(4, "big"))
 
 
-class Forwarder:
-    """A door or a gate: its listener. Connections that it has led go on when it is closed."""
-
-    def __init__(self, listener: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        self.port: int = listener.getsockname()[1]
-        self.limiter = ConnectionLimiter()
-        self._listener, self._loop = listener, loop
-        listener.setblocking(False)
-
-    def start(self, serve: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
-        """Accept connections from now on; in the thread of the loop."""
-        self._loop.add_reader(self._listener, self._accept, serve)
-        self._watch_deadlines()
-
-    def close(self) -> None:
-        """Accept no more connections; from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended with the process
-            self._loop.call_soon_threadsafe(self._close)
-
-    def close_inherited(self) -> None:
-        """Close the listener in a forked child, whose loop does not run."""
-        self._listener.close()
-
-    def _accept(self, serve: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
-        try:
-            accepted = self.limiter.accept(self._listener)
-        except OSError:
-            self._close()
-            return
-        if accepted is not None:
-            accepted[0].setblocking(False)
-            _keep_task(self._loop.create_task(serve(accepted[0])))
-
-    def _watch_deadlines(self) -> None:
-        if self._listener.fileno() >= 0:
-            self.limiter.cut_overdue()
-            self._loop.call_later(1.0, self._watch_deadlines)
-
-    def _close(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-            self.limiter.close()
-
-
-_tasks: set[asyncio.Task[None]] = set()
-"""Tasks that run: a loop keeps weak references only."""
-
-
-def _keep_task(task: asyncio.Task[None]) -> None:
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+Forwarder = LimitedListener
+"""A door or a gate."""
 
 
 class Tunnel:
@@ -132,7 +82,7 @@ class Tunnel:
 
         async def serve(forwarder: Forwarder, sock: socket.socket) -> None:
             stream = await self._secure(sock, is_server=True, admits=admits)
-            forwarder.limiter.finish(sock)
+            forwarder.limiter.finish(sock.fileno())
             local = await asyncio.open_connection(*target, limit=_PIECE_BYTES)
             await self._lead(stream, local)
 
@@ -148,7 +98,7 @@ class Tunnel:
         """
 
         async def serve(forwarder: Forwarder, sock: socket.socket) -> None:
-            forwarder.limiter.finish(sock)
+            forwarder.limiter.finish(sock.fileno())
             if not is_own_user(sock):
                 return
             remote = await self._call(door, sock)
@@ -191,10 +141,6 @@ class Tunnel:
     def _start(
         self, listener: socket.socket, serve: Callable[[Forwarder, socket.socket], Coroutine[Any, Any, None]]
     ) -> Forwarder:
-        forwarder = Forwarder(listener, self._loop)
-        self._forwarders = [each for each in self._forwarders if each._listener.fileno() >= 0]
-        self._forwarders.append(forwarder)
-
         async def serve_one(sock: socket.socket) -> None:
             self._descriptors.add(descriptor := sock.fileno())
             try:
@@ -203,10 +149,13 @@ class Tunnel:
                 pass  # a stranger, or an end that is gone: the other end sees its connection end
             finally:
                 self._descriptors.discard(descriptor)
-                forwarder.limiter.finish(sock)
+                forwarder.limiter.finish(descriptor)
                 sock.close()
 
-        self._loop.call_soon_threadsafe(forwarder.start, serve_one)
+        forwarder = Forwarder(listener, self._loop, serve_one)
+        self._forwarders = [each for each in self._forwarders if each.is_open]
+        self._forwarders.append(forwarder)
+        self._loop.call_soon_threadsafe(forwarder.start)
         return forwarder
 
     async def _call(self, door: tuple[str, int], caller: socket.socket) -> socket.socket:
@@ -287,20 +236,12 @@ async def _close_stream(writer: asyncio.StreamWriter) -> None:
 
 async def _open_stream(sock: socket.socket, context: ssl.SSLContext | None = None, *, is_server: bool = True) -> Stream:
     """Return reader and writer of a connected socket, after the TLS handshake if there is a context."""
-    loop = asyncio.get_running_loop()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    reader = asyncio.StreamReader(limit=_PIECE_BYTES)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    made: Awaitable[tuple[Any, Any]]
     if is_server:
-        timeout = {"ssl_handshake_timeout": _HANDSHAKE_TIMEOUT_S} if context else {}
-        made = loop.connect_accepted_socket(lambda: protocol, sock, ssl=context, **timeout)
-    else:
-        made = loop.create_connection(
-            lambda: protocol, sock=sock, ssl=context, server_hostname="", ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S
-        )
-    transport, _ = await made
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+        return await tls.accept_stream(sock, context, _HANDSHAKE_TIMEOUT_S, _PIECE_BYTES)
+    return await asyncio.open_connection(
+        sock=sock, ssl=context, server_hostname="", ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S, limit=_PIECE_BYTES
+    )
 
 
 def _has_ended(sock: socket.socket) -> bool:

@@ -16,9 +16,20 @@ function table(heads, rows) {
       value instanceof Node && value.tagName === "TD" ? value : cell("td", value, heads[index][1]))))));
 }
 
+/** Replace the content of a box; what was open, focused and scrolled stays so. */
+function replace(box, ...content) {
+  const opened = [...box.querySelectorAll("details")].map(each => each.open), place = [box.scrollLeft, box.scrollTop];
+  const focusable = () => [...box.querySelectorAll("summary, button")];
+  const at = focusable().indexOf(document.activeElement);
+  box.replaceChildren(...content.filter(Boolean));
+  box.querySelectorAll("details").forEach((each, index) => { each.open = Boolean(opened[index]); });
+  box.scrollTo(...place);
+  if (at >= 0 && focusable()[at]) focusable()[at].focus({preventScroll: true});
+}
+
 function put(card, box, ...content) {
   find(card).hidden = false;
-  find(box).replaceChildren(...content.filter(Boolean));
+  replace(find(box), ...content);
 }
 
 const draw = {
@@ -102,7 +113,7 @@ const draw = {
     find("ranks-note").textContent = longest ? `Means of ${ranks.last_s ? "the last minute" : "the whole attempt"}, measured. Communication is the least exchange of any rank that exchanges with it; ` +
       `what a rank has beyond that is its wait for others.${most ? " Share: samples of a batch." : ""}` : "";
     find("ranks").classList.toggle("tall", ranks.rows.length > 24);
-    find("ranks").replaceChildren(table(columns, rows), ...legend ? [legend] : []);
+    replace(find("ranks"), table(columns, rows), legend);
     const select = find("rank"), options = ["", ...ranks.rows.map(row => String(row.rank))];
     if (select.options.length !== options.length) {
       const chosen = select.value;
@@ -132,7 +143,8 @@ const draw = {
       ...line.lives.filter(each => each.is_death).map(each => [each.end_s, `rank ${each.rank} on ${each.node} died: ${each.how}`]),
       ...line.marks.map(each => [each.time_s, `${each.kind}: ${each.text}`]),
     ].sort((a, b) => a[0] - b[0]).map(([time, text]) => [showClock(time), text])));
-    const counts = `${line.num_deaths} deaths of workers (crosses), ${line.generations.length} generations, ${line.marks.length} marked events.`;
+    const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+    const counts = `${count(line.num_deaths, "death")} of workers (crosses), ${count(line.generations.length, "generation")}, ${count(line.marks.length, "marked event")}.`;
     put("timeline-card", "timeline", drawTimeline(line, run.written_s || Date.now() / 1000, run.head && run.head.is_over), element("p", {class: "note"}, counts), list);
   },
 

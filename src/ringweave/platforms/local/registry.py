@@ -222,7 +222,7 @@ def _version(connection: sqlite3.Connection) -> int:
 def _read_rivals(connection: sqlite3.Connection, request: JobRequest) -> list[Job]:
     """Return the job of that name and, for a request of GPUs, all jobs with GPUs, which common limits count."""
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM jobs WHERE name = ? OR (? AND request LIKE '%\"device\":\"cuda\"%')",
+        f'SELECT {_COLUMNS} FROM jobs WHERE name = ? OR (? AND request LIKE \'%"device":"cuda"%\')',
         (request.name, request.device == "cuda"),
     )
     return [_parse_row(row).job for row in rows]
@@ -241,7 +241,8 @@ def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> Loc
             record=records.parse_record(record),
         )
         if not len(job.counts) == len(job.request.nodes) == len(job.record.nodes):
-            raise ValueError(f"{len(job.record.nodes)} nodes in its record, {len(job.request.nodes)} in its request")
+            asked, kept = len(job.request.nodes), len(job.record.nodes)
+            raise ValueError(f"{len(job.counts)} counts, {asked} nodes in its request, {kept} in its record")
         return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(origin))
     except (ValueError, JobError) as error:
         problem = f"its record cannot be read: {_mistake(error)}"

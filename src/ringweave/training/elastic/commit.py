@@ -68,7 +68,7 @@ class CommitProtocol:
         """
         self._state, self._buffers, self._is_mean, self._partial_sums = state, buffers, is_mean, partial_sums
         self._num_parameters = num_parameters
-        self._sum_buffers = SumBuffers()
+        self._sum_buffers = SumBuffers(state.trainer.wire)
         self._prepared: _PreparedCommit | _PreparedCollective | None = None
         self._is_delivering = False
         """A reduction is committed and the script does not have it yet; guarded by the lock."""

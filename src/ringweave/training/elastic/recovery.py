@@ -25,6 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
@@ -69,8 +70,14 @@ class GenerationStart:
 class ReplayLog:
     """Log of reductions and generation starts for the script to replay; guarded by the session's lock."""
 
-    def __init__(self, layout: Sequence[Sequence[Any]], committed: int, max_bytes: float | None = None) -> None:
-        """Create an empty log; the state includes reductions up to `committed`, and `max_bytes` limits the log."""
+    def __init__(
+        self, layout: Sequence[Sequence[Any]], committed: int, max_bytes: float | None = None, wire: str = EXACT
+    ) -> None:
+        """Create an empty log; the state includes reductions up to `committed`, and `max_bytes` limits the log.
+
+        `wire` is the format of the other members' messages.
+        """
+        self._wire = wire
         self._zeros = [
             torch.zeros(numel, dtype=getattr(torch, dtype), device=device) for numel, dtype, device in layout
         ]
@@ -99,7 +106,7 @@ class ReplayLog:
         reduction = RetainedReduction(number=number, is_complete=True, contributes_zeros=True)
         sums = self._free_sums.pop() if self._free_sums else [torch.empty_like(zeros) for zeros in self._zeros]
         for zeros, summed in zip(self._zeros, sums, strict=True):
-            reduction.add_zeros(zeros, summed)
+            reduction.add_zeros(zeros, summed, self._wire)
         return reduction
 
     def append_reduction(

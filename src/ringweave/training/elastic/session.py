@@ -135,7 +135,9 @@ class MemberRecovery:
             state.num_collectives = start.details[plan.owner_ranks[0]]["collectives"]
         if start.is_joining and plan.layout:
             num_reductions = committed - state.num_collectives
-            state.catch_up = CatchUp(state.member, state.trainer, ReplayLog(plan.layout, num_reductions))
+            state.catch_up = CatchUp(
+                state.member, state.trainer, ReplayLog(plan.layout, num_reductions, wire=state.trainer.wire)
+            )
             state.status = replace(state.status, is_recovering=True)
         has_state = not state.status.is_recovering
         state.status = replace(state.status, has_state=has_state, committed=committed)

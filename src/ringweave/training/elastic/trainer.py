@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Buffer
 
 from ringweave import rpc
+from ringweave.environment import EXACT
 from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.planning.balancing import MemoryLimit, Speed, SpeedEstimator
 from ringweave.planning.balancing.epochs import Indices
@@ -89,9 +90,16 @@ class TrainerState:
         self._exchange_times_s: deque[float] = deque(maxlen=_NUM_EXCHANGE_TIMES)
         self._exchange_s = 0.0
         """Median of these times, which another thread reads."""
+        self._members: tuple[str, ...] = ()
+        """Members of the last generation."""
         self._captured_buffers: dict[str, Buffer] = {}
         self._published: dict[str, bool] = {}
         self.ring = ring(self) if ring is not None else None
+
+    @property
+    def wire(self) -> str:
+        """Wire format of the gradients."""
+        return str(self._description.must_match.get("wire", EXACT))
 
     def set_memory(self, limit: MemoryLimit) -> None:
         """Set the limit of this member's memory, which all members learn with its speed."""
@@ -272,6 +280,10 @@ class TrainerState:
             still_recovering,
         )
         self._events.generation_begun()
+        lost = [name for name in self._members if name not in membership.members]
+        self._members = tuple(membership.members)
+        if lost and self.wire != EXACT:
+            self._events.residuals_lost(lost, self.wire)
 
     def capture_state(self) -> None:
         """Capture the state while the script is paused; called without the lock.
