@@ -46,6 +46,7 @@ PACKAGES = {
 MODULES = {
     "__init__.py",
     "__main__.py",
+    "accept_limits.py",
     "environment.py",
     "errors.py",
     "ports.py",
