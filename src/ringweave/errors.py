@@ -203,7 +203,9 @@ def from_system(error: BaseException) -> RingweaveError | None:
             return error
         case OSError():
             got, do = error.strerror or str(error), _REMEDIES.get(error.errno or 0, "Correct that, and try again")
-            named = [os.fspath(each) for each in (error.filename, error.filename2) if each and not isinstance(each, int)]
+            named = [
+                os.fspath(each) for each in (error.filename, error.filename2) if each and not isinstance(each, int)
+            ]
         case MemoryError():
             got, do, named = "no memory left", _NO_MEMORY, []
         case RuntimeError() if "can't start new thread" in str(error):

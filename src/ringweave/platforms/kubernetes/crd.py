@@ -403,7 +403,9 @@ def field_rules(name: str) -> list[ValidationRule]:
         found.append(_make_rule("self == oldSelf", f"{name} cannot change: delete the job and submit it again"))
     if name == "environment":
         reserved = f"!self.exists(v, v.name.startsWith('{RESERVED_PREFIX}'))"
-        found.append(_creation_rule(reserved, f"variables that begin with {RESERVED_PREFIX} are reserved for the launcher"))
+        found.append(
+            _creation_rule(reserved, f"variables that begin with {RESERVED_PREFIX} are reserved for the launcher")
+        )
     return found
 
 
