@@ -76,7 +76,14 @@ VERBS: Mapping[str, Verb] = {
     "submit": Verb(module="submit", help="Submit a job: a number of GPUs over unequal nodes.", takes_json=True),
     "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a platform.", takes_json=True),
     "status": Verb(module="jobs", command="status", help="Show the state of a job and its nodes.", takes_json=True),
-    "why": Verb(module="jobs", command="why", help="Show why a job does not run, with a hint.", takes_json=True),
+    "why": Verb(
+        module="jobs", command="why", help="Show why a job does not run, or what it loses time to.", takes_json=True
+    ),
+    "export": Verb(module="export", help="Export a run to Prometheus and other programs.", takes_json=False),
+    "ui": Verb(module="ui", help="Show a job or a run on a live page in the browser.", takes_json=False),
+    "report": Verb(
+        module="ui", command="report", help="Write the page of a job or a run to one HTML file.", takes_json=False
+    ),
     "logs": Verb(module="logs", help="Print the output of a job's workers.", takes_json=True),
     "events": Verb(module="jobs", command="events", help="List the events of a job.", takes_json=True),
     "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),

@@ -211,6 +211,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 @click.option(
     "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
 )
+@click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
 @click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
 @click.option(
     "--standby",

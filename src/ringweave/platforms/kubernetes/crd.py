@@ -15,7 +15,7 @@ the capacity of the last used node in node order, the smallest node gets max(m, 
 from typing import Any
 
 from ringweave.jobs import request
-from ringweave.jobs.request import MAX_WORKERS, RESERVED_PREFIX, SERVER_MODES, DeletionPolicy, NodeRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, MAX_WORKERS, RESERVED_PREFIX, DeletionPolicy, NodeRequest
 from ringweave.jobs.split import MIN_PER_NODE
 from ringweave.jobs.states import JobState
 from ringweave.platforms.kubernetes import names
@@ -39,7 +39,19 @@ _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 IMMUTABLE_FIELDS = (
     *("gpus", "cpuWorkers", "script", "module", "command", "source", "directory", "arguments", "environment", "data"),
-    *("image", "claim", "mode", "schedule", "tuning", "order", "replaceBackend", "leaderPerNic", "elastic", "standby"),
+    *(
+        "image",
+        "claim",
+        "mode",
+        "schedule",
+        "tuning",
+        "order",
+        "replaceBackend",
+        "leaderPerNic",
+        "encrypt",
+        "elastic",
+        "standby",
+    ),
     *("nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
 )
 """Fields that never change after creation; verbs set the others."""
@@ -137,6 +149,12 @@ def _training_fields() -> Schema:
         },
         "replaceBackend": _flag_schema('ringweave also serves groups of an explicit "gloo" or "nccl".'),
         "leaderPerNic": _flag_schema("A leader for each NIC of a node, not one for all."),
+        "encrypt": {
+            "type": "string",
+            "description": "Encrypt what travels between nodes: auto (as on), on or off.",
+            "enum": ["auto", "on", "off"],
+            "default": "auto",
+        },
         "elastic": _elastic_schema(),
         "standby": _flag_schema(
             "A second parameter server of an elastic job, on the second node, takes over when the first one is lost."
@@ -348,7 +366,7 @@ def spec_rules() -> list[ValidationRule]:
 
 
 def _elastic_rules() -> list[ValidationRule]:
-    served = " || ".join(f"self.mode == '{mode}'" for mode in SERVER_MODES)
+    served = " || ".join(f"self.mode == '{mode}'" for mode in ELASTIC_SERVER_MODES)
     most = _max_elastic_min()
     return [
         _creation_rule(
