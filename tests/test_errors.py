@@ -86,7 +86,10 @@ def test_what_a_terminal_would_act_on_is_shown_escaped():
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (OSError(28, "No space left on device", "/a\x1bb"), r"use of /a\\x1bb: 'No space left on device', expected no error\. Free"),
+        (
+            OSError(28, "No space left on device", "/a\x1bb"),
+            r"use of /a\\x1bb: 'No space left on device', expected no error\. Free",
+        ),
         (OSError(24, "Too many open files"), r"operation of this machine: 'Too many open files', .* \(ulimit -n\)\."),
         (MemoryError(), "'no memory left'"),
         (RuntimeError("can't start new thread"), r"can't start new thread\", expected no error.*\(ulimit -a\)\."),

@@ -1,6 +1,6 @@
 """No verb shows a traceback for what a user, a disk or a busy machine brings about: all verbs, one condition at a time.
 
-A condition is a process of its own, which changes its limits or its folder and then runs every verb of the command line.
+A condition is a process of its own, which changes its limits or its folder and then runs every verb.
 """
 
 import json
@@ -31,6 +31,9 @@ ARGUMENTS: dict[str, list[str]] = {
     "jobs": [],
     **{verb: ["old"] for verb in ("status", "why", "logs", "events", "stop", "retry", "suspend", "resume")},
     "delete": ["old", "--no-wait"],
+    "export": ["run"],
+    "report": ["run", "--html", "report.html"],
+    "ui": ["nothing"],
     "server": [],
     "operator": ["--no-desk"],
     "doctor": [],
@@ -111,7 +114,14 @@ def test_no_verb_shows_a_traceback(tmp_path: Path, condition: str) -> None:
             pytest.skip("root may write everywhere, and there is no setpriv")
         argv = [setpriv, "--bounding-set=-dac_override,-dac_read_search", *argv]
     done = subprocess.run(
-        argv, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=240
+        argv,
+        cwd=tmp_path,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
     )
     text = done.stderr
     assert done.returncode == 0, text

@@ -24,6 +24,7 @@ import click
 from ringweave import environment
 from ringweave.cli import torch_trial
 from ringweave.errors import UsageError, explain
+from ringweave.files import file_io
 
 CheckState = Literal["ok", "missing", "broken"]
 TABLE_WIDTH = 120
@@ -244,7 +245,7 @@ def check_torch(timeout_s: float = TORCH_TRIAL_TIMEOUT_S) -> dict[str, CheckResu
 def parse_torch_trial(stdout: str, stderr: str, returncode: int) -> dict[str, CheckResult]:
     """Parse the output of the torch trial; a check that it could not make counts as broken."""
     try:
-        answer = json.loads(stdout.strip().splitlines()[-1])
+        answer = file_io.parse_json(stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
         last = (stderr.strip().splitlines() or ["no output"])[-1]
         return _same_for_torch(CheckResult(state="broken", seen=f"exit code {returncode}: {last}"))

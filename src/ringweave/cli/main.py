@@ -196,7 +196,7 @@ def run_command_line(argv: list[str]) -> int:
 
 
 def _is_output_written() -> bool:
-    """Return whether all output has arrived; else drop the rest, which Python would try to write once more at its end."""
+    """Return whether all output has arrived; else drop the rest, which Python would write again at its end."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

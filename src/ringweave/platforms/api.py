@@ -186,15 +186,7 @@ def job_view(job: Job, *, platform: str, events: Sequence[EventView] = (), files
 
 
 def unreadable_job(
-    name: str,
-    requester: str,
-    created_s: float,
-    *,
-    code: str,
-    text: str,
-    hint: str,
-    num_workers: int = 1,
-    device: str = "cpu",
+    name: str, requester: str, created_s: float, reason: Reason, *, num_workers: int = 1, device: str = "cpu"
 ) -> Job:
     """Return a failed job that stands for one whose stored form cannot be read, so that lists still show it.
 
@@ -202,9 +194,7 @@ def unreadable_job(
         name: Name of the job.
         requester: Its owner.
         created_s: Time of its submission.
-        code: Code of the reason.
-        text: Mistake in its stored form.
-        hint: Remedy.
+        reason: Mistake in its stored form, with a remedy.
         num_workers: Workers, as far as known.
         device: `cuda` or `cpu`, as far as known.
     """
@@ -212,7 +202,6 @@ def unreadable_job(
     request = JobRequest(name="unreadable", num_workers=num_workers, script="-", device=device, nodes=nodes)
     object.__setattr__(request, "name", name)  # shown as it is stored, even if no request may have such a name
     job = records.new_job(request, requester=requester, counts=(0,), now=created_s)
-    reason = Reason(code=code, text=text, hint=hint)
     return replace(job, record=replace(job.record, state=JobState.FAILED, reason=reason))
 
 

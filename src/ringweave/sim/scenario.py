@@ -1,7 +1,6 @@
 """Inputs and results of a simulation: host costs, faults, routes between ranks, link loads and rank spans."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ringweave import units
 from ringweave.cost import Assumptions, GroupNetwork, vertices_of_ranks
 from ringweave.cost.network import Ints
 from ringweave.errors import PlacementError, UsageError, explain
+from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 
 
@@ -237,7 +237,7 @@ def load_host_costs(path: str | Path) -> HostModel:
     """
     where = str(path)
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = file_io.load_json(path)
         costs = document["costs"]
         named = dict(costs.items())
     except OSError as cause:

@@ -28,6 +28,7 @@ from ringweave.comm.group_plan import GroupPlan, PlanBroadcast
 from ringweave.comm.transport.interface import TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
+from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, message_class
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport
@@ -479,7 +480,7 @@ class TuningCache:
     def _read(self, plan: Plan) -> dict[str, tuple[str, float]]:
         """Return the schedule by message class and the time it won, without expired ones."""
         try:
-            document = json.loads(self._path(plan).read_text(encoding="utf-8"))
+            document = file_io.load_json(self._path(plan))
             found = {key: (name, float(at)) for key, (name, at) in document[_FORMAT].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from ringweave import relayed_address
 from ringweave.accept_limits import AcceptLimits, LimitedListener
 from ringweave.errors import RingweaveError, UsageError
+from ringweave.files import file_io
 from ringweave.platforms.hosts.messages import HOST_ROLE
 from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
 from ringweave.platforms.local import job_folder
@@ -212,7 +213,7 @@ class ControlLink:
         ping = asyncio.ensure_future(self._ping())
         try:
             while line := await self._read_line():
-                message = json.loads(line)
+                message = file_io.parse_json(line)
                 if (serial := message.get("done")) is not None:
                     answer = self._answers.get(serial)
                     if answer is not None and not answer.done():
@@ -453,7 +454,7 @@ class Relay:
         """Serve a connection of another relay."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                hello = json.loads(await reader.readline())
+                hello = file_io.parse_json(await reader.readline())
             hosts = self._load_hosts()
             job, name = peer_name(writer)
             known = [each.node for each in hosts]

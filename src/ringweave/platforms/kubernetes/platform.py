@@ -232,16 +232,10 @@ def displayed_training_job(resource: TrainingJobObject, now: float) -> Job:
 def _invalid_job(resource: TrainingJobObject, error: JobError, now: float) -> Job:
     spec, name = resource["spec"], resource["metadata"]["name"]
     device, total = ("cuda", spec["gpus"]) if "gpus" in spec else ("cpu", spec.get("cpuWorkers", 1))
-    return api.unreadable_job(
-        name,
-        job_resource.requester_of(resource),
-        _created_s(resource, now),
-        code="Invalid",
-        text=str(error),
-        hint=f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it again",
-        num_workers=total,
-        device=device,
-    )
+    hint = f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it again"
+    reason = Reason(code="Invalid", text=str(error), hint=hint)
+    requester, created_s = job_resource.requester_of(resource), _created_s(resource, now)
+    return api.unreadable_job(name, requester, created_s, reason, num_workers=total, device=device)
 
 
 def _created_s(resource: TrainingJobObject, now: float) -> float:

@@ -21,7 +21,6 @@ from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, Render
 from ringweave.platforms.local import supervisor
 from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, job_folder
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
-from ringweave.platforms.submission import JobOrigin
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two polls of logs that may grow."""

@@ -14,6 +14,7 @@ from ringweave.errors import JobError, LaunchError, explain, shorten
 from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
 from ringweave.jobs.request import JobRequest
+from ringweave.jobs.states import Reason
 from ringweave.platforms import api
 from ringweave.platforms.api import EventView
 from ringweave.platforms.local import job_folder
@@ -240,17 +241,22 @@ def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> Loc
             desired=_DESIRED.validate_json(desired),
             record=records.parse_record(record),
         )
-        if not len(job.counts) == len(job.request.nodes) == len(job.record.nodes):
-            asked, kept = len(job.request.nodes), len(job.record.nodes)
-            raise ValueError(f"{len(job.counts)} counts, {asked} nodes in its request, {kept} in its record")
+        _check_lengths(job)
         return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(origin))
     except (ValueError, JobError) as error:
         problem = f"its record cannot be read: {_mistake(error)}"
         hint = f"ringweave delete {name} removes it with its processes; or use the ringweave that wrote it"
-        job = api.unreadable_job(name, requester, created_s, code="Unreadable", text=problem, hint=hint)
+        reason = Reason(code="Unreadable", text=problem, hint=hint)
+        job = api.unreadable_job(name, requester, created_s, reason)
         return LocalRegistryEntry(
             id=job_id, job=job, origin=JobOrigin(directory="", script_text=None, environ={}), problem=problem
         )
+
+
+def _check_lengths(job: Job) -> None:
+    asked, kept = len(job.request.nodes), len(job.record.nodes)
+    if not len(job.counts) == asked == kept:
+        raise ValueError(f"{len(job.counts)} counts, {asked} nodes in its request, {kept} in its record")
 
 
 def _mistake(error: ValueError | JobError) -> str:

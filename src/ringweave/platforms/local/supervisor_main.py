@@ -26,10 +26,10 @@ START_TIMEOUT_S = 20.0
 
 
 def take_turn(state: Path, *, num_turns: int, timeout_s: float = TURN_TIMEOUT_S) -> Callable[[], None]:
-    """Wait until fewer than `num_turns` jobs are starting; return the function that ends the turn, at the latest after
-    `START_TIMEOUT_S`. The main thread alone may call this.
+    """Wait until fewer than `num_turns` jobs are starting; return the function that ends the turn.
 
-    The kernel serves the processes that wait for one lock in order, and no process polls.
+    The turn ends by itself after `START_TIMEOUT_S`. The kernel serves the processes that wait for one lock in order,
+    and no process polls. The main thread alone may call this.
 
     Raises:
         OSError: The folder cannot be written.

@@ -274,14 +274,15 @@ def test_a_registry_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Pa
     [
         ("record = replace(record, 'Pending', 'Hovering')", "JobRecord has 'Hovering' as state"),
         ("record = '{\"format\": 2'", "as its text"),
-        ("record = replace(record, '\"format\":2', '\"format\":9')", "record of the job: 'format 9', expected format 2"),
+        (
+            "record = replace(record, '\"format\":2', '\"format\":9')",
+            "record of the job: 'format 9', expected format 2",
+        ),
         ("counts = '[]'", "0 counts, 1 nodes in its request, 1 in its record"),
         ("request = '[]'", "JobRequest has [] as its text"),
     ],
 )
-def test_a_record_that_is_none_of_ours_is_named_and_hides_no_other(
-    folder: Path, change: str, text: str
-) -> None:
+def test_a_record_that_is_none_of_ours_is_named_and_hides_no_other(folder: Path, change: str, text: str) -> None:
     here = service(folder)
     for name in ("first", "strange", "last"):
         here.submit(request(name), base=folder)
