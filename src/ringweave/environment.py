@@ -29,6 +29,8 @@ EVENTS = "RINGWEAVE_EVENTS"
 MEMBER = "RINGWEAVE_MEMBER"
 COORDINATORS = "RINGWEAVE_COORDINATORS"
 PORTS = "RINGWEAVE_PORTS"
+ENCRYPT = "RINGWEAVE_ENCRYPT"
+"""`on` encrypts the collectives, the store and Gloo between nodes, by the certificate in RINGWEAVE_CREDENTIALS."""
 TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 """Variable of torchrun's: set for its workers, and not in its own process."""
 
@@ -85,6 +87,8 @@ class WorkerEnvironment:
     """Name of this process among the members of an elastic job, `SLOT.INCARNATION`."""
     coordinators: tuple[tuple[str, int], ...] = ()
     """(host, port) of an elastic job's coordinators, the active one first; empty if the job is not elastic."""
+    encrypts: bool = False
+    """Connections between nodes use TLS, by this process's credentials; every rank needs the same."""
     ports: PortRange | None = None
     """Ports of this worker's listeners, but for torch's own; None: any free ones."""
 
@@ -93,7 +97,8 @@ class WorkerEnvironment:
         """Read the variables; an empty one counts as absent.
 
         Raises:
-            UsageError: RINGWEAVE_DEVICE_PATH names no way, RINGWEAVE_WIRE no format, or RINGWEAVE_PORTS no range.
+            UsageError: RINGWEAVE_DEVICE_PATH names no way, RINGWEAVE_WIRE no format, RINGWEAVE_PORTS no range, or
+                RINGWEAVE_ENCRYPT is neither `on` nor `off`.
         """
         cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
@@ -114,6 +119,7 @@ class WorkerEnvironment:
             events=Path(events) if events else None,
             member=environ.get(MEMBER) or None,
             coordinators=_parse_addresses(environ.get(COORDINATORS, "")),
+            encrypts=_parse_encrypt(environ),
             ports=ports_of_environ(environ),
         )
 
@@ -137,6 +143,7 @@ class WorkerEnvironment:
             EVENTS: str(self.events or ""),
             MEMBER: self.member or "",
             COORDINATORS: ",".join(f"{host}:{port}" for host, port in self.coordinators),
+            ENCRYPT: "on" if self.encrypts else "",
             PORTS: str(self.ports or ""),
         }
         return {name: value for name, value in pairs.items() if value}
@@ -155,6 +162,13 @@ def ports_of_environ(environ: Mapping[str, str]) -> PortRange | None:
     """
     text = environ.get(PORTS)
     return parse_ports(text, where=PORTS) if text else None
+
+
+def _parse_encrypt(environ: Mapping[str, str]) -> bool:
+    value = environ.get(ENCRYPT) or "off"
+    if value not in ("on", "off"):
+        raise UsageError(explain(ENCRYPT, got=value, expected="on or off", do="Correct or unset it"))
+    return value == "on"
 
 
 def forks_workers(environ: Mapping[str, str]) -> bool:

@@ -115,7 +115,10 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
             run_dir=given.pop("run_dir"),
             worker_options=WorkerOptions(
                 order=worker_options.parse_rank_order(given.pop("order")),
-                **{key: given.pop(key) for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "wire")},
+                **{
+                    key: given.pop(key)
+                    for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt", "wire")
+                },
             ),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
@@ -182,6 +185,12 @@ _RUN_PROGRAM_OPTIONS = (
         default="block",
         help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED].",
     ),
+    click.option(
+        "--encrypt",
+        type=click.Choice(worker_options.ENCRYPT_CHOICES),
+        default="auto",
+        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
+    ),
     click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
     click.argument("script"),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
@@ -226,16 +235,12 @@ def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
 def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
     from ringweave.planning import modes
 
-    if is_elastic:
-        modes.check_elastic_mode(mode, where="--mode")
     if not is_wanted:
         return False
-    if mode not in (
-        *modes.SERVER_MODES,
-        *(() if is_elastic else (modes.AUTO,)),
-    ):  # elastic jobs choose no server themselves
+    may_choose = mode == modes.AUTO and not is_elastic  # elastic jobs choose no server themselves
+    if not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
         do = "Leave --standby out, or say --mode ps-hra"
-        expected = "ps-hra or ps" if is_elastic else "auto, ps-hra or ps"
+        expected = "ps-hra, ps or local" if is_elastic else "auto, ps-hra or ps"
         raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
     return True
 

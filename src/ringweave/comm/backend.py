@@ -515,17 +515,17 @@ def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup
         # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
         incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
         store = PrefixStore(f"{incarnation}/", options.store)
-        info = group_info.exchange_group_info(
-            store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
-        )
+        entrances, encryption = [door.endpoint for door in listeners], plan_choice.load_encryption(environment)
+        own = (options.group_rank, global_ranks, location, entrances)
+        info = group_info.exchange_group_info(store, *own, options.timeout, encryption)
         if os.environ.get(TORCHRUN_ID):
             from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
 
             environment = torchrun.join_run(store, info, environment)
         is_debugging = torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
         group_class = DebugProcessGroup if is_debugging else RingweaveProcessGroup
-        name, timeout = str(options.group_id), options.timeout
-        return group_class(store, info, listeners, name, timeout, environment, backend_options)
+        name = str(options.group_id)
+        return group_class(store, info, listeners, name, options.timeout, environment, backend_options)
     except BaseException:
         for door in listeners:
             door.close()

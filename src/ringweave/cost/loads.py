@@ -245,7 +245,7 @@ class _WaveDetector:
         count = schedule.num_chunks
         if schedule.num_ranks * count > _MAX_WATCHED_CELLS:
             count = max(1, min(_SAMPLED_CHUNKS, _MAX_WATCHED_CELLS // schedule.num_ranks))
-        watched = np.unique(np.linspace(0, schedule.num_chunks - 1, count).astype(np.int64))
+        watched = np.arange(count) * (schedule.num_chunks - 1) // max(1, count - 1)
         self._watched_before = np.searchsorted(watched, np.arange(schedule.num_chunks + 1))
         self._is_sample = count < schedule.num_chunks
         self._written_in = np.zeros((schedule.num_ranks, len(watched)), np.int32)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from ringweave.environment import EXACT, WorkerEnvironment
 from ringweave.errors import UsageError, explain
 
+Encrypt = Literal["auto", "on", "off"]
+ENCRYPT_CHOICES: tuple[Encrypt, ...] = ("auto", "on", "off")
 ORDER_RULE = "block, round-robin, shuffled or shuffled:SEED with a whole number"
 
 
@@ -87,6 +89,12 @@ class WorkerOptions:
     """Wire format of gradients on slow links, if scripts leave it open."""
     order: RankOrder = BLOCK_ORDER
     """Order in which the devices get ranks."""
+    encrypt: Encrypt = "auto"
+    """Encrypt what travels between nodes: `on`, `off`, or `auto`: between hosts, not in a lab."""
+
+    def encrypts(self, *, between_hosts: bool) -> bool:
+        """Return whether connections between nodes are encrypted; `between_hosts` if the nodes are hosts."""
+        return self.encrypt == "on" or (self.encrypt == "auto" and between_hosts)
 
     def apply_to(self, environment: WorkerEnvironment) -> WorkerEnvironment:
         """Return a worker's environment with these options."""
@@ -107,6 +115,7 @@ class WorkerOptions:
             "leader_per_nic": self.leader_per_nic,
             "wire": self.wire,
             "order": str(self.order),
+            "encrypt": self.encrypt,
         }
 
 

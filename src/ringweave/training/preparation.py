@@ -36,7 +36,8 @@ from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous, Local, Script
-from ringweave.training.outer_steps import OuterOptimizer, RoundControl, SiteExchange, SiteMembership, SiteSource
+from ringweave.training.outer_optimizer import OuterOptimizer
+from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
 from ringweave.training.rings import server_job, startup_rendezvous
 from ringweave.training.rings.elastic_ring import ElasticRing
@@ -168,8 +169,10 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
-    modes.check_elastic_mode(mode)
-    has_server, settings = mode in modes.SERVER_MODES, script.settings
+    has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
+    if mode == modes.LOCAL:
+        settings = script.local.as_asynchronous()
+        script, reason = dataclasses.replace(script, settings=settings), f"{reason}; {options.ELASTIC_SITES}"
     if has_server:
         server_job.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
@@ -240,7 +243,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
             )
         return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
     if mode == modes.LOCAL:
-        all_sites = _find_sites(script.local, reports)
+        all_sites = sites.sites_of(script.local.sites, reports)
         if len(all_sites) > 1:
             return _prepare_sites(script, environment, reports, control, recorder, all_sites)
         reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
@@ -333,17 +336,6 @@ def _describe_for_sites(script: Script, environment: WorkerEnvironment, mode: st
     return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}
 
 
-def _find_sites(settings: Local, reports: Reports) -> tuple[Site, ...]:
-    """Return the sites that the script names, else those of the cluster file or of the nodes.
-
-    Raises:
-        TrainingError: A rank is in none of the sites that the script names, or in two.
-    """
-    if settings.sites is not None:
-        return sites.check_sites(settings.sites, len(reports))
-    return sites.find_sites(reports)
-
-
 def _prepare_sites(
     script: Script,
     environment: WorkerEnvironment,
@@ -372,7 +364,7 @@ def _prepare_sites(
     meter = meters.find_meter(parallel.module)
     memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
-    outer = OuterOptimizer(parallel.module, exchange, script.local)
+    outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
     source = SiteSource(script.loader, script.spec, reports[0]["seed"], membership)
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)

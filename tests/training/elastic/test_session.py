@@ -280,6 +280,7 @@ CREW_NOTE = {
     "cap": None,
     "assumed_speed": 1.0,
     "speed": None,
+    "exchange_s": 0.0,
     "position": [0, 0, 0, 0],
     "accounts": [[0, 0], [0, 0], [0, 0]],
 }

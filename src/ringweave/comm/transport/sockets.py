@@ -25,11 +25,14 @@ from torch import Tensor
 
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.transport.connect import POLL_S, ChannelListener, ConnectionManager
-from ringweave.comm.transport.interface import MismatchError, ReceivedContent, TransferFailedError
+from ringweave.comm.transport.interface import LinkTraffic, MismatchError, ReceivedContent, TransferFailedError
 from ringweave.comm.transport.shared_memory import ArenaPool, ArenaSlot, ShmAck, ShmConnection, ShmRecv, ShmSend
 from ringweave.schedules.program import NO_SLOT, StagingLayout
 
 _HEADER = struct.Struct("<QQ")
+_TCP_INFO_BYTES, _ACKED_OFFSET, _BUSY_OFFSET = 256, 120, 168
+"""Source: kernel, include/uapi/linux/tcp.h, struct tcp_info: bytes_acked, busy_time, rwnd_limited (microseconds)."""
+_US = 1e-6
 
 
 class TcpMessage:
@@ -90,6 +93,8 @@ class TcpConnection:
         self.peer = peer
         self.sock = sock
         self.watched = 0
+        self._num_decrypted: Callable[[], int] | None = getattr(sock, "pending", None)
+        """Bytes that TLS has decrypted and nobody has taken; None for a plain connection."""
         self._outgoing: collections.deque[TcpMessage] = collections.deque()
         self._incoming: collections.deque[TcpMessage] = collections.deque()
 
@@ -100,6 +105,16 @@ class TcpConnection:
         A closed peer is not polled, or it would wake us for ever.
         """
         return (select.EPOLLIN if self._incoming else 0) | (select.EPOLLOUT if self._outgoing else 0)
+
+    def traffic(self) -> LinkTraffic:
+        """Return the traffic so far; none where the connection is closed, or the kernel does not count it."""
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            (acked,) = struct.unpack_from("=Q", info, _ACKED_OFFSET)
+            busy_us, limited_us = struct.unpack_from("=QQ", info, _BUSY_OFFSET)
+        except (OSError, struct.error):
+            return LinkTraffic()
+        return LinkTraffic(sent_bytes=acked, busy_s=busy_us * _US, limited_s=limited_us * _US)
 
     def send(self, piece: Any, tag: int) -> TcpMessage:
         """Queue a piece, and start sending it."""
@@ -114,6 +129,8 @@ class TcpConnection:
         """Expect the next message in this piece."""
         message = TcpMessage(self.peer, tag, memoryview(piece), bytearray(_HEADER.size))
         self._incoming.append(message)
+        if self._num_decrypted is not None and len(self._incoming) == 1 and self._num_decrypted():
+            self.read()  # the kernel has nothing that would wake this thread
         return message
 
     def write(self) -> None:
@@ -269,6 +286,7 @@ class SocketTransport:
         self._arena_pool = ArenaPool()
         self._slot: ArenaSlot | None = None
         self._closed = False
+        self._last_traffic: dict[int, LinkTraffic] = {}
 
     @staticmethod
     def expose(tensor: Tensor) -> Any:
@@ -294,8 +312,10 @@ class SocketTransport:
             return
         deadline = self._connection_manager.deadline(timeout_s)
         for peer in missing:
-            if self._group.calls(self._group.group_rank, peer):
-                self._add_peer(peer, self._connection_manager.connect_peer(peer))
+            if self._group.calls(self._group.group_rank, peer) and (
+                socks := self._connection_manager.connect_peer(peer)
+            ):
+                self._add_peer(peer, socks)
         while absent := [peer for peer in missing if peer not in self._connections]:
             accepted = self._connection_manager.accept_peer(absent[0], deadline)
             if accepted is not None and accepted[0] not in self._connections:
@@ -325,7 +345,7 @@ class SocketTransport:
         """Expect the next message from `peer` in this piece, or of its size in shared memory."""
         connection = self._connection(peer)
         if not isinstance(connection, ShmConnection):
-            handle: Handle = connection.receive(piece, tag)
+            handle: Handle = self._convert_errors(connection, lambda: connection.receive(piece, tag))
         else:
             handle = self._convert_errors(connection, lambda: connection.receive(piece.nbytes, tag))
         self._watch(connection)
@@ -378,9 +398,20 @@ class SocketTransport:
             self._watch(connection)
             self.wait(connection.pending_ack, timeout_s)
 
+    def traffic(self) -> dict[int, LinkTraffic]:
+        """Return the traffic so far to ranks of other nodes; after `close`, that until then."""
+        if self._last_traffic:
+            return self._last_traffic
+        found: dict[int, LinkTraffic] = {}
+        for end in list(self._by_descriptor.values()):
+            if isinstance(end, TcpConnection):
+                found[end.peer] = found.get(end.peer, LinkTraffic()).plus(end.traffic())
+        return found
+
     def close(self) -> None:
         """Close all connections and the shared memory; sent data still arrives."""
         self._closed = True
+        self._last_traffic = self.traffic()
         arriving = (sock for rails in self._incomplete_rails.values() for sock in rails.values())
         for sock in (*(end.sock for end in self._by_descriptor.values()), *arriving):
             sock.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 from ringweave.comm import peer_data, wire_scope
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.environment import EXACT
+from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
 
@@ -39,6 +40,8 @@ class ReductionRow:
     """It has joined and contributes zeros to this reduction."""
     is_caught_up: bool = False
     """It has caught up: it waits for this reduction as all others do, and computes what comes next."""
+    restarts_step: bool = False
+    """Its gradients are discarded, as those of all members, which compute the whole step anew."""
     speed: Speed | None = None
 
     @property
@@ -54,7 +57,7 @@ class ReductionRow:
             self.account.num_samples,
             self.account.fingerprint - _HALF,
             self.num_planned,
-            self.is_recovering | self.is_caught_up << 1,
+            self.is_recovering | self.is_caught_up << 1 | self.restarts_step << 5,  # 2 to 4: `OperationHeader`
             *words,
         ]
 
@@ -68,6 +71,7 @@ class ReductionRow:
             num_planned=words[2],
             is_recovering=bool(words[3] & 1),
             is_caught_up=bool(words[3] & 2),
+            restarts_step=bool(words[3] & 32),
             speed=Speed.of_numbers(numbers) if numbers[0] > 0 else None,
         )
 
@@ -119,6 +123,19 @@ class Commit:
     def caught_up(self) -> tuple[str, ...]:
         """Members that have recovered until now, and compute from now on."""
         return tuple(member for member, row in zip(self.members, self.rows, strict=True) if row.is_caught_up)
+
+    @property
+    def restarts_step(self) -> bool:
+        """It has no gradients: the members compute the whole step anew.
+
+        Raises:
+            TrainingError: Some members have reduced their gradients.
+        """
+        restarting = {row.restarts_step for row in self.rows}
+        if len(restarting) > 1:
+            bug = "This is a bug of ringweave, please report it."
+            raise TrainingError(f"reduction {self.number}: some members restart the step, expected all or none. {bug}")
+        return restarting == {True}
 
     @property
     def is_partial(self) -> bool:
@@ -174,10 +191,16 @@ class PartialSums:
     def complete(self, commit: Commit, sums: Sequence[Tensor]) -> int:
         """Add the kept sums to those of this commit, in place; keep the result if the step still misses samples.
 
+        A commit that restarts the step has no sums: they are set to zero, and what was kept stays.
+
         Returns:
             Bits of the parameters that any member has used in the step so far.
         """
         if not commit.num_planned:  # gradients of no batch of the loader
+            return commit.used_bits
+        if commit.restarts_step:
+            for summed in sums:
+                summed.zero_()
             return commit.used_bits
         if self._sums:
             for summed, kept in zip(sums, self._sums, strict=True):
@@ -369,6 +392,8 @@ class RetainedReduction:
         used_bits = commit.used_bits if partial_sums is None else partial_sums.complete(commit, self.sums)
         scale = commit.scale if is_mean and (partial_sums is None or not commit.num_planned) else 1.0
         for message in self.messages:
+            if commit.restarts_step and message.residual is not None and message.residual_before is not None:
+                message.residual.copy_(message.residual_before)  # the attempt that was broken off delivered nothing
             if scale != 1.0:
                 message.summed.mul_(scale)
             for bucket, summed in message.bucket_sums():

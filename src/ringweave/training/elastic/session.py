@@ -313,6 +313,8 @@ class SessionThread:
                 False,
             )
             state.num_generations += 1
+            may_restart = self._commits.recomputes and state.trainer.ring is None
+            state.restarts_step = may_restart and recovery.restarts_step(start, plan.recovering)
             error = state.start_reduction()
             state.lock.notify_all()
         state.report_broken_group(error, abort_count)
