@@ -12,6 +12,7 @@ import click
 
 from ringweave import units
 from ringweave.cli import follow, job_options
+from ringweave.environment import WIRES
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
@@ -212,6 +213,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
     "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
 )
 @click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
+@click.option("--wire", type=click.Choice(WIRES), help="Format of gradients on the links that bind.")
 @click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
 @click.option(
     "--standby",

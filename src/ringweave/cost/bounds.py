@@ -47,9 +47,9 @@ class Assumptions:
     """CPU time of all its threads for a message, as `sim.HostModel.assumed` has it; it matters under a CPU quota."""
     cores: float = math.inf
     """CPU seconds per second that the rank with the least of them may use."""
-    coding_bytes_per_s: float = 3e9
-    """Rate at which a processor encodes or decodes float32 values, in bytes of these: int8 with error feedback takes
-    0.4 ns a byte, decoding and adding 0.2 ns (measured)."""
+    coding_bytes_per_s: float = 1.5e9
+    """Rate at which a processor encodes or decodes float32 values, in bytes of these. In int8 with error feedback a
+    byte takes 0.4 ns to encode and 0.2 ns to decode, and in whole runs on a busy machine about 0.7 ns (measured)."""
     coding_message_s: float = 25e-6
     """Further processor time of each message that is encoded or decoded (measured)."""
     processors: float = 1.0

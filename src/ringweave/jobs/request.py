@@ -143,6 +143,8 @@ class JobRequest:
     """Plan with one leader per NIC of a node instead of one per node."""
     encrypt: worker_options.Encrypt = "auto"
     """Encrypt what travels between nodes; `auto`: between hosts, not in a lab."""
+    wire: worker_options.Wire = "exact"
+    """Wire format of gradients on slow links, if scripts leave it open."""
     elastic: ElasticRequest | None = None
     """Elastic training; None: after the loss of a node all nodes restart from the last checkpoint."""
     standby: bool = False
@@ -178,6 +180,7 @@ class JobRequest:
             replace_backend=self.replace_backend,
             leader_per_nic=self.leader_per_nic,
             encrypt=self.encrypt,
+            wire=self.wire,
         )
 
 
@@ -402,6 +405,7 @@ class JobFileEntry(yaml_files.FileEntry):
     replace_backend: bool = Field(default=False, description="true or false", examples=["true"])
     leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
     encrypt: worker_options.Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
+    wire: worker_options.Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
     elastic: Annotated[ElasticEntry | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
     )
@@ -460,7 +464,7 @@ def dump_request(request: JobRequest) -> str:
     """Return the job file of a request: `parse_request(dump_request(r)) == r`."""
     content: dict[str, Any] = {"name": request.name, _total_key(request): request.num_workers}
     usual = {"mode": "auto", "standby": False, "order": "block", "replace_backend": False, "leader_per_nic": False}
-    usual |= {"encrypt": "auto", "min_per_node": MIN_PER_NODE, "suspend": False}
+    usual |= {"encrypt": "auto", "wire": "exact", "min_per_node": MIN_PER_NODE, "suspend": False}
     content |= {
         **{key: getattr(request, key) for key in PROGRAM_KEYS},
         "directory": request.directory,
@@ -564,7 +568,7 @@ def _build_request(value: Any) -> JobRequest:
         raise InputError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic", "encrypt")
+_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic", "encrypt", "wire")
 _UNCHANGED_FIELDS = {
     *PROGRAM_KEYS,
     *_OPTION_KEYS,

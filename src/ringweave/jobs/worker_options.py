@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ringweave.environment import EXACT, WorkerEnvironment
+from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
 
 Encrypt = Literal["auto", "on", "off"]
+Wire = Literal["exact", "bf16", "int8", "int4", "auto"]
 ENCRYPT_CHOICES: tuple[Encrypt, ...] = ("auto", "on", "off")
 ORDER_RULE = "block, round-robin, shuffled or shuffled:SEED with a whole number"
 
@@ -85,7 +86,7 @@ class WorkerOptions:
     """Let ringweave also serve groups of an explicit "gloo" or "nccl"."""
     leader_per_nic: bool = False
     """Plan with one leader per NIC of a node instead of one per node."""
-    wire: str = EXACT
+    wire: Wire = "exact"
     """Wire format of gradients on slow links, if scripts leave it open."""
     order: RankOrder = BLOCK_ORDER
     """Order in which the devices get ranks."""

@@ -315,10 +315,10 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "residuals_lost": EventKind(
-        meaning="Workers are gone, and with them what encoding had left of their gradients for the next step; the "
-        "others keep theirs.",
+        meaning="What encoding had left of the gradients of these workers for the next step is lost; the others keep "
+        "theirs.",
         written_by="worker",
-        fields={"rank": RANK_FIELD, "members": "names of these members", "wire": "wire format of the gradients"},
+        fields={"rank": RANK_FIELD, "members": "names of these workers", "reason": "reason in words"},
     ),
     "members_caught_up": EventKind(
         meaning="Workers that joined a running job have caught up: they have done every step that the others have.",

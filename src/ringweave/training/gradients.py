@@ -233,7 +233,14 @@ def wrap_ddp(
     weigh_gradients(parallel, weights)
     parallel.register_comm_hook(reducer, _reduce_bucket)
     parallel.register_comm_hook = reducer.register_comm_hook  # pyrefly: ignore - DDP takes one hook
+    parallel.gradient_residuals = reducer.residuals  # pyrefly: ignore - a module takes any attribute
     return parallel
+
+
+def residuals_of(part: Any) -> "tuple[GradientResiduals, list[Tensor]] | None":
+    """Return the residuals of a prepared model, and its parameters; None if it is none, or its gradients are exact."""
+    residuals = getattr(part, "gradient_residuals", None)
+    return None if residuals is None else (residuals, list(part.module.parameters()))
 
 
 def unwrap_ddp(model: Any) -> Any:

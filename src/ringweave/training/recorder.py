@@ -160,7 +160,7 @@ class ElasticRecorder:
 
     def residuals_lost(self, members: Sequence[str], wire: str) -> None:
         """Record that members are gone, and with them what encoding had left of their gradients."""
-        fields = {"rank": 0, "members": list(members), "wire": wire}
+        fields = {"rank": 0, "members": list(members), "reason": f"these workers are gone; gradients travel in {wire}"}
         self._write_if_primary(lambda: self._log.write("residuals_lost", **fields) if self._log else None)
 
     def samples_lost(self, commit: Commit, num_lost: int) -> None:

@@ -49,6 +49,7 @@ IMMUTABLE_FIELDS = (
         "replaceBackend",
         "leaderPerNic",
         "encrypt",
+        "wire",
         "elastic",
         "standby",
     ),
@@ -154,6 +155,12 @@ def _training_fields() -> Schema:
             "description": "Encrypt what travels between nodes: auto (as on), on or off.",
             "enum": ["auto", "on", "off"],
             "default": "auto",
+        },
+        "wire": {
+            "type": "string",
+            "description": "Format of gradients on the links that bind.",
+            "enum": ["exact", "bf16", "int8", "int4", "auto"],
+            "default": "exact",
         },
         "elastic": _elastic_schema(),
         "standby": _flag_schema(

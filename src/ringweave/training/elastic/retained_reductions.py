@@ -392,6 +392,8 @@ class RetainedReduction:
         used_bits = commit.used_bits if partial_sums is None else partial_sums.complete(commit, self.sums)
         scale = commit.scale if is_mean and (partial_sums is None or not commit.num_planned) else 1.0
         for message in self.messages:
+            if commit.restarts_step and message.residual is not None and message.residual_before is not None:
+                message.residual.copy_(message.residual_before)  # the attempt that was broken off delivered nothing
             if scale != 1.0:
                 message.summed.mul_(scale)
             for bucket, summed in message.bucket_sums():
