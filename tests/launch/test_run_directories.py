@@ -95,7 +95,7 @@ def test_a_run_says_which_rank_the_others_wait_for_and_what_would_help(start, sc
     run = start("--workers", "3", script(SLOW_RANK))
     assert run.wait_ended() == 0, run.stderr
     (line,) = [each for each in run.stderr.splitlines() if "time is lost" in each]
-    assert line.startswith("ringweave: compute: ")
+    assert line.startswith("ringweave: forward: ")
     assert "The others wait for rank 2 on node " in line
     assert "Use --mode balanced" in line
     answered = ringweave("why", str(run.run_dir)).stdout.splitlines()
@@ -103,5 +103,5 @@ def test_a_run_says_which_rank_the_others_wait_for_and_what_would_help(start, sc
     (loss,) = [
         each for each in json.loads(ringweave("why", str(run.run_dir), "--json").stdout)["losses"] if each["rank"]
     ]
-    assert (loss["cause"], loss["rank"]) == ("compute", 2)
+    assert (loss["cause"], loss["rank"]) == ("forward", 2)
     assert loss["cost"] > 0.3

@@ -129,22 +129,26 @@ def _align(events: Sequence[Event]) -> list[list[_RankStep]]:
     )
     if not by_rank:
         return []
-    reference = max(by_rank.values(), key=len)
-    if sum(each["steps"] for each in reference) < MIN_STEPS:
+    if max(sum(each["steps"] for each in windows) for windows in by_rank.values()) < MIN_STEPS:
         return []
+    counted = list(map(_without_first, by_rank.values()))
     return [
-        [_rank_step(min(each, key=lambda other: abs(other["time"] - event["time"]))) for each in by_rank.values()]
-        for event in reference
+        [_rank_step(min(each, key=lambda other: abs(other["time"] - event["time"]))) for each in counted]
+        for event in max(counted, key=len)
     ]
 
 
 def _windows_by_rank(events: Sequence[Event], kind: str, count: str) -> dict[int, list[Event]]:
-    """Return the windows of each rank that count, each with its number of steps, or of what stands for them."""
+    """Return the windows of each rank, each with its number of steps, or of what stands for them."""
     by_rank: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event["kind"] == kind and event[count]:
             by_rank[event["rank"]].append({**event, "steps": event[count]})
-    return {rank: each[1:] if len(each) >= _MIN_WINDOWS else each for rank, each in by_rank.items()}
+    return by_rank
+
+
+def _without_first(windows: list[Event]) -> list[Event]:
+    return windows[1:] if len(windows) >= _MIN_WINDOWS else windows
 
 
 def _rank_step(event: Event) -> _RankStep:
@@ -459,7 +463,7 @@ def _link_sums(events: Sequence[Event]) -> dict[tuple[int, int], _LinkSum]:
     """Return (rank, peer) -> traffic, where it is enough for a rate."""
     sums: dict[tuple[int, int], _LinkSum] = defaultdict(_LinkSum)
     for rank, windows in _windows_by_rank(events, "traffic_measured", "collectives").items():
-        for window in windows:
+        for window in _without_first(windows):
             for peer, link in window["links"].items():
                 row = sums[rank, int(peer)]
                 row.sent_bytes += link["sent_bytes"]

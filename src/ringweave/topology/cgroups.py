@@ -100,6 +100,10 @@ class ProcessCpuQuota:
         quotas = [quota for group in self._groups if (quota := self._read_quota(group))]
         return min(quotas, key=lambda quota: quota.cores, default=None)
 
+    def throttled_s(self) -> float:
+        """Return the seconds so far for which quotas, also former ones, have stopped the group or one above it."""
+        return max(map(_throttled_s, self._groups), default=0.0)
+
 
 def find_pressure_file(process: Path, kind: str) -> Path | None:
     """Return the file of stalls (`memory`, `io`) of a process's own group; None in the root group and in version 1."""
@@ -230,15 +234,23 @@ def _read_quota_v2(group: Path) -> CpuQuota | None:
     return None if quota_us in ("", "max") else _parse_quota(group, quota_us, period_us)
 
 
-def _parse_quota(group: Path, quota_us: str, period_us: str) -> CpuQuota:
-    statistics = dict(line.split(maxsplit=1) for line in read_text(group / "cpu.stat").splitlines())
-    period_s = int(period_us) * _US
+def _read_statistics(group: Path) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in read_text(group / "cpu.stat").splitlines())
+
+
+def _throttled_s(group: Path) -> float:
+    statistics = _read_statistics(group)
     throttled_ns, throttled_us = statistics.get("throttled_time", "0"), statistics.get("throttled_usec", "0")
+    return int(throttled_ns) * 1e-9 + int(throttled_us) * _US
+
+
+def _parse_quota(group: Path, quota_us: str, period_us: str) -> CpuQuota:
+    period_s = int(period_us) * _US
     return CpuQuota(
         cores=int(quota_us) * _US / period_s,
         period_s=period_s,
-        num_throttled=int(statistics.get("nr_throttled", "0")),
-        throttled_s=int(throttled_ns) * 1e-9 + int(throttled_us) * _US,
+        num_throttled=int(_read_statistics(group).get("nr_throttled", "0")),
+        throttled_s=_throttled_s(group),
     )
 
 

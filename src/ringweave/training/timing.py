@@ -335,6 +335,6 @@ def attach_timer(timer: StepTimer, model: DistributedDataParallel, optimizer: to
         model.register_forward_pre_hook(timer.open_span)
         model.module.register_forward_pre_hook(timer.close_wait)
     model.module.register_forward_pre_hook(timer.open_forward)
-    model.module.register_forward_hook(timer.close_forward)
+    model.register_forward_hook(timer.close_forward)  # after hooks of the script's on its module
     optimizer.register_step_pre_hook(timer.open_span)
     optimizer.register_step_post_hook(timer.close_update)
