@@ -15,7 +15,7 @@ from ringweave import schedules, topology
 from ringweave.comm import peer_data
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
-from ringweave.cost import Assumptions
+from ringweave.cost import ENCRYPTION_S_PER_BYTE, Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
@@ -225,9 +225,15 @@ def group_placement(
         cluster=cluster,
         nodes=tuple(nodes),
         rates=rates,
-        assumptions=Assumptions(cores=least) if least < math.inf else None,
+        assumptions=_assumptions(least, encrypts=environment.encrypts),
         leader_per_nic=environment.leader_per_nic,
     )
+
+
+def _assumptions(cores: float, *, encrypts: bool) -> Assumptions | None:
+    if cores == math.inf and not encrypts:
+        return None
+    return Assumptions(cores=cores, encryption_s_per_byte=ENCRYPTION_S_PER_BYTE if encrypts else 0.0)
 
 
 NATIVE_CHOICE = ScheduleChoice(schedule=schedules.NATIVE, num_segments=1, lag=0, window=1, predicted_s=float("inf"))
