@@ -7,7 +7,8 @@ import pytest
 from ringweave.telemetry import verdict
 
 STEPS = 100
-QUIET = {"throttled_s": 0.0, "collections_s": 0.0, "major_faults": 0}
+QUIET = {"throttled_s": 0.0, "collections_s": 0.0, "major_faults": 0, "memory_stall_s": 0.0, "disk_stall_s": 0.0}
+DISK = {"disk_stall_s": 3.5, "read_bytes": 4096000}
 PREPARED = {"time": 0.0, "kind": "training_prepared", "mode": "sync"}
 
 
@@ -15,7 +16,8 @@ def window(rank: int, number: int = 0, **changes: Any) -> dict[str, Any]:
     """Ten seconds of a rank: 60 ms of computing and 40 ms of everything else in each of 100 steps."""
     event = {"kind": "steps_measured", "time": 10.0 * number + 0.01 * rank, "rank": rank, "node": f"n{rank}"}
     event |= {"steps": STEPS, "samples": 3200, "wall_s": 10.0, "longest_s": 0.11, "processor_s": 7.0}
-    event |= {"input_s": 0.1, "compute_s": 6.0, "exchange_s": 1.5, "update_s": 2.0, **QUIET}
+    event |= {"input_s": 0.1, "input_processor_s": 0.05, "compute_s": 6.0, "forward_s": 2.0}
+    event |= {"exchange_s": 1.5, "update_s": 2.0, "read_bytes": 0, "memory_bytes": 2**30, **QUIET}
     return event | changes
 
 
@@ -52,8 +54,19 @@ def test_a_few_steps_say_nothing() -> None:
 @pytest.mark.parametrize(
     ("part", "changes", "cause", "text"),
     [
-        ("compute_s", {}, "compute", "its computing takes 100 ms a step, the others' 60 ms. Use --mode balanced"),
-        ("input_s", {}, "input", "its wait for a batch takes 41 ms a step, the others' 1 ms. Give its DataLoader more"),
+        (
+            "compute_s",
+            {"forward_s": 4.0},
+            "compute",
+            "its computing takes 100 ms a step, the others' 60 ms. Use --mode",
+        ),
+        ("compute_s", {"forward_s": 6.0}, "forward", "its forward pass takes 60 ms a step, the others' 20 ms."),
+        ("compute_s", {}, "backward", "its backward pass takes 80 ms a step, the others' 40 ms. Use --mode balanced"),
+        ("input_s", {}, "input", "its wait for a batch takes 41 ms a step, the others' 1 ms."),
+        ("input_s", {"input_processor_s": 3.0, **DISK}, "input", "Of these the script's thread computes for 30 ms."),
+        ("input_s", DISK, "disk", "A disk is waited for 35 ms, for 40 KiB a step. Copy its data to a faster disk"),
+        ("input_s", {"disk_stall_s": 3.5}, "input", "wait for a batch"),
+        ("input_s", {"read_bytes": 4096000}, "input", "wait for a batch"),
         ("update_s", {}, "update", "its optimizer step takes 60 ms a step, the others' 20 ms."),
         ("compute_s", {"throttled_s": 3.0}, "quota", "30 ms of it are pauses by the CPU quota of its control group."),
         ("compute_s", {"collections_s": 2.5}, "collections", "25 ms of it are Python's garbage collections."),
@@ -81,26 +94,107 @@ def test_time_between_steps_that_one_rank_needs_is_its_script_s() -> None:
     assert "its time between steps takes 34 ms a step, the others' 4 ms" in loss.evidence
 
 
+def test_a_pause_that_came_once_is_no_loss() -> None:
+    events = healthy(num_windows=7)
+    for event in events[1:]:
+        if event["time"] // 10 == 4:
+            event["wall_s"] += 8.0
+            event["script_s" if event["rank"] == 0 else "exchange_s"] = event["exchange_s"] + 8.0
+    assert verdict.find_losses(events) == []
+
+
+def traffic(rank: int, number: int, links: dict[str, float], **changes: Any) -> dict[str, Any]:
+    """Ten seconds of a rank with 100 collectives, and megabytes per second to each peer for half a second."""
+    event = {"kind": "traffic_measured", "time": 10.0 * number + 0.01 * rank, "rank": rank, "node": f"n{rank}"}
+    event |= {"group": "0", "wall_s": 10.0, "in_flight_s": 2.0, "collectives": STEPS, "bytes": 10**8, **QUIET}
+    rows = {peer: {"sent_bytes": int(rate * 5e6), "busy_s": 5.1, "limited_s": 0.1} for peer, rate in links.items()}
+    return event | {"links": rows, "read_bytes": 0} | changes
+
+
+def ring_traffic(slow: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
+    """Traffic of a ring of four, 100 MB/s but on the slow links."""
+    pairs = [(rank, (rank + 1) % 4) for rank in range(4)]
+    return [
+        traffic(rank, number, {str(peer): slow.get((rank, peer), 100.0)}) for number in range(3) for rank, peer in pairs
+    ]
+
+
+def with_long_exchanges() -> list[dict[str, Any]]:
+    events = healthy()
+    for event in events[1:]:
+        event |= {"exchange_s": 5.0, "wall_s": 13.5}
+    return events
+
+
+@pytest.mark.parametrize(
+    ("slow_links", "cause", "rank", "peer"),
+    [
+        ({(1, 2): 10.0}, "link", 1, 2),
+        ({(1, 2): 10.0, (0, 1): 12.0}, "nic", 1, None),
+        ({(1, 2): 10.0, (3, 0): 12.0}, "link", None, None),
+        ({(1, 2): 60.0}, "link", None, None),
+    ],
+)
+def test_slow_links_are_told_from_slow_nics(
+    slow_links: dict[tuple[int, int], float], cause: str, rank: int | None, peer: int | None
+) -> None:
+    (loss,) = verdict.find_losses([*with_long_exchanges(), *ring_traffic(slow_links)])
+    assert (loss.cause, loss.rank, loss.peer) == (cause, rank, peer)
+    if slow_links[1, 2] == 10.0:
+        assert loss.cost == pytest.approx(0.9 * 5.0 / 13.5)
+        assert "10 MB/s from rank 1 to rank 2" in loss.evidence
+        assert "beside 100 MB/s on others" in loss.evidence
+
+
+def test_links_that_are_idle_or_absent_are_not_blamed() -> None:
+    idle = ring_traffic({(1, 2): 10.0})
+    for event in idle:
+        for link in event["links"].values():
+            link |= {"busy_s": link["busy_s"] / 8, "sent_bytes": link["sent_bytes"] // 8, "limited_s": 0.0}
+    assert verdict.find_losses([*with_long_exchanges(), *idle]) == [], "want of processors"
+    alone = [{**event, "links": {}} for event in ring_traffic({})]
+    assert verdict.find_losses([*with_long_exchanges(), *alone]) == [], "all ranks on one node"
+
+
+def test_scripts_without_prepare_are_judged_by_their_collectives() -> None:
+    events = ring_traffic({})
+    for event in events:
+        event.update({"in_flight_s": 6.0} if event["rank"] != 3 else {"throttled_s": 3.5})
+    (loss,) = verdict.find_losses(events)
+    assert (loss.cause, loss.rank) == ("quota", 3)
+    assert "its own work between collectives takes 80 ms a collective, the others' 40 ms." in loss.evidence
+    for event in events:
+        event["throttled_s"] = 0.0
+    (loss,) = verdict.find_losses(events)
+    assert (loss.cause, loss.rank, loss.remedy) == (
+        "work",
+        3,
+        "Call ringweave.prepare in the script, which tells input, computing and updates apart.",
+    )
+
+
 def test_shares_by_speed_are_advised_in_mode_sync_alone_with_what_they_would_give() -> None:
-    events = slow(2, "compute_s", 4.0)
+    events = slow(2, "compute_s", 4.0, forward_s=4.0)
     (loss,) = verdict.find_losses(events)
     assert loss.gain == pytest.approx((10.0 - 4 / (3 / 6.0 + 1 / 10.0)) / 14.0)
     assert loss.text().endswith("which gives it fewer samples. Predicted gain: 24% of the time.")
     events[0] = {**PREPARED, "mode": "balanced"}
     (loss,) = verdict.find_losses(events)
-    assert (loss.gain, loss.remedy) == (None, "Look for other programs on its node, and at its clock and temperature.")
+    assert loss.gain == pytest.approx(4.0 / 14.0), "as fast as the others"
+    assert loss.remedy == "Look for other programs on its node (top), and at its clock and temperature."
 
 
 def test_bursts_of_several_ranks_are_told_apart() -> None:
     events = healthy(num_windows=7)
     for event in events[1:]:
         number, rank = int(event["time"] // 10), event["rank"]
-        busy, part = {1: (0, "compute_s"), 2: (3, "input_s"), 3: (3, "input_s")}.get(number, (None, ""))
+        whose = {1: (0, "compute_s"), 2: (3, "input_s"), 3: (3, "input_s"), 4: (0, "compute_s"), 5: (3, "input_s")}
+        busy, part = whose.get(number, (None, ""))
         if busy is not None:
             event["wall_s"] += 8.0
             event[part if rank == busy else "exchange_s"] += 8.0
     found = [(loss.cause, loss.rank) for loss in verdict.find_losses(events)]
-    assert found == [("input", 3), ("compute", 0)], "the larger loss first"
+    assert found == [("input", 3), ("backward", 0)], "the larger loss first"
 
 
 def test_the_first_window_with_its_trials_does_not_count() -> None:

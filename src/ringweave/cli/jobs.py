@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 
 import click
 
@@ -213,15 +212,16 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
 @job_options.answer_options()
 @job_options.JOB_ARGUMENT
 def why(place: str, output: str, name: str) -> int:
-    """Show why JOB does not run or how it ended, with a hint, and what a run on this machine loses time to.
+    """Show why JOB does not run or how it ended, with a hint, and what it loses time to.
 
-    Losses are measured in scripts with ringweave.prepare: the rank that others wait for, its cause, and a remedy.
+    Losses are measured: the rank that others wait for, its cause, and a remedy. In scripts without ringweave.prepare
+    the cause is less exact. Those of a run on hosts are known after its end.
     """
     job = job_options.open_user_platform(place).job(name)
     keys = ("name", "state", "reason")
     content = api.job_view_document(job)
     nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
-    losses = verdict.find_losses(telemetry.read_last_attempt(Path(job.files, "events.jsonl"))) if job.files else []
+    losses = verdict.find_losses(telemetry.read_run(job.files)) if job.files else []
     document = {key: content[key] for key in keys} | {"nodes": nodes, "losses": [asdict(each) for each in losses]}
     lines = [*reason_lines(job), *(each.text() for each in losses)]
     job_options.print_answer(output, document, lambda: lines)

@@ -269,7 +269,7 @@ def command(
 def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *, full: bool) -> None:
     objects = {each.name: each.text for each in submission.objects} if full else {}
     content = {"plan": plan, "job": api.job_view_document(submission.job), "objects": objects}
-    parts = [f"--- {name}\n{text.rstrip()}" for name, text in objects.items()]
+    parts = [line for name, text in objects.items() for line in (f"--- {name}", *text.rstrip().split("\n"))]
     job_options.print_answer(output, content, lambda: [*parts, "nothing was submitted"])
 
 

@@ -283,7 +283,7 @@ class GroupEnd:
         """Release the native backend and write the counts, after the engine's end."""
         self._native.close()
         self.destroy()
-        self._counters.flush()
+        self._counters.close()
 
     def repeated_error(self, operation: str) -> CommunicationError:
         """Return the error of a collective that comes after the end."""
@@ -320,7 +320,7 @@ class GroupEnd:
 
     def _record_end(self, error: CommunicationError) -> CommunicationError:
         self.error = self.error or error
-        self._counters.flush()
+        self._counters.close()
         if self._log is not None:
             own = self._group.own_info
             where = {"rank": own.global_rank, "node": own.location.node}

@@ -28,9 +28,9 @@ MAX_TTL_S = 10 * 365 * 86400.0
 MODES = ("auto", "sync", "balanced", "ps-hra", "ps", "local")
 """Training modes, as in `prepare(mode=...)` and `run --mode`; `auto` leaves the choice to the planner."""
 SERVER_MODES = ("ps-hra", "ps")
-"""Modes with a parameter server."""
-FIXED_MODE = "local"
-"""Mode whose set of workers is fixed: not with `--elastic`."""
+"""Modes with a parameter server, elastic or not."""
+ELASTIC_SERVER_MODES = (*SERVER_MODES, "local")
+"""Modes with a parameter server in an elastic job: sites that come and go exchange through it."""
 
 NAME_RULE = "lower-case letters, digits and hyphens, at most 40, beginning with a letter and not ending in a hyphen"
 NODE_NAME_RULE = "a host name: lower-case letters, digits, hyphens and dots, at most 63"
@@ -41,11 +41,6 @@ RETRIES_RULE = (
 )
 DELETION_RULE = "one of delete, keep, keep-on-failure"
 MODE_RULE = f"one of {', '.join(MODES)}"
-ELASTIC_MODE_RULE = f"one of {', '.join(mode for mode in MODES if mode != FIXED_MODE)}"
-ELASTIC_MODE_DO = (
-    "Take ps-hra with Asynchronous(local_steps=8), whose rings lose and gain workers, or run without elastic and go on "
-    "from ringweave.Checkpoints after a failure"
-)
 TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
 ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
 SPARES_RULE = f"a whole number from 0 to {MAX_SPARES}: idle processes on each node, ready to replace a worker at once"
@@ -253,8 +248,6 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
         expected = "none with a command: a spare runs a Python script or module"
         do = "Leave spares out, or write script or module"
         yield _problem(("elastic", "spares"), "elastic.spares", elastic.spares, expected, do)
-    if request.mode == FIXED_MODE:
-        yield _problem(("mode",), "mode of an elastic job", request.mode, ELASTIC_MODE_RULE, ELASTIC_MODE_DO)
     counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
     if counts is None:  # refused for that reason
         return
@@ -272,10 +265,10 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
 
 def _standby_problems(request: JobRequest) -> Iterator[InputProblem]:
     counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
-    if request.elastic is None or request.mode not in SERVER_MODES:
+    if request.elastic is None or request.mode not in ELASTIC_SERVER_MODES:
         got = f"mode {request.mode}" + ("" if request.elastic else " without elastic")
         do = "Leave standby out, or add elastic and write mode: ps-hra"
-        yield _problem(("standby",), "standby", got, "an elastic job with mode ps-hra or ps", do)
+        yield _problem(("standby",), "standby", got, "an elastic job with mode ps-hra, ps or local", do)
     elif counts is not None and sum(count > 0 for count in counts) == 1:
         do = "Leave standby out, or share the job out over more nodes"
         yield _problem(("standby",), "standby", "one node", "two nodes or more: one can be lost", do)

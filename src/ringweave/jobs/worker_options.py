@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import EXACT, WorkerEnvironment
 from ringweave.errors import UsageError, explain
 
 Encrypt = Literal["auto", "on", "off"]
@@ -85,6 +85,8 @@ class WorkerOptions:
     """Let ringweave also serve groups of an explicit "gloo" or "nccl"."""
     leader_per_nic: bool = False
     """Plan with one leader per NIC of a node instead of one per node."""
+    wire: str = EXACT
+    """Wire format of gradients on slow links, if scripts leave it open."""
     order: RankOrder = BLOCK_ORDER
     """Order in which the devices get ranks."""
     encrypt: Encrypt = "auto"
@@ -102,6 +104,7 @@ class WorkerOptions:
             tuning=self.tuning,
             replace_backend=self.replace_backend,
             leader_per_nic=self.leader_per_nic,
+            wire=self.wire,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class WorkerOptions:
             "schedule": self.schedule,
             "tuning": self.tuning,
             "leader_per_nic": self.leader_per_nic,
+            "wire": self.wire,
             "order": str(self.order),
             "encrypt": self.encrypt,
         }

@@ -6,10 +6,12 @@ from ringweave.telemetry.events import (
     EventTail,
     Iterations,
     LineReader,
+    RunTail,
     parse_event,
     print_line,
     read_events,
     read_last_attempt,
+    read_run,
 )
 from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, EventKind
 
@@ -22,8 +24,10 @@ __all__ = [
     "EventTail",
     "Iterations",
     "LineReader",
+    "RunTail",
     "parse_event",
     "print_line",
     "read_events",
     "read_last_attempt",
+    "read_run",
 ]

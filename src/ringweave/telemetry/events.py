@@ -131,6 +131,56 @@ class EventTail:
             _check_format(event, self._path)
         return found
 
+    def iter_new(self) -> Iterator[Event]:
+        """Yield the same events one by one, with one of them in memory; an error comes where it is met."""
+        for event in filter(None, map(parse_event, self._lines.read_new())):
+            _check_format(event, self._path)
+            yield event
+
+
+class RunTail:
+    """Reads the events of a whole run as they are added: one file on one machine, or one for each node and attempt.
+
+    Of jobs and runs on hosts, the events of the last round count. Files of a run on hosts are here after its end.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder` is a run directory, or that of a job's files; it need not exist yet."""
+        self._folder, self._round = Path(folder), -1
+        self._tails: dict[Path, EventTail] = {}
+
+    def read_new(self) -> list[Event]:
+        """Return events added since the last call, by their times.
+
+        Raises:
+            UsageError: An attempt has events of another format.
+        """
+        last, paths = find_event_files(self._folder)
+        if last != self._round:
+            self._round, self._tails = last, {}
+        found = [event for path in paths for event in self._tails.setdefault(path, EventTail(path)).read_new()]
+        return sorted(found, key=lambda event: event.get("time", 0.0))
+
+
+def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
+    """Return the last round of a run, 0 without rounds, and its files of events, of all nodes."""
+    folder = Path(folder)
+    patterns = ("*/*/round-*/events.jsonl", "hosts/*/*/*/round-*/events.jsonl")
+    paths = [path for pattern in patterns for path in folder.glob(pattern)]
+    rounds = {path: int(path.parent.name.removeprefix("round-")) for path in paths}
+    last = max(rounds.values(), default=0)
+    if not last:
+        return 0, [folder / "events.jsonl"]
+    return last, sorted(path for path, number in rounds.items() if number == last)
+
+
+def read_run(folder: str | Path) -> list[Event]:
+    """Return the events of the last attempt of a run, or of its last round on all nodes, by their times."""
+    last, paths = find_event_files(folder)
+    if not last:
+        return read_last_attempt(paths[0])
+    return sorted((event for path in paths for event in read_events(path)), key=lambda event: event.get("time", 0.0))
+
 
 def read_last_attempt(path: str | Path) -> list[Event]:
     """Return the events since the last `run_started`: those of the newest attempt in a run directory."""
@@ -217,14 +267,22 @@ class Iterations:
         self,
         environ: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        total: int | None = None,
     ) -> None:
-        """`environ` None: the process's own environment."""
+        """Begin.
+
+        Args:
+            environ: None: the process's own environment.
+            clock: Seconds, for the time between two events.
+            total: Number of iterations that there will be in all, for the time to go; None: unknown.
+        """
         environ = os.environ if environ is None else environ
         run_dir = WorkerEnvironment.from_environ(environ).run_dir
         writes_events = run_dir is not None and environ.get("LOCAL_RANK", "0") == "0"
         self._log = EventLog(run_dir / "events.jsonl") if run_dir and writes_events else None
         self._rank = int(environ.get("RANK", "0"))
-        self._clock = clock
+        self._clock, self._total = clock, total
         self._last_written_s: float | None = None
         self._pending: tuple[int, float | None] | None = None
 
@@ -255,5 +313,5 @@ class Iterations:
         """Write the last iteration, unless it is written already."""
         if self._log is not None and self._pending is not None:
             iterations, loss = self._pending
-            self._log.write("iterations_done", rank=self._rank, iterations=iterations, loss=loss)
+            self._log.write("iterations_done", rank=self._rank, iterations=iterations, total=self._total, loss=loss)
             self._pending = None

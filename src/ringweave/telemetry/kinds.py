@@ -191,10 +191,12 @@ RING_KINDS: Mapping[str, EventKind] = {
             "train_steps": "train steps so far, over all sites",
             "samples": "samples of each site in the round",
             "inner_steps": "inner steps of each site in the round",
-            "computing_s": "seconds of the round on each site, without exchange and wait for other sites, measured",
-            "wait_s": "seconds that rank 0 waited for other sites, measured",
-            "exchange_s": "seconds of the outer exchange on rank 0, measured",
-            "next_inner_steps": "train steps of the next round",
+            "computing_s": "seconds of the round's inner steps on each site, measured",
+            "wait_s": "seconds that rank 0 waited for the exchange and for other sites, measured",
+            "exchange_s": "seconds of the exchange on rank 0, which computes meanwhile but for the wait, measured",
+            "blocked_s": "seconds of rank 0 for the outer step itself, measured",
+            "sent_bytes": "bytes that each site has sent to each other site",
+            "next_inner_steps": "train steps from now on in which each parameter gets one outer step",
         },
     ),
     "mode_reconsidered": EventKind(
@@ -217,6 +219,17 @@ _COLLECTIVE_FIELD = "kind of collective: allreduce, reduce-scatter, allgather or
 _PLAN_VERSION_FIELD = "number of the group's plan: 1 for the first, then 2, 3, ..."
 _SERVER_NODE_FIELD = "name of the server's node in the cluster file"
 _GROUP_FIELD = "name of the process group, the same on all its ranks"
+
+_OWN_NODE_FIELD = "name of the worker's node in the cluster file; without one the host name"
+_USAGE_FIELDS: Mapping[str, str] = {
+    "throttled_s": "seconds for which the CPU quota of its control group stopped the process",
+    "collections_s": "seconds of Python's garbage collections",
+    "major_faults": "pages that had to be read from a disk",
+    "memory_stall_s": "seconds in which a process of its control group, or of the machine, stood still for want of "
+    "memory, by the kernel's pressure stall information; 0 where there is none",
+    "disk_stall_s": "the same for want of a disk",
+    "read_bytes": "bytes that the process and its children have had read from a disk",
+}
 
 EVENT_KINDS: Mapping[str, EventKind] = {
     "run_started": EventKind(
@@ -301,6 +314,12 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "part": "`ring N` where rings have memberships of their own; else empty",
         },
     ),
+    "residuals_lost": EventKind(
+        meaning="Workers are gone, and with them what encoding had left of their gradients for the next step; the "
+        "others keep theirs.",
+        written_by="worker",
+        fields={"rank": RANK_FIELD, "members": "names of these members", "wire": "wire format of the gradients"},
+    ),
     "members_caught_up": EventKind(
         meaning="Workers that joined a running job have caught up: they have done every step that the others have.",
         written_by="worker",
@@ -325,7 +344,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     ),
     "samples_recomputed": EventKind(
         meaning="A reduction of gradients is committed without the samples of members that were lost before. The other "
-        "members compute these samples in the same train step, whose next reduction has them. Reported twice for one "
+        "members compute these samples in the same train step, whose next reduction has them. With `samples` 0 the "
+        "step restarts: its gradients are discarded, which takes less time than to sum them. Reported twice for one "
         "reduction, with the same members, if the primary may have died before it reported.",
         written_by="worker",
         fields={
@@ -460,6 +480,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "window": "receives that were posted ahead",
             "ahead": "rounds by which a send could precede the piece waited for, null for any number",
             "predicted_s": "predicted seconds, null where nothing is predicted",
+            "wire": "wire format of what passed slow links",
             "measured_s": "measured seconds on the first rank, waiting for late ranks included: median of the newest",
             "rounds": "how many were measured",
         },
@@ -482,27 +503,49 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         fields={
             "rank": RANK_FIELD,
             "iterations": "train steps done in all, those before a resumed checkpoint included",
+            "total": "train steps that there will be, or null",
             "loss": "of the last one, or null",
         },
     ),
     "steps_measured": EventKind(
-        meaning="Train steps of a rank in a window of ten seconds, measured; sums over the steps. Every rank reports.",
+        meaning="Train steps of a rank in a window of one to ten seconds, measured; sums over the steps. Every rank "
+        "reports.",
         written_by="worker",
         fields={
             "rank": RANK_FIELD,
-            "node": "host name of the worker's node",
+            "node": _OWN_NODE_FIELD,
             "steps": "number of steps",
             "samples": "samples that this rank has computed in them",
             "wall_s": "seconds of the steps, each from the request for its batch to the next one",
             "longest_s": "seconds of the longest one",
             "input_s": "seconds until the batch had arrived",
+            "input_processor_s": "processor time of the script's thread in these; the rest it waited",
             "compute_s": "seconds of computing after that, without the update",
-            "exchange_s": "seconds from the last gradient to the update: transfers, and waits for other ranks",
+            "forward_s": "seconds of forward passes in these; 0 if they are not timed",
+            "exchange_s": "seconds from the last gradient to the end of the backward pass: transfers, and waits for "
+            "other ranks",
             "update_s": "seconds of the optimizer",
             "processor_s": "processor time of the process; 0 if unknown, as on accelerators",
-            "throttled_s": "seconds for which the CPU quota of its control group stopped it",
-            "collections_s": "seconds of Python's garbage collections",
-            "major_faults": "pages that had to be read from a disk",
+            "memory_bytes": "resident memory of the process at the end",
+            **_USAGE_FIELDS,
+        },
+    ),
+    "traffic_measured": EventKind(
+        meaning="Scheduled collectives of a rank in one group, in a window of one to ten seconds, measured. Every rank "
+        "reports.",
+        written_by="worker",
+        fields={
+            "rank": RANK_FIELD,
+            "node": _OWN_NODE_FIELD,
+            "group": _GROUP_FIELD,
+            "wall_s": "seconds of the window",
+            "in_flight_s": "seconds of it in which a collective was in flight on this rank",
+            "collectives": "number of collectives that ended in it",
+            "bytes": "sum of their message sizes",
+            "links": "rank of a peer -> `sent_bytes`, `busy_s` (seconds in which some of them were on the way) and "
+            "`limited_s` (seconds of these in which the peer's process took no more), over all connections, by the "
+            "kernel's counts for TCP; peers on the same node are left out",
+            **_USAGE_FIELDS,
         },
     ),
     "shares_changed": EventKind(

@@ -58,7 +58,7 @@ def find_mount(mounts: str | None = None, *, controller: str = "cpu") -> CgroupM
         kind, _, options = right.split(" ", maxsplit=2)
         if kind == "cgroup" and controller in options.split(","):
             return CgroupMount(version=1, point=root, root=mounted_root)
-        if kind == "cgroup2" and controller in _read_text(root / "cgroup.controllers").split():
+        if kind == "cgroup2" and controller in read_text(root / "cgroup.controllers").split():
             return CgroupMount(version=2, point=root, root=mounted_root)
     return None
 
@@ -68,7 +68,7 @@ def find_delegated_group(mount: CgroupMount, process: Path = PROC_SELF) -> Path 
 
     The process may join such a group: version 2 demands that the user may write to the group that both are in.
     """
-    groups = _group_folders(mount, _read_text(process / "cgroup"))
+    groups = _group_folders(mount, read_text(process / "cgroup"))
     return next((each for each in reversed(groups) if _is_delegated(each, mount.version)), None)
 
 
@@ -78,9 +78,9 @@ def _is_delegated(group: Path, version: int) -> bool:
     if version == 1:
         return True
     children = group / "cgroup.subtree_control"
-    has_controller = "cpu" in _read_text(group / "cgroup.controllers").split() and os.access(children, os.W_OK)
+    has_controller = "cpu" in read_text(group / "cgroup.controllers").split() and os.access(children, os.W_OK)
     # A group with processes of its own may not give a controller to groups in it.
-    return has_controller and ("cpu" in _read_text(children).split() or not _read_text(group / "cgroup.procs"))
+    return has_controller and ("cpu" in read_text(children).split() or not read_text(group / "cgroup.procs"))
 
 
 class ProcessCpuQuota:
@@ -88,9 +88,9 @@ class ProcessCpuQuota:
 
     def __init__(self, process: Path = PROC_SELF) -> None:
         """Find the groups; the process is assumed to stay in them."""
-        mount = find_mount(_read_text(process / "mountinfo"))
+        mount = find_mount(read_text(process / "mountinfo"))
         self._read_quota = _read_quota_v1 if mount and mount.version == 1 else _read_quota_v2
-        self._groups = _group_folders(mount, _read_text(process / "cgroup")) if mount else ()
+        self._groups = _group_folders(mount, read_text(process / "cgroup")) if mount else ()
 
     def read(self) -> CpuQuota | None:
         """Return the current quota; None where there is none or it is unknown.
@@ -99,6 +99,16 @@ class ProcessCpuQuota:
         """
         quotas = [quota for group in self._groups if (quota := self._read_quota(group))]
         return min(quotas, key=lambda quota: quota.cores, default=None)
+
+
+def find_pressure_file(process: Path, kind: str) -> Path | None:
+    """Return the file of stalls (`memory`, `io`) of a process's own group; None in the root group and in version 1."""
+    mounts = read_text(process / "mountinfo")
+    mount = find_mount(mounts, controller="memory") if mounts else None
+    if mount is None or mount.version == 1:
+        return None
+    found = _group_folders(mount, read_text(process / "cgroup"))[0] / f"{kind}.pressure"
+    return found if found.is_file() else None
 
 
 def cores_per_process(num_siblings: int, process: Path = PROC_SELF) -> float | None:
@@ -117,20 +127,18 @@ def cores_per_process(num_siblings: int, process: Path = PROC_SELF) -> float | N
 
 def _is_shared_with_parent(process: Path) -> bool:
     """Return whether the process is in the groups of its parent, so that their limits bind both."""
-    stat = _read_text(process / "stat").rpartition(")")[2].split()  # state, parent, and more; a name may have blanks
+    stat = read_text(process / "stat").rpartition(")")[2].split()  # state, parent, and more; a name may have blanks
     parent = process.with_name(stat[1]) if len(stat) > 1 else process
-    return _read_text(parent / "cgroup") == _read_text(process / "cgroup")
+    return read_text(parent / "cgroup") == read_text(process / "cgroup")
 
 
 def memory_limit_bytes(process: Path = PROC_SELF) -> int | None:
     """Return the smallest memory limit among a process's group and the groups above it; None where there is none."""
-    mount = find_mount(_read_text(process / "mountinfo"), controller="memory")
+    mount = find_mount(read_text(process / "mountinfo"), controller="memory")
     if mount is None:
         return None
     name = "memory.max" if mount.version == 2 else "memory.limit_in_bytes"
-    texts = [
-        _read_text(each / name).strip() for each in _group_folders(mount, _read_text(process / "cgroup"), "memory")
-    ]
+    texts = [read_text(each / name).strip() for each in _group_folders(mount, read_text(process / "cgroup"), "memory")]
     limits = [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT_BYTES]
     return min(limits, default=None)
 
@@ -145,8 +153,8 @@ class ProcessMemory:
             num_siblings: Processes that its parent has started, including this one; as in `cores_per_process`.
             process: Its folder below /proc.
         """
-        mount = find_mount(_read_text(process / "mountinfo"), controller="memory")
-        groups = _group_folders(mount, _read_text(process / "cgroup"), "memory") if mount else ()
+        mount = find_mount(read_text(process / "mountinfo"), controller="memory")
+        groups = _group_folders(mount, read_text(process / "cgroup"), "memory") if mount else ()
         self._process, self._group, self._version = (
             process,
             groups[0] if groups else None,
@@ -178,12 +186,12 @@ class ProcessMemory:
     def _group_numbers(self, name: str) -> dict[str, int]:
         if self._group is None:
             return {}
-        pairs = (line.split() for line in _read_text(self._group / name).splitlines())
+        pairs = (line.split() for line in read_text(self._group / name).splitlines())
         return {words[0]: int(words[1]) for words in pairs if len(words) == 2 and words[1].isdecimal()}
 
     def _status_bytes(self, name: str) -> int:
         """Return a value of the process's status, which is in KiB; 0 where the kernel does not tell it."""
-        lines = _read_text(self._process / "status").splitlines()
+        lines = read_text(self._process / "status").splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
@@ -211,19 +219,19 @@ def _parse_group_path(line: str, version: int, controller: str) -> str | None:
 
 def _read_quota_v1(group: Path) -> CpuQuota | None:
     quota_us, period_us = (
-        _read_text(group / "cpu.cfs_quota_us").strip(),
-        _read_text(group / "cpu.cfs_period_us").strip(),
+        read_text(group / "cpu.cfs_quota_us").strip(),
+        read_text(group / "cpu.cfs_period_us").strip(),
     )
     return None if quota_us in ("", "-1") else _parse_quota(group, quota_us, period_us)
 
 
 def _read_quota_v2(group: Path) -> CpuQuota | None:
-    quota_us, _, period_us = _read_text(group / "cpu.max").strip().partition(" ")
+    quota_us, _, period_us = read_text(group / "cpu.max").strip().partition(" ")
     return None if quota_us in ("", "max") else _parse_quota(group, quota_us, period_us)
 
 
 def _parse_quota(group: Path, quota_us: str, period_us: str) -> CpuQuota:
-    statistics = dict(line.split(maxsplit=1) for line in _read_text(group / "cpu.stat").splitlines())
+    statistics = dict(line.split(maxsplit=1) for line in read_text(group / "cpu.stat").splitlines())
     period_s = int(period_us) * _US
     throttled_ns, throttled_us = statistics.get("throttled_time", "0"), statistics.get("throttled_usec", "0")
     return CpuQuota(
@@ -234,7 +242,7 @@ def _parse_quota(group: Path, quota_us: str, period_us: str) -> CpuQuota:
     )
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")

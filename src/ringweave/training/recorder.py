@@ -5,20 +5,18 @@ One rank or member writes for all, but for the times of its steps, which every r
 
 import atexit
 import dataclasses
-import gc
 import logging
 import os
-import resource
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import ShareChange
 from ringweave.planning.balancing.shares import Shares
-from ringweave.telemetry import EventLog
-from ringweave.topology.cgroups import ProcessCpuQuota
+from ringweave.telemetry import EventLog, process_usage
+from ringweave.telemetry.process_usage import ProcessUsage
 from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.timing import MeasuredStep
@@ -27,8 +25,16 @@ if TYPE_CHECKING:
     from ringweave.training.outer_steps import OuterStep
 
 _LOGGER = logging.getLogger("ringweave")
-_WINDOW_S = 10.0
-_SUMMED = ("wall_s", "input_s", "compute_s", "exchange_s", "update_s", "processor_s")
+_SUMMED = (
+    "wall_s",
+    "input_s",
+    "input_processor_s",
+    "compute_s",
+    "forward_s",
+    "exchange_s",
+    "update_s",
+    "processor_s",
+)
 
 
 class Recorder:
@@ -152,6 +158,11 @@ class ElasticRecorder:
     def shares_changed(self, batch_number: int, change: ShareChange) -> None:
         self._write_if_primary(lambda: self._recorder.shares_changed(batch_number, change))
 
+    def residuals_lost(self, members: Sequence[str], wire: str) -> None:
+        """Record that members are gone, and with them what encoding had left of their gradients."""
+        fields = {"rank": 0, "members": list(members), "wire": wire}
+        self._write_if_primary(lambda: self._log.write("residuals_lost", **fields) if self._log else None)
+
     def samples_lost(self, commit: Commit, num_lost: int) -> None:
         self._write_if_primary(lambda: self._write_lost(commit, num_lost))
 
@@ -209,46 +220,17 @@ class ElasticRecorder:
             write_account(self._log, account, [])
 
 
-class ProcessUsage:
-    """Costs of this process that its steps do not show: garbage collections, CPU quota, pages read from a disk."""
-
-    def __init__(self) -> None:
-        self._quota, self._collections_s, self._begun_s = ProcessCpuQuota(), 0.0, 0.0
-        gc.callbacks.append(self._note_collection)
-
-    def read(self) -> dict[str, float]:
-        """Return the sums so far."""
-        quota = self._quota.read()
-        return {
-            "throttled_s": quota.throttled_s if quota else 0.0,
-            "collections_s": self._collections_s,
-            "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
-        }
-
-    def _note_collection(self, phase: str, _: Mapping[str, Any]) -> None:
-        now_s = time.perf_counter()
-        if phase == "start":
-            self._begun_s = now_s
-        else:
-            self._collections_s += now_s - self._begun_s
-
-
 class StepRecorder:
     """Writes the measured steps of this rank, as sums over windows."""
 
     def __init__(
-        self,
-        log: EventLog,
-        rank: int,
-        read_usage: Callable[[], Mapping[str, float]],
-        clock: Callable[[], float] = time.monotonic,
-        window_s: float = _WINDOW_S,
+        self, log: EventLog, rank: int, node: str, usage: ProcessUsage, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin a window; `read_usage` returns sums over the life of the process."""
-        self._log, self._rank, self._read_usage = log, rank, read_usage
-        self._clock, self._window_s = clock, window_s
+        """Begin a window."""
+        self._log, self._rank, self._node, self._usage, self._clock = log, rank, node, usage, clock
         self._steps: list[MeasuredStep] = []
-        self._begun_s, self._usage = clock(), read_usage()
+        self._first_s = self._begun_s = clock()
+        self._before = usage.read()
 
     @classmethod
     def of_this_process(cls, environment: WorkerEnvironment) -> Callable[[MeasuredStep], object]:
@@ -256,31 +238,33 @@ class StepRecorder:
         path = environment.events_path
         if path is None:
             return lambda step: None
-        recorder = cls(EventLog(path), int(os.environ.get("RANK", "0")), ProcessUsage().read)
+        node = environment.node or socket.gethostname()
+        recorder = cls(EventLog(path), int(os.environ.get("RANK", "0")), node, process_usage.of_this_process())
         atexit.register(recorder.flush)
         return recorder.record
 
     def record(self, step: MeasuredStep) -> None:
         """Add a step, and write the window if it is over."""
         self._steps.append(step)
-        if self._clock() - self._begun_s >= self._window_s:
+        if self._clock() - self._begun_s >= process_usage.window_length_s(self._begun_s - self._first_s):
             self.flush()
 
     def flush(self) -> None:
         """Write the window, unless it has no step, and begin another one."""
         steps, self._steps = self._steps, []
-        before, self._usage, self._begun_s = self._usage, self._read_usage(), self._clock()
+        before, self._before, self._begun_s = self._before, self._usage.read(), self._clock()
         if not steps:
             return
         sums = {name: round(sum(getattr(each, name) for each in steps), 6) for name in _SUMMED}
-        usage = {name: round(value - before[name], 6) for name, value in self._usage.items()}
+        usage = {name: round(value - before[name], 6) for name, value in self._before.items()}
         self._log.write(
             "steps_measured",
             rank=self._rank,
-            node=socket.gethostname(),
+            node=self._node,
             steps=len(steps),
             samples=sum(each.num_samples for each in steps),
             longest_s=round(max(each.wall_s for each in steps), 6),
+            memory_bytes=self._usage.memory_bytes(),
             **sums,
             **usage,
         )

@@ -59,10 +59,14 @@ class MeasuredStep:
     """Wall time of the whole step, from the request for its batch to the next one."""
     input_s: float = field(default=0.0, compare=False)
     """Wall time until the batch had arrived."""
+    input_processor_s: float = field(default=0.0, compare=False)
+    """Processor time of this thread until the batch had arrived; the rest of the wall time it waited."""
     compute_s: float = field(default=0.0, compare=False)
     """Wall time of computing after that, without the update."""
+    forward_s: float = field(default=0.0, compare=False)
+    """Wall time of forward passes in it; 0 if they are not timed."""
     exchange_s: float = field(default=0.0, compare=False)
-    """Wall time from the last gradient to the update: transfers, and waits for other ranks."""
+    """Wall time from the last gradient to the end of the backward pass: transfers, and waits for other ranks."""
     update_s: float = field(default=0.0, compare=False)
     """Wall time of the optimizer."""
     processor_s: float = field(default=0.0, compare=False)
@@ -171,11 +175,16 @@ class _StepMarks:
     begin: Any
     begun_s: float
     """Host time of its begin, as of the others."""
+    input_begun_s: float = 0.0
+    """Processor time of this thread at its begin."""
+    input_processor_s: float = 0.0
     arrived_s: float | None = None
     ended_s: float = 0.0
     num_samples: int = 0
     ready: Any = None
+    reduced: Any = None
     end: Any = None
+    forwards: list[TimeSpan] = field(default_factory=list)
     waits: list[TimeSpan] = field(default_factory=list)
     updates: list[TimeSpan] = field(default_factory=list)
 
@@ -188,16 +197,31 @@ class StepTimer:
         self._timeline, self._record = timeline, record
         self._step: _StepMarks | None = None
         self._span_begin: Any = None
+        self._forward_begin: Any = None
         self._ended_steps: deque[_StepMarks] = deque()
 
     def begin_step(self) -> None:
         """Start a step: the loader is asked for the next batch."""
-        self._step = _StepMarks(begin=self._timeline.mark(), begun_s=self._timeline.host_s())
+        self._step = _StepMarks(
+            begin=self._timeline.mark(), begun_s=self._timeline.host_s(), input_begun_s=time.thread_time()
+        )
 
     def record_samples(self, num_samples: int) -> None:
         """Record the samples of the batch that has arrived."""
         if self._step is not None:
             self._step.num_samples, self._step.arrived_s = num_samples, self._timeline.host_s()
+            self._step.input_processor_s = time.thread_time() - self._step.input_begun_s
+
+    def open_forward(self, *_: object) -> None:
+        """Start a forward pass; a hook of modules. Passes of an evaluation, after the gradients, do not count."""
+        is_counted = self._step is not None and self._step.ready is None
+        self._forward_begin = self._timeline.mark() if is_counted else None
+
+    def close_forward(self, *_: object) -> None:
+        """End a forward pass; a hook of modules."""
+        if self._forward_begin is not None and self._step is not None:
+            self._step.forwards.append((self._forward_begin, self._timeline.mark()))
+        self._forward_begin = None
 
     def open_span(self, *_: object) -> None:
         """Start a span that is measured separately; also a hook of modules and optimizers."""
@@ -227,8 +251,16 @@ class StepTimer:
 
     def gradients_ready(self) -> None:
         """Note that all gradients of a pass are computed; communication follows."""
+        if self._step is None:
+            return
+        self._step.ready, self._step.reduced = self._timeline.mark(), None
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        with contextlib.suppress(RuntimeError):  # outside of a backward pass
+            queue(lambda: queue(self._gradients_reduced))  # twice: after DDP's own, which waits for all buckets
+
+    def _gradients_reduced(self) -> None:
         if self._step is not None:
-            self._step.ready = self._timeline.mark()
+            self._step.reduced = self._timeline.mark()
 
     def end_step(self) -> None:
         """End the step. Without communication, all of it was computing."""
@@ -241,10 +273,6 @@ class StepTimer:
             step.end = self._timeline.mark()
         step.ended_s = self._timeline.host_s()
         self._ended_steps.append(step)
-
-    def take_times(self) -> list[tuple[int, float]]:
-        """Return (samples, seconds) of each step measured since the last call."""
-        return [(step.num_samples, step.seconds) for step in self.take_measured_steps()]
 
     def take_measured_steps(self) -> list[MeasuredStep]:
         """Return the steps measured since the last call."""
@@ -260,6 +288,7 @@ class StepTimer:
         update_s = sum(map(seconds, step.updates))
         computing_s = seconds(spans[0]) + update_s - sum(map(seconds, step.waits))
         worked_s = sum(map(self._timeline.processor_s, spans))
+        reduced = step.reduced if step.reduced is not None else step.updates[0][0] if step.updates else step.ready
         input_s = 0.0 if step.arrived_s is None else step.arrived_s - step.begun_s
         return MeasuredStep(
             num_samples=step.num_samples,
@@ -267,8 +296,10 @@ class StepTimer:
             outside_ratio=self._outside_ratio(step, worked_s, computing_s),
             wall_s=step.ended_s - step.begun_s,
             input_s=input_s,
+            input_processor_s=step.input_processor_s,
             compute_s=max(0.0, computing_s - update_s - input_s),
-            exchange_s=max(0.0, seconds((step.ready, step.updates[0][0]))) if step.updates else 0.0,
+            forward_s=sum(map(seconds, step.forwards)),
+            exchange_s=max(0.0, seconds((step.ready, reduced))),
             update_s=update_s,
             processor_s=0.0 if step.end is None else self._timeline.processor_s((step.begin, step.end)),
         )
@@ -279,7 +310,8 @@ class StepTimer:
         return max(0.0, self._timeline.processor_s((step.begin, step.end)) / worked_s - 1)
 
     def _has_passed(self, step: _StepMarks) -> bool:
-        return all(map(self._timeline.has_passed, (step.ready, *(end for _, end in step.updates))))
+        marks = (step.ready, *(end for _, end in step.updates))
+        return all(map(self._timeline.has_passed, marks if step.reduced is None else (*marks, step.reduced)))
 
 
 def choose_timeline(model: nn.Module) -> Timeline:
@@ -302,5 +334,7 @@ def attach_timer(timer: StepTimer, model: DistributedDataParallel, optimizer: to
     if any(True for _ in model.module.buffers()):
         model.register_forward_pre_hook(timer.open_span)
         model.module.register_forward_pre_hook(timer.close_wait)
+    model.module.register_forward_pre_hook(timer.open_forward)
+    model.module.register_forward_hook(timer.close_forward)
     optimizer.register_step_pre_hook(timer.open_span)
     optimizer.register_step_post_hook(timer.close_update)

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringweave import schedules
 from ringweave.comm import bridge
-from ringweave.comm.counters import CollectiveCounters
+from ringweave.comm.counters import CollectiveCounters, TrafficRecorder
 from ringweave.comm.engine import executor
 from ringweave.comm.engine.executor import (
     CollectiveIntent,
@@ -28,7 +28,7 @@ from ringweave.comm.failure_registry import GroupEnd
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
 from ringweave.comm.transport.connect import NUM_CHANNELS
-from ringweave.comm.transport.interface import MismatchError, TransferFailedError, Transport
+from ringweave.comm.transport.interface import LinkTraffic, MismatchError, TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.comm.work import PendingWork
@@ -223,6 +223,8 @@ class CollectiveEngine:
         """Work of each channel's newest job."""
         self._programs: ProgramCache[CompiledProgram] = ProgramCache()
         self._order_lock = threading.Lock()
+        if log is not None:
+            counters.attach_traffic(_traffic_recorder(log, group, counters.group, self._channels))
         end.attach(self._abort_connections)
 
     def run(
@@ -246,7 +248,7 @@ class CollectiveEngine:
             detail = f"{message.detail}, " if message.detail else ""
             operation = f"{message.kind} #{pending.number} ({detail}{content})"
             job = CollectiveJob(
-                lambda channel: self._run_collective(pending, message, channel, timeout_s),
+                lambda channel: self._run_counted(pending, message, channel, timeout_s),
                 operation,
                 work,
                 message.release,
@@ -256,6 +258,7 @@ class CollectiveEngine:
             if message.staged is not None and self._end.error is None:
                 message.staged.reserve(channel)
             self._idle_channel = (channel + 1) % NUM_CHANNELS
+            self._counters.begin_collective()
             return self._submit(job, channel)
 
     def wait_for_plan(self) -> None:
@@ -315,6 +318,13 @@ class CollectiveEngine:
         message.program, message.makes_program = self._programs.get_or_reserve(
             kind, choice.num_segments * self._group.group_size
         )
+
+    def _run_counted(self, pending: PendingCollective, message: CollectiveMessage, *others: Any) -> None:
+        """Run one collective, in flight since its call."""
+        try:
+            self._run_collective(pending, message, *others)
+        finally:
+            self._counters.end_collective(message.num_bytes)
 
     def _run_collective(
         self, pending: PendingCollective, message: CollectiveMessage, channel: CollectiveChannel, timeout_s: float
@@ -404,6 +414,7 @@ class CollectiveEngine:
             reduction.combine if reduction else _combine_nothing,
             transport,
             channel.scratch,
+            residual=message.residual,
             tag=tag,
             timeout_s=timeout_s,
             instructions=instructions,
@@ -485,7 +496,7 @@ class CollectiveEngine:
     ) -> CompiledProgram:
         """Compile the program for messages like this one, and check that the neighbours have the same intent."""
         choice, num_elements = decision.choice, message.num_elements
-        schedule, transfers = self._rank_part(message, choice.schedule, decision)
+        schedule, transfers = self._rank_part(message, decision)
         program = compile_program(schedule, transfers, num_elements, choice.pipelining, self._group.same_node_ranks)
         intent = CollectiveIntent(
             operation=message.operation,
@@ -508,12 +519,13 @@ class CollectiveEngine:
         return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
     def _rank_part(
-        self, message: CollectiveMessage, schedule_name: str, decision: ScheduleDecision
+        self, message: CollectiveMessage, decision: ScheduleDecision
     ) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
         """Return the proved schedule, and this rank's transfers of it."""
-        key = (decision.version, schedule_name, message.kind, message.root, message.block_sizes)
+        name, wire = decision.choice.schedule, decision.choice.wire
+        key = (decision.version, name, message.kind, message.root, message.block_sizes, wire)
         if key not in self._rank_parts:
-            schedule = decision.plan.generate(schedule_name, message.kind, message.root, message.block_sizes)
+            schedule = decision.plan.generate(name, message.kind, message.root, message.block_sizes, wire)
             schedules.verify(schedule)
             part = schedule, schedules.project_rank(schedule, self._group.group_rank)
             # The schedules of earlier plans are dropped, and of many the oldest: each call may have other blocks.
@@ -527,3 +539,20 @@ class CollectiveEngine:
             rank = self._group.own_info.global_rank
             fields = {"collective": message.kind, "schedule": schedule, "digest": digest, "bytes": message.num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self._counters.group, **fields)
+
+
+def _traffic_recorder(
+    log: EventLog, group: GroupInfo, name: str, channels: Sequence[CollectiveChannel]
+) -> TrafficRecorder:
+    """Return the recorder of this rank; it refers to transports alone, as the group has to be freed."""
+    transports, own = [channel.transport for channel in channels], group.own_info
+
+    def read_links() -> dict[int, LinkTraffic]:
+        found: dict[int, LinkTraffic] = {}
+        for transport in transports:
+            for peer, traffic in transport.traffic().items():
+                rank = group.ranks[peer].global_rank
+                found[rank] = found.get(rank, LinkTraffic()).plus(traffic)
+        return found
+
+    return TrafficRecorder(log, {"rank": own.global_rank, "node": own.location.node, "group": name}, read_links)

@@ -1,6 +1,7 @@
 """Transport interface: the messages between two ranks that executors use."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -32,6 +33,34 @@ class MismatchError(Exception):
             "sizes."
         )
         self.peer = peer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTraffic:
+    """Traffic to one peer of another node, over all connections, by the kernel's counts."""
+
+    sent_bytes: int = 0
+    """Bytes that the peer has acknowledged."""
+    busy_s: float = 0.0
+    """Seconds in which some were on the way."""
+    limited_s: float = 0.0
+    """Seconds of these in which the peer's process took no more."""
+
+    def plus(self, other: "LinkTraffic") -> "LinkTraffic":
+        """Return the sum."""
+        return LinkTraffic(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            busy_s=self.busy_s + other.busy_s,
+            limited_s=self.limited_s + other.limited_s,
+        )
+
+    def since(self, before: "LinkTraffic") -> "LinkTraffic":
+        """Return the traffic after an earlier sum."""
+        return LinkTraffic(
+            sent_bytes=self.sent_bytes - before.sent_bytes,
+            busy_s=round(self.busy_s - before.busy_s, 6),
+            limited_s=round(self.limited_s - before.limited_s, 6),
+        )
 
 
 class ReceivedContent(Protocol):
@@ -106,6 +135,10 @@ class Transport(Protocol):
         Raises:
             TransferFailedError: A peer is dead, or silent for `timeout_s`.
         """
+        ...
+
+    def traffic(self) -> Mapping[int, LinkTraffic]:
+        """Return the traffic so far to peers of other nodes, by group rank; from any thread."""
         ...
 
     def close(self) -> None:

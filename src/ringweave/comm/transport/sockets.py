@@ -25,11 +25,14 @@ from torch import Tensor
 
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.transport.connect import POLL_S, ChannelListener, ConnectionManager
-from ringweave.comm.transport.interface import MismatchError, ReceivedContent, TransferFailedError
+from ringweave.comm.transport.interface import LinkTraffic, MismatchError, ReceivedContent, TransferFailedError
 from ringweave.comm.transport.shared_memory import ArenaPool, ArenaSlot, ShmAck, ShmConnection, ShmRecv, ShmSend
 from ringweave.schedules.program import NO_SLOT, StagingLayout
 
 _HEADER = struct.Struct("<QQ")
+_TCP_INFO_BYTES, _ACKED_OFFSET, _BUSY_OFFSET = 256, 120, 168
+"""Source: kernel, include/uapi/linux/tcp.h, struct tcp_info: bytes_acked, busy_time, rwnd_limited (microseconds)."""
+_US = 1e-6
 
 
 class TcpMessage:
@@ -102,6 +105,16 @@ class TcpConnection:
         A closed peer is not polled, or it would wake us for ever.
         """
         return (select.EPOLLIN if self._incoming else 0) | (select.EPOLLOUT if self._outgoing else 0)
+
+    def traffic(self) -> LinkTraffic:
+        """Return the traffic so far; none where the connection is closed, or the kernel does not count it."""
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            (acked,) = struct.unpack_from("=Q", info, _ACKED_OFFSET)
+            busy_us, limited_us = struct.unpack_from("=QQ", info, _BUSY_OFFSET)
+        except (OSError, struct.error):
+            return LinkTraffic()
+        return LinkTraffic(sent_bytes=acked, busy_s=busy_us * _US, limited_s=limited_us * _US)
 
     def send(self, piece: Any, tag: int) -> TcpMessage:
         """Queue a piece, and start sending it."""
@@ -273,6 +286,7 @@ class SocketTransport:
         self._arena_pool = ArenaPool()
         self._slot: ArenaSlot | None = None
         self._closed = False
+        self._last_traffic: dict[int, LinkTraffic] = {}
 
     @staticmethod
     def expose(tensor: Tensor) -> Any:
@@ -384,9 +398,20 @@ class SocketTransport:
             self._watch(connection)
             self.wait(connection.pending_ack, timeout_s)
 
+    def traffic(self) -> dict[int, LinkTraffic]:
+        """Return the traffic so far to ranks of other nodes; after `close`, that until then."""
+        if self._last_traffic:
+            return self._last_traffic
+        found: dict[int, LinkTraffic] = {}
+        for end in list(self._by_descriptor.values()):
+            if isinstance(end, TcpConnection):
+                found[end.peer] = found.get(end.peer, LinkTraffic()).plus(end.traffic())
+        return found
+
     def close(self) -> None:
         """Close all connections and the shared memory; sent data still arrives."""
         self._closed = True
+        self._last_traffic = self.traffic()
         arriving = (sock for rails in self._incomplete_rails.values() for sock in rails.values())
         for sock in (*(end.sock for end in self._by_descriptor.values()), *arriving):
             sock.close()

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from ringweave.errors import JobError, explain
 from ringweave.jobs import worker_options
 from ringweave.jobs.records import Job
-from ringweave.jobs.request import SERVER_MODES, JobRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher.workers import WorkerProgram
 
@@ -68,7 +68,7 @@ class JobConfig:
     @property
     def has_server(self) -> bool:
         """True if its training mode needs a parameter server."""
-        return self.mode in SERVER_MODES
+        return self.mode in (SERVER_MODES if self.min_workers is None else ELASTIC_SERVER_MODES)
 
     @property
     def coordinator_nodes(self) -> tuple[str, ...]:

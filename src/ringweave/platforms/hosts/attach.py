@@ -26,6 +26,7 @@ from ringweave.platforms.agent import job_config
 from ringweave.platforms.hosts import host_runtime, join_protocol
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
+from ringweave.telemetry import verdict
 
 LOG_WAIT_S = 1.0
 RECONNECT_S = 1.0
@@ -163,9 +164,9 @@ class RunFollower:
         opened = self._open_connections()
         calls: list[tuple[SshConnection, str, int | None]] = [(each, each.host.node, None) for each in opened]
         calls += [(opened[0], node, host) for host, node in self._known.joining if opened]
+        shutil.rmtree(self.run_dir.root / "hosts", ignore_errors=True)  # an earlier run may have left files there
         for connection, name, host in calls:
             target = self.run_dir.root / "hosts" / name
-            shutil.rmtree(target, ignore_errors=True)  # an earlier run may have left files there
             try:
                 _, content = connection.call_for_bytes("fetch", run_id=self._known.run_id, timeout_s=120.0, host=host)
                 with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
@@ -325,14 +326,6 @@ def _failure(node: str, ended: Any, follower: RunFollower) -> WorkerFailure | No
     return WorkerFailure(global_rank=rank, node=node, exit=worker_exit, last_lines=tuple(follower.last_lines(rank)))
 
 
-def summarize_hosts(directory: RunDir, nodes: Sequence[str]) -> dict[str, Any]:
-    """Return the summary of the last round on all hosts, under the keys of run.json, from the fetched events."""
-    paths = [path for node in nodes for path in (directory.root / "hosts" / node / node).glob("*/round-*/events.jsonl")]
-    last = max((int(path.parent.name.removeprefix("round-")) for path in paths), default=0)
-    events = [event for path in paths if path.parent.name == f"round-{last}" for event in telemetry.read_events(path)]
-    return run_dir.summarize_events(sorted(events, key=lambda event: event.get("time", 0.0)))
-
-
 def record_end(follower: RunFollower, entry: RunEntry, result: RunResult, summary: Mapping[str, Any]) -> None:
     """Write the outcome into run.json of the run directory; `summary` is that of all hosts."""
     job = entry.job
@@ -396,9 +389,11 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
             return 1
         result = conclude(entry, follower)
         follower.fetch_files()
-        summary = summarize_hosts(follower.run_dir, [entry.job.node_name(node) for node in entry.job.used_nodes])
+        events = telemetry.read_run(follower.run_dir.root)
+        summary = run_dir.summarize_events(events)
         record_end(follower, entry, result, summary)
         write_message(sys.stderr, run_dir.describe_training(summary["training"]))
+        write_message(sys.stderr, verdict.headline(verdict.find_losses(events)))
         log_pattern = f"{_relative(follower.run_dir.root)}/logs/rank-{{rank}}.log"
         write_message(sys.stderr, end_text(entry, result, follower, log_pattern))
         if follower.remove_run():

@@ -181,6 +181,7 @@ class ServerCheckpoint:
 
 _RNG_PART = "random numbers"
 _SITE_PART = "state of a site"
+_UNSENT_PART = "not sent by the site"
 
 
 class Checkpoints:
@@ -286,8 +287,10 @@ class Checkpoints:
 
     @property
     def _site_parts(self) -> dict[str, Any]:
-        """Parts that differ between sites after an outer step: optimizers and schedules."""
-        return {name: part for name, part in self._parts.items() if not isinstance(part, (nn.Module, SharedLoader))}
+        """Parts that differ between sites after an outer step: optimizers, schedules, and what a site has not sent."""
+        own = {name: part for name, part in self._parts.items() if not isinstance(part, (nn.Module, SharedLoader))}
+        unsent = self._loader.source.membership.site_state if self._loader is not None else None
+        return own if unsent is None else {**own, _UNSENT_PART: unsent}
 
     @property
     def _gpu(self) -> torch.device | None:

@@ -1,0 +1,249 @@
+"""Exporters of events: a real Prometheus, OpenTelemetry's SDK, TensorBoard, Weights & Biases and MLflow."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringweave.cli.export import follow_run
+from ringweave.errors import LaunchError, UsageError
+from ringweave.telemetry import RunTail, exporters
+from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
+from tests.telemetry.test_verdict import traffic, window
+
+NUM_RANKS = 8
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    is_missing = importlib.util.find_spec(module.partition(".")[0]) is None
+    return pytest.mark.skipif(is_missing, reason=f"{module} is not installed")
+
+
+def run_events() -> list[dict[str, Any]]:
+    """A run of eight ranks in a ring, with everything that has a metric."""
+    events: list[dict[str, Any]] = [
+        {"time": 0.0, "kind": "training_prepared", "shares": list(range(1, NUM_RANKS + 1))},
+        {"time": 0.1, "kind": "generation_begun", "members": ["0.0"], "term": 1, "number": 1},
+    ]
+    for number in range(3):
+        events += [window(rank, number, exchange_s=1.5 + 0.1 * rank) for rank in range(NUM_RANKS)]
+        events += [traffic(rank, number, {str((rank + 1) % NUM_RANKS): 10.0 + rank}) for rank in range(NUM_RANKS)]
+    row = {"collectives": 5, "bytes": 640, "messages": 1}
+    events += [
+        {"time": 31.0, "kind": "collectives", "rank": 1, "group": "0", "by_schedule": {"ring": row}},
+        {"time": 31.0, "kind": "iterations_done", "rank": 0, "iterations": 300, "loss": 0.25},
+        {"time": 32.0, "kind": "member_lost", "member": "3.0", "reason": "it is gone", "term": 1},
+        {"time": 33.5, "kind": "generation_begun", "members": ["0.0"], "term": 1, "number": 2},
+        {"time": 33.6, "kind": "params_counted", "staleness": {"0": 7, "2": 1}},
+        {"time": 33.7, "kind": "worker_exited", "rank": 3, "stopped": False, "signal": "SIGKILL", "exit_code": None},
+    ]
+    return sorted(events, key=lambda event: event["time"])
+
+
+def write_events(folder: Path, events: list[dict[str, Any]]) -> None:
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
+    events = run_events()
+    write_events(tmp_path, events[:10])
+    metrics, seen, sleeps = RunMetrics(), [], []
+
+    class Target(exporters.Exporter):
+        def export(self, events: Any) -> None:
+            seen.extend(events)
+
+        def close(self) -> None: ...
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        write_events(tmp_path, events)
+
+    follow_run(RunTail(tmp_path), metrics, [Target()], lambda: len(sleeps) > 1, sleep)
+    assert seen == events
+    assert metrics.by_rank()["7"]["steps"] == 300
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[RunMetrics, exporters.PrometheusExporter]]:
+    metrics = RunMetrics()
+    for event in run_events():
+        metrics.add(event)
+    metrics.finish()
+    exporter = exporters.PrometheusExporter(metrics, 0)
+    yield metrics, exporter
+    exporter.close()
+
+
+def test_every_metric_is_served(served: tuple[RunMetrics, exporters.PrometheusExporter]) -> None:
+    metrics, exporter = served
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert 'ringweave_rank_steps_total{node="n7",rank="7"} 300.0' in lines
+    assert {line.partition("{")[0].partition(" ")[0] for line in lines if not line.startswith("#")} == set(METRICS)
+    assert len([line for line in lines if not line.startswith("#")]) == len(list(metrics.samples()))
+
+
+def test_a_taken_port_is_refused(served: tuple[RunMetrics, exporters.PrometheusExporter]) -> None:
+    with pytest.raises(LaunchError, match=r"port of the metrics: .*, expected a free one .* \[--prometheus\]"):
+        exporters.PrometheusExporter(RunMetrics(), served[1].port)
+
+
+@contextmanager
+def prometheus(folder: Path, target_port: int) -> Iterator[str]:
+    """A real Prometheus with our rules; yields its address."""
+    port = 39471
+    rules = (MONITORING / "prometheus.yml").read_text().replace("9471", str(target_port)).replace("5s", "1s")
+    (folder / "prometheus.yml").write_text(rules)
+    shutil.copy(MONITORING / "rules.yml", folder)
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    process = subprocess.Popen(
+        [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def query(address: str, text: str) -> list[dict[str, Any]]:
+    url = f"{address}/api/v1/query?{urllib.parse.urlencode({'query': text})}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)["data"]["result"]
+    except OSError:
+        return []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus, Debian's package, is not installed")
+def test_a_real_prometheus_scrapes_the_values_of_run_json(
+    tmp_path: Path, served: tuple[RunMetrics, exporters.PrometheusExporter]
+) -> None:
+    metrics, exporter = served
+    with prometheus(tmp_path, exporter.port) as address:
+        deadline_s = time.monotonic() + 60
+        while not (scraped := query(address, '{__name__=~"ringweave_.+"}')) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        alerts = query(address, "ALERTS") + query(address, "1")
+    found = {
+        (
+            row["metric"]["__name__"],
+            tuple(row["metric"][label] for label in METRICS[row["metric"]["__name__"]].labels),
+        ): (float(row["value"][1]))
+        for row in scraped
+    }
+    assert found == {(name, labels): pytest.approx(value) for name, labels, value in metrics.samples()}
+    assert {name for name, _ in found} == set(METRICS)
+    assert alerts, "the rules are loaded, and Prometheus answers"
+    for rank, row in metrics.by_rank().items():
+        for name, metric in (("wall_s", "step"), ("wait_s", "wait"), ("communication_s", "communication")):
+            full = f"ringweave_rank_{metric}_seconds_total"
+            assert found[full, (rank, row["node"])] == pytest.approx(row[name], abs=1e-6), "as in run.json"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Debian's prometheus, is not installed")
+@pytest.mark.parametrize(("kind", "name"), [("config", "prometheus.yml"), ("rules", "rules.yml")])
+def test_promtool_accepts_the_files(kind: str, name: str) -> None:
+    done = subprocess.run(
+        ["promtool", "check", kind, "--lint-fatal", str(MONITORING / name)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Debian's prometheus, is not installed")
+def test_promtool_finds_the_metrics_clean(served: tuple[RunMetrics, exporters.PrometheusExporter]) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{served[1].port}/metrics") as answer:
+        text = answer.read()
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b""), done.stderr
+    assert all(kind.kind == COUNTER for name, kind in METRICS.items() if name.endswith("_total"))
+
+
+@needs("opentelemetry.sdk")
+def test_steps_collectives_and_recoveries_are_spans_of_one_trace() -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept = InMemorySpanExporter()
+    exporter = exporters.TraceExporter("tr", span_exporter=kept)
+    exporter.export(run_events())
+    exporter.close()
+    spans = kept.get_finished_spans()
+    names = [span.name for span in spans]
+    assert {name: names.count(name) for name in names} == {
+        "train steps": 24, "collectives": 24, "recovery": 1, "run tr": 1
+    }  # fmt: skip
+    assert len({span.context.trace_id for span in spans}) == 1
+    (recovery,) = (span for span in spans if span.name == "recovery")
+    assert recovery.end_time - recovery.start_time == 1_500_000_000
+    assert recovery.attributes["ringweave.member"] == "3.0"
+    first = next(span for span in spans if span.name == "train steps")
+    assert (first.attributes["ringweave.steps"], first.end_time - first.start_time) == (100, 10_000_000_000)
+
+
+@needs("tensorboard")
+def test_curves_are_read_by_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    exporter = exporters.TensorBoardExporter(tmp_path)
+    exporter.export(run_events())
+    exporter.close()
+    read = EventAccumulator(str(tmp_path)).Reload()
+    points = read.Scalars("rank 3/exchange s")
+    assert [(point.step, point.value) for point in points] == [
+        (number, pytest.approx(0.018)) for number in (100, 200, 300)
+    ]
+    assert [(point.step, point.value) for point in read.Scalars("rank 0/loss")] == [(300, 0.25)]
+
+
+@needs("wandb")
+@pytest.mark.filterwarnings("ignore")  # of its own libraries
+def test_curves_are_logged_offline_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    exporter = exporters.WandbExporter("ringweave-test", tmp_path)
+    exporter.export(run_events())
+    exporter.close()
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline_s = time.monotonic() + 60  # its own process writes the rest of the log
+    while b"rank 0/loss" not in (content := log.read_bytes()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert b"rank 0/loss" in content
+    assert b"rank 3/exchange s" in content
+
+
+@needs("mlflow")
+@pytest.mark.filterwarnings("ignore")  # of its own libraries
+def test_curves_are_logged_to_a_local_store_of_mlflow(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    exporter = exporters.MlflowExporter(uri, "tr")
+    exporter.export(run_events())
+    exporter.close()
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("ringweave")
+    (run,) = client.search_runs([experiment.experiment_id])
+    points = client.get_metric_history(run.info.run_id, "rank 3/exchange s")
+    assert [(point.step, point.value) for point in points] == [
+        (number, pytest.approx(0.018)) for number in (100, 200, 300)
+    ]
+    assert run.info.status == "FINISHED"
+
+
+def test_a_missing_library_is_named_with_its_extra() -> None:
+    with pytest.raises(
+        UsageError, match=r"library of --wandb: 'none', expected no_such_library\. pip install 'ringweave\[wandb\]'"
+    ):
+        exporters.import_library("no_such_library.part", option="--wandb", extra="wandb")
