@@ -16,7 +16,7 @@ from ringweave import schedules, topology
 from ringweave.comm import peer_data
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
-from ringweave.cost import Assumptions
+from ringweave.cost import ENCRYPTION_S_PER_BYTE, Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
@@ -228,11 +228,12 @@ def group_placement(
     own_host = group.own_info.location.host
     num_on_host = sum(member.location.host == own_host for member in group.ranks) if own_host else 1
     processors = min(1.0, least, len(os.sched_getaffinity(0)) / num_on_host)
+    sealing = ENCRYPTION_S_PER_BYTE if environment.encrypts else 0.0
     return GroupPlacement(
         cluster=cluster,
         nodes=tuple(nodes),
         rates=rates,
-        assumptions=Assumptions(cores=least, processors=processors),
+        assumptions=Assumptions(cores=least, processors=processors, encryption_s_per_byte=sealing),
         leader_per_nic=environment.leader_per_nic,
     )
 

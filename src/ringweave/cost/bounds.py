@@ -47,6 +47,9 @@ class Assumptions:
     """CPU time of all its threads for a message, as `sim.HostModel.assumed` has it; it matters under a CPU quota."""
     cores: float = math.inf
     """CPU seconds per second that the rank with the least of them may use."""
+    encryption_s_per_byte: float = 0.0
+    """CPU seconds of a rank for each byte that it sends to another node or receives from one; 0 in a plain run. See
+    `ENCRYPTION_S_PER_BYTE`."""
     coding_bytes_per_s: float = 1.5e9
     """Rate at which a processor encodes or decodes float32 values, in bytes of these. In int8 with error feedback a
     byte takes 0.4 ns to encode and 0.2 ns to decode, and in whole runs on a busy machine about 0.7 ns (measured)."""
@@ -56,6 +59,11 @@ class Assumptions:
     """Processors that a rank has for coding; below 1 where ranks share those of a host."""
     local_piece_bytes: float = 8e6
     """Best piece size in a group on one node: large pieces wake few ranks, small ones need less shared memory."""
+
+
+ENCRYPTION_S_PER_BYTE = 0.47e-9
+"""**Measured** once, of TLS 1.3 with AES-GCM by OpenSSL 3.0 in records of 16 KiB: half of what a gigabyte sent and one
+received cost more than plain ones (`bench/encrypted_lab.py cost`, docs/notebook/2026-11.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,8 +222,11 @@ def _busiest_part(load: WaveLoad, net: GroupNetwork, assumed: Assumptions) -> tu
     """Return the seconds of the slowest link or rank, and its name."""
     up, down = load.up / net.up_bytes_per_s, load.down / net.down_bytes_per_s
     inside = load.inside / assumed.memory_bytes_per_s
-    leaving, entering, rank = int(up.argmax()), int(down.argmax()), int(inside.argmax())
-    longest = max(float(up[leaving]), float(down[entering]), float(inside[rank]))
+    sealed = (load.up + load.down) * net.is_node * assumed.encryption_s_per_byte
+    leaving, entering, rank, node = (int(each.argmax()) for each in (up, down, inside, sealed))
+    longest = max(float(up[leaving]), float(down[entering]), float(inside[rank]), float(sealed[node]))
+    if assumed.encryption_s_per_byte and sealed[node] >= longest:
+        return longest, f"encryption of node {net.names[node]}"
     if inside[rank] >= longest:
         return longest, f"memory of rank {rank}"
     return longest, net.up_name(leaving) if up[leaving] >= longest else net.down_name(entering)
