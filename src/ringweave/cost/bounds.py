@@ -61,7 +61,7 @@ class Assumptions:
     """Best piece size in a group on one node: large pieces wake few ranks, small ones need less shared memory."""
 
 
-ENCRYPTION_S_PER_BYTE = 0.47e-9
+ENCRYPTION_S_PER_BYTE = 0.67e-9
 """**Measured** once, of TLS 1.3 with AES-GCM by OpenSSL 3.0 in records of 16 KiB: half of what a gigabyte sent and one
 received cost more than plain ones (`bench/encrypted_lab.py cost`, docs/notebook/2026-11.md)."""
 
