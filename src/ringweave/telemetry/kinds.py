@@ -223,7 +223,7 @@ _USAGE_FIELDS: Mapping[str, str] = {
     "throttled_s": "seconds for which the CPU quota of its control group stopped the process",
     "collections_s": "seconds of Python's garbage collections",
     "major_faults": "pages that had to be read from a disk",
-    "memory_stall_s": "seconds in which a process of its control group, or of the machine, stood still for want of "
+    "memory_stall_s": "seconds in which a process of its control group, or of the machine, had to pause for want of "
     "memory, by the kernel's pressure stall information; 0 where there is none",
     "disk_stall_s": "the same for want of a disk",
     "read_bytes": "bytes that the process and its children have had read from a disk",
