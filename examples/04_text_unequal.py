@@ -41,6 +41,7 @@ def train(options: argparse.Namespace) -> None:
         parallel, optimizer, loader = ringweave.prepare(model, optimizer, loader, "balanced", extra_state=state)
 
     clock = StepClock(options.out, model.embedding.weight)
+    iterations = ringweave.Iterations(total=options.steps)
     for inputs, targets in loader:
         optimizer.zero_grad()
         loss = parallel(inputs, targets)
@@ -50,6 +51,8 @@ def train(options: argparse.Namespace) -> None:
         optimizer.step()
         schedule.step()
         clock.note(schedule.last_epoch, reduced_s, samples=len(inputs), loss=loss.item())
+        iterations.done(schedule.last_epoch, loss.item())
+    iterations.close()
     if dist.get_rank() == 0:
         write_up(options, model, corpus)
 

@@ -1,3 +1,6 @@
+import re
+import sqlite3
+
 import pytest
 
 from ringweave import errors
@@ -71,3 +74,38 @@ def test_every_error_belongs_to_the_tree_and_carries_an_exit_code(error, exit_co
 
 def test_a_communication_error_is_also_the_runtime_error_that_torch_users_catch():
     assert issubclass(errors.PeerError, RuntimeError)
+
+
+def test_what_a_terminal_would_act_on_is_shown_escaped():
+    text = "loss\x1b[31m 2.1\r\n\u202egood\x07\t\u2066"
+    assert errors.printable(text) == r"loss\x1b[31m 2.1\r\n\u202egood\x07\t\u2066"
+    assert errors.printable("a\tb\nc", keeps="\t\n") == "a\tb\nc"
+    assert errors.printable("größer 漢字") == "größer 漢字"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OSError(28, "No space left on device", "/a\x1bb"),
+            r"use of /a\\x1bb: 'No space left on device', expected no error\. Free",
+        ),
+        (OSError(24, "Too many open files"), r"operation of this machine: 'Too many open files', .* \(ulimit -n\)\."),
+        (MemoryError(), "'no memory left'"),
+        (RuntimeError("can't start new thread"), r"can't start new thread\", expected no error.*\(ulimit -a\)\."),
+        (sqlite3.OperationalError("disk I/O error"), "'disk I/O error'"),
+        (ExceptionGroup("two", [OSError(5, "Input/output error"), MemoryError()]), "'Input/output error'"),
+        (errors.JobError("job: gone."), "^job: gone\\.$"),
+    ],
+)
+def test_what_a_machine_refuses_is_an_error_of_one_line(error, text):
+    found = errors.from_system(error)
+    assert re.search(text, str(found))
+    assert len(str(found).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "bug", [ValueError("x"), RuntimeError("x"), KeyError("x"), ExceptionGroup("two", [OSError(5, "x"), KeyError("x")])]
+)
+def test_a_bug_stays_a_bug(bug):
+    assert errors.from_system(bug) is None

@@ -16,6 +16,7 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 
 import ringweave
+from ringweave.page.html_report import PAGE, STATIC_FILES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -28,6 +29,7 @@ PACKAGES = {
     "lab",
     "launcher",
     "membership",
+    "page",
     "param_server",
     "pipeline",
     "planning",
@@ -44,6 +46,7 @@ PACKAGES = {
 MODULES = {
     "__init__.py",
     "__main__.py",
+    "accept_limits.py",
     "environment.py",
     "errors.py",
     "ports.py",
@@ -72,6 +75,8 @@ def test_the_wheel_holds_the_packages_of_the_product_alone(tmp_path: Path) -> No
     assert inside == PACKAGES | MODULES
     assert {path.split("/")[2] for path in files if path.startswith("ringweave/testing/")} == TEST_HELPERS
     assert "ringweave-0.1.0.dist-info/licenses/LICENSE" in files
+    static = {path.removeprefix("ringweave/page/static/") for path in files if "/static/" in path}
+    assert static == {PAGE, *STATIC_FILES, "uPlot.LICENSE"}
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,8 @@ class Ended:
 
         A step's samples are those that its members drew. The events `samples_lost` and `samples_recomputed` name the
         members if some processes that drew samples are not among them; else they are those of the last generation
-        before the step's commit: an evicted worker may have drawn samples that the others drew again.
+        before the step's commit: an evicted worker may have drawn samples that the others drew again. A step
+        that restarts, whose event has 0 samples, counts for nothing.
 
         Raises:
             AssertionError: No pass is complete; the accounts of a pass have another number, or other samples; or the
@@ -116,7 +117,7 @@ class Ended:
         """
         gone = [event for event in self.events if event["kind"] == "samples_lost"]
         partial = [event for event in self.events if event["kind"] in ("samples_lost", "samples_recomputed")]
-        within = {event["reduction"]: event["members"] for event in partial}
+        within = {event["reduction"]: event["members"] if event["samples"] else ["nobody"] for event in partial}
         epochs = [event for event in self.events if event["kind"] == "generation_begun"]
         totals: dict[int, SampleAccount] = {}
         epoch_of: dict[int, int] = {}

@@ -1,12 +1,13 @@
 """Mode `local` beside DDP on Gloo, in a lab of two sites of four nodes: time computing, bytes between, loss.
 
-    python bench/training/local_in_lab.py --rounds 3          # needs root
+    python bench/training/local_in_lab.py --train-steps 1024          # needs root
 
-One job, two byte-level GPTs (of examples/support) with the same first weights. They take turns: a round of `local`,
-then a few train steps of DDP, so both meet the same machine. Bytes are those that both uplinks have sent, both ways,
-by the counters of the lab, during the turns. DDP is too slow for as many samples as `local` trains on, so the loss at
-equal samples is that of one process on whole batches, whose steps DDP's equal.
-Exit code 1 if `local` sends more than a twentieth of DDP's bytes per sample.
+One job, two byte-level GPTs (of examples/support) with the same first weights: an epoch of `local`, then a few train
+steps of DDP. Bytes are those that both uplinks have sent, both ways, by the counters of the lab, meanwhile. DDP is too
+slow for as many samples as `local` trains on, so the loss at equal samples is that of one process on whole batches,
+whose steps DDP's equal; and DDP's time to a loss is the time of its measured steps, times the steps of that process.
+Exit code 1 if a bar is missed: 94 % of the time computing, a hundredth of DDP's bytes per sample, a loss within 1 %,
+and DDP's time to the last loss of `local` ten times as long.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +49,25 @@ latency: 100us
 """
 CONTEXT, HELD_OUT_ROWS = 64, 256
 MAX_BYTES = 4_000_000
-MIN_BYTES_RATIO = 20
 RUN_TIMEOUT_S = 1500
 SAMPLE_INTERVAL_S = 0.5
-SIZES = ("rounds", "inner_steps", "ddp_steps", "batch", "layers", "width")
-MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "bytes": lambda turn: turn["uplink_bytes"],
-    "samples": lambda turn: turn["samples"],
-    "seconds": lambda turn: turn["ended"] - turn["began"],
-}
+EVALUATE_EVERY = 16
+SIZES = ("train_steps", "inner_steps", "fragments", "wire", "outer", "ddp_steps", "batch", "layers", "width")
+BARS = {"computing": 0.94, "bytes_ratio": 100.0, "loss": 0.01, "time_ratio": 10.0}
 
 
 def main() -> None:
     """Under a launcher a worker; else bring the lab up, run the workers in it and print what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of local")
-    parser.add_argument("--inner-steps", type=int, default=64, help="inner steps of a round")
-    parser.add_argument("--ddp-steps", type=int, default=2, help="train steps of DDP after each round")
+    parser.add_argument("--train-steps", type=int, default=256, help="train steps of local")
+    parser.add_argument("--inner-steps", type=int, default=0, help="train steps of one outer step; 0 derives them")
+    parser.add_argument("--fragments", type=int, default=Local().fragments, help="parts of the parameters")
+    parser.add_argument("--wire", default=Local().wire, help="format of outer gradients")
+    parser.add_argument("--outer", default="", help="LR/MOMENTUM of the outer optimizer, if not the default")
+    parser.add_argument("--ddp-steps", type=int, default=3, help="train steps of DDP")
+    parser.add_argument(
+        "--skip-loss", action="store_true", help="leave out synchronous training, and the bars of losses"
+    )
     parser.add_argument("--batch", type=int, default=32, help="sequences of a train step, over all ranks")
     parser.add_argument("--layers", type=int, default=2, help="blocks of the model")
     parser.add_argument("--width", type=int, default=128, help="width of the model")
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the workers; return their measurements, with the bytes that the uplinks carried in each turn.
+    """Run the workers; return their measurements, with the bytes that the uplinks carried in each phase.
 
     Raises:
         SystemExit: The run failed; its output is shown.
@@ -104,9 +106,9 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
     measured = json.loads((out / "measured.json").read_text())
-    for turn in measured["turns"]:
-        first, last = (np.interp(turn[key], *zip(*samples, strict=True)) for key in ("began", "ended"))
-        turn["uplink_bytes"] = float(last - first)
+    for phase in measured["phases"].values():
+        first, last = (np.interp(phase[key], *zip(*samples, strict=True)) for key in ("began", "ended"))
+        phase["uplink_bytes"] = float(last - first)
     steps = [event for event in read_events(out / "run" / "events.jsonl") if event["kind"] == "outer_step"]
     return measured | {"outer_steps": steps}
 
@@ -118,33 +120,39 @@ def sample_uplinks(place: lab.Lab, samples: list[tuple[float, float]], has_ended
         samples.append((time.time(), sum(count for link, count in sent.items() if "core" in link)))
 
 
+def settings_of(options: argparse.Namespace) -> Local:
+    """Return the settings of mode local."""
+    rates = [float(each) for each in options.outer.split("/") if each]
+    outer = dict(zip(("outer_lr", "outer_momentum"), rates, strict=False))
+    return Local(inner_steps=options.inner_steps or None, wire=options.wire, fragments=options.fragments, **outer)
+
+
 def work(options: argparse.Namespace) -> None:
-    """Run one rank's turns."""
+    """Run one rank: an epoch of local, then train steps of DDP."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     train, held_out = corpus()
-    num_samples = options.rounds * options.inner_steps * options.batch
+    num_samples = options.train_steps * options.batch
     loader = DataLoader(TensorDataset(*(each[:num_samples] for each in train.tensors)), batch_size=options.batch)
-    local = Local(inner_steps=options.inner_steps)
-    model, optimizer, shared = ringweave.prepare(*make(options), loader, mode="local", local=local)
+    model, optimizer, shared = ringweave.prepare(*make(options), loader, mode="local", local=settings_of(options))
     gloo = dist.new_group(backend="gloo")
-    reference, its_optimizer = make(options)
-    other = DistributedDataParallel(reference, process_group=gloo)  # pyrefly: ignore - every rank is in it
-    turns, num_done, ddp_done = [], 0, 0
     dist.barrier(gloo)
     began = time.time()
     for inputs, targets in shared:
-        if shared.num_train_steps > num_done:
-            num_done = shared.num_train_steps
-            turns.append(turn("local", began, options.inner_steps * options.batch))
-            ddp_done = take_ddp_turn(options, other, its_optimizer, train, ddp_done, turns, gloo)
-            began = time.time()
         step(model, optimizer, inputs, targets)
-    turns.append(turn("local", began, options.inner_steps * options.batch))
-    take_ddp_turn(options, other, its_optimizer, train, ddp_done, turns, gloo)
+    phases = {"local": phase(began, num_samples)}
+    reference, its_optimizer = make(options)
+    other = DistributedDataParallel(reference, process_group=gloo)  # pyrefly: ignore - every rank is in it
+    dist.barrier(gloo)
+    began, own = time.time(), options.batch // dist.get_world_size()
+    for number in range(options.ddp_steps):
+        first = number * options.batch + dist.get_rank() * own
+        step(other, its_optimizer, *(each[first : first + own] for each in train.tensors))
+    dist.barrier(gloo)
+    phases["ddp"] = phase(began, options.ddp_steps * options.batch)
     if dist.get_rank() == 0:
         document = {
-            "turns": turns,
+            "phases": phases,
             "local_loss": held_out_loss(model.module, held_out),
             "model_bytes": sum(each.nbytes for each in model.parameters()),
             "load": os.getloadavg(),
@@ -154,30 +162,9 @@ def work(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def turn(name: str, began: float, num_samples: int) -> dict[str, Any]:
-    """Return a turn that ends now."""
-    return {"name": name, "began": began, "ended": time.time(), "samples": num_samples}
-
-
-def take_ddp_turn(
-    options: argparse.Namespace,
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    train: TensorDataset,
-    first: int,
-    turns: list[dict[str, Any]],
-    group: Any,
-) -> int:
-    """Run some train steps of DDP; return the number of steps so far."""
-    dist.barrier(group)
-    began, last = time.time(), first + options.ddp_steps
-    own = options.batch // dist.get_world_size()
-    for number in range(first, last):
-        begin = number * options.batch + dist.get_rank() * own
-        step(model, optimizer, *(each[begin : begin + own] for each in train.tensors))
-    dist.barrier(group)
-    turns.append(turn("ddp", began, options.ddp_steps * options.batch))
-    return last
+def phase(began: float, num_samples: int) -> dict[str, Any]:
+    """Return a phase that ends now."""
+    return {"began": began, "ended": time.time(), "samples": num_samples}
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -187,14 +174,17 @@ def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, tar
     optimizer.step()
 
 
-def train_alone(options: argparse.Namespace) -> float:
-    """Return the held-out loss of one process after the same batches in whole, which DDP's steps equal."""
+def train_alone(options: argparse.Namespace) -> list[float]:
+    """Return held-out losses of one process on the same batches in whole, every so many train steps and at the end."""
     train, held_out = corpus()
     model, optimizer = make(options)
-    for number in range(options.rounds * options.inner_steps):
+    losses = []
+    for number in range(options.train_steps):
         begin = number * options.batch
         step(model, optimizer, *(each[begin : begin + options.batch] for each in train.tensors))
-    return held_out_loss(model, held_out)
+        if (number + 1) % EVALUATE_EVERY == 0 or number + 1 == options.train_steps:
+            losses.append(held_out_loss(model, held_out))
+    return losses
 
 
 @torch.no_grad()
@@ -205,37 +195,48 @@ def held_out_loss(model: GPT, held_out: tuple[torch.Tensor, torch.Tensor]) -> fl
 
 def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
     """Print what was measured; return the exit code."""
-    by_name = {name: [each for each in measured["turns"] if each["name"] == name] for name in ("local", "ddp")}
-    totals = {
-        name: {key: sum(value(each) for each in turns) for key, value in MEASURES.items()}
-        for name, turns in by_name.items()
-    }
-    lost_s = sum(each["wait_s"] + each["exchange_s"] for each in measured["outer_steps"])
-    computing = 1 - lost_s / totals["local"]["seconds"]
-    per_sample = {name: each["bytes"] / each["samples"] for name, each in totals.items()}
-    rates = {name: each["samples"] / each["seconds"] for name, each in totals.items()}
-    alone = train_alone(options)
+    seconds = {name: each["ended"] - each["began"] for name, each in measured["phases"].items()}
+    lost_s = sum(each["wait_s"] + each["blocked_s"] for each in measured["outer_steps"])
+    per_sample = {name: each["uplink_bytes"] / each["samples"] for name, each in measured["phases"].items()}
+    found = {"computing": 1 - lost_s / seconds["local"], "bytes_ratio": per_sample["ddp"] / per_sample["local"]}
+    derived = [each["next_inner_steps"] for each in measured["outer_steps"]]
     print(f"measured, {measured['model_bytes'] / 1e6:.2f} MB of parameters, load {measured['load']}:")
-    print(f"  local: {computing:.1%} of the time computing, {options.inner_steps} train steps a round")
+    print(f"  {len(derived)} outer steps, inner steps {derived[0]} to {derived[-1]}, {settings_of(options)}")
+    print(f"  local: {found['computing']:.1%} of the time computing")
     print(f"  uplink bytes per sample: local {per_sample['local']:.0f}, DDP on Gloo {per_sample['ddp']:.0f}")
-    print(f"  ratio of bytes: {per_sample['ddp'] / per_sample['local']:.1f}")
+    print(f"  ratio of bytes: {found['bytes_ratio']:.1f}")
+    rates = {name: each["samples"] / seconds[name] for name, each in measured["phases"].items()}
     gain = rates["local"] / rates["ddp"]
     print(f"  samples per second: local {rates['local']:.1f}, DDP {rates['ddp']:.1f}, ratio {gain:.1f}")
-    loss = measured["local_loss"]
-    print(f"  held-out loss at equal samples: local {loss:.4f}, synchronous {alone:.4f} ({loss / alone - 1:+.2%})")
-    return int(per_sample["ddp"] / per_sample["local"] < MIN_BYTES_RATIO)
+    if not options.skip_loss:
+        step_s = seconds["ddp"] / options.ddp_steps
+        found |= compare_losses(measured["local_loss"], options, step_s / seconds["local"])
+    is_missed = found.pop("loss", 0.0) > BARS["loss"] or any(each < BARS[name] for name, each in found.items())
+    return int(is_missed)
 
 
-def corpus() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
+def compare_losses(loss: float, options: argparse.Namespace, step_ratio: float) -> dict[str, float]:
+    """Print how the loss of local compares with synchronous training; `step_ratio` is DDP's step over local's time."""
+    losses = train_alone(options)
+    steps = next((index for index, each in enumerate(losses, 1) if each <= loss), len(losses)) * EVALUATE_EVERY
+    steps = min(steps, options.train_steps)
+    found = {"loss": loss / losses[-1] - 1, "time_ratio": steps * step_ratio}
+    print(f"  held-out loss after {options.train_steps} train steps: local {loss:.4f}, synchronous {losses[-1]:.4f}")
+    print(f"  that is {found['loss']:+.2%}; synchronous training reaches local's loss after about {steps} train steps")
+    print(f"  time to that loss: DDP {found['time_ratio']:.1f} times as long")
+    return found
+
+
+def corpus(seed: int = 0) -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     """Return sequences to train on and held-out ones, (inputs, targets)."""
     found = text.load_corpus(MAX_BYTES, torch.device("cpu"))
-    train, held_out = (shuffle(sequences(each)) for each in (found.train, found.held_out))
+    train, held_out = (shuffle(sequences(each), seed) for each in (found.train, found.held_out))
     return TensorDataset(*train), (held_out[0][:HELD_OUT_ROWS], held_out[1][:HELD_OUT_ROWS])
 
 
-def shuffle(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same pairs in another order, always the same: neighbours are from one document."""
-    places = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(0))
+def shuffle(rows: tuple[torch.Tensor, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same pairs in another order, by the seed: neighbours are from one document."""
+    places = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(seed))
     return rows[0][places], rows[1][places]
 
 
@@ -245,9 +246,9 @@ def sequences(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def make(options: argparse.Namespace) -> tuple[GPT, torch.optim.AdamW]:
+def make(options: argparse.Namespace, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
     """Return a model with the same first weights everywhere, and its optimizer."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
 

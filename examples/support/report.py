@@ -10,13 +10,13 @@ from support import files, progress
 LOSSES, HELD_OUT = "losses.jsonl", "held_out.jsonl"
 
 
-def _iterations():
+def _iterations(total: int):
     """Returns what tells `ringweave status` how far training is; None where ringweave is not installed."""
     try:
         from ringweave import Iterations
     except ImportError:
         return None
-    return Iterations()
+    return Iterations(total=total)
 
 
 class Report:
@@ -30,7 +30,7 @@ class Report:
         self.steps, self.done_steps = steps, done_steps
         self.started_s = self.last_s = time.perf_counter()
         self.writes = dist.get_rank() == 0
-        self.iterations = _iterations()
+        self.iterations = _iterations(steps)
         if not self.writes:
             return
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ NODE = "RINGWEAVE_NODE"
 RUN_DIR = "RINGWEAVE_RUN_DIR"
 REPLACE_BACKEND = "RINGWEAVE_REPLACE_BACKEND"
 SCHEDULE = "RINGWEAVE_SCHEDULE"
+WIRE = "RINGWEAVE_WIRE"
 MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
 FINDINGS = "RINGWEAVE_FINDINGS"
@@ -28,8 +29,14 @@ EVENTS = "RINGWEAVE_EVENTS"
 MEMBER = "RINGWEAVE_MEMBER"
 COORDINATORS = "RINGWEAVE_COORDINATORS"
 PORTS = "RINGWEAVE_PORTS"
+ENCRYPT = "RINGWEAVE_ENCRYPT"
+"""`on` encrypts the collectives, the store and Gloo between nodes, by the certificate in RINGWEAVE_CREDENTIALS."""
 TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 """Variable of torchrun's: set for its workers, and not in its own process."""
+
+EXACT = "exact"
+WIRES = (EXACT, "bf16", "int8", "int4", "auto")
+"""Formats in which gradients may be asked to pass slow links; `auto` takes one that the forecast finds worth it."""
 
 _NEVER = "never"
 _FORK, _SPAWN = "fork", "spawn"
@@ -52,6 +59,9 @@ class WorkerEnvironment:
     """Groups of no name, and of an explicit "gloo" or "nccl", are of ringweave; under any launcher."""
     schedule: str | None = None
     """Name of the schedule that every large enough collective must use; None: the planner chooses."""
+    wire: str = EXACT
+    """Wire format of gradients on slow links, one of WIRES; every rank needs the same. Under `ringweave.prepare` its
+    argument counts; else it holds for all large float32 sums."""
     mode: str | None = None
     """Training mode of `ringweave.prepare` if the script leaves it open; None leaves it open too."""
     probes: bool = True
@@ -77,6 +87,8 @@ class WorkerEnvironment:
     """Name of this process among the members of an elastic job, `SLOT.INCARNATION`."""
     coordinators: tuple[tuple[str, int], ...] = ()
     """(host, port) of an elastic job's coordinators, the active one first; empty if the job is not elastic."""
+    encrypts: bool = False
+    """Connections between nodes use TLS, by this process's credentials; every rank needs the same."""
     ports: PortRange | None = None
     """Ports of this worker's listeners, but for torch's own; None: any free ones."""
 
@@ -85,7 +97,8 @@ class WorkerEnvironment:
         """Read the variables; an empty one counts as absent.
 
         Raises:
-            UsageError: RINGWEAVE_DEVICE_PATH names no way, or RINGWEAVE_PORTS no range.
+            UsageError: RINGWEAVE_DEVICE_PATH names no way, RINGWEAVE_WIRE no format, RINGWEAVE_PORTS no range, or
+                RINGWEAVE_ENCRYPT is neither `on` nor `off`.
         """
         cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
@@ -94,6 +107,7 @@ class WorkerEnvironment:
             run_dir=Path(run_dir) if run_dir else None,
             replace_backend=environ.get(REPLACE_BACKEND) == "1",
             schedule=environ.get(SCHEDULE) or None,
+            wire=check_wire(environ.get(WIRE) or EXACT, where=WIRE),
             mode=environ.get(MODE) or None,
             probes=environ.get(PROBE) != _NEVER,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
@@ -105,6 +119,7 @@ class WorkerEnvironment:
             events=Path(events) if events else None,
             member=environ.get(MEMBER) or None,
             coordinators=_parse_addresses(environ.get(COORDINATORS, "")),
+            encrypts=_parse_encrypt(environ),
             ports=ports_of_environ(environ),
         )
 
@@ -116,6 +131,7 @@ class WorkerEnvironment:
             RUN_DIR: str(self.run_dir or ""),
             REPLACE_BACKEND: "1" if self.replace_backend else "",
             SCHEDULE: self.schedule or "",
+            WIRE: self.wire if self.wire != EXACT else "",
             MODE: self.mode or "",
             PROBE: "" if self.probes else _NEVER,
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
@@ -127,6 +143,7 @@ class WorkerEnvironment:
             EVENTS: str(self.events or ""),
             MEMBER: self.member or "",
             COORDINATORS: ",".join(f"{host}:{port}" for host, port in self.coordinators),
+            ENCRYPT: "on" if self.encrypts else "",
             PORTS: str(self.ports or ""),
         }
         return {name: value for name, value in pairs.items() if value}
@@ -147,6 +164,13 @@ def ports_of_environ(environ: Mapping[str, str]) -> PortRange | None:
     return parse_ports(text, where=PORTS) if text else None
 
 
+def _parse_encrypt(environ: Mapping[str, str]) -> bool:
+    value = environ.get(ENCRYPT) or "off"
+    if value not in ("on", "off"):
+        raise UsageError(explain(ENCRYPT, got=value, expected="on or off", do="Correct or unset it"))
+    return value == "on"
+
+
 def forks_workers(environ: Mapping[str, str]) -> bool:
     """Return whether workers may be forked from a process that has imported what they need.
 
@@ -157,6 +181,19 @@ def forks_workers(environ: Mapping[str, str]) -> bool:
     if value not in (_FORK, _SPAWN):
         raise UsageError(explain(START_METHOD, got=value, expected=f"{_FORK} or {_SPAWN}", do="Correct or unset it"))
     return value == _FORK
+
+
+def check_wire(wire: str, *, where: str) -> str:
+    """Return the name if gradients can be asked to travel so.
+
+    Raises:
+        UsageError: They cannot.
+    """
+    if wire not in WIRES:
+        raise UsageError(
+            explain("wire format", got=wire, expected=f"one of {', '.join(WIRES)}", do="Correct it", where=where)
+        )
+    return wire
 
 
 def _check_device_path(value: str) -> str:

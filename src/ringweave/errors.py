@@ -25,10 +25,15 @@ RingweaveError                something that ringweave refuses or cannot do  exi
 ```
 
 A text reads `<what failed>: <value we got>, expected <what is allowed>. <What to do>. [<where>]`.
-User errors are printed without a traceback; a traceback always means a bug of ours.
+User errors are printed without a traceback; a traceback always means a bug of ours. What the operating system or a
+database refuses becomes one of these errors in one place, `from_system`, at the end of a command.
 """
 
+import errno
+import os
 import reprlib
+import traceback
+from pathlib import Path
 
 
 class RingweaveError(Exception):
@@ -151,6 +156,82 @@ def explain(what: str, *, got: object, expected: str, do: str, where: str = "") 
 def shorten(got: object) -> str:
     """Return the value as Python shows it, on one line; the middle of a long one is left out."""
     return _ONE_LINE_REPR.repr(got)
+
+
+def printable(text: str, *, keeps: str = "") -> str:
+    """Return a text of others as it may go to a terminal: what is not printable is shown in Python's escapes.
+
+    Control characters, line ends, escape sequences, marks of the writing direction: with them a name, an event or a
+    line of a log could move the cursor, recolour the screen or look like a line of ours.
+
+    Args:
+        text: Any text.
+        keeps: Characters that stay as they are, such as line ends of a text of several lines.
+    """
+    if text.isprintable():
+        return text
+    shown = (each if each.isprintable() or each in keeps else each.encode("unicode_escape").decode() for each in text)
+    return "".join(shown)
+
+
+_DISK_FULL = "Free space on its disk, or name another folder"
+_NOT_ALLOWED = "Let your user do it, or name another file or folder"
+_TOO_MANY_FILES = "Close other programs, or raise the limit of open files (ulimit -n)"
+_NO_MEMORY = "End other processes, or raise the limits of this one (ulimit -a)"
+_REMEDIES = {
+    errno.ENOSPC: _DISK_FULL,
+    errno.EDQUOT: _DISK_FULL,
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f)",
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+    errno.EROFS: _NOT_ALLOWED,
+    errno.EMFILE: _TOO_MANY_FILES,
+    errno.ENFILE: _TOO_MANY_FILES,
+    errno.ENOMEM: _NO_MEMORY,
+    errno.EAGAIN: _NO_MEMORY,
+}
+
+
+def from_system(error: BaseException) -> RingweaveError | None:
+    """Return the error for what a user, a disk or a busy machine has brought about; None for anything else.
+
+    A command prints it in place of a traceback: an operating system's error, no memory, no more threads, a damaged or
+    locked database, text that cannot be encoded. Errors of several tasks count if all are of these kinds.
+    """
+    match error:
+        case RingweaveError():
+            return error
+        case OSError():
+            got, do = error.strerror or str(error), _REMEDIES.get(error.errno or 0, "Correct that, and try again")
+            named = [
+                os.fspath(each) for each in (error.filename, error.filename2) if each and not isinstance(each, int)
+            ]
+        case MemoryError():
+            got, do, named = "no memory left", _NO_MEMORY, []
+        case RuntimeError() if "can't start new thread" in str(error):
+            got, do, named = str(error), _NO_MEMORY, []
+        case UnicodeError():
+            got, do, named = str(error), "Use names and files in UTF-8, and a locale such as C.UTF-8", []
+        case BaseExceptionGroup():
+            found = [from_system(each) for each in error.exceptions]
+            return None if None in found else found[0]
+        case _ if type(error).__module__.split(".")[0] in ("sqlite3", "subprocess", "psutil"):
+            got, do, named = str(error), "Correct that, and try again; move a damaged file away", []
+        case _:
+            return None
+    what = f"use of {' and '.join(map(_file_text, named))}" if named else "operation of this machine"
+    return RingweaveError(explain(what, got=got, expected="no error", do=do, where=_place_of(error)))
+
+
+def _file_text(name: str | bytes) -> str:
+    return printable(os.fsdecode(name))
+
+
+def _place_of(error: BaseException) -> str:
+    """Return file and line of the last function of ours that the error has passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [each for each in frames if "ringweave" in Path(each.filename).parts]
+    return f"{Path(*Path(ours[-1].filename).parts[-3:])}:{ours[-1].lineno}" if ours else ""
 
 
 class _OneLineRepr(reprlib.Repr):

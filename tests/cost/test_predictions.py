@@ -35,6 +35,14 @@ def test_copies_inside_a_node_take_its_memory() -> None:
     assert math.isclose(predicted_s, 2 * 3 / 4 * 0.1)
 
 
+@pytest.mark.parametrize(("rate", "lasts"), [(12.5e9, 28 / 8 * 80 * MB * 1e-9), (25.0 * MB, 14 * 80 / (8 * 25))])
+def test_encryption_takes_time_on_links_that_are_faster_than_it(rate: float, lasts: float) -> None:
+    """Each of the 14 steps encrypts a chunk and decrypts another one, which a slow link hides."""
+    assumed = Assumptions(message_s=0.0, encryption_s_per_byte=1e-9)
+    predicted_s = cost.predict(schedules.ring(8), flat([rate] * 8), NAMES, 80 * MB, assumptions=assumed)
+    assert math.isclose(predicted_s, 2 * 7 * 50e-6 + lasts)
+
+
 def test_phases_that_use_different_directions_overlap_in_segments() -> None:
     """A leaf sends all it has in the first phase and receives in the second: 2 S/B, or S/B where they overlap."""
     cluster, shares = flat([20.0 * MB] * 3 + [5.0 * MB]), [1, 1, 1, 0]

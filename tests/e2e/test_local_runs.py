@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,12 @@ sys.stdout.write(json.dumps(end) + "\\n")
 """
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    command = [*RUN, *options, "--run-dir", str(folder / "run"), str(script)]
+def run(
+    folder: Path, *options: str, script: str = SCRIPT, args: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    path = folder / "train.py"
+    path.write_text(script)
+    command = [*RUN, *options, "--run-dir", str(folder / "run"), str(path), *args]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environ)
 
@@ -56,11 +59,38 @@ def test_an_unchanged_script_trains_in_sites(tmp_path: Path) -> None:
     assert sum(map(sum, (event["samples"] for event in steps))) == 2 * 640
 
 
-def test_elastic_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "--workers", "2,2", "--mode", "local", "--elastic", "2:4")
-    assert done.returncode == 2
-    assert (
-        "mode of an elastic job: 'local', expected one of auto, sync, balanced, ps-hra, ps. Take ps-hra with "
-        "Asynchronous(local_steps=8), whose rings lose and gain workers, or run without elastic and go on from "
-        "ringweave.Checkpoints after a failure. [--mode]"
-    ) in " ".join(done.stderr.split())
+KILLED = """
+import os, signal, pathlib
+from ringweave.environment import WorkerEnvironment
+slot = int(os.environ["RINGWEAVE_MEMBER"].split(".")[0].lstrip("w"))
+marker = pathlib.Path(sys.argv[1]) / str(slot)
+count = 0
+def maybe_die():
+    global count
+    count += 1
+    if count == 20 and slot in LOST and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("lost", [(3,), (2, 3)], ids=["a worker", "a site"])
+def test_an_elastic_job_loses_no_sample_with_a_worker_or_a_site(tmp_path: Path, lost: tuple[int, ...]) -> None:
+    head, loop = SCRIPT.split("model, optimizer, loader = ringweave.prepare(", 1)
+    killed = KILLED.replace("LOST", repr(lost))
+    loop = loop.replace("        optimizer.step()", "        optimizer.step()\n        maybe_die()")
+    prepare = "model, optimizer, loader = ringweave.prepare("
+    script = f"{head}{killed}\n{prepare}{loop}"
+    script = script.replace("for epoch in range(2)", "for epoch in loader.epochs(2)").replace(
+        "is_exact", "is_accounted"
+    )
+    script = script.replace('"steps": loader.num_train_steps', '"lost": loader.account.lost.num_samples')
+    done = run(tmp_path, "--workers", "2,2", "--mode", "local", "--elastic", "1:4", script=script, args=[str(tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"weights"' in line]
+    assert all((tmp_path / str(slot)).exists() for slot in lost)
+    assert len(results) >= 4 - len(lost), "a worker that comes back may find the job done"
+    assert all(each["exact"] and each["lost"] == 0 for each in results)
+    assert all(each["weights"] == results[0]["weights"] for each in results)
+    (formed,) = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "rings_formed"]
+    assert formed["rings"] == [[0, 1], [2, 3]], "a ring is a site"

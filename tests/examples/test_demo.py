@@ -156,6 +156,7 @@ def test_the_whole_demo_in_a_lab(out: Path) -> None:
     assert "* multi-level" in done.stdout, "the plan"
     assert re.search(r"step \d+: rank 2 is killed", done.stdout)
     assert (out / "page.html").stat().st_size > 50_000
+    assert "<h2>Time line</h2>" in (out / "run.html").read_text()
     record = json.loads((out / "ringweave" / "run.json").read_text())
     assert (record["outcome"], record["training"]["exact"]) == ("done", True)
     assert record["lab_quotas"] in ("cgroup v1", "cgroup v2")

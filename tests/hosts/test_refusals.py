@@ -147,4 +147,4 @@ def test_options_that_hosts_do_not_have_are_refused(hosts: FakeHosts) -> None:
     done = hosts.run(*words, "--mode", "ps-hra", "train.py")
     assert "--standby: 'no --elastic', expected an elastic run on hosts. Add --elastic MIN:MAX, or leave" in done.stderr
     done = hosts.run(*words, "--elastic", "1:2", "--mode", "sync", "train.py")
-    assert "--standby with --mode: 'sync', expected ps-hra or ps. Leave --standby out" in done.stderr
+    assert "--standby with --mode: 'sync', expected ps-hra, ps or local. Leave --standby out" in done.stderr

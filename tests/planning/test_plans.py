@@ -333,12 +333,12 @@ def test_a_plan_is_one_line_of_json_and_cannot_be_changed() -> None:
         plan.root = 1  # pyrefly: ignore
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"ringweave-plan-3": true}', '{"ringweave-plan-4": true}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"ringweave-plan-4": true}', '{"ringweave-plan-5": true}'])
 def test_text_that_is_no_plan(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Plan.parse(text)
     assert str(caught.value).startswith(
-        f"plan: {text!r}, expected the text of a plan (ringweave-plan-4). Pass on what str(plan) gave, from the same "
+        f"plan: {text!r}, expected the text of a plan (ringweave-plan-5). Pass on what str(plan) gave, from the same "
         "version of ringweave ("
     )
 

@@ -98,3 +98,22 @@ def test_inner_steps_follow_from_the_share_of_time_computing() -> None:
     assert sites.inner_steps_for_share(step_s=0.5, exchange_s=1.0, computing_share=0.9) == 18
     assert sites.inner_steps_for_share(step_s=1.0, exchange_s=1e-9, computing_share=0.94) == 1
     assert sites.inner_steps_for_share(step_s=1e-3, exchange_s=60.0, computing_share=0.94) == sites.MAX_INNER_STEPS
+
+
+def test_rounds_are_as_long_as_the_exchange_of_a_fragment_needs() -> None:
+    split = RoundSplit(batch_samples=8, inner_steps=16, speeds=(1.0, 1.0), fragments=4)
+    fitted = split.fitted(step_s=1.0, exchange_s=7.0, blocked_s=0.0, computing_share=0.9, min_change=0.2)
+    assert (fitted.inner_steps, fitted.round_steps) == (40, 10)
+    fitted = split.fitted(step_s=1.0, exchange_s=0.01, blocked_s=1.0, computing_share=0.9, min_change=0.2)
+    assert (fitted.inner_steps, fitted.round_steps) == (36, 9), "coding and applying take a tenth of the time"
+    assert split.fitted(1.0, 1e-9, 0.0, 0.9, 0.2).inner_steps == sites.MIN_INNER_STEPS
+    assert split.fitted(1e-3, 60.0, 0.0, 0.9, 0.2).inner_steps == sites.MAX_INNER_STEPS
+    assert split.fitted(1.0, 2.9, 0.0, 0.9, min_change=0.3) is split, "20 is too near to 16"
+
+
+def test_fragments_are_neighbours_of_about_equal_size() -> None:
+    assert sites.divide_into_fragments([1, 1, 1, 1], 2) == ((0, 1), (2, 3))
+    assert sites.divide_into_fragments([6, 1, 1, 1], 2) == ((0,), (1, 2, 3))
+    assert sites.divide_into_fragments([5], 2) == ((), (0,)), "one is empty"
+    found = sites.divide_into_fragments([3, 9, 4, 4, 7, 1], 3)
+    assert sorted(index for fragment in found for index in fragment) == list(range(6))

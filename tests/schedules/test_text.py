@@ -67,10 +67,10 @@ GOOD = str(ring(3))
 @pytest.mark.parametrize(
     ("was", "becomes", "expected"),
     [
-        ("ranks 3", "rank 3", "schedule text: 'rank 3', expected schedule, collective, ranks, root, owners, shares "
-         "(once each), phase or round. Correct this line. [line 3]"),
+        ("ranks 3", "rank 3", "schedule text: 'rank 3', expected schedule, collective, ranks, root, owners, shares, "
+         "wire (once each), phase or round. Correct this line. [line 3]"),
         ("ranks 3", "ranks 3\nranks 3", "schedule text: 'ranks 3', expected schedule, collective, ranks, root, owners, "
-         "shares (once each), phase or round. Correct this line. [line 4]"),
+         "shares, wire (once each), phase or round. Correct this line. [line 4]"),
         ("ranks 3\n", "", "schedule text: no line 'ranks', expected one. Add it."),
         ("shares 1 1 1\n", "", "schedule text: no line 'shares', expected one. Add it."),
         ("schedule ring\n", "", "schedule text: no line 'schedule', expected one. Add it."),

@@ -111,7 +111,7 @@ def measure_takeover_impacts(events: Sequence[Event]) -> list[TakeoverImpact]:
         later_s = min((other for other, _ in history.begun_faults if other > time_s), default=float("inf"))
         settled_s = after_s or min(later_s, time_s + fault.lasts_s + _GRACE_S, history.end_s)
         survivors, _ = history.survivors(time_s, settled_s, set())
-        stalls = [_stall_s(each, time_s, settled_s) for each in survivors]
+        stalls = [_stall_s(each, survivors, time_s, settled_s) for each in survivors]
         found.append(
             TakeoverImpact(
                 fault=str(fault),
@@ -225,7 +225,7 @@ def _fault_impact(time_s: float, fault: Fault, history: _JobHistory) -> FaultImp
     without = next((each for each in within if all(each.ranks.get(rank) != was.get(rank) for rank in hit)), None)
     settled_s = without.time_s if without else time_s
     survivors, evicted = history.survivors(time_s, settled_s, hit)
-    stalls = [_stall_s(each, time_s, settled_s) for each in survivors]
+    stalls = [_stall_s(each, survivors, time_s, settled_s) for each in survivors]
     victims = [each for each in _alive_workers(history.all_workers, time_s) if each.rank in hit]
     late = sum(1 for each in victims for step_s in each.steps_s if without and step_s > without.time_s)
     return FaultImpact(
@@ -259,8 +259,8 @@ def _takeover_time_s(events: Sequence[Event], time_s: float, fault: Fault) -> fl
     return None
 
 
-def _stall_s(worker: WorkerHistory, time_s: float, settled_s: float) -> float:
-    return max(0.0, _longest_gap_s(worker, time_s, settled_s) - _usual_step_s(worker, time_s))
+def _stall_s(worker: WorkerHistory, survivors: Sequence[WorkerHistory], time_s: float, settled_s: float) -> float:
+    return max(0.0, _longest_gap_s(worker, time_s, settled_s) - _usual_step_s(worker, time_s, survivors))
 
 
 def _longest_stall(stalls: Sequence[float]) -> float | None:
@@ -289,11 +289,18 @@ def _next_step_s(worker: WorkerHistory, time_s: float) -> float | None:
     return next((step_s for step_s in worker.steps_s if step_s > time_s), None)
 
 
-def _usual_step_s(worker: WorkerHistory, time_s: float) -> float:
-    """Return its usual step time, from steps after it had caught up, if there are any."""
-    done = [(before, after) for before, after in itertools.pairwise(worker.steps_s) if after <= time_s]
-    level = [each for each in done if each[0] >= worker.caught_up_s] or done
-    return statistics.median(after - before for before, after in level[-_USUAL_STEPS:]) if level else 0.0
+def _usual_step_s(worker: WorkerHistory, time_s: float, peers: Sequence[WorkerHistory] = ()) -> float:
+    """Return its usual step time after it had caught up: steps that it replayed took no time, and its peers' count."""
+    own = _caught_up_steps(worker, time_s)
+    of_peers = [] if own else [step_s for each in peers for step_s in _caught_up_steps(each, time_s)]
+    usual = own or of_peers or [end - begin for begin, end in itertools.pairwise(worker.steps_s) if end <= time_s]
+    return statistics.median(usual) if usual else 0.0
+
+
+def _caught_up_steps(worker: WorkerHistory, time_s: float) -> list[float]:
+    """Return the seconds of its last steps before a time that began after it had caught up."""
+    steps = [(begin, end) for begin, end in itertools.pairwise(worker.steps_s) if end <= time_s]
+    return [end - begin for begin, end in steps if begin >= worker.caught_up_s][-_USUAL_STEPS:]
 
 
 def _longest_gap_s(worker: WorkerHistory, time_s: float, settled_s: float) -> float:

@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -18,8 +21,10 @@ from typing import Literal
 
 import click
 
+from ringweave import environment
 from ringweave.cli import torch_trial
 from ringweave.errors import UsageError, explain
+from ringweave.files import file_io
 
 CheckState = Literal["ok", "missing", "broken"]
 TABLE_WIDTH = 120
@@ -240,7 +245,7 @@ def check_torch(timeout_s: float = TORCH_TRIAL_TIMEOUT_S) -> dict[str, CheckResu
 def parse_torch_trial(stdout: str, stderr: str, returncode: int) -> dict[str, CheckResult]:
     """Parse the output of the torch trial; a check that it could not make counts as broken."""
     try:
-        answer = json.loads(stdout.strip().splitlines()[-1])
+        answer = file_io.parse_json(stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
         last = (stderr.strip().splitlines() or ["no output"])[-1]
         return _same_for_torch(CheckResult(state="broken", seen=f"exit code {returncode}: {last}"))
@@ -364,13 +369,18 @@ def check_program_version(command: Sequence[str]) -> CheckResult:
 @click.option("--hosts", metavar="A:N,B:M,..", help="Check these hosts for ringweave run --hosts, not this machine.")
 @click.option("--python", metavar="PATH", help="Interpreter on the hosts, as for ringweave run.")
 @click.option("--install", is_flag=True, help="Install this ringweave on the hosts first.")
+@click.option("--listening", metavar="RUN_DIR", help="List the ports of a run's processes on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(as_json: bool, hosts: str | None, python: str | None, install: bool) -> int:
+def command(as_json: bool, hosts: str | None, python: str | None, install: bool, listening: str | None) -> int:
     """Check the requirements of ringweave on this machine, and print a fix for each one that fails.
 
     Every check uses the real feature and cleans up. Exit code 0 if all requirements of training on this machine work,
-    else 1. With --hosts, exit code 1 if something stops a run on these hosts.
+    else 1. With --hosts, exit code 1 if something stops a run on these hosts. With --listening, nothing is checked.
     """
+    if listening is not None:
+        found = find_ports(Path(listening))
+        click.echo(json.dumps([asdict(each) for each in found]) if as_json else ports_table(found), nl=as_json)
+        return 0
     if hosts is not None:
         from ringweave.platforms.hosts import host_checks  # brings the platform of jobs
 
@@ -404,3 +414,89 @@ def _run_checks() -> dict[str, CheckResult]:
         torch_checks = pool.submit(check_torch)
         results = {name: pool.submit(check) for name, check in checks.items()}
         return torch_checks.result() | {name: result.result() for name, result in results.items()}
+
+
+LOOPBACK = "loopback: users of this machine"
+CERTIFICATES = "TLS 1.3, certificates of the job"
+PLAIN = "plain: a token, or nothing (Gloo, torch's store)"
+_LISTENS, _SIDECARS = "0A", {"ringweave.membership.main": "coordinator", "server": "parameter server"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListeningPort:
+    """A port at which a process of a run listens."""
+
+    process: str
+    """`rank 3`, `coordinator` or `parameter server`."""
+    pid: int
+    address: str
+    port: int
+    protection: str
+    """LOOPBACK, CERTIFICATES or PLAIN."""
+
+
+def find_ports(run_dir: Path) -> list[ListeningPort]:
+    """Return the ports at which processes of a run listen now, as the kernel lists them, also in a lab's nodes.
+
+    Raises:
+        UsageError: It is no folder of a run.
+    """
+    from ringweave import telemetry
+
+    root = run_dir.absolute()
+    if not (root / "events.jsonl").is_file():
+        do = "Give the folder that ringweave run named at its start"
+        raise UsageError(explain("run", got=str(run_dir), expected="a folder with events.jsonl", do=do))
+    events = telemetry.read_last_attempt(root / "events.jsonl")
+    ranks = {each["pid"]: f"rank {each['rank']}" for each in events if each["kind"] == "worker_started"}
+    return [port for pid, name in _processes_of(root, ranks).items() for port in _ports_of(pid, name)]
+
+
+def _processes_of(root: Path, ranks: Mapping[int, str]) -> dict[int, str]:
+    """Return process id -> name of each running process of a run."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            pid, is_of_run = int(entry.name), f"{environment.RUN_DIR}={root}\0".encode()
+            if pid in ranks and is_of_run in (entry / "environ").read_bytes():
+                found[pid] = ranks[pid]
+            elif "--run-dir" in words and str(root) in words and (known := _SIDECARS.keys() & set(words)):
+                found[pid] = _SIDECARS[min(known)]
+    return found
+
+
+def _ports_of(pid: int, name: str) -> list[ListeningPort]:
+    folder, inodes = Path(f"/proc/{pid}"), set[str]()
+    for descriptor in (folder / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(descriptor.readlink().name.removeprefix("socket:[").removesuffix("]"))
+    encrypts = f"{environment.ENCRYPT}=on\0".encode() in (folder / "environ").read_bytes()
+    ports = []
+    for family, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for row in map(str.split, (folder / "net" / family).read_text(encoding="ascii").splitlines()[1:]):
+            if row[3] == _LISTENS and row[9] in inodes:
+                host, _, port = row[1].partition(":")
+                words = struct.pack(f"={len(host) // 8}I", *(int(host[i : i + 8], 16) for i in range(0, len(host), 8)))
+                address = socket.inet_ntop(kind, words)
+                protection = _protection(address, is_secured=encrypts or not name.startswith("rank"))
+                ports.append(
+                    ListeningPort(process=name, pid=pid, address=address, port=int(port, 16), protection=protection)
+                )
+    return sorted(ports, key=lambda each: (each.address, each.port))
+
+
+def _protection(address: str, *, is_secured: bool) -> str:
+    found = ipaddress.ip_address(address.removeprefix("::ffff:"))
+    if is_secured and not found.is_loopback:
+        return CERTIFICATES
+    return LOOPBACK if found.is_loopback else PLAIN
+
+
+def ports_table(ports: Sequence[ListeningPort]) -> str:
+    """Return a line for each port."""
+    rows = [("process", "pid", "address", "protected by")]
+    rows += [(each.process, str(each.pid), f"{each.address}:{each.port}", each.protection) for each in ports]
+    return "".join(f"{name:18}{pid:9}{address:24}{protection}\n" for name, pid, address, protection in rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
+from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, printable
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform
 from ringweave.platforms.registry import with_platform_option
 
@@ -70,7 +70,7 @@ def follow_job(
             if _shown_state(job) != last_shown:
                 last_shown = _shown_state(job)
                 reason = f": {job.reason.text}" if job.reason else ""
-                click.echo(f"ringweave: {name} is {job.state}{reason}", err=True)
+                click.echo(printable(f"ringweave: {name} is {job.state}{reason}"), err=True)
         printer.join()
     except KeyboardInterrupt:
         text = f"{name} continues; ringweave logs -f {name}, ringweave stop {name}"
@@ -82,7 +82,7 @@ def follow_job(
         click.echo(f"ringweave: {name} was removed before its outcome was read (last state: {job.state})", err=True)
         return 1
     if job.reason:
-        click.echo(f"ringweave: {job.reason.hint}.", err=True)
+        click.echo(printable(f"ringweave: {job.reason.hint}."), err=True)
     return 1
 
 
@@ -92,11 +92,15 @@ def _shown_state(job: JobView) -> tuple[str, str]:
 
 
 def format_log_line(line: LogLine, *, many: bool) -> str:
-    """Format a log line, `[3] loss 2.1`; with several attempts it also names node, attempt and round."""
-    group = f"{line.node}.{line.attempt}/{line.round}"
+    """Format a log line, `[3] loss 2.1`; with several attempts it also names node, attempt and round.
+
+    Control characters but the tab are shown escaped, so that a program's output cannot act on the reader's terminal.
+    """
+    group = f"{printable(line.node)}.{line.attempt}/{line.round}"
+    text = printable(line.text, keeps="\t")
     if line.rank is None:
-        return f"[{group}] {line.text}"
-    return f"[{group} {line.rank}] {line.text}" if many else f"[{line.rank}] {line.text}"
+        return f"[{group}] {text}"
+    return f"[{group} {line.rank}] {text}" if many else f"[{line.rank}] {text}"
 
 
 def _print_job_logs(platform: Platform, name: str) -> None:
@@ -104,4 +108,4 @@ def _print_job_logs(platform: Platform, name: str) -> None:
         for line in platform.logs(name, LogQuery(follow=True)):
             click.echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
     except RingweaveError as error:
-        click.echo(f"ringweave: the output of {name} is no longer shown: {error}", err=True)
+        click.echo(printable(f"ringweave: the output of {name} is no longer shown: {error}"), err=True)

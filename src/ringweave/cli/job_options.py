@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ringweave.errors import RingweaveError
+from ringweave.errors import RingweaveError, printable
 from ringweave.files import yaml_files
 from ringweave.platforms import registry
 from ringweave.platforms.api import Platform
@@ -92,10 +92,10 @@ JOB_ARGUMENT = click.argument("name", metavar="JOB", shell_complete=_complete_jo
 
 
 def print_answer(output: str, content: Mapping[str, Any], lines: Callable[[], list[str]]) -> None:
-    """Print an answer as a document, or as lines for people."""
+    """Print an answer as a document, or as lines for people: one for each string, whatever its text is."""
     if output == "json":
         click.echo(json.dumps(content))
     elif output == "yaml":
         click.echo(yaml_files.dump_yaml(content), nl=False)
     else:
-        click.echo("\n".join(lines()))
+        click.echo("\n".join(map(printable, lines())))

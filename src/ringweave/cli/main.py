@@ -1,19 +1,25 @@
 """Entry point of `ringweave`: looks the verb up in a table, calls it, turns errors into one line and an exit code."""
 
+import contextlib
 import difflib
 import importlib
 import itertools
 import json
+import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
 from ringweave import __version__
-from ringweave.errors import RingweaveError
+from ringweave.errors import from_system, printable
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +80,10 @@ VERBS: Mapping[str, Verb] = {
         module="jobs", command="why", help="Show why a job does not run, or what it loses time to.", takes_json=True
     ),
     "export": Verb(module="export", help="Export a run to Prometheus and other programs.", takes_json=False),
+    "ui": Verb(module="ui", help="Show a job or a run on a live page in the browser.", takes_json=False),
+    "report": Verb(
+        module="ui", command="report", help="Write the page of a job or a run to one HTML file.", takes_json=False
+    ),
     "logs": Verb(module="logs", help="Print the output of a job's workers.", takes_json=True),
     "events": Verb(module="jobs", command="events", help="List the events of a job.", takes_json=True),
     "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),
@@ -98,8 +108,10 @@ BENCH_VERBS: Mapping[str, str] = {
 """Verbs of the distribution ringweave-bench, which the extra `bench` brings; one line for the list of verbs each."""
 
 
-def _added_verbs() -> dict[str, EntryPoint]:
+def _added_verbs() -> dict[str, "EntryPoint"]:
     """Return the verbs that other installed distributions add, by name."""
+    from importlib.metadata import entry_points  # most verbs do not need them
+
     return {each.name: each for each in entry_points(group=COMMANDS_GROUP) if each.name not in VERBS}
 
 
@@ -160,11 +172,13 @@ def ringweave_group() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 the work failed, 2 wrong usage or input."""
-    sys.exit(run_command_line(list(sys.argv[1:] if argv is None else argv)))
+    threading.excepthook = _report_thread
+    exit_code = run_command_line(list(sys.argv[1:] if argv is None else argv))
+    sys.exit(exit_code if _is_output_written() else exit_code or 1)
 
 
 def run_command_line(argv: list[str]) -> int:
-    """Run the command line; return the exit code. Unexpected errors keep their traceback."""
+    """Run the command line; return the exit code. Unexpected errors, which are bugs of ours, keep their traceback."""
     try:
         return ringweave_group.main(argv, prog_name="ringweave", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -174,8 +188,31 @@ def run_command_line(argv: list[str]) -> int:
         return _print_error(_usage_text(error), 2, argv)
     except click.Abort:
         return _print_error("interrupted", 1, argv)
-    except RingweaveError as error:
-        return _print_error(str(error), error.exit_code, argv)
+    except Exception as error:
+        known = from_system(error)
+        if known is None:
+            raise
+        return _print_error(str(known), known.exit_code, argv)
+
+
+def _is_output_written() -> bool:
+    """Return whether all output has arrived; else drop the rest, which Python would write again at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _report_thread(failed: threading.ExceptHookArgs) -> None:
+    """Report an error that ends a thread: in one line as those of the command, or with its traceback as a bug."""
+    known = from_system(failed.exc_value) if failed.exc_value is not None else None
+    if known is None:
+        threading.__excepthook__(failed)
+    elif not isinstance(failed.exc_value, BrokenPipeError):
+        _print_error(str(known), 1, [])
 
 
 def _usage_text(error: click.ClickException) -> str:
@@ -185,9 +222,10 @@ def _usage_text(error: click.ClickException) -> str:
 
 
 def _print_error(text: str, exit_code: int, argv: list[str]) -> int:
-    click.echo(f"ringweave: error: {text}", err=True)
-    if _wants_json(argv):
-        click.echo(json.dumps({"error": text}))
+    with contextlib.suppress(OSError):  # there is nowhere left to report to
+        click.echo("ringweave: error: " + printable(text, keeps="\n"), err=True)
+        if _wants_json(argv):
+            click.echo(json.dumps({"error": text}))
     return exit_code
 
 

@@ -33,6 +33,20 @@ from ringweave.errors import LaunchError, explain
     help="Tolerated taint of nodes, such as nvidia.com/gpu; repeatable.",
 )
 @click.option(
+    "--node-selector",
+    "node_selectors",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Label of the nodes of all Pods, such as nvidia.com/gpu.product=NVIDIA-H200; repeatable.",
+)
+@click.option(
+    "--image-pull-secret",
+    "image_pull_secrets",
+    multiple=True,
+    metavar="NAME",
+    help="Secret of each job's namespace with the credentials of a private registry; repeatable.",
+)
+@click.option(
     "--worker-cpu",
     metavar="CPUS",
     help="CPUs of each worker, request and limit. Default: CPU workers ask for 1.",

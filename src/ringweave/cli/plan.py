@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import click
 
-from ringweave import cost, planning, topology, units
+from ringweave import planning, topology, units
 from ringweave.cli import progress as cli_progress
 from ringweave.cli.progress import ProgressPrinter
 from ringweave.cost import network
 from ringweave.errors import RingweaveError, UsageError, explain
-from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.run_dir import RunDir, compare_measured
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.plans import PLANNED_KINDS
 from ringweave.schedules import CollectiveKind
-from ringweave.telemetry import Event, events
+from ringweave.telemetry import events
 from ringweave.topology import Cluster, placement
 
 MAX_NAMED_RANKS = 16
@@ -385,10 +385,6 @@ def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-_MEASURED_KEY = ("group", "version", "collective", "schedule", "bytes", "num_segments", "lag", "window")
-_MEASURED_VALUES = ("predicted_s", "measured_s", "rounds")
-
-
 def print_measured(run_dir: str, *, as_json: bool) -> int:
     """Print predicted and measured times of a run directory.
 
@@ -401,7 +397,7 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
         expected = f"a directory with {directory.events.name}"
         raise UsageError(explain("--run", got=run_dir, expected=expected, do=do))
     found = events.read_last_attempt(directory.events)
-    rows = compare_measured(found, _bounds_of_cluster_file(directory, found))
+    rows = compare_measured(found, _load_cluster(directory))
     if not rows:
         do = "Let it run longer, or train with more than the small messages that the native backend takes"
         expected = "at least one schedule_measured event"
@@ -412,54 +408,12 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
     return 0
 
 
-def compare_measured(
-    events_of_attempt: list[Event], bound_by_group: dict[tuple[str, str], float]
-) -> list[dict[str, Any]]:
-    """Return the last measurement of each group, plan, collective, size, schedule and pipelining, with its prediction.
-
-    Args:
-        events_of_attempt: The events of one attempt.
-        bound_by_group: The bound of each group and collective for which there is one, at the rates of the cluster file,
-            in seconds per byte; for plans that no event tells of, and for other collectives than allreduce.
-    """
-    bound_by_plan = {
-        (e["group"], e["version"], "allreduce"): e["bound_s_per_byte"]
-        for e in events_of_attempt
-        if e["kind"] == "plan_made"
-    }
-    last_measured = {_measured_key(event): event for event in events_of_attempt if event["kind"] == "schedule_measured"}
-    rows = [
-        dict(zip(_MEASURED_KEY, key, strict=True)) | {name: e[name] for name in _MEASURED_VALUES}
-        for key, e in sorted(last_measured.items())
-    ]
-    for row in rows:
-        predicted_s = row["predicted_s"]
-        group, kind = row["group"], row["collective"]
-        s_per_byte = bound_by_plan.get((group, row["version"], kind), bound_by_group.get((group, kind)))
-        row["measured_over_predicted"] = row["measured_s"] / predicted_s if predicted_s else None
-        row["bound_s"] = s_per_byte * row["bytes"] if s_per_byte else None
-        row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if row["bound_s"] else None
-    return rows
-
-
-def _measured_key(event: Event) -> tuple[Any, ...]:
-    """Return the key of a measurement; older logs name no version and no collective."""
-    known = {"version": 1, "collective": "allreduce", **event}
-    return tuple(known[name] for name in _MEASURED_KEY)
-
-
-def _bounds_of_cluster_file(directory: RunDir, found: list[Event]) -> dict[tuple[str, str], float]:
-    """Return the bound of each group and collective by the run's cluster file; empty if it is gone or has changed."""
+def _load_cluster(directory: RunDir) -> Cluster | None:
+    """Return the cluster of a run; None if its file is gone or has changed."""
     try:
-        cluster = topology.load(str(directory.cluster_file))
-        return {
-            (event["group"], kind): cost.bound(cluster, 1, nodes=event["nodes"], kind=kind).seconds
-            for event in found
-            if event["kind"] == "group_formed"
-            for kind in PLANNED_KINDS
-        }
+        return topology.load(str(directory.cluster_file))
     except (OSError, RingweaveError):
-        return {}
+        return None
 
 
 def _measured_table(rows: list[dict[str, Any]]) -> list[str]:

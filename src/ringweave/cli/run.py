@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ringweave import ports, topology
-from ringweave.environment import PORTS
+from ringweave.environment import EXACT, PORTS, WIRES
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import MAX_SPARES
@@ -115,7 +115,10 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
             run_dir=given.pop("run_dir"),
             worker_options=WorkerOptions(
                 order=worker_options.parse_rank_order(given.pop("order")),
-                **{key: given.pop(key) for key in ("schedule", "tuning", "leader_per_nic", "replace_backend")},
+                **{
+                    key: given.pop(key)
+                    for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt", "wire")
+                },
             ),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
@@ -147,6 +150,13 @@ _RUN_PROGRAM_OPTIONS = (
         metavar="NAME",
         help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra, ps or local.",
     ),
+    click.option(
+        "--wire",
+        type=click.Choice(WIRES),
+        default=EXACT,
+        help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
+        "or int8 where the forecast gains 10 % or more.",
+    ),
     click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
     click.option(
         "--elastic",
@@ -174,6 +184,12 @@ _RUN_PROGRAM_OPTIONS = (
         metavar="ORDER",
         default="block",
         help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED].",
+    ),
+    click.option(
+        "--encrypt",
+        type=click.Choice(worker_options.ENCRYPT_CHOICES),
+        default="auto",
+        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
     ),
     click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
     click.argument("script"),
@@ -219,16 +235,12 @@ def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
 def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
     from ringweave.planning import modes
 
-    if is_elastic:
-        modes.check_elastic_mode(mode, where="--mode")
     if not is_wanted:
         return False
-    if mode not in (
-        *modes.SERVER_MODES,
-        *(() if is_elastic else (modes.AUTO,)),
-    ):  # elastic jobs choose no server themselves
+    may_choose = mode == modes.AUTO and not is_elastic  # elastic jobs choose no server themselves
+    if not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
         do = "Leave --standby out, or say --mode ps-hra"
-        expected = "ps-hra or ps" if is_elastic else "auto, ps-hra or ps"
+        expected = "ps-hra, ps or local" if is_elastic else "auto, ps-hra or ps"
         raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
     return True
 

@@ -12,6 +12,7 @@ import click
 
 from ringweave import units
 from ringweave.cli import follow, job_options
+from ringweave.environment import WIRES
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
@@ -211,6 +212,8 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 @click.option(
     "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
 )
+@click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
+@click.option("--wire", type=click.Choice(WIRES), help="Format of gradients on the links that bind.")
 @click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
 @click.option(
     "--standby",
@@ -268,7 +271,7 @@ def command(
 def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *, full: bool) -> None:
     objects = {each.name: each.text for each in submission.objects} if full else {}
     content = {"plan": plan, "job": api.job_view_document(submission.job), "objects": objects}
-    parts = [f"--- {name}\n{text.rstrip()}" for name, text in objects.items()]
+    parts = [line for name, text in objects.items() for line in (f"--- {name}", *text.rstrip().split("\n"))]
     job_options.print_answer(output, content, lambda: [*parts, "nothing was submitted"])
 
 

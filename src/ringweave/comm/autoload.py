@@ -12,7 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import ENCRYPT, WorkerEnvironment
+from ringweave.errors import UsageError, explain
 
 _DEVICES = ("cpu", "cuda")
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -42,13 +43,13 @@ def _register(environment: WorkerEnvironment) -> None:
     dist.Backend.register_backend("ringweave", _create_group, extended_api=True, devices=list(_DEVICES))
     _replace(("monitored_barrier",), _with_own_monitored_barrier)
     _replace(("batch_isend_irecv",), _with_grouped_messages)
-    if environment.run_dir is None and not environment.replace_backend:
+    if environment.run_dir is None and not (environment.replace_backend or environment.encrypts):
         return
     dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     rendezvous._create_c10d_store = _with_store_at_its_address(rendezvous._create_c10d_store)
     atexit.register(_end_record)
-    if environment.replace_backend:
+    if environment.replace_backend or environment.encrypts:
         _replace_named_backends()
 
 
@@ -63,6 +64,8 @@ def _with_store_at_its_address(function: Any) -> Any:
     def create_store(hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
         import torch.distributed as dist
 
+        if WorkerEnvironment.from_environ(os.environ).encrypts:
+            return _create_encrypted_store(function, hostname, port, rank, world_size, timeout, use_libuv)
         is_in_agent = os.environ.get(_AGENT_STORE) == str(True)  # torchrun's own process listens
         listener = None if rank != 0 or is_in_agent else _listen_at(hostname, port)
         if listener is None:
@@ -71,6 +74,29 @@ def _with_store_at_its_address(function: Any) -> Any:
         return dist.TCPStore(hostname, port, is_master=True, master_listen_fd=listener.detach(), **made)
 
     return create_store
+
+
+def _create_encrypted_store(
+    function: Any, hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool
+) -> Any:
+    """Return the store of a run whose nodes talk by TLS: it listens on loopback, behind a door at MASTER_ADDR.
+
+    A store of torchrun's own process stays plain: that process has no certificate.
+    """
+    from ringweave.comm.transport import tunnel
+
+    if os.environ.get(_AGENT_STORE) == str(True):
+        return function(hostname, port, rank, world_size, timeout, use_libuv)
+    ways = tunnel.tunnel_for(WorkerEnvironment.from_environ(os.environ))
+    assert ways is not None, "the run is encrypted"
+    import torch.distributed as dist
+
+    made = {"world_size": world_size, "timeout": timeout, "use_libuv": use_libuv, "multi_tenant": True}
+    if rank != 0:
+        return dist.TCPStore(tunnel.LOOPBACK, ways.open_store_gate(hostname, port), is_master=False, **made)
+    store_port, listener = ways.listen_for_store(hostname, port)
+    own: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return dist.TCPStore(tunnel.LOOPBACK, store_port, is_master=True, **own, **made)
 
 
 def _listen_at(host: str, port: int) -> socket.socket | None:
@@ -116,7 +142,7 @@ def _with_own_monitored_barrier(function: Any) -> Any:
 
 
 def _replace_named_backends() -> None:
-    """Replace gloo or nccl, where named, by ringweave: RINGWEAVE_REPLACE_BACKEND=1."""
+    """Replace gloo or nccl, where named, by ringweave: RINGWEAVE_REPLACE_BACKEND=1, and where a run is encrypted."""
     _replace(("init_process_group", "new_group"), _with_own_backend)
 
 
@@ -131,10 +157,15 @@ def _replace(names: tuple[str, ...], wrap: Callable[[Any], Any]) -> None:
 
 
 def new_native_group(ranks: list[int], backend: str) -> Any:
-    """Make a group of torch's own "gloo" or "nccl", as `dist.new_group` does, whatever replaces them in scripts."""
+    """Make a group of torch's own "gloo" or "nccl", as `dist.new_group` does, whatever replaces them in scripts.
+
+    In an encrypted run it is one of ringweave: torch's own would connect plainly.
+    """
     import torch.distributed as dist
 
     new_group: Any = dist.new_group
+    if WorkerEnvironment.from_environ(os.environ).encrypts:
+        return new_group(ranks, backend="ringweave")
     return getattr(new_group, "of_torch", new_group)(ranks, backend=backend)
 
 
@@ -145,11 +176,25 @@ def _with_own_backend(function: Any) -> Any:
         named = arguments.arguments.get("backend")
         if named is not None and _is_native_backend(named):
             arguments.arguments["backend"] = "ringweave"  # which hands the options of NCCL on
+        elif named is not None and str(named).lower() != "ringweave":
+            _refuse_plain_backend(str(named))
         return function(*arguments.args, **arguments.kwargs)
 
     replaced: Any = call
     replaced.of_torch = function
     return replaced
+
+
+def _refuse_plain_backend(named: str) -> None:
+    """Refuse a backend of others in an encrypted run.
+
+    Raises:
+        UsageError: The run is encrypted, and this backend is not.
+    """
+    if WorkerEnvironment.from_environ(os.environ).encrypts:
+        do = f"Name gloo, nccl or none, or run with --encrypt off ({ENCRYPT})"
+        expected = "ringweave, which encrypts what leaves a node"
+        raise UsageError(explain("backend of an encrypted run", got=named, expected=expected, do=do))
 
 
 def _with_grouped_messages(function: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 
-from ringweave.comm import group_info, peer_data, plan_choice
+from ringweave.comm import group_info, peer_data, plan_choice, wire_scope
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.engine import reductions
 from ringweave.comm.failure_registry import FailureRegistry, GroupEnd
@@ -31,7 +31,7 @@ from ringweave.comm.native_backend import COLLECTIVE_METHODS, NativeBackends, Na
 from ringweave.comm.transport.connect import NUM_CHANNELS, ChannelListener, open_listeners
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.work import JoinedWork, PendingWork
-from ringweave.environment import NATIVE, TORCHRUN_ID, WorkerEnvironment
+from ringweave.environment import EXACT, NATIVE, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import CommunicationError, DisagreementError
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         super().__init__(store, info, timeout, allows_nccl=allows_nccl, nccl_options=nccl_options, name=group_name)
         self._environment = environment
         self._forced = None if environment.schedule == NATIVE else environment.schedule
+        self._wire = wire_scope.WireScope.of_group(environment.wire)
         self._listeners = listeners
         self._message_policies: dict[tuple[int, torch.dtype], _MessagePolicy] = {}
         self._log = _open_log(environment)
@@ -141,6 +142,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         from ringweave.comm.engine.messages import ReducedTensor
 
         message, limit_bytes = ReducedTensor.of(tensor, opts.reduceOp, policy.reduction), policy.native_limit_bytes
+        message.take_scope(wire_scope.current() or self._wire)
         return self._start(message, [tensor], opts, native_can=policy.native_can, limit_bytes=limit_bytes)
 
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> Work | None:  # pyrefly: ignore
@@ -280,6 +282,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
             native_can=native_can and message.block_sizes is None,
             is_on_device=has_nccl and message.nccl_can and forced is None,
             largest_block_bytes=message.largest_block_bytes,
+            wire=message.wire if forced != NATIVE else EXACT,
         )
         return self._engine.run(message, results, request, self._timeout_s(opts))
 
@@ -512,17 +515,17 @@ def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup
         # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
         incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
         store = PrefixStore(f"{incarnation}/", options.store)
-        info = group_info.exchange_group_info(
-            store, options.group_rank, global_ranks, location, [door.endpoint for door in listeners], options.timeout
-        )
+        entrances, encryption = [door.endpoint for door in listeners], plan_choice.load_encryption(environment)
+        own = (options.group_rank, global_ranks, location, entrances)
+        info = group_info.exchange_group_info(store, *own, options.timeout, encryption)
         if os.environ.get(TORCHRUN_ID):
             from ringweave.comm import torchrun  # with run directories: a start without torchrun stays light
 
             environment = torchrun.join_run(store, info, environment)
         is_debugging = torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
         group_class = DebugProcessGroup if is_debugging else RingweaveProcessGroup
-        name, timeout = str(options.group_id), options.timeout
-        return group_class(store, info, listeners, name, timeout, environment, backend_options)
+        name = str(options.group_id)
+        return group_class(store, info, listeners, name, options.timeout, environment, backend_options)
     except BaseException:
         for door in listeners:
             door.close()
@@ -530,8 +533,7 @@ def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    alive = method()
-    if alive is not None:
+    if (alive := method()) is not None:
         alive()
 
 
@@ -682,8 +684,7 @@ def _barrier_options(opts: BarrierOptions | timedelta | None, timeout: timedelta
 
 
 def _close_engine_at_exit(engine: "weakref.ref[CollectiveEngine]") -> None:
-    alive = engine()
-    if alive is not None:
+    if (alive := engine()) is not None:
         alive.close(_EXIT_TIMEOUT_S)
 
 
@@ -695,6 +696,5 @@ def _close_at_exit(end: "weakref.ref[GroupEnd]") -> None:
 
 
 def _close_in_child(group: "weakref.ref[RingweaveProcessGroup]") -> None:
-    alive = group()
-    if alive is not None:
+    if (alive := group()) is not None:
         alive.close_inherited()

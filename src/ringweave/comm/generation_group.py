@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from ringweave import ports
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.comm.peer_data import call_with_timeout
 from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
-from ringweave.environment import ports_of_environ
+from ringweave.environment import WorkerEnvironment, ports_of_environ
 from ringweave.errors import PeerError
+
+if TYPE_CHECKING:
+    from ringweave.comm.transport.tunnel import Forwarder, Tunnel
 
 FORM_TIMEOUT_S = 10.0
 """Initial limit on forming a generation's group; all members have just reported. It doubles each time it was too short:
@@ -37,6 +40,9 @@ COLLECTIVE_TIMEOUT = timedelta(days=1)
 _set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 """torch's function for the timeout of a group; its public name is of torch 2.14."""
 _STORE_BACKLOG = 1024
+_LOOPBACK = "127.0.0.1"
+_NUM_HELD_STORES = 2
+"""Stores that a member holds: that of a generation in which it is the first member, and that of the next one."""
 _MAX_TREE_BYTES = 4096
 """Longest row that goes through the tree of `allgather_small`, whose root sends all rows to each of its branches."""
 _caller = threading.local()
@@ -52,6 +58,12 @@ class GenerationGroups:
         """The others reach this process at `address`; `form_timeout_s` is the initial limit on forming a group."""
         self._address, self._clock = address, clock
         self._lock = threading.Lock()
+        self._doors: list[Forwarder] = []
+        """Of the stores held for this generation and the next, if the run is encrypted."""
+        self._gate: Forwarder | None = None
+        """To the store of this generation."""
+        self._tunnel = _find_tunnel()
+        self._next_port = 0
         self._next_store = self._open_store()
         self._held_store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
@@ -64,7 +76,7 @@ class GenerationGroups:
     @property
     def store_address(self) -> str:
         """`address port` of the store in which the next generation forms if this member is its first."""
-        return f"{self._address} {self._next_store.port}"
+        return f"{self._address} {self._next_port}"
 
     @property
     def num_aborts(self) -> int:
@@ -201,6 +213,8 @@ class GenerationGroups:
         # It listens before the generation is announced: a member that finds no listener need not retry, as torch would.
         socket.create_connection((host, port), timeout=_CALL_FRACTION * self._form_timeout_s).close()
         limit = timedelta(seconds=self._form_timeout_s)
+        if self._tunnel is not None:
+            host, port = self._replace_gate(host, port)
         return self._call_first_member(lambda: TCPStore(host, port, is_master=False, timeout=limit), name, num_aborts)
 
     def _call_first_member(self, call: Callable[[], _AnswerT], name: str, num_aborts: int) -> _AnswerT:
@@ -240,8 +254,31 @@ class GenerationGroups:
 
     def _open_store(self) -> TCPStore:
         listener = ports.create_server(self._address, ports_of_environ(os.environ), backlog=_STORE_BACKLOG)
+        address, self._next_port = self._address, listener.getsockname()[1]
+        if self._tunnel is not None:
+            door, address, listener = listener, _LOOPBACK, socket.create_server((_LOOPBACK, 0), backlog=_STORE_BACKLOG)
+            self._doors.append(self._tunnel.open_door(door, (_LOOPBACK, listener.getsockname()[1])))
+            while len(self._doors) > _NUM_HELD_STORES:
+                self._doors.pop(0).close_soon()
         port = listener.getsockname()[1]
-        return TCPStore(self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    def _replace_gate(self, host: str, port: int) -> tuple[str, int]:
+        """Return where the store behind a door is reached on this node."""
+        assert self._tunnel is not None, "the run is encrypted"
+        if self._gate is not None:
+            self._gate.close_soon()
+        self._gate = self._tunnel.open_gate(socket.create_server((_LOOPBACK, 0), backlog=_STORE_BACKLOG), (host, port))
+        return _LOOPBACK, self._gate.port
+
+
+def _find_tunnel() -> "Tunnel | None":
+    environment = WorkerEnvironment.from_environ(os.environ)
+    if not environment.encrypts:
+        return None
+    from ringweave.comm.transport import tunnel  # with asyncio, which a plain run does without
+
+    return tunnel.tunnel_for(environment)
 
 
 def _set_default_group(group: dist.ProcessGroup) -> None:
@@ -309,6 +346,5 @@ def _aborted_error(name: str) -> PeerError:
 def own_address() -> str:
     """Return the address at which the other members reach this process."""
     from ringweave.comm import group_info
-    from ringweave.environment import WorkerEnvironment
 
     return group_info.locate_process(WorkerEnvironment.from_environ(os.environ), os.environ).address

@@ -2,20 +2,31 @@
 
 import contextlib
 import ctypes
+import errno
+import ipaddress
+import json
 import os
+import random
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ringweave import relayed_address
-from ringweave.comm.group_info import GroupInfo
+from ringweave.comm import peer_data
+from ringweave.comm.group_info import GroupInfo, RankInfo
+from ringweave.environment import ports_of_environ
 from ringweave.relayed_address import is_relayed
 
+if TYPE_CHECKING:
+    from ringweave.comm.transport.tunnel import Forwarder, Tunnel
+
+_LOOPBACK = "127.0.0.1"
 _ABORT_TAG = 2**31 - 1
 """Tag that no message carries."""
 ABORTED = "the connections of this group were cut"
@@ -33,22 +44,115 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
 
     Gloo publishes the address at which it listens, and the greater address calls (`isInitiator` of its TCP device). A
     host that others reach by relays listens at its relayed address, which all others call by the same name. So both
-    ends of a pair agree.
+    ends of a pair agree. Where the run is encrypted, each rank listens on loopback, and gates of every other node
+    listen at the same address.
 
     Raises:
         RuntimeError: Ranks cannot be reached.
         LaunchError: The relay of this host does not answer.
     """
     place, address = (group.group_rank, group.group_size), group.own_info.location.address
-    if not is_relayed(address):
+    forwarders: list[Forwarder] = []
+    if group.encryption is not None and group.num_nodes > 1:
+        devices, forwarders = _open_encrypted_devices(store, group, timeout)
+    elif is_relayed(address):
+        devices = _open_relayed_devices(address)
+    elif _stays_on_loopback(group):
+        devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # torch would take an address of the machine
+    else:
         return ProcessGroupGloo(store, *place, timeout)
-    devices = _open_relayed_devices(address)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._timeout, options._devices, options._threads = timeout, devices, 2 * len(devices)
     made = ProcessGroupGloo(store, *place, options)
-    relayed_address.keep_all_alive()
+    if is_relayed(address):
+        relayed_address.keep_all_alive()
+    if forwarders:
+        weakref.finalize(made, _close_all, forwarders)
     return made
+
+
+def make_single_gloo(store: Store, timeout: timedelta) -> ProcessGroupGloo:
+    """Make a Gloo group of this process alone, whose listener is on loopback."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices, options._threads = timeout, [gloo.create_device(hostname=_LOOPBACK)], 2
+    return gloo(store, 0, 1, options)
+
+
+def _close_all(forwarders: "Sequence[Forwarder]") -> None:
+    for each in forwarders:
+        each.close_soon()
+
+
+def _stays_on_loopback(group: GroupInfo) -> bool:
+    """Return whether all ranks are on this machine, in a run on loopback or an encrypted one."""
+    on_loopback = all(member.location.address == _LOOPBACK for member in group.ranks)
+    return on_loopback or (group.encryption is not None and group.num_nodes == 1)
+
+
+def _open_encrypted_devices(store: Store, group: GroupInfo, timeout: timedelta) -> "tuple[list[Any], list[Forwarder]]":
+    """Return a listener of Gloo's on loopback that all other nodes reach by their gates, under the same name.
+
+    Also returns the door and the gates of this rank. The first rank of each node has the gates of the node.
+    """
+    from ringweave.comm.transport import tunnel  # with asyncio, which a plain run does without
+
+    assert group.encryption is not None, "the run is encrypted"
+    ways = tunnel.tunnel_of(group.encryption)
+    address = tunnel.draw_loopback_address(random.SystemRandom())
+    device = ProcessGroupGloo.create_device(hostname=address)
+    (port,) = relayed_address.find_listeners(address)
+    fingerprints = frozenset(member.fingerprint for member in group.ranks)
+    listener = tunnel.listen_at(group.own_info.location.address, ports_of_environ(os.environ))
+    door = ways.open_door(listener, (address, port), fingerprints.__contains__)
+    keys = [f"door/{rank}" for rank in range(group.group_size)]
+    store.set(keys[group.group_rank], json.dumps([address, port, door.port]))
+    store.wait(keys, timeout)
+    node = group.own_info.location.node
+    gates: list[Forwarder] = []
+    first = next(rank for rank, member in enumerate(group.ranks) if member.location.node == node)
+    if group.group_rank == first:
+        for member, value in zip(group.ranks, store.multi_get(keys), strict=True):
+            if member.location.node != node:
+                gates += _open_gate(ways, member, *_parse_door(value, member.global_rank))
+        store.set(f"gates/{first}", "open")
+    store.wait([f"gates/{first}"], timeout)
+    return [device], [door, *gates]
+
+
+def _open_gate(ways: "Tunnel", member: RankInfo, address: str, port: int, door_port: int) -> "list[Forwarder]":
+    """Return the gate to a rank of another node; none if Gloo's own listener, or another gate, is at its address.
+
+    That is so where two nodes of the run are on one machine.
+    """
+    from ringweave.comm.transport import tunnel
+
+    try:
+        listener = tunnel.listen_on_loopback(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return []
+    return [ways.open_gate(listener, (member.location.address, door_port), lambda found: found == member.fingerprint)]
+
+
+def _parse_door(value: bytes, global_rank: int) -> tuple[str, int, int]:
+    """Parse the address and port of Gloo's listener, and the port of its door.
+
+    Raises:
+        DisagreementError: It is none of this version of ringweave.
+    """
+
+    def convert(entry: Any) -> tuple[str, int, int]:
+        address, port, door_port = entry
+        if not ipaddress.ip_address(address).is_loopback:
+            raise ValueError(f"{address} is not on loopback")
+        return str(address), int(port), int(door_port)
+
+    return peer_data.decode_peer_data(
+        value, "door of Gloo", convert, expected="address and ports", max_bytes=256, where=f"rank {global_rank}"
+    )
 
 
 def _open_relayed_devices(address: str) -> list[Any]:

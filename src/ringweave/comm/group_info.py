@@ -15,12 +15,13 @@ from torch.distributed import Store
 
 from ringweave import topology
 from ringweave.comm import peer_data
-from ringweave.environment import WorkerEnvironment
-from ringweave.errors import PeerError
+from ringweave.environment import ENCRYPT, WorkerEnvironment
+from ringweave.errors import DisagreementError, PeerError, explain
 from ringweave.relayed_address import is_relayed
 from ringweave.topology import cgroups, placement
 
 if TYPE_CHECKING:
+    from ringweave.comm.transport.encryption import LinkEncryption
     from ringweave.topology import Node
     from ringweave.topology.discovery import NetworkInterface
 
@@ -87,11 +88,13 @@ class RankInfo:
     location: RankLocation
     endpoints: tuple[RankEndpoint, ...]
     """One for each channel."""
+    fingerprint: str = ""
+    """SHA-256 of its certificate; empty if the run is not encrypted."""
 
     def at_addresses(self, indices: Sequence[int], rates: Sequence[float]) -> "RankInfo":
         """Return the same rank with some of its addresses."""
         entrances = tuple(RankEndpoint(tuple(e.ports[i] for i in indices), e.name) for e in self.endpoints)
-        return RankInfo(self.global_rank, self.location.at_addresses(indices, rates), entrances)
+        return replace(self, location=self.location.at_addresses(indices, rates), endpoints=entrances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class GroupInfo:
     """Group rank of this process."""
     token: bytes
     """Secret that a peer must present to connect; the first rank draws it for this group alone."""
+    encryption: "LinkEncryption | None" = None
+    """TLS of connections between nodes; None: they are plain."""
 
     @property
     def group_size(self) -> int:
@@ -191,6 +196,7 @@ def exchange_group_info(
     location: RankLocation,
     endpoints: Sequence[RankEndpoint],
     timeout: timedelta,
+    encryption: "LinkEncryption | None" = None,
 ) -> GroupInfo:
     """Publish this process's location and endpoints to the group, and return those of all ranks.
 
@@ -199,9 +205,11 @@ def exchange_group_info(
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
         PlacementError: Members on different hosts claim the same node; the text names two of them.
+        DisagreementError: Some members encrypt, and others do not.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
-    entry = {"location": astuple(location), "endpoints": [astuple(e) for e in endpoints]}
+    entry: dict[str, Any] = {"location": astuple(location), "endpoints": [astuple(e) for e in endpoints]}
+    entry["fingerprint"] = encryption.fingerprint if encryption is not None else ""
     store.set(keys[group_rank], json.dumps({**entry, "token": secrets.token_hex(TOKEN_BYTES)}))
     try:
         store.wait(keys, timeout)
@@ -223,7 +231,15 @@ def exchange_group_info(
         )
         for each in members
     )
-    return GroupInfo(tuple(_restrict_to_shared_networks(members)), group_rank, found[0][1])
+    if len({bool(each.fingerprint) for each in members}) > 1:
+        raise DisagreementError(_mixed_encryption_text(members))
+    return GroupInfo(tuple(_restrict_to_shared_networks(members)), group_rank, found[0][1], encryption)
+
+
+def _mixed_encryption_text(members: Sequence[RankInfo]) -> str:
+    plain = ", ".join(str(each.global_rank) for each in members if not each.fingerprint)
+    do = f"Set {ENCRYPT} alike on all ranks; ringweave run --encrypt does"
+    return explain("encryption", got=f"none on rank {plain}", expected="the same on all ranks", do=do)
 
 
 def parse_rank_info(value: bytes, global_rank: int) -> tuple[RankInfo, bytes]:
@@ -241,7 +257,8 @@ def parse_rank_info(value: bytes, global_rank: int) -> tuple[RankInfo, bytes]:
         place = RankLocation(
             str(node), str(address), more, relative, own_nics, own_networks, str(host), _check_quota(cores), own_gpus
         )
-        return RankInfo(global_rank, place, entrances), bytes.fromhex(entry["token"])
+        fingerprint = str(entry.get("fingerprint", ""))
+        return RankInfo(global_rank, place, entrances, fingerprint), bytes.fromhex(entry["token"])
 
     description, expected = "entry of a rank in the store", "where a rank of the same ringweave can be called"
     return peer_data.decode_peer_data(

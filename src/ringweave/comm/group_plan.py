@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from ringweave import schedules, topology
 from ringweave.comm import peer_data
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
-from ringweave.cost import Assumptions
+from ringweave.cost import ENCRYPTION_S_PER_BYTE, Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
@@ -60,7 +61,7 @@ class GroupPlan:
         self._lock = threading.Lock()
         self._plan: Plan | None = None
         self._tuned: Mapping[str, str] | None = None
-        self._choices: dict[tuple[CollectiveKind, int, str | None, int | None], ScheduleChoice] = {}
+        self._choices: dict[tuple[CollectiveKind, int, str | None, int | None, str], ScheduleChoice] = {}
         self._is_aborted = False
         if broadcast is not None and broadcast.group.group_rank == 0:
             self._plan = make()
@@ -109,6 +110,7 @@ class GroupPlan:
         forced: str | None,
         kind: CollectiveKind = "allreduce",
         largest_block_bytes: int | None = None,
+        wire: str = plans.EXACT,
     ) -> ScheduleChoice:
         """Return the plan's choice for messages of that kind and size, cached.
 
@@ -117,19 +119,20 @@ class GroupPlan:
             forced: Name of a schedule; None leaves the choice to the plan.
             kind: The collective.
             largest_block_bytes: Size of the largest block where blocks differ; the native backend has none such.
+            wire: Wire format of an allreduce, or `auto`.
 
         Raises:
             PeerError: The first rank did not send the plan in time.
         """
         if forced == schedules.NATIVE and largest_block_bytes is None:
             return NATIVE_CHOICE
-        key = (kind, num_bytes, forced, largest_block_bytes)
+        key = (kind, num_bytes, forced, largest_block_bytes, wire)
         if key not in self._choices:
             if len(self._choices) >= _MAX_CHOICES:
                 self._choices.clear()
             plan = self.wait_for_plan()
             self._choices[key] = (
-                plan.choose(num_bytes, forced, kind)
+                plan.choose(num_bytes, forced, kind, wire)
                 if largest_block_bytes is None
                 else plan.choose_for_blocks(num_bytes, largest_block_bytes, forced, kind)
             )
@@ -205,7 +208,8 @@ def group_placement(
 ) -> GroupPlacement:
     """Return the group's placement on the cluster of the environment, or else on the probed one.
 
-    Without either, every node gets the assumptions of `topology.one_machine`. Work of all ranks is taken to last as
+    Without either, every node gets the assumptions of `topology.one_machine`. Coding is taken to be as slow on all
+    ranks as on this one, whose host's processors its ranks share. Work of all ranks is taken to last as
     long as on the rank with the smallest CPU quota, for which the others wait.
 
     Raises:
@@ -221,11 +225,15 @@ def group_placement(
         cluster = topology.one_machine([1] * len(names))  # names its nodes so, at an assumed rate
         nodes = [names[node] for node in nodes]
     least = min((member.location.cores or math.inf for member in group.ranks), default=math.inf)
+    own_host = group.own_info.location.host
+    num_on_host = sum(member.location.host == own_host for member in group.ranks) if own_host else 1
+    processors = min(1.0, least, len(os.sched_getaffinity(0)) / num_on_host)
+    sealing = ENCRYPTION_S_PER_BYTE if environment.encrypts else 0.0
     return GroupPlacement(
         cluster=cluster,
         nodes=tuple(nodes),
         rates=rates,
-        assumptions=Assumptions(cores=least) if least < math.inf else None,
+        assumptions=Assumptions(cores=least, processors=processors, encryption_s_per_byte=sealing),
         leader_per_nic=environment.leader_per_nic,
     )
 

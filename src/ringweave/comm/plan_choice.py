@@ -4,13 +4,17 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ringweave.comm.group_info import GroupInfo, RankLocation
-from ringweave.environment import AUTO, BRIDGE, DEVICE_PATH, NATIVE, WorkerEnvironment
+from ringweave.environment import AUTO, BRIDGE, DEVICE_PATH, ENCRYPT, NATIVE, WorkerEnvironment
 from ringweave.errors import UsageError, explain
 from ringweave.relayed_address import is_relayed
+
+if TYPE_CHECKING:
+    from ringweave.comm.transport.encryption import LinkEncryption
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Smaller messages go to the native backend: latency dominates there, and Python adds more of it."""
@@ -88,11 +92,11 @@ def may_order_streams(environment: WorkerEnvironment, environ: Mapping[str, str]
 def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     """Return True if NCCL may run the collectives that the bridge does not; else Gloo runs them.
 
-    NCCL does not allow ranks that share a GPU, and does not know of relays. In an elastic job it is never made: its
-    kernels wait for a dead rank without end, and its watchdog ends the survivors' processes.
+    NCCL does not allow ranks that share a GPU, does not know of relays, and does not encrypt. In an elastic job it is
+    never made: its kernels wait for a dead rank without end, and its watchdog ends the survivors' processes.
 
     Raises:
-        UsageError: NCCL is asked for in an elastic job with GPUs.
+        UsageError: NCCL is asked for in an elastic job, or an encrypted one, with GPUs.
     """
     if environment.coordinators:
         if environment.device_path == NATIVE and any(member.location.gpus for member in group.ranks):
@@ -101,9 +105,28 @@ def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
         return False
     if any(is_relayed(member.location.address) for member in group.ranks):
         return False
+    if environment.encrypts and group.num_nodes > 1:
+        if environment.device_path == NATIVE and any(member.location.gpus for member in group.ranks):
+            expected = "auto or bridge in an encrypted run on several nodes, since NCCL sends plain bytes"
+            do = f"Correct or unset it, or run with --encrypt off ({ENCRYPT})"
+            raise UsageError(explain(DEVICE_PATH, got=NATIVE, expected=expected, do=do))
+        return False
     if environment.device_path != AUTO:
         return environment.device_path != BRIDGE
     return not shares_gpu([member.location for member in group.ranks])
+
+
+def load_encryption(environment: WorkerEnvironment) -> "LinkEncryption | None":
+    """Return this process's TLS towards other nodes; None if the run is plain.
+
+    Raises:
+        UsageError: This process is to encrypt, and has no credentials.
+    """
+    if not environment.encrypts:
+        return None
+    from ringweave.comm.transport.encryption import encryption_for  # with certificates, which a plain run does without
+
+    return encryption_for(environment)
 
 
 def shares_gpu(locations: Sequence[RankLocation]) -> bool:

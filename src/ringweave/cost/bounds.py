@@ -47,8 +47,23 @@ class Assumptions:
     """CPU time of all its threads for a message, as `sim.HostModel.assumed` has it; it matters under a CPU quota."""
     cores: float = math.inf
     """CPU seconds per second that the rank with the least of them may use."""
+    encryption_s_per_byte: float = 0.0
+    """CPU seconds of a rank for each byte that it sends to another node or receives from one; 0 in a plain run. See
+    `ENCRYPTION_S_PER_BYTE`."""
+    coding_bytes_per_s: float = 1.5e9
+    """Rate at which a processor encodes or decodes float32 values, in bytes of these. In int8 with error feedback a
+    byte takes 0.4 ns to encode and 0.2 ns to decode, and in whole runs on a busy machine about 0.7 ns (measured)."""
+    coding_message_s: float = 25e-6
+    """Further processor time of each message that is encoded or decoded (measured)."""
+    processors: float = 1.0
+    """Processors that a rank has for coding; below 1 where ranks share those of a host."""
     local_piece_bytes: float = 8e6
     """Best piece size in a group on one node: large pieces wake few ranks, small ones need less shared memory."""
+
+
+ENCRYPTION_S_PER_BYTE = 0.47e-9
+"""**Measured** once, of TLS 1.3 with AES-GCM by OpenSSL 3.0 in records of 16 KiB: half of what a gigabyte sent and one
+received cost more than plain ones (`bench/encrypted_lab.py cost`, docs/notebook/2026-11.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +98,8 @@ class ScheduleDemand:
     """Best size of a piece inside a node."""
     latency_s: float
     """Alpha."""
+    coding_s_per_byte: float = 0.0
+    """Time of the rank that codes most, for coding alone; 0 in an exact schedule."""
 
     def segments_in_flight(self, num_segments: int, lag: int) -> int:
         """Return the number of segments that are in different rounds at the same time."""
@@ -99,9 +116,10 @@ class ScheduleDemand:
         The first segment passes all waves, one after the other. Each further segment adds the longest of: its time on
         the most loaded link; its time through all waves divided by the segments in flight; its messages' CPU time:
 
-        T = L alpha + W S/K + m o + (K-1) max(B S/K, W S/(K F), m o)
+        T = L alpha + W S/K + p + (K-1) max(B S/K, W S/(K F), p),  p = m o + C S/K
 
-        with S bytes in K segments, L, W and B as in this class, m messages of o seconds each, F segments in flight.
+        with S bytes in K segments, L, W and B as in this class, m messages of o seconds each, F segments in flight, and
+        C the time to encode and decode a byte, 0 in an exact schedule.
 
         It ignores that messages of one wave start together and share links unfairly; adding what arrives from other
         nodes (done while the next piece is on the wire); other traffic; stragglers; cores that ranks share.
@@ -112,7 +130,7 @@ class ScheduleDemand:
         bytes_per_segment = num_bytes / num_segments
         waves_s = self.waves_s_per_byte * bytes_per_segment
         num_messages = self.num_messages if num_segments == 1 else self.num_segment_messages
-        messages_s = num_messages * self.message_s
+        messages_s = num_messages * self.message_s + self.coding_s_per_byte * bytes_per_segment
         in_flight = self.segments_in_flight(num_segments, lag)
         next_s = max(self.busiest_s_per_byte * bytes_per_segment, waves_s / in_flight, messages_s)
         return self.num_latencies * self.latency_s + waves_s + messages_s + (num_segments - 1) * next_s
@@ -137,7 +155,7 @@ def schedule_demand(
     """
     assumed = assumptions or Assumptions()
     loads = ScheduleLoads(schedule, net, vertex_of_rank)
-    total = WaveLoad(np.zeros(len(net)), np.zeros(len(net)), np.zeros(schedule.num_ranks))
+    total = WaveLoad(*np.zeros((2, len(net))), *np.zeros((2, schedule.num_ranks)))
     waves_s, num_latencies = 0.0, 0
     last, last_s = None, 0.0
     for load in loads.wave_loads():
@@ -145,8 +163,10 @@ def schedule_demand(
             last, last_s = load, _busiest_part(load, net, assumed)[0]
         waves_s += last_s
         num_latencies += bool(load.up.any())
-        total = WaveLoad(total.up + load.up, total.down + load.down, total.inside + load.inside)
+        inside, coded = total.inside + load.inside, total.coded + load.coded
+        total = WaveLoad(total.up + load.up, total.down + load.down, inside, coded)
     busiest_s, busiest = _busiest_part(total, net, assumed)
+    coded_s = assumed.processor_message_s + assumed.coding_message_s if schedule.encoding else 0.0
     return ScheduleDemand(
         num_rounds=len(schedule.rounds),
         num_latencies=num_latencies,
@@ -158,10 +178,11 @@ def schedule_demand(
         num_receives=int(loads.num_chunk_receives.max()),
         streams_meet=loads.streams_meet,
         largest_piece=loads.largest_chunk_units / loads.num_units,
-        message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores),
-        processor_message_s=assumed.processor_message_s,
+        message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores, coded_s / assumed.processors),
+        processor_message_s=max(assumed.processor_message_s, coded_s / assumed.processors),
         local_piece_bytes=assumed.local_piece_bytes,
         latency_s=net.latency_s,
+        coding_s_per_byte=float(total.coded.max()) / loads.num_units / assumed.coding_bytes_per_s / assumed.processors,
     )
 
 
@@ -201,8 +222,11 @@ def _busiest_part(load: WaveLoad, net: GroupNetwork, assumed: Assumptions) -> tu
     """Return the seconds of the slowest link or rank, and its name."""
     up, down = load.up / net.up_bytes_per_s, load.down / net.down_bytes_per_s
     inside = load.inside / assumed.memory_bytes_per_s
-    leaving, entering, rank = int(up.argmax()), int(down.argmax()), int(inside.argmax())
-    longest = max(float(up[leaving]), float(down[entering]), float(inside[rank]))
+    sealed = (load.up + load.down) * net.is_node * assumed.encryption_s_per_byte
+    leaving, entering, rank, node = (int(each.argmax()) for each in (up, down, inside, sealed))
+    longest = max(float(up[leaving]), float(down[entering]), float(inside[rank]), float(sealed[node]))
+    if assumed.encryption_s_per_byte and sealed[node] >= longest:
+        return longest, f"encryption of node {net.names[node]}"
     if inside[rank] >= longest:
         return longest, f"memory of rank {rank}"
     return longest, net.up_name(leaving) if up[leaving] >= longest else net.down_name(entering)

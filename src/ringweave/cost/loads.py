@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ringweave.cost.network import Floats, GroupNetwork, Ints, group_network
 from ringweave.errors import PlacementError, explain
-from ringweave.schedules import Round, Schedule
+from ringweave.schedules import Round, Schedule, WireEncoding, wire_formats
 from ringweave.topology import Cluster
 
 _MAX_WATCHED_CELLS = 200_000
@@ -32,6 +32,8 @@ class WaveLoad:
     """For each vertex, the traffic that enters its subtree."""
     inside: Floats
     """For each rank, the traffic from ranks of its own node."""
+    coded: Floats
+    """For each rank, the units that it encodes or decodes; they count as what they are when decoded."""
 
 
 def bytes_on_links(
@@ -89,6 +91,7 @@ class ScheduleLoads:
         self._vertex_of_rank = vertex_of_rank
         self._borders = np.concatenate([[0.0], np.cumsum(np.array(schedule.shares, np.float64))])
         self._waves = _WaveDetector(schedule)
+        self._ratio = wire_formats.format_named(schedule.encoding.format).ratio if schedule.encoding else 1.0
         self._splits_transfers = schedule.collective.owners is not None
         self.num_units = float(self._borders[-1])
         """Size of the message in units."""
@@ -113,7 +116,8 @@ class ScheduleLoads:
 
         A one-round wave that equals the one before it, as in a ring, is the same object again.
         """
-        sums, load, last, rounds_in_wave = _LoadSums(self._net, self._vertex_of_rank), None, None, 0
+        sums = _LoadSums(self._net, self._vertex_of_rank, self._schedule.encoding)
+        load, last, rounds_in_wave = None, None, 0
         is_even = len(set(self._schedule.shares)) == 1
         repeated: _SizedRound | None = None  # equal to the round before, as long as it is alone in its wave
         for round_ in self._schedule.rounds:
@@ -153,7 +157,7 @@ class ScheduleLoads:
     def _count_chunks(self, round_: Round) -> None:
         if not self._splits_transfers:
             self._chunk_receives, self._chunk_sends = self._receives, self._sends
-            self.largest_chunk_units = self.largest_units
+            self.largest_chunk_units = self.largest_units * self._ratio
             return
         ranks = self._schedule.num_ranks
         self._chunk_receives = np.bincount(round_.dst, round_.num_chunks, ranks).astype(np.int64)
@@ -188,9 +192,11 @@ class _SizedRound:
 class _LoadSums:
     """Sums of units by the vertices that they leave, enter and turn around at."""
 
-    def __init__(self, net: GroupNetwork, vertex_of_rank: Ints) -> None:
+    def __init__(self, net: GroupNetwork, vertex_of_rank: Ints, encoding: WireEncoding | None) -> None:
         self._net = net
         self._vertex_of_rank = vertex_of_rank
+        self._zones = None if encoding is None else np.asarray(encoding.zones)
+        self._ratio = 1.0 if encoding is None else wire_formats.format_named(encoding.format).ratio
         self._last: Round | None = None
         self._ends: tuple[Ints, Ints, Ints] = (vertex_of_rank[:0],) * 3
         self._clear()
@@ -201,21 +207,32 @@ class _LoadSums:
             src, dst = self._vertex_of_rank[round_.src], self._vertex_of_rank[round_.dst]
             self._ends = src, dst, self._net.lowest_common(src, dst)
             self._last = round_
+        units = moved.units if self._zones is None else self._encode(moved, self._zones)
         for at, vertex in enumerate(self._ends):
-            self._totals[at] += np.bincount(vertex, moved.units, len(self._net))
+            self._totals[at] += np.bincount(vertex, units, len(self._net))
         if (inside := self._ends[0] == self._ends[1]).any():
             self._inside += np.bincount(round_.dst[inside], moved.units[inside], len(self._vertex_of_rank))
+
+    def _encode(self, moved: _SizedRound, zones: Ints) -> Floats:
+        """Return the units that travel, and count the coding at both ends."""
+        src, dst, count = moved.round.src, moved.round.dst, len(self._vertex_of_rank)
+        encoded = zones[src] != zones[dst]
+        for ends in (src, dst):
+            self._coded += np.bincount(ends[encoded], moved.units[encoded], count)
+        return np.where(encoded, moved.units * self._ratio, moved.units)
 
     def take_load(self) -> WaveLoad:
         """Return the load added since the last call."""
         out, into, turning = self._totals
-        load = WaveLoad(self._net.sums_below(out - turning), self._net.sums_below(into - turning), self._inside)
+        load = WaveLoad(
+            self._net.sums_below(out - turning), self._net.sums_below(into - turning), self._inside, self._coded
+        )
         self._clear()
         return load
 
     def _clear(self) -> None:
         self._totals = np.zeros((3, len(self._net)))
-        self._inside = np.zeros(len(self._vertex_of_rank))
+        self._inside, self._coded = np.zeros(len(self._vertex_of_rank)), np.zeros(len(self._vertex_of_rank))
 
 
 class _WaveDetector:
@@ -228,7 +245,7 @@ class _WaveDetector:
         count = schedule.num_chunks
         if schedule.num_ranks * count > _MAX_WATCHED_CELLS:
             count = max(1, min(_SAMPLED_CHUNKS, _MAX_WATCHED_CELLS // schedule.num_ranks))
-        watched = np.unique(np.linspace(0, schedule.num_chunks - 1, count).astype(np.int64))
+        watched = np.arange(count) * (schedule.num_chunks - 1) // max(1, count - 1)
         self._watched_before = np.searchsorted(watched, np.arange(schedule.num_chunks + 1))
         self._is_sample = count < schedule.num_chunks
         self._written_in = np.zeros((schedule.num_ranks, len(watched)), np.int32)

@@ -4,7 +4,6 @@ The network keeps only switches with a node of the group below them, and nothing
 nodes below it, because no byte of the group passes there. So every remaining link separates nodes of the group.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ClusterError, UsageError, explain
+from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.topology import Cluster, link_name
 from ringweave.topology.cluster import CORE
@@ -31,7 +31,7 @@ def load_measured_rates(path: str | Path, cluster: Cluster) -> dict[str, float]:
     """
     where = str(path)
     try:
-        found = list(_links_of_document(json.loads(Path(path).read_text(encoding="utf-8"))))
+        found = list(_links_of_document(file_io.load_json(path)))
     except OSError as cause:
         do = cause.strerror or str(cause)
         raise UsageError(explain("--rates", got=where, expected="a file that can be read", do=do)) from cause

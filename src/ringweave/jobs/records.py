@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
 from ringweave.jobs import worker_options
-from ringweave.jobs.request import SERVER_MODES, JobRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 
 
@@ -291,7 +291,7 @@ class Job:
         It is the first node and, with a standby, the second: both have a coordinator too, so that the job depends on
         no further node.
         """
-        has_server = self.request.elastic is not None and self.request.mode in SERVER_MODES
+        has_server = self.request.elastic is not None and self.request.mode in ELASTIC_SERVER_MODES
         return self.used_nodes[: 1 + self.request.standby] if has_server else ()
 
     def node_name(self, node: int) -> str:

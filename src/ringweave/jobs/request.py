@@ -28,9 +28,9 @@ MAX_TTL_S = 10 * 365 * 86400.0
 MODES = ("auto", "sync", "balanced", "ps-hra", "ps", "local")
 """Training modes, as in `prepare(mode=...)` and `run --mode`; `auto` leaves the choice to the planner."""
 SERVER_MODES = ("ps-hra", "ps")
-"""Modes with a parameter server."""
-FIXED_MODE = "local"
-"""Mode whose set of workers is fixed: not with `--elastic`."""
+"""Modes with a parameter server, elastic or not."""
+ELASTIC_SERVER_MODES = (*SERVER_MODES, "local")
+"""Modes with a parameter server in an elastic job: sites that come and go exchange through it."""
 
 NAME_RULE = "lower-case letters, digits and hyphens, at most 40, beginning with a letter and not ending in a hyphen"
 NODE_NAME_RULE = "a host name: lower-case letters, digits, hyphens and dots, at most 63"
@@ -41,11 +41,6 @@ RETRIES_RULE = (
 )
 DELETION_RULE = "one of delete, keep, keep-on-failure"
 MODE_RULE = f"one of {', '.join(MODES)}"
-ELASTIC_MODE_RULE = f"one of {', '.join(mode for mode in MODES if mode != FIXED_MODE)}"
-ELASTIC_MODE_DO = (
-    "Take ps-hra with Asynchronous(local_steps=8), whose rings lose and gain workers, or run without elastic and go on "
-    "from ringweave.Checkpoints after a failure"
-)
 TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
 ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
 SPARES_RULE = f"a whole number from 0 to {MAX_SPARES}: idle processes on each node, ready to replace a worker at once"
@@ -146,6 +141,10 @@ class JobRequest:
     """ringweave also serves groups of an explicit "gloo" or "nccl"."""
     leader_per_nic: bool = False
     """Plan with one leader per NIC of a node instead of one per node."""
+    encrypt: worker_options.Encrypt = "auto"
+    """Encrypt what travels between nodes; `auto`: between hosts, not in a lab."""
+    wire: worker_options.Wire = "exact"
+    """Wire format of gradients on slow links, if scripts leave it open."""
     elastic: ElasticRequest | None = None
     """Elastic training; None: after the loss of a node all nodes restart from the last checkpoint."""
     standby: bool = False
@@ -180,6 +179,8 @@ class JobRequest:
             order=worker_options.parse_rank_order(self.order),
             replace_backend=self.replace_backend,
             leader_per_nic=self.leader_per_nic,
+            encrypt=self.encrypt,
+            wire=self.wire,
         )
 
 
@@ -250,8 +251,6 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
         expected = "none with a command: a spare runs a Python script or module"
         do = "Leave spares out, or write script or module"
         yield _problem(("elastic", "spares"), "elastic.spares", elastic.spares, expected, do)
-    if request.mode == FIXED_MODE:
-        yield _problem(("mode",), "mode of an elastic job", request.mode, ELASTIC_MODE_RULE, ELASTIC_MODE_DO)
     counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
     if counts is None:  # refused for that reason
         return
@@ -269,10 +268,10 @@ def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[
 
 def _standby_problems(request: JobRequest) -> Iterator[InputProblem]:
     counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
-    if request.elastic is None or request.mode not in SERVER_MODES:
+    if request.elastic is None or request.mode not in ELASTIC_SERVER_MODES:
         got = f"mode {request.mode}" + ("" if request.elastic else " without elastic")
         do = "Leave standby out, or add elastic and write mode: ps-hra"
-        yield _problem(("standby",), "standby", got, "an elastic job with mode ps-hra or ps", do)
+        yield _problem(("standby",), "standby", got, "an elastic job with mode ps-hra, ps or local", do)
     elif counts is not None and sum(count > 0 for count in counts) == 1:
         do = "Leave standby out, or share the job out over more nodes"
         yield _problem(("standby",), "standby", "one node", "two nodes or more: one can be lost", do)
@@ -405,6 +404,8 @@ class JobFileEntry(yaml_files.FileEntry):
     order: str = Field(default="block", description=ORDER_RULE, examples=["round-robin"])
     replace_backend: bool = Field(default=False, description="true or false", examples=["true"])
     leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
+    encrypt: worker_options.Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
+    wire: worker_options.Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
     elastic: Annotated[ElasticEntry | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
     )
@@ -463,7 +464,7 @@ def dump_request(request: JobRequest) -> str:
     """Return the job file of a request: `parse_request(dump_request(r)) == r`."""
     content: dict[str, Any] = {"name": request.name, _total_key(request): request.num_workers}
     usual = {"mode": "auto", "standby": False, "order": "block", "replace_backend": False, "leader_per_nic": False}
-    usual |= {"min_per_node": MIN_PER_NODE, "suspend": False}
+    usual |= {"encrypt": "auto", "wire": "exact", "min_per_node": MIN_PER_NODE, "suspend": False}
     content |= {
         **{key: getattr(request, key) for key in PROGRAM_KEYS},
         "directory": request.directory,
@@ -567,7 +568,7 @@ def _build_request(value: Any) -> JobRequest:
         raise InputError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic")
+_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic", "encrypt", "wire")
 _UNCHANGED_FIELDS = {
     *PROGRAM_KEYS,
     *_OPTION_KEYS,

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
 
+Encrypt = Literal["auto", "on", "off"]
+Wire = Literal["exact", "bf16", "int8", "int4", "auto"]
+ENCRYPT_CHOICES: tuple[Encrypt, ...] = ("auto", "on", "off")
 ORDER_RULE = "block, round-robin, shuffled or shuffled:SEED with a whole number"
 
 
@@ -83,8 +86,16 @@ class WorkerOptions:
     """Let ringweave also serve groups of an explicit "gloo" or "nccl"."""
     leader_per_nic: bool = False
     """Plan with one leader per NIC of a node instead of one per node."""
+    wire: Wire = "exact"
+    """Wire format of gradients on slow links, if scripts leave it open."""
     order: RankOrder = BLOCK_ORDER
     """Order in which the devices get ranks."""
+    encrypt: Encrypt = "auto"
+    """Encrypt what travels between nodes: `on`, `off`, or `auto`: between hosts, not in a lab."""
+
+    def encrypts(self, *, between_hosts: bool) -> bool:
+        """Return whether connections between nodes are encrypted; `between_hosts` if the nodes are hosts."""
+        return self.encrypt == "on" or (self.encrypt == "auto" and between_hosts)
 
     def apply_to(self, environment: WorkerEnvironment) -> WorkerEnvironment:
         """Return a worker's environment with these options."""
@@ -94,6 +105,7 @@ class WorkerOptions:
             tuning=self.tuning,
             replace_backend=self.replace_backend,
             leader_per_nic=self.leader_per_nic,
+            wire=self.wire,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -102,7 +114,9 @@ class WorkerOptions:
             "schedule": self.schedule,
             "tuning": self.tuning,
             "leader_per_nic": self.leader_per_nic,
+            "wire": self.wire,
             "order": str(self.order),
+            "encrypt": self.encrypt,
         }
 
 

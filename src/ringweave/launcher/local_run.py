@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import worker_options
-from ringweave.jobs.request import MODES, SERVER_MODES
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.lab import cpu_quotas
 from ringweave.launcher import entry, outcome, run_dir
@@ -169,12 +169,13 @@ def _create_launcher(
     services: Sequence[ServiceProcesses],
     authority: CertificateAuthority,
 ) -> LocalLauncher:
+    needs_credentials = bool(services) or request.worker_options.encrypts(between_hosts=False)
     return LocalLauncher(
         request.run_dir.worker_log,
         console,
         environ,
         wrap_command=request.node_context.wrap_worker_command,
-        open_credentials=lambda worker: _open_credentials(authority, worker) if services else None,
+        open_credentials=lambda worker: _open_credentials(authority, worker) if needs_credentials else None,
         process_context=ProcessContext(is_unrelated=lambda process: any(process.pid in each.pids for each in services)),
     )
 
@@ -235,7 +236,7 @@ def _scale_requests(request: RunRequest, bounds: MemberBounds, slots: WorkerGrou
     """Create the scale requests of an elastic run; with rings, only the slots of the initial workers exist."""
     num_workers = sum(node.num_devices for node in request.cluster.nodes)
     why = "the number of devices in its cluster file"
-    if request.mode in SERVER_MODES:
+    if request.mode in ELASTIC_SERVER_MODES:
         slots, why = replace(slots, workers=slots.workers[:num_workers]), "the number of workers in its rings"
     limits = ScaleLimits(bounds=bounds, num_slots=slots.world_size, reason=why)
     return ScaleRequests(
@@ -249,6 +250,8 @@ def _create_server(
     """Create the parameter server if the mode needs or may need it; an elastic run in mode `auto` never chooses one."""
     is_balanced = request.elastic is not None and request.mode == _AUTO_MODE
     mode = None if is_balanced else request.mode
+    if request.elastic is not None and mode in ELASTIC_SERVER_MODES:
+        mode = SERVER_MODES[0]  # sites of an elastic run are rings to the server
     return JobServer.for_mode(
         mode,
         request.cluster,
@@ -281,6 +284,7 @@ def _build_group(
         mode=request.mode,
         server=server.address if server else None,
         coordinators=coordinators.addresses if coordinators else (),
+        encrypts=options.encrypts(between_hosts=False),
     )
     group = build_worker_group(
         nodes,

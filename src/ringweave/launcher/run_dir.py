@@ -21,17 +21,22 @@ import os
 import platform
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ringweave.errors import UsageError, explain
+from ringweave.environment import EXACT
+from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.telemetry import Event, read_events
 from ringweave.telemetry.run_metrics import RunMetrics
+
+if TYPE_CHECKING:
+    from ringweave.schedules import CollectiveKind
+    from ringweave.topology import Cluster
 
 ScheduleCounts = dict[str, int]
 
@@ -138,6 +143,58 @@ def list_tuned_schedules(events: Iterable[Event]) -> list[dict[str, Any]]:
     """Return the tuning results: the group, plan version, collective, bytes, winner, measured seconds of candidates."""
     keys = ("group", "version", "collective", "bytes", "schedule", "measured_s")
     return [{key: event[key] for key in keys} for event in events if event["kind"] == "schedule_tuned"]
+
+
+MEASURED_KEY = ("group", "version", "collective", "schedule", "wire", "bytes", "num_segments", "lag", "window")
+_MEASURED_VALUES = ("predicted_s", "measured_s", "rounds")
+
+
+def measured_key(event: Event) -> tuple[Any, ...]:
+    """Return the key of a `schedule_measured` event; older logs name no version, collective and wire format."""
+    known = {"version": 1, "collective": "allreduce", "wire": EXACT, **event}
+    return tuple(known[name] for name in MEASURED_KEY)
+
+
+def compare_measured(events: Iterable[Event], cluster: "Cluster | None") -> list[dict[str, Any]]:
+    """Return the last measurement of each group, plan, collective, size, schedule and pipelining, with its prediction.
+
+    Args:
+        events: Events of one attempt; of interest are `schedule_measured`, `plan_made` and `group_formed`.
+        cluster: Cluster of the run, whose rates give the bounds of plans that no event tells of, and of other
+            collectives than allreduce; None: these have none.
+    """
+    events = list(events)
+    bound_by_plan = {
+        (e["group"], e["version"], "allreduce"): e["bound_s_per_byte"] for e in events if e["kind"] == "plan_made"
+    }
+    last_measured = {measured_key(event): event for event in events if event["kind"] == "schedule_measured"}
+    nodes = {event["group"]: tuple(event["nodes"]) for event in events if event["kind"] == "group_formed"}
+    rows = [
+        dict(zip(MEASURED_KEY, key, strict=True)) | {name: e[name] for name in _MEASURED_VALUES}
+        for key, e in sorted(last_measured.items())
+    ]
+    bounds: dict[tuple[Any, ...], float | None] = {}
+    for row in rows:
+        predicted_s, kind = row["predicted_s"], row["collective"]
+        s_per_byte = bound_by_plan.get((row["group"], row["version"], kind))
+        if s_per_byte is None and cluster is not None and (own := nodes.get(row["group"])):
+            if (own, kind) not in bounds:
+                bounds[own, kind] = _bound_s_per_byte(cluster, own, kind)
+            s_per_byte = bounds[own, kind]
+        row["measured_over_predicted"] = row["measured_s"] / predicted_s if predicted_s else None
+        row["bound_s"] = s_per_byte * row["bytes"] if s_per_byte else None
+        row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if row["bound_s"] else None
+    return rows
+
+
+def _bound_s_per_byte(cluster: "Cluster", nodes: Sequence[str], kind: "CollectiveKind") -> float | None:
+    """Return the bound at the rates of the cluster file; None if it has other nodes."""
+    from ringweave import cost  # numpy; most users of run directories do without
+
+    try:
+        return cost.bound(cluster, 1, nodes=nodes, kind=kind).seconds
+    except RingweaveError:
+        return None
 
 
 def summarize_training(events: Iterable[Event]) -> dict[str, Any] | None:

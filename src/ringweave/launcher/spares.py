@@ -337,9 +337,12 @@ PRELOADED_MODULES = (
     "ringweave.comm.engine.engine",
     "ringweave.comm.generation_group",
     "ringweave.comm.group_plan",
+    "ringweave.comm.probing.lookup",
+    "ringweave.comm.probing.measure",
     "ringweave.comm.transport.shared_memory",
     "ringweave.comm.transport.sockets",
     "ringweave.comm.tuning.selector",
+    "ringweave.topology.cluster_file",
 )
 """Modules that a training script needs sooner or later; torch loads torch._dynamo with the first optimizer."""
 _PREPARED_MODULES = ("ringweave.training", "ringweave.training.elastic.member_process")

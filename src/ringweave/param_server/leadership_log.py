@@ -125,7 +125,7 @@ class SocketLeadershipLog:
                 self._received += content
                 continue
             self._received = rest
-            answer = json.loads(line)
+            answer = file_io.parse_json(line)
             if answer["request"] == self._number:
                 return answer
 
@@ -145,7 +145,7 @@ class LogServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as lines, contextlib.suppress(OSError, ValueError, KeyError):
             while line := lines.readline(MAX_RECORD_BYTES):
-                connection.sendall(_to_line(self._answer(json.loads(line))))
+                connection.sendall(_to_line(self._answer(file_io.parse_json(line))))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"request": request["request"]}
@@ -240,7 +240,7 @@ def parse_record(text: str) -> LeadershipRecord:
         ValueError: It is none.
     """
     try:
-        return _record_from_json(json.loads(text))
+        return _record_from_json(file_io.parse_json(text))
     except (TypeError, KeyError) as error:
         raise ValueError(f"no leadership record: {error}") from error
 

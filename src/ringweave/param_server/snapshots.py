@@ -168,7 +168,7 @@ def parts_from_buffers(buffers: Mapping[str, Buffer]) -> tuple[str, dict[str, Te
         TrainingError: The buffers hold something else.
     """
     try:
-        document = json.loads(bytes(buffers[_METADATA_KEY]))
+        document = file_io.parse_json(bytes(buffers[_METADATA_KEY]))
         tensors = {
             name: _tensor_over(buffers[name], getattr(torch, dtype), shape)
             for name, (dtype, shape) in document["layout"].items()
@@ -238,7 +238,7 @@ def snapshot_from_bytes(content: bytes) -> ServerSnapshot:
     try:
         # The metadata, which the library does not return: a length, then JSON of that length.
         length = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        metadata = file_io.parse_json(content[8 : 8 + length])["__metadata__"]
         return _unpack_snapshot(metadata, safetensors.torch.load(content))
     except _DAMAGE_ERRORS as cause:
         raise _snapshot_error(cause, "one of a server that leads", "Run the same ringweave on all nodes", "") from cause
@@ -273,7 +273,7 @@ def snapshot_from_parts(text: str, tensors: Mapping[str, Tensor]) -> ServerSnaps
 
 
 def _parse_metadata(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
-    metadata = json.loads(text)
+    metadata = file_io.parse_json(text)
     if metadata["format"] != _SNAPSHOT_FORMAT:
         do = "Go on with the ringweave that wrote it, or start without it"
         raise TrainingError(

@@ -10,11 +10,12 @@ import numpy as np
 
 from ringweave import cost, schedules
 from ringweave.cost import Assumptions, Bound, GroupNetwork, ScheduleDemand
+from ringweave.cost.network import Ints
 from ringweave.errors import RingweaveError
 from ringweave.planning import chunk_shares
 from ringweave.planning.chunk_shares import ShareTree
-from ringweave.planning.plans import PLANNED_KINDS, CollectivePlan, Plan, best_pipelining
-from ringweave.schedules import CollectiveKind, Domain, Schedule, Stripe
+from ringweave.planning.plans import PLANNED_KINDS, CollectivePlan, Plan, WirePlan, best_pipelining
+from ringweave.schedules import CollectiveKind, Domain, Schedule, Stripe, WireEncoding
 from ringweave.topology import Cluster, Node, placement
 
 
@@ -248,6 +249,7 @@ def plan_group(
         block_stripe=blocks.block_stripe() if others else None,
         collectives=(("allreduce", candidates.collective_plan(bound)),),
     )
+    plan = dataclasses.replace(plan, wires=_plan_wires(plan, net, candidates.assumptions))
     planned = [(kind, _plan_collective(plan, net, kind, candidates.assumptions, blocks.left_out)) for kind in others]
     return dataclasses.replace(plan, collectives=(*plan.collectives, *planned))
 
@@ -271,6 +273,62 @@ def _plan_collective(
             candidates.consider(name, [name], lambda name: plan.generate(name, kind))
     vertices = cost.vertices_of_ranks(net, plan.nodes)
     return candidates.collective_plan(cost.network_bound(net, 1, kind, vertices))
+
+
+_WIRE_TIE_RATIO = 1.05
+"""Zones with fewer encoded links are taken up to this ratio to the least predicted time."""
+_LINK_LEVEL_RATIO = 1.25
+"""Links whose rates differ by less are of one level."""
+_MAX_LINK_LEVELS = 4
+_MAX_WIRE_CANDIDATE_RATIO = 3.0
+"""Exact schedules that take longer than this ratio to the fastest are not considered encoded."""
+
+
+def _plan_wires(plan: Plan, net: GroupNetwork, assumptions: Assumptions) -> tuple[WirePlan, ...]:
+    """Return the encoded allreduces: of each format, with as few encoded links as are as fast as encoding all."""
+    vertices = cost.vertices_of_ranks(net, plan.nodes)
+    zone_candidates = _zone_candidates(net, vertices)
+    if not zone_candidates or len(plan.nodes) > MAX_RANKS_FOR_ALL_KINDS:
+        return ()
+    choices = plan.choices(_REFERENCE_BYTES)
+    slowest_s = choices[0].predicted_s * _MAX_WIRE_CANDIDATE_RATIO
+    exact = {each.schedule: plan.generate(each.schedule) for each in choices if each.predicted_s <= slowest_s}
+
+    def encode(name: str, zones: tuple[int, ...]) -> WirePlan:
+        encoding = WireEncoding(name, zones)
+        demands = {
+            schedule: cost.schedule_demand(dataclasses.replace(made, encoding=encoding), net, vertices, assumptions)
+            for schedule, made in exact.items()
+        }
+        return WirePlan(format=name, zones=zones, demands=tuple(demands.items()))
+
+    def seconds(wire: WirePlan) -> float:
+        return min(best_pipelining(name, asked, _REFERENCE_BYTES).predicted_s for name, asked in wire.demands)
+
+    tried = [(wire, seconds(wire)) for wire in (encode("int8", zones) for zones in zone_candidates)]
+    limit_s = min(found_s for _, found_s in tried) * _WIRE_TIE_RATIO
+    int8 = next(wire for wire, found_s in tried if found_s <= limit_s)
+    return encode("bf16", int8.zones), int8, encode("int4", int8.zones)
+
+
+def _zone_candidates(net: GroupNetwork, vertices: Ints) -> list[tuple[int, ...]]:
+    """Return zones of the ranks that encode the slowest links, then these and the next faster ones, up to all."""
+    rates = np.minimum(net.up_bytes_per_s, net.down_bytes_per_s)
+    levels: list[float] = []
+    for rate in sorted(rates[1:].tolist()):
+        if not levels or rate > _LINK_LEVEL_RATIO * levels[-1]:
+            levels.append(rate)
+    found: dict[tuple[int, ...], None] = {}
+    for level in [*levels[: _MAX_LINK_LEVELS - 1], math.inf]:
+        zone_of = list(range(len(net)))
+        for vertex in range(1, len(net)):
+            if rates[vertex] > _LINK_LEVEL_RATIO * level:
+                zone_of[vertex] = zone_of[int(net.parents[vertex])]
+        zones = [zone_of[vertex] for vertex in vertices.tolist()]
+        numbers = {zone: number for number, zone in enumerate(dict.fromkeys(zones))}
+        if len(numbers) > 1:
+            found[tuple(numbers[zone] for zone in zones)] = None
+    return list(found)
 
 
 class _CandidateSet:

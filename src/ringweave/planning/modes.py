@@ -2,12 +2,10 @@
 
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import suggest_closest
-from ringweave.jobs.request import ELASTIC_MODE_DO, ELASTIC_MODE_RULE
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES
 from ringweave.jobs.request import MODES as NAMES
 
 AUTO, SYNC, BALANCED, PS_HRA, PS, LOCAL = NAMES
-SERVER_MODES = (PS_HRA, PS)
-"""Modes with a parameter server."""
 
 
 def check_mode(name: str, where: str = "") -> str:
@@ -22,15 +20,9 @@ def check_mode(name: str, where: str = "") -> str:
     raise UsageError(explain("mode", got=name, expected=f"one of {', '.join(NAMES)}", do=fix, where=where))
 
 
-def check_elastic_mode(name: str | None, where: str = "") -> None:
-    """Refuse a mode whose set of workers is fixed.
-
-    Raises:
-        UsageError: It is `local`.
-    """
-    if name == LOCAL:
-        what = "mode of an elastic job"
-        raise UsageError(explain(what, got=name, expected=ELASTIC_MODE_RULE, do=ELASTIC_MODE_DO, where=where))
+def has_server(name: str | None, *, is_elastic: bool) -> bool:
+    """Return whether a mode has a parameter server."""
+    return name in (ELASTIC_SERVER_MODES if is_elastic else SERVER_MODES)
 
 
 def is_undecided(requested: str, launcher_mode: str | None, world_size: int) -> bool:

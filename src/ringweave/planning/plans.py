@@ -9,9 +9,10 @@ from typing import Any
 
 from ringweave import schedules
 from ringweave.cost import ScheduleDemand
+from ringweave.environment import EXACT, WIRES
 from ringweave.errors import ScheduleError, UsageError, explain, shorten
 from ringweave.files import file_io
-from ringweave.schedules import NATIVE, CollectiveKind, Domain, Schedule, Stripe
+from ringweave.schedules import NATIVE, CollectiveKind, Domain, Schedule, Stripe, WireEncoding
 from ringweave.schedules.program import Pipelining
 
 MIN_PIECE_BYTES = 16 * 10**3
@@ -45,6 +46,8 @@ class ScheduleChoice:
     number."""
     predicted_s: float
     """Predicted time; infinite without a prediction."""
+    wire: str = EXACT
+    """Format of what passes slow links, a name of `schedules.wire_formats`."""
 
     @property
     def pipelining(self) -> Pipelining:
@@ -67,8 +70,9 @@ def best_pipelining(
     Small pieces that go round the peers keep the streams that meet at a link even; measurements show that this matters
     more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank could send its own
     block or its contributions to all near ranks at once. Sent so, they take the rank's link from pieces that still have
-    a slow uplink to pass; so they are held back. That keeps streams even too. For all collectives but allreduce a
-    second of the rank's processor counts like one of the time: whoever calls them computes on the same processor.
+    a slow uplink to pass; so they are held back. That keeps streams even too. For all collectives but an exact
+    allreduce a second of the rank's processor counts like one of the time: whoever calls them computes on the same
+    processor.
     """
     largest = demand.largest_piece * num_bytes
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
@@ -82,9 +86,11 @@ def best_pipelining(
     else:
         counts = [_clamp_segments(round(largest / demand.local_piece_bytes))]
     times = {count: demand.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
-    counts_processor = kind != "allreduce"
+    is_encoded = demand.coding_s_per_byte > 0
+    counts_processor = kind != "allreduce" or is_encoded
     costs = {count: times[count] + (demand.processor_s(count) if counts_processor else 0.0) for count in counts}
-    as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if demand.streams_meet or counts_processor else 1)
+    prefers_fine = not is_encoded and (demand.streams_meet or counts_processor)
+    as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if prefers_fine else 1)
     best = max(count for count in counts if costs[count] <= as_good_s)
     window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
@@ -131,6 +137,24 @@ class CollectivePlan:
     """Cut or partition that sets this bound."""
 
 
+_AUTO_WIRE = "auto"
+_AUTO_FORMATS = ("bf16", "int8")
+_MIN_WIRE_GAIN = 1.1
+"""Least gain of a less exact format, by forecast, for which `auto` takes it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WirePlan:
+    """Basis of the choices for allreduces that are encoded on slow links."""
+
+    format: str
+    """Name of the wire format."""
+    zones: tuple[int, ...]
+    """Zone of each rank; what passes from zone to zone is encoded."""
+    demands: tuple[tuple[str, ScheduleDemand], ...]
+    """Basis of the predicted times of each considered schedule, encoded so."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Plan of one group on its part of the cluster. One rank makes it and sends its text to the others.
@@ -164,6 +188,8 @@ class Plan:
     collectives: tuple[tuple[CollectiveKind, CollectivePlan], ...]
     """Allreduce, and the other collectives that were planned. The demands of a broadcast are those of rank 0 as its
     root."""
+    wires: tuple[WirePlan, ...] = ()
+    """Encoded allreduces, by growing error; none in a group on one node, or in a very large one."""
 
     def collective(self, kind: CollectiveKind) -> CollectivePlan | None:
         """Return the basis of the choices for a collective; None if it was not planned."""
@@ -222,6 +248,7 @@ class Plan:
         kind: CollectiveKind = "allreduce",
         root: int | None = None,
         block_shares: Sequence[int] | None = None,
+        wire: str = EXACT,
     ) -> Schedule:
         """Return the schedule of that name on this group's part of the cluster.
 
@@ -231,6 +258,7 @@ class Plan:
             root: Rank that broadcasts; only for a broadcast, where None is rank 0.
             block_shares: Relative size of each rank's block, for ring and direct schedules of an allgather or a
                 reduce-scatter; None is the same for all.
+            wire: Format of what passes slow links, one of `wires`; only for an allreduce.
 
         Raises:
             UsageError: The collective has no such schedule, or the name is `native`, the native backend, which has
@@ -241,7 +269,9 @@ class Plan:
             do = "'native' names the native backend, which plans its messages itself"
             raise UsageError(explain("schedule", got=name, expected="one that is planned here", do=do))
         if kind == "allreduce":
-            return self._generators()[name]()
+            zones = next((each.zones for each in self.wires if each.format == wire), ())
+            encoding = WireEncoding(wire, zones) if wire != EXACT else None
+            return replace(self._generators()[name](), encoding=encoding)
         names = schedules.schedule_names(kind)
         if name not in names or (block_shares is not None and not _takes_any_blocks(name, kind)):
             what = f"schedule of {kind}" + (" with blocks of different sizes" if block_shares is not None else "")
@@ -290,7 +320,9 @@ class Plan:
         found = [best_pipelining(name, asked, num_bytes, kind) for name, asked in self._demands(kind).items()]
         return sorted(found, key=lambda choice: choice.predicted_s)
 
-    def choose(self, num_bytes: int, forced: str | None = None, kind: CollectiveKind = "allreduce") -> ScheduleChoice:
+    def choose(
+        self, num_bytes: int, forced: str | None = None, kind: CollectiveKind = "allreduce", wire: str = EXACT
+    ) -> ScheduleChoice:
         """Return the fastest choice by prediction, or the forced one.
 
         Choices predicted to be within 2 % of the fastest count as equal (the model is no more accurate). A rank's
@@ -300,9 +332,15 @@ class Plan:
         does `native` where the collective was not planned. A forced schedule that the collective lacks, such as
         leader-matrix for an allgather, leaves the choice to the prediction.
 
+        With a wire format an allreduce is encoded on the links that bind, if the plan has that format. `auto` takes
+        bf16, and int8 after it, only where that is forecast to save a tenth of the time; processor time for coding is
+        added to the time, since whoever trains computes on the same processor. It never takes int4.
+
         Raises:
             UsageError: No schedule has the forced name.
         """
+        if wire != EXACT and kind == "allreduce":
+            return self._choose_wire(num_bytes, forced, wire)
         demands = self._demands(kind)
         name = None if forced is None else schedules.check_schedule_name(forced)
         if name is None or name not in (*schedules.schedule_names(kind), NATIVE):
@@ -312,6 +350,19 @@ class Plan:
         if name in demands:
             return best_pipelining(name, demands[name], num_bytes, kind)
         return ScheduleChoice(schedule=name, num_segments=1, lag=0, window=2, predicted_s=math.inf)
+
+    def _choose_wire(self, num_bytes: int, forced: str | None, wire: str) -> ScheduleChoice:
+        best = self.choose(num_bytes, forced)
+        best_s, needed_gain = best.predicted_s, _MIN_WIRE_GAIN if wire == _AUTO_WIRE else 0.0
+        for planned in self.wires:
+            demands = {name: asked for name, asked in planned.demands if forced in (None, name)}
+            if planned.format not in (_AUTO_FORMATS if wire == _AUTO_WIRE else (wire,)) or not demands:
+                continue
+            found = self._cheapest(demands, num_bytes, "allreduce")
+            found_s = found.predicted_s + demands[found.schedule].coding_s_per_byte * num_bytes
+            if best_s >= needed_gain * found_s:
+                best, best_s = replace(found, wire=planned.format), found_s
+        return best
 
     def choose_for_blocks(
         self, num_bytes: int, largest_block_bytes: int, forced: str | None, kind: CollectiveKind
@@ -383,7 +434,7 @@ class Plan:
         return parse_plan(text)
 
 
-PLAN_FORMAT = "ringweave-plan-4"
+PLAN_FORMAT = "ringweave-plan-5"
 """First key of the document."""
 MAX_PLAN_BYTES = file_io.MAX_JSON_BYTES
 """Limit on a text that is read; plans of ten thousand ranks have some hundred thousand."""
@@ -401,6 +452,10 @@ def plan_to_text(plan: Plan) -> str:
         document[field.name] = getattr(plan, field.name)
     document["stripes"] = [_stripe_document(stripe) for stripe in plan.stripes]
     document["block_stripe"] = plan.block_stripe and _stripe_document(plan.block_stripe)
+    document["wires"] = [
+        {"format": wire.format, "zones": wire.zones, "demands": {name: asdict(asked) for name, asked in wire.demands}}
+        for wire in plan.wires
+    ]
     document["collectives"] = {
         kind: asdict(planned)
         | {
@@ -429,6 +484,7 @@ def parse_plan(text: str) -> Plan:
         if document["block_stripe"] is not None:
             document["block_stripe"] = _parse_stripe(*_check_num_leaders([document["block_stripe"]]))
         document["collectives"] = _parse_collectives(document["collectives"])
+        document["wires"] = tuple(_parse_wire(wire, len(document["nodes"])) for wire in document["wires"])
         return Plan(**document)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as cause:
         do = f"Pass on what str(plan) gave, from the same version of ringweave ({shorten(cause)})"
@@ -445,6 +501,14 @@ def _parse_collectives(document: Mapping[str, dict[str, Any]]) -> tuple[tuple[Co
     if set(document) != set(found) or "allreduce" not in found:
         raise ValueError(f"collectives {', '.join(document)}")
     return tuple(found.items())
+
+
+def _parse_wire(document: Mapping[str, Any], num_ranks: int) -> WirePlan:
+    demands = tuple((name, ScheduleDemand(**asked)) for name, asked in document["demands"].items())
+    wire = WirePlan(format=document["format"], zones=tuple(document["zones"]), demands=demands)
+    if wire.format not in WIRES[1:-1] or len(wire.zones) != num_ranks:
+        raise ValueError(f"wire {wire.format} with {len(wire.zones)} zones")
+    return wire
 
 
 def _stripe_document(stripe: Stripe) -> dict[str, Any]:

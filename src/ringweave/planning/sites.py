@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,10 @@ MIN_SPLIT_GAIN = 0.05
 """Predicted gain from which a round is divided in another way: speeds are known to a few per cent."""
 MAX_INNER_STEPS = 500
 """Upper limit of derived inner steps: what the authors of DiLoCo (arXiv 2311.08105) have tried."""
+MIN_INNER_STEPS = 16
+"""Lower limit of derived inner steps: fewer gain little loss, and links between sites may be paid by the byte."""
+LINK_SHARE = 0.7
+"""Share of a round in which the links may carry an exchange, if inner steps are derived: rates vary meanwhile."""
 
 
 def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
@@ -60,6 +64,15 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     return tuple(map(tuple, found.values()))
 
 
+def sites_of(named: Sequence[Sequence[int]] | None, ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
+    """Return the sites that the script names, else those that `find_sites` finds.
+
+    Raises:
+        TrainingError: A rank is in none of the sites that the script names, or in two.
+    """
+    return find_sites(ranks) if named is None else check_sites(named, len(ranks))
+
+
 def check_sites(sites: Sequence[Sequence[int]], world_size: int) -> tuple[Site, ...]:
     """Return the sites that a script names, the one with rank 0 first.
 
@@ -80,9 +93,16 @@ class RoundSplit:
     batch_samples: int
     """Samples of a train step over all sites."""
     inner_steps: int
-    """Train steps from one outer step to the next: inner steps of a site of average speed."""
+    """Train steps in which each parameter gets one outer step: inner steps of a site of average speed."""
     speeds: tuple[float, ...]
     """Samples per second of each site; only ratios count."""
+    fragments: int = 1
+    """Fragments of the parameters; a round ends with the outer step of one of them."""
+
+    @property
+    def round_steps(self) -> int:
+        """Train steps of a round."""
+        return -(-self.inner_steps // self.fragments)
 
     @property
     def site_batch_samples(self) -> int:
@@ -109,7 +129,30 @@ class RoundSplit:
         )
         if present_s * sum(speeds) < 1 + MIN_SPLIT_GAIN:
             return self
-        return RoundSplit(batch_samples=self.batch_samples, inner_steps=self.inner_steps, speeds=speeds)
+        return replace(self, speeds=speeds)
+
+    def fitted(
+        self, step_s: float, exchange_s: float, blocked_s: float, computing_share: float, min_change: float
+    ) -> "RoundSplit":
+        """Return the division whose rounds are as long as the exchanges need; this one if it changes less.
+
+        Args:
+            step_s: Seconds of computing per train step.
+            exchange_s: Seconds of the exchange of a fragment, during which all compute.
+            blocked_s: Seconds of an outer step, during which none computes.
+            computing_share: Share of the time that is to be computing, between 0 and 1.
+            min_change: Relative change from which the division changes.
+        """
+        steps = max(
+            math.ceil(exchange_s / (LINK_SHARE * step_s) - 1e-9),
+            inner_steps_for_share(step_s, blocked_s, computing_share),
+        )
+        wanted = min(MAX_INNER_STEPS, max(MIN_INNER_STEPS, self.fragments * steps))
+        return (
+            self
+            if abs(wanted - self.inner_steps) <= min_change * self.inner_steps
+            else replace(self, inner_steps=wanted)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +184,7 @@ class SiteOrder:
 
     @functools.cached_property
     def _cut(self) -> list[tuple[Indices, list[Indices]]]:
-        whole = self.split.batch_samples * self.split.inner_steps
+        whole = self.split.batch_samples * self.split.round_steps
         rounds = [self.indices[first : first + whole] for first in range(0, len(self.indices), whole)]
         return [(samples, self._pieces(samples)) for samples in rounds]
 
@@ -157,8 +200,23 @@ def inner_steps_for_share(step_s: float, exchange_s: float, computing_share: flo
 
     Args:
         step_s: Seconds of computing per train step.
-        exchange_s: Seconds of an outer exchange, during which no site computes.
+        exchange_s: Seconds of an outer step, during which no site computes.
         computing_share: Between 0 and 1.
     """
     steps = computing_share / (1 - computing_share) * exchange_s / step_s
     return min(MAX_INNER_STEPS, max(1, math.ceil(steps - 1e-9)))
+
+
+def divide_into_fragments(sizes: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the parameters of each fragment: neighbours, of about equal size in all.
+
+    Args:
+        sizes: Elements of each parameter.
+        num_fragments: Number of fragments; some are empty if there are fewer parameters.
+    """
+    ends, total = itertools.accumulate(sizes), max(1, sum(sizes))
+    middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
+    places = [min(num_fragments - 1, int(num_fragments * middle / total)) for middle in middles]
+    return tuple(
+        tuple(index for index, place in enumerate(places) if place == number) for number in range(num_fragments)
+    )

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from ringweave.jobs import records
 from ringweave.jobs.records import AttemptEnd, EndCause, Job, JobRecord, NodeRecord
-from ringweave.jobs.request import JobRequest
+from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 
 TOMBSTONE_FILE = "tombstone.json"
@@ -185,6 +185,26 @@ def job_view(job: Job, *, platform: str, events: Sequence[EventView] = (), files
     )
 
 
+def unreadable_job(
+    name: str, requester: str, created_s: float, reason: Reason, *, num_workers: int = 1, device: str = "cpu"
+) -> Job:
+    """Return a failed job that stands for one whose stored form cannot be read, so that lists still show it.
+
+    Args:
+        name: Name of the job.
+        requester: Its owner.
+        created_s: Time of its submission.
+        reason: Mistake in its stored form, with a remedy.
+        num_workers: Workers, as far as known.
+        device: `cuda` or `cpu`, as far as known.
+    """
+    nodes = (NodeRequest(name="n0", capacity=num_workers),)
+    request = JobRequest(name="unreadable", num_workers=num_workers, script="-", device=device, nodes=nodes)
+    object.__setattr__(request, "name", name)  # shown as it is stored, even if no request may have such a name
+    job = records.new_job(request, requester=requester, counts=(0,), now=created_s)
+    return replace(job, record=replace(job.record, state=JobState.FAILED, reason=reason))
+
+
 def job_view_document(view: JobView) -> dict[str, Any]:
     """Return the view as a JSON object, which `parse_job_view` reads."""
     return _JOB_VIEW_ADAPTER.dump_python(view, mode="json")
@@ -247,7 +267,7 @@ class Submission:
     job: JobView
     """Initial state of the job."""
     objects: tuple[RenderedObject, ...] = ()
-    """Objects of the job on its platform, in order; for `--dry-run=full`."""
+    """Objects of the job on its platform, in order, for `--dry-run=full`; a platform may leave them out otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

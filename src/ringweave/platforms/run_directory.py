@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,17 @@ class RunDirectoryPlatform(Platform):
             self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
 
 
-def view_run(directory: RunDir, name: str, requester: str) -> JobView:
-    """Return the view of a run, from its run.json and events."""
-    record, events = _read_record(directory), telemetry.read_last_attempt(directory.events)
+def view_run(directory: RunDir, name: str, requester: str, *, reads_events: bool = True) -> JobView:
+    """Return the view of a run, from its run.json and events.
+
+    Without its events the cost does not grow with the run, and events and progress are left out.
+    """
+    record = _read_record(directory)
+    events = telemetry.read_last_attempt(directory.events) if reads_events else []
     state = _STATES.get(record.get("outcome", ""), JobState.RUNNING)
     if state is JobState.RUNNING and not run_dir.is_run_dir_held(directory):
         state = JobState.FAILED  # its command was killed, and the workers with it
-    created_s = events[0]["time"] if events else directory.run_json.stat().st_mtime
+    created_s = events[0]["time"] if events else _started_s(directory, record)
     ended_s = created_s + (record.get("wall_s") or 0.0) if state.is_end else None
     progress = next((each for each in reversed(events) if each["kind"] == "iterations_done"), None)
     return JobView(
@@ -140,6 +145,13 @@ def view_run(directory: RunDir, name: str, requester: str) -> JobView:
         events=tuple(map(_event_view, events)),
         files=str(directory.root),
     )
+
+
+def _started_s(directory: RunDir, record: Mapping[str, Any]) -> float:
+    try:
+        return datetime.fromisoformat(record["started"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return directory.run_json.stat().st_mtime
 
 
 def _device_kind(directory: RunDir) -> str:

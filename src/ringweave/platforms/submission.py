@@ -8,7 +8,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave import lab, topology
+from ringweave import topology
 from ringweave.errors import JobError, explain
 from ringweave.files.problems import shorten_names, suggest_closest
 from ringweave.jobs import admission
@@ -140,6 +140,8 @@ def lab_cluster_text(request: JobRequest) -> str | None:
     """
     if request.lab is None:
         return None
+    from ringweave import lab  # most jobs need none
+
     cluster = lab.find(request.lab).cluster
     names = [node.name for node in cluster.nodes]
     for node in request.nodes:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class OutlineItem:
     is_switch: bool
     is_binding: bool = False
     """True if the uplink, or that of one of several, is among the links that set the bound."""
+    is_measured: bool = False
+    """True if a rate of the uplink, or of that of one of several, was measured."""
     is_leader: bool = False
     """True if a leader of the matrix is on the node, or on each of several."""
     children: tuple["OutlineItem", ...] = ()
@@ -119,7 +121,8 @@ class _OutlineBuilder:
             rate_text=words,
             num_nodes=sum(child.num_nodes for child in children),
             is_switch=True,
-            is_binding=switch is not None and self._is_binding_link(name, switch.parent or CORE),
+            is_binding=switch is not None and self._is_link_in(self._binding, name, switch.parent or CORE),
+            is_measured=switch is not None and self._is_link_in(self._rates, name, switch.parent or CORE),
             children=tuple(children),
         )
 
@@ -133,7 +136,7 @@ class _OutlineBuilder:
                 self._link_rates(node.name, switch, node.rate_bytes_per_s),
                 node.num_devices,
                 node.name in self._notes,
-                self._is_binding_link(node.name, switch),
+                self._is_link_in(self._binding, node.name, switch),
             )
             alike.setdefault(key, []).append(node)
         return list(alike.values())
@@ -153,7 +156,8 @@ class _OutlineBuilder:
             rate_text=words,
             num_nodes=len(nodes),
             is_switch=False,
-            is_binding=any(self._is_binding_link(node.name, switch) for node in nodes),
+            is_binding=any(self._is_link_in(self._binding, node.name, switch) for node in nodes),
+            is_measured=any(self._is_link_in(self._rates, node.name, switch) for node in nodes),
             is_leader=is_leader,
         )
 
@@ -162,8 +166,9 @@ class _OutlineBuilder:
         up, down = (self._rates.get(link_name(*ends), file_bytes_per_s) for ends in ((name, parent), (parent, name)))
         return up, down
 
-    def _is_binding_link(self, name: str, parent: str) -> bool:
-        return link_name(name, parent) in self._binding or link_name(parent, name) in self._binding
+    @staticmethod
+    def _is_link_in(links: Container[str], name: str, parent: str) -> bool:
+        return link_name(name, parent) in links or link_name(parent, name) in links
 
 
 def _limit_rows(item: OutlineItem, max_rows: int) -> OutlineItem:
@@ -206,6 +211,7 @@ def _merge_items(items: Sequence[OutlineItem]) -> OutlineItem:
         num_nodes=num_nodes,
         is_switch=False,
         is_binding=any(item.is_binding for item in items),
+        is_measured=any(item.is_measured for item in items),
         is_leader=all(item.is_leader for item in items),
     )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringweave import ports, relayed_address
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter
 from ringweave.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -382,7 +383,19 @@ def _checked_buffers(buffers: Sequence[memoryview], sizes: tuple[int, ...]) -> S
     return buffers
 
 
-_LISTEN_BACKLOG = 128
+_LISTEN_BACKLOG = 1024
+_DEADLINE_CHECK_S = 0.5
+"""Interval at which the accepting thread looks for connections that take too long to authenticate."""
+_HANDSHAKE_STEPS = 3
+"""Steps that a peer may take `handshake_s` for: TLS, its hello, and the reading of the welcome."""
+
+
+def _accept_limits(limits: RpcLimits) -> AcceptLimits:
+    return AcceptLimits(
+        max_pending=limits.max_unauthenticated,
+        max_pending_per_source=limits.max_unauthenticated,
+        deadline_s=_HANDSHAKE_STEPS * limits.handshake_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +451,7 @@ class RpcServer:
         self._past_traffic: dict[Identity, ConnectionTraffic] = {}
         """Traffic of connections that have ended."""
         self._threads: set[threading.Thread] = set()
-        self._unauthenticated: set[socket.socket] = set()
+        self._limiter = ConnectionLimiter(_accept_limits(self.limits), on_refusal=self._record_flood)
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         self.port = 0
@@ -513,10 +526,8 @@ class RpcServer:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            for unauthenticated in self._unauthenticated:
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(unauthenticated, socket.SHUT_RDWR)
             sessions, threads = list(self._sessions), list(self._threads)
+        self._limiter.cut_all()
         for session in sessions:
             closing = threading.Thread(
                 target=session.close_gracefully, args=(deadline - time.monotonic(),), daemon=True
@@ -527,6 +538,7 @@ class RpcServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         if self._listener is not None:
             self._listener.close()
+        self._limiter.close()
 
     def __enter__(self) -> "RpcServer":
         return self
@@ -535,28 +547,25 @@ class RpcServer:
         self.close()
 
     def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(_DEADLINE_CHECK_S)
         while not self._closing.is_set():
             try:
-                raw, address = listener.accept()
+                accepted = self._limiter.accept(listener)
             except OSError:
-                # Out of descriptors, or an aborted connection: both pass.
-                self._closing.wait(0.05)
+                return  # it is closed
+            self._limiter.cut_overdue()
+            if accepted is None:
                 continue
-            if self._reserve_slot(raw, address):
+            raw, address = accepted
+            if len(self._sessions) < self.limits.max_connections:
                 self._spawn(self._serve_connection, raw, address)
             else:
+                self._limiter.finish(raw.fileno())
                 raw.close()
+                self.refusals.add("full", address[0], address[1], self._full_text("max_connections"))
 
-    def _reserve_slot(self, raw: socket.socket, address: tuple[str, int]) -> bool:
-        """Reserve a slot for an unauthenticated connection, or refuse it before anything is done for it."""
-        with self._lock:
-            limit = "max_connections" if len(self._sessions) >= self.limits.max_connections else "max_unauthenticated"
-            has_room = limit == "max_unauthenticated" and len(self._unauthenticated) < self.limits.max_unauthenticated
-            if has_room:
-                self._unauthenticated.add(raw)
-        if not has_room:
-            self.refusals.add("full", address[0], address[1], self._full_text(limit))
-        return has_room
+    def _record_flood(self, address: str, text: str) -> None:
+        self.refusals.add("full", address, 0, text)
 
     def _full_text(self, limit: str) -> str:
         got = f"{getattr(self.limits, limit)} already"
@@ -565,6 +574,7 @@ class RpcServer:
         )
 
     def _serve_connection(self, raw: socket.socket, address: tuple[str, int]) -> None:
+        descriptor = raw.fileno()  # TLS takes it over
         try:
             session = self._admit(raw, address)
         except (RpcError, OSError) as error:
@@ -572,8 +582,7 @@ class RpcServer:
             self._record_refusal(error, address)
             return
         finally:
-            with self._lock:
-                self._unauthenticated.discard(raw)
+            self._limiter.finish(descriptor)
         try:
             session.run(lambda: self._report_end(session))
         except ConnectionLostError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import os
 import re
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import pydantic
 from cryptography import x509
@@ -22,6 +23,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ringweave.errors import RefusedError, RpcError, UsageError, explain
+
+if TYPE_CHECKING:
+    import asyncio
 
 _IDENTITY_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _IDENTITY_URI = re.compile(r"ringweave://([^/]*)/([^/]*)/([^/]*)")
@@ -211,7 +215,36 @@ class Credentials:
             context.load_cert_chain(certificate, key)  # the library reads files only: the key touches no disk
         if is_server:
             context.num_tickets = 0  # a resumed session would outlive its certificate
+        context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # of Python 3.12; the kernel encrypts where it can
         return context
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, as `peer_fingerprint` returns it at the other end."""
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.certificate_pem)).hexdigest()
+
+
+def peer_fingerprint(sock: ssl.SSLSocket | ssl.SSLObject) -> str:
+    """Return the SHA-256 of the certificate that the other end has shown; empty if it has shown none."""
+    certificate = sock.getpeercert(binary_form=True)
+    return hashlib.sha256(certificate).hexdigest() if certificate else ""
+
+
+async def accept_stream(
+    sock: socket.socket, context: ssl.SSLContext | None, handshake_s: float, limit: int
+) -> "tuple[asyncio.StreamReader, asyncio.StreamWriter]":
+    """Return reader and writer of an accepted connection, after the TLS handshake if there is a context.
+
+    Raises:
+        OSError: The handshake failed, or took longer than `handshake_s`.
+    """
+    import asyncio  # late: most processes with certificates have no event loop
+
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=limit)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    timeout = {} if context is None else {"ssl_handshake_timeout": handshake_s}
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context, **timeout)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 def _write_memfd(text: str) -> int:

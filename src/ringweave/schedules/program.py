@@ -28,7 +28,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ringweave.schedules import wire_formats
 from ringweave.schedules.schedule import ReceiveOp, Schedule
+from ringweave.schedules.wire_formats import WireFormat
 
 _ALIGNMENT_ELEMENTS = 64
 
@@ -147,6 +149,31 @@ class Opcode(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PieceCoding:
+    """Coding of a piece in an encoded schedule.
+
+    Its parts are those of the chunks, which are encoded one by one: the blocks of a chunk are then the same in all
+    pieces that contain it, and encoding it again gives the same bytes.
+    """
+
+    format: WireFormat
+    borders: tuple[int, ...]
+    """First element of each part, and the end of the piece."""
+    travels: bool
+    """The piece is encoded on its way; else it travels exactly, after rounding."""
+    is_copy: bool
+    """It is a part of the complete sum: the receiver overwrites, and encodes without error feedback what it hands on.
+    """
+    fresh: tuple[bool, ...] = ()
+    """Parts of a sent copy that hold a sum which is not rounded yet; all ranks get the rounded one."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Return the size of the encoded piece."""
+        return sum(self.format.encoded_bytes(stop - start) for start, stop in itertools.pairwise(self.borders))
+
+
+@dataclass(frozen=True, slots=True)
 class Instruction:
     """One operation on one piece: elements `start .. stop` of the message."""
 
@@ -157,6 +184,14 @@ class Instruction:
     stop: int
     buffer: int
     """Scratch buffer of a receive, or IN_PLACE; staging slot of a send to a rank of this node, or NO_SLOT."""
+    coding: PieceCoding | None = None
+    """None for a piece that is neither rounded nor encoded."""
+
+    def wire_bytes(self, element_bytes: int) -> int:
+        """Return the size of the message, without headers."""
+        if self.coding is not None and self.coding.travels:
+            return self.coding.encoded_bytes
+        return (self.stop - self.start) * element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +208,8 @@ class RankProgram:
     """Group ranks that it exchanges messages with."""
     layout: StagingLayout
     """Staging slots that it shows to the ranks of its node."""
+    is_encoded: bool = False
+    """It rounds and encodes pieces, of float32 messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +242,7 @@ class Transfer:
     first_chunk: int
     num_chunks: int
     how: ReceiveOp
+    is_encoded: bool = False
 
 
 def project_rank(schedule: Schedule, rank: int) -> tuple[Transfer, ...]:
@@ -217,7 +255,8 @@ def project_rank(schedule: Schedule, rank: int) -> tuple[Transfer, ...]:
     for index, round_ in enumerate(schedule.rounds):
         for sends, mine in ((True, round_.src == rank), (False, round_.dst == rank)):
             for src, dst, first, count, how in round_.select(mine).rows():
-                transfers.append(Transfer(index, dst if sends else src, sends, first, count, how))
+                encoded = schedule.is_encoded(src, dst)
+                transfers.append(Transfer(index, dst if sends else src, sends, first, count, how, encoded))
     return tuple(transfers)
 
 
@@ -232,7 +271,7 @@ def project_all_ranks(schedule: Schedule) -> list[tuple[Transfer, ...]]:
         for sends in (True, False):
             for src, dst, first, count, how in round_.rows():
                 own, peer = (src, dst) if sends else (dst, src)
-                parts[own].append(Transfer(index, peer, sends, first, count, how))
+                parts[own].append(Transfer(index, peer, sends, first, count, how, schedule.is_encoded(src, dst)))
     return [tuple(part) for part in parts]
 
 
@@ -251,9 +290,12 @@ class _Piece:
     slot: int = NO_SLOT
     """Its staging slot, if it is sent to a rank of this node."""
 
+    borders: tuple[int, ...] = ()
+    """First element of each of its chunks, and its end; in an encoded schedule."""
+
     @property
     def in_place(self) -> bool:
-        return self.transfer.how == ReceiveOp.COPY
+        return self.transfer.how == ReceiveOp.COPY and not self.transfer.is_encoded
 
 
 def compile_program(
@@ -271,13 +313,18 @@ def compile_program(
         Linear in transfers x segments x chunks per transfer.
     """
     pieces = _cut_pieces(schedule, transfers, num_elements, pipelining)
+    if any(piece.transfer.is_encoded and piece.transfer.peer in neighbours for piece in pieces):
+        raise ValueError("encoded transfers between ranks of one node, expected zones of whole nodes")
     layout = _assign_slots([p for p in pieces if p.transfer.sends and p.transfer.peer in neighbours], pipelining)
-    emitter = _ProgramEmitter(pieces, pipelining)
+    wire_format = wire_formats.format_named(schedule.encoding.format) if schedule.encoding else None
+    emitter = _ProgramEmitter(pieces, pipelining, wire_format)
     emitter.run()
     sends = sum(piece.transfer.sends for piece in pieces)
     largest = max((p.stop - p.start for p in pieces if not (p.transfer.sends or p.in_place)), default=0)
-    peers = frozenset(piece.transfer.peer for piece in pieces)
-    return RankProgram(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends, peers, layout)
+    peers, is_encoded = frozenset(piece.transfer.peer for piece in pieces), schedule.encoding is not None
+    return RankProgram(
+        tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends, peers, layout, is_encoded
+    )
 
 
 def _cut_pieces(
@@ -292,6 +339,8 @@ def _cut_pieces(
             for chunks, start, stop in regions(transfer.first_chunk, transfer.num_chunks):
                 if start < stop:
                     pieces.append(_Piece(transfer, chunks, start, stop, key))
+                    if schedule.encoding is not None:
+                        pieces[-1].borders = (*(regions(chunk, 1)[0][1] for chunk in chunks), stop)
     pieces.sort(key=lambda piece: piece.key)
     _find_hazards(pieces)
     return pieces
@@ -352,7 +401,10 @@ def _assign_slots(staged: Sequence[_Piece], pipelining: Pipelining) -> StagingLa
 class _ProgramEmitter:
     """Walks the receives in the order of their keys and emits everything else as early as is safe."""
 
-    def __init__(self, pieces: list[_Piece], pipelining: Pipelining) -> None:
+    def __init__(self, pieces: list[_Piece], pipelining: Pipelining, wire_format: WireFormat | None) -> None:
+        self._wire_format = wire_format
+        self._is_rounded: dict[tuple[int, int], bool] = {}
+        """Segments of chunks that hold the complete sum, rounded."""
         self.instructions: list[Instruction] = []
         self.num_buffers = 0
         self._pieces = pieces
@@ -374,7 +426,7 @@ class _ProgramEmitter:
             piece = self._pieces[number]
             self._send_ready(piece.key[0] + self._ahead)
             self._post_ahead(place)
-            if piece.transfer.how == ReceiveOp.REDUCE:
+            if not piece.in_place:
                 self._wait_for_sends(piece.after_departures)
             buffer = self._buffer_of[number]
             self._emit(Opcode.WAIT_RECV, number, buffer)
@@ -433,7 +485,20 @@ class _ProgramEmitter:
 
     def _emit(self, do: Opcode, number: int, buffer: int) -> None:
         piece = self._pieces[number]
-        self.instructions.append(Instruction(do, number, piece.transfer.peer, piece.start, piece.stop, buffer))
+        coding = None if self._wire_format is None else self._coding_of(piece, do, self._wire_format)
+        self.instructions.append(Instruction(do, number, piece.transfer.peer, piece.start, piece.stop, buffer, coding))
+
+    def _coding_of(self, piece: _Piece, do: Opcode, wire_format: WireFormat) -> PieceCoding | None:
+        """Return the coding of a piece; the first instruction that sends the complete sum of a chunk rounds it."""
+        is_copy, travels = piece.transfer.how == ReceiveOp.COPY, piece.transfer.is_encoded
+        regions = [(piece.key[1], chunk) for chunk in piece.chunks]
+        fresh: tuple[bool, ...] = ()
+        if do == Opcode.WAIT_RECV:
+            self._is_rounded.update(dict.fromkeys(regions, is_copy))
+        elif do == Opcode.SEND and is_copy:
+            fresh = tuple(not self._is_rounded.get(region, False) for region in regions)
+            self._is_rounded.update(dict.fromkeys(regions, True))
+        return PieceCoding(wire_format, piece.borders, travels, is_copy, fresh) if travels or any(fresh) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -482,7 +547,8 @@ def segment_marks(program: RankProgram, bounds: Sequence[int]) -> SegmentMarks:
         for segment in range(start, stop):
             if not posts:
                 first.setdefault(segment, index)
-            if instruction.opcode == Opcode.WAIT_RECV:
+            rounds = instruction.opcode == Opcode.SEND and instruction.coding is not None and instruction.coding.is_copy
+            if rounds or instruction.opcode == Opcode.WAIT_RECV:
                 arrival[segment] = index
             use[segment] = index
     return SegmentMarks(

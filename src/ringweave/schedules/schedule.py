@@ -16,7 +16,8 @@ round 0: 0>1:+0 1>2:+1 2>0:+2
 round 1: ...
 ```
 `0>1:+0` is rank 0 sending chunk 0 to rank 1, which adds it; `=` overwrites; `4-6` are chunks 4, 5 and 6. A line `phase`
-names the rounds from there on; it may be absent.
+names the rounds from there on; it may be absent. A line `wire int8 0 0 1` says that ranks 0 and 1 are in one zone, rank
+2 in another, and that what passes between zones is encoded in int8; without it everything travels exactly.
 """
 
 import enum
@@ -32,6 +33,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ringweave.errors import ScheduleError, explain
+from ringweave.schedules import wire_formats
 
 CollectiveKind = Literal["allreduce", "reduce-scatter", "allgather", "broadcast", "reduce"]
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = ("allreduce", "reduce-scatter", "allgather", "broadcast", "reduce")
@@ -163,6 +165,15 @@ class LazyRounds(Sequence[Round]):
         return self.make(index % self.num_rounds)
 
 
+class WireEncoding(NamedTuple):
+    """Format of the transfers of an allreduce that pass a slow link."""
+
+    format: str
+    """A name of `wire_formats.FORMATS`."""
+    zones: tuple[int, ...]
+    """Zone of each rank: transfers between zones are encoded, those inside of a zone are exact."""
+
+
 class SchedulePhase(NamedTuple):
     """A named range of rounds: from `first_round` to the next phase."""
 
@@ -190,6 +201,9 @@ class Schedule:
     """In order; computed lazily for large groups."""
     phases: tuple[SchedulePhase, ...] = ()
     """Names of its parts, in order, for people; not part of its identity."""
+    encoding: WireEncoding | None = None
+    """Transfers that are encoded; None if all are exact. An encoded schedule rounds a sum where it is complete, before
+    it is first sent, so that all ranks get the same."""
 
     def __post_init__(self) -> None:
         for what, name in (("schedule", self.name), *(("phase", phase.name) for phase in self.phases)):
@@ -210,6 +224,7 @@ class Schedule:
             )
         self._check_collective_ranks()
         self._check_phases()
+        self._check_encoding()
 
     def _check_collective_ranks(self) -> None:
         owners, root = self.collective.owners, self.collective.root
@@ -226,6 +241,21 @@ class Schedule:
         if starts and (starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= num_rounds):
             expected = f"rounds 0..{num_rounds - 1} in ascending order" if num_rounds else "none, for no rounds"
             raise ScheduleError(explain("phases", got=starts, expected=expected, do="Name each by its first round"))
+
+    def _check_encoding(self) -> None:
+        if self.encoding is None:
+            return
+        wire_formats.format_named(self.encoding.format)
+        got, kind = len(self.encoding.zones), self.collective.kind
+        if got != self.num_ranks or kind != "allreduce":
+            got_text, expected = f"{got} zones for {kind}", f"{self.num_ranks} zones, one per rank, of an allreduce"
+            raise ScheduleError(explain("wire", got=got_text, expected=expected, do="Leave it out for exact transfers"))
+        zones = _whole_numbers("zones", self.encoding.zones)
+        object.__setattr__(self, "encoding", WireEncoding(self.encoding.format, zones))
+
+    def is_encoded(self, src: int, dst: int) -> bool:
+        """Return whether what `src` sends to `dst` is encoded."""
+        return self.encoding is not None and self.encoding.zones[src] != self.encoding.zones[dst]
 
     @property
     def num_chunks(self) -> int:
@@ -247,7 +277,7 @@ class Schedule:
         """SHA-256 of all content that decides the messages: ranks agree on it before they run the schedule."""
         collective = self.collective
         header = (collective.kind, collective.owners, collective.root, self.num_ranks, self.shares, len(self.rounds))
-        sha = hashlib.sha256(repr(header).encode())
+        sha = hashlib.sha256(repr(header if self.encoding is None else (*header, *self.encoding)).encode())
         before: tuple[NDArray[Any], ...] = (np.zeros(0),) * 5
         for round_ in self.rounds:
             sha.update(len(round_).to_bytes(8, "little"))
@@ -302,6 +332,7 @@ def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
         raise ScheduleError(explain(what, got=got, expected="whole numbers", do="Round them")) from cause
 
 
+_FIELD_KEYWORDS = ("schedule", "collective", "ranks", "root", "owners", "shares", "wire")
 _OP_SIGNS = {ReceiveOp.REDUCE: "+", ReceiveOp.COPY: "="}
 _OP_PATTERN = re.compile(r"([0-9]{1,9})>([0-9]{1,9}):([+=])([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _NUMBER_PATTERN = re.compile(r"-?[0-9]{1,18}")
@@ -321,6 +352,8 @@ def format_schedule(schedule: Schedule) -> str:
     if collective.owners is not None:
         lines.append("owners " + " ".join(map(str, collective.owners)))
     lines.append("shares " + " ".join(map(str, schedule.shares)))
+    if schedule.encoding is not None:
+        lines.append(" ".join(["wire", schedule.encoding.format, *map(str, schedule.encoding.zones)]))
     names = dict(schedule.phases)
     for index, round_ in enumerate(schedule.rounds):
         if index in names:
@@ -346,10 +379,10 @@ def parse(text: str) -> Schedule:
             rounds.append(_parse_round(rest, len(rounds), number))
         elif keyword == "phase":
             phases.append(SchedulePhase(len(rounds), rest.strip()))
-        elif keyword in ("schedule", "collective", "ranks", "root", "owners", "shares") and keyword not in fields:
+        elif keyword in _FIELD_KEYWORDS and keyword not in fields:
             fields[keyword] = rest.strip()
         else:
-            expected = "schedule, collective, ranks, root, owners, shares (once each), phase or round"
+            expected = f"{', '.join(_FIELD_KEYWORDS)} (once each), phase or round"
             raise ScheduleError(
                 explain("schedule text", got=line, expected=expected, do="Correct this line", where=f"line {number}")
             )
@@ -460,4 +493,9 @@ def _schedule_of_fields(fields: dict[str, str], rounds: Sequence[Round], phases:
     owners = _parse_numbers(fields, "owners") if "owners" in fields else None
     root = _parse_number(fields, "root") if "root" in fields else None
     ranks, shares = _parse_number(fields, "ranks"), _parse_numbers(fields, "shares")
-    return Schedule(fields["schedule"], Collective(kind, owners, root), ranks, shares, rounds, tuple(phases))
+    encoding = None
+    if "wire" in fields:
+        name, _, fields["zones"] = fields["wire"].partition(" ")
+        encoding = WireEncoding(name, _parse_numbers(fields, "zones"))
+    collective = Collective(kind, owners, root)
+    return Schedule(fields["schedule"], collective, ranks, shares, rounds, tuple(phases), encoding)

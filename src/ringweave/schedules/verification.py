@@ -9,6 +9,10 @@ The proof also refuses what cannot be intended even where the result comes out r
 sending what the rank does not hold, counting a contribution twice (only exact sets see it where the double count is
 overwritten unused), and copying to a rank what it holds already.
 
+In an encoded schedule it also follows which sum each rank ends up with: all must hold copies of one and the same, which
+its holder rounds before it is first sent, so that results are bitwise equal. And it counts the roundings that a
+contribution passes, from which a bound of the error follows (`RoundingBound`).
+
 The proof often notices a mistake far from its cause: a contribution that took a wrong turn in round 1 is counted twice
 in round 7. So the error texts list how the contributions reached their place, operation by operation.
 """
@@ -23,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError
+from ringweave.schedules.roundings import RoundingBound, RoundingCounts
 from ringweave.schedules.schedule import Collective, ReceiveOp, Round, Schedule, grid_lines, op_text
 
 MAX_EXACT_RANKS = 64
@@ -513,8 +518,8 @@ def verify(
     exact: bool | None = None,
     memory_bytes: int = 2**30,
     progress: Callable[[float], None] | None = None,
-) -> None:
-    """Return if the schedule computes its collective, raise otherwise.
+) -> RoundingBound:
+    """Return the bound of the rounding errors if the schedule computes its collective, raise otherwise.
 
     Args:
         schedule: The schedule to prove.
@@ -538,13 +543,14 @@ def verify(
     algebra: ContentAlgebra = ExactSets() if exact else RandomSums(rng or np.random.default_rng(), ranks)
     width = max(1, min(schedule.num_chunks, memory_bytes // (8 * ranks)))
     starts = range(0, schedule.num_chunks, width)
+    num_roundings = 0
     for number, start in enumerate(starts):
         chunks = range(start, min(start + width, schedule.num_chunks))
-        _verify_block(
-            schedule, algebra, chunks, _VerificationProgress(progress, number, len(starts), len(schedule.rounds))
-        )
+        steps = _VerificationProgress(progress, number, len(starts), len(schedule.rounds))
+        num_roundings = max(num_roundings, _verify_block(schedule, algebra, chunks, steps))
     if progress is not None:
         progress(1.0)
+    return RoundingBound(num_roundings, schedule.encoding.format if schedule.encoding else "exact")
 
 
 class _VerificationProgress:
@@ -561,7 +567,9 @@ class _VerificationProgress:
             self._progress((self._done + index) / self._total)
 
 
-def _verify_block(schedule: Schedule, algebra: ContentAlgebra, chunks: range, steps: _VerificationProgress) -> None:
+def _verify_block(schedule: Schedule, algebra: ContentAlgebra, chunks: range, steps: _VerificationProgress) -> int:
+    """Verify some chunks; return the largest number of roundings that a contribution to them passes."""
+    roundings = RoundingCounts(schedule, chunks) if schedule.encoding is not None else None
     held = algebra.initial(schedule.collective, schedule.num_ranks, chunks)
     races = RaceDetector(schedule.num_ranks)
     for index, round_ in enumerate(schedule.rounds):
@@ -574,7 +582,10 @@ def _verify_block(schedule: Schedule, algebra: ContentAlgebra, chunks: range, st
         ops = round_ if len(chunks) == schedule.num_chunks else _clip_to_chunks(round_, chunks)
         for some in _split_by_size(ops):
             _apply_operations(schedule, algebra, held, chunks, some)
+            if roundings is not None:
+                roundings.apply(some, *_cell_indices(some, chunks))
     _check_result(schedule, algebra, held, chunks)
+    return roundings.largest() if roundings is not None else 0
 
 
 def _apply_operations(

@@ -394,7 +394,11 @@ class SimulatedRank:
         near = min(num_bytes, machine.burst_bytes)
         kernel_s_per_byte = machine.kernel_s_per_byte if is_outside else 0.0
         message_s = machine.message_s if is_outside else machine.inside_message_s
-        seconds = message_s + s_per_byte * num_bytes + kernel_s_per_byte * near
+        exact_bytes = (step.stop - step.start) * self._environment.element_bytes
+        if step.coding is not None:
+            s_per_byte += machine.coding_s_per_byte
+            message_s += machine.coding_message_s
+        seconds = message_s + s_per_byte * exact_bytes + kernel_s_per_byte * near
         yield from self._work(what, step, seconds)
         if beside_s := kernel_s_per_byte * (num_bytes - near):
             self._environment.processors.run_in_background(beside_s * self.slowdown, _do_nothing)
@@ -435,7 +439,7 @@ class SimulatedRank:
             tell(clock.now_s)
 
     def _bytes(self, step: Instruction) -> int:
-        return (step.stop - step.start) * self._environment.element_bytes
+        return step.wire_bytes(self._environment.element_bytes)
 
     def _record_span(self, what: str, step: Instruction, begin_s: float) -> None:
         now_s = self._environment.clock.now_s

@@ -1,7 +1,6 @@
 """Inputs and results of a simulation: host costs, faults, routes between ranks, link loads and rank spans."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ringweave import units
 from ringweave.cost import Assumptions, GroupNetwork, vertices_of_ranks
 from ringweave.cost.network import Ints
 from ringweave.errors import PlacementError, UsageError, explain
+from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 
 
@@ -146,6 +146,10 @@ class HostModel:
     """CPU time of a rank before its first message."""
     combine_s_per_byte: float = 0.0
     """Time to add a byte from another node to the message."""
+    coding_s_per_byte: float = 0.0
+    """Time to encode or decode a byte of what travels encoded, counted as it is when decoded."""
+    coding_message_s: float = 0.0
+    """Further time of each piece that is encoded, decoded or rounded."""
     inside_s_per_byte: float = 0.0
     """Time to move a byte from rank to rank inside a node: half of it to copy it in, half to read it."""
     send_buffer_bytes: float = math.inf
@@ -174,7 +178,7 @@ class HostModel:
 
     def __post_init__(self) -> None:
         costs = (self.message_s, self.inside_message_s, self.kernel_s_per_byte, self.wake_s, self.start_s)
-        costs += (self.combine_s_per_byte, self.inside_s_per_byte)
+        costs += (self.combine_s_per_byte, self.inside_s_per_byte, self.coding_s_per_byte, self.coding_message_s)
         sizes = (self.send_buffer_bytes, self.receive_buffer_bytes, self.bucket_bytes)
         if any(not 0 <= cost < math.inf for cost in costs) or any(not size >= 0 for size in sizes):
             raise ValueError(f"machine: {self}, expected finite times and sizes, none negative")
@@ -205,6 +209,8 @@ class HostModel:
             wake_s=WAKE_S * slowness,
             start_s=START_S * slowness,
             combine_s_per_byte=s_per_byte,
+            coding_s_per_byte=slowness / assumed.coding_bytes_per_s,
+            coding_message_s=assumed.coding_message_s * slowness,
             inside_s_per_byte=s_per_byte,
             send_buffer_bytes=SEND_BUFFER_BYTES,
             receive_buffer_bytes=RECEIVE_BUFFER_BYTES,
@@ -231,7 +237,7 @@ def load_host_costs(path: str | Path) -> HostModel:
     """
     where = str(path)
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = file_io.load_json(path)
         costs = document["costs"]
         named = dict(costs.items())
     except OSError as cause:

@@ -96,6 +96,8 @@ class _RegularRun:
     ) -> None:
         if machine.num_processors is not None:
             raise IrregularScheduleError("ranks share processors")
+        if schedule.encoding is not None:
+            raise IrregularScheduleError("some transfers are encoded")
         count = schedule.num_ranks
         self._schedule, self._machine = schedule, machine
         self._latency_s = routes.latency_s

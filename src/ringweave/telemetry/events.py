@@ -131,6 +131,12 @@ class EventTail:
             _check_format(event, self._path)
         return found
 
+    def iter_new(self) -> Iterator[Event]:
+        """Yield the same events one by one, with one of them in memory; an error comes where it is met."""
+        for event in filter(None, map(parse_event, self._lines.read_new())):
+            _check_format(event, self._path)
+            yield event
+
 
 class RunTail:
     """Reads the events of a whole run as they are added: one file on one machine, or one for each node and attempt.
@@ -261,14 +267,22 @@ class Iterations:
         self,
         environ: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        total: int | None = None,
     ) -> None:
-        """`environ` None: the process's own environment."""
+        """Begin.
+
+        Args:
+            environ: None: the process's own environment.
+            clock: Seconds, for the time between two events.
+            total: Number of iterations that there will be in all, for the time to go; None: unknown.
+        """
         environ = os.environ if environ is None else environ
         run_dir = WorkerEnvironment.from_environ(environ).run_dir
         writes_events = run_dir is not None and environ.get("LOCAL_RANK", "0") == "0"
         self._log = EventLog(run_dir / "events.jsonl") if run_dir and writes_events else None
         self._rank = int(environ.get("RANK", "0"))
-        self._clock = clock
+        self._clock, self._total = clock, total
         self._last_written_s: float | None = None
         self._pending: tuple[int, float | None] | None = None
 
@@ -299,5 +313,5 @@ class Iterations:
         """Write the last iteration, unless it is written already."""
         if self._log is not None and self._pending is not None:
             iterations, loss = self._pending
-            self._log.write("iterations_done", rank=self._rank, iterations=iterations, loss=loss)
+            self._log.write("iterations_done", rank=self._rank, iterations=iterations, total=self._total, loss=loss)
             self._pending = None

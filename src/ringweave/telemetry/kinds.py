@@ -191,10 +191,12 @@ RING_KINDS: Mapping[str, EventKind] = {
             "train_steps": "train steps so far, over all sites",
             "samples": "samples of each site in the round",
             "inner_steps": "inner steps of each site in the round",
-            "computing_s": "seconds of the round on each site, without exchange and wait for other sites, measured",
-            "wait_s": "seconds that rank 0 waited for other sites, measured",
-            "exchange_s": "seconds of the outer exchange on rank 0, measured",
-            "next_inner_steps": "train steps of the next round",
+            "computing_s": "seconds of the round's inner steps on each site, measured",
+            "wait_s": "seconds that rank 0 waited for the exchange and for other sites, measured",
+            "exchange_s": "seconds of the exchange on rank 0, which computes meanwhile but for the wait, measured",
+            "blocked_s": "seconds of rank 0 for the outer step itself, measured",
+            "sent_bytes": "bytes that each site has sent to each other site",
+            "next_inner_steps": "train steps from now on in which each parameter gets one outer step",
         },
     ),
     "mode_reconsidered": EventKind(
@@ -312,6 +314,12 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "part": "`ring N` where rings have memberships of their own; else empty",
         },
     ),
+    "residuals_lost": EventKind(
+        meaning="What encoding had left of the gradients of these workers for the next step is lost; the others keep "
+        "theirs.",
+        written_by="worker",
+        fields={"rank": RANK_FIELD, "members": "names of these workers", "reason": "reason in words"},
+    ),
     "members_caught_up": EventKind(
         meaning="Workers that joined a running job have caught up: they have done every step that the others have.",
         written_by="worker",
@@ -336,7 +344,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     ),
     "samples_recomputed": EventKind(
         meaning="A reduction of gradients is committed without the samples of members that were lost before. The other "
-        "members compute these samples in the same train step, whose next reduction has them. Reported twice for one "
+        "members compute these samples in the same train step, whose next reduction has them. With `samples` 0 the "
+        "step restarts: its gradients are discarded, which takes less time than to sum them. Reported twice for one "
         "reduction, with the same members, if the primary may have died before it reported.",
         written_by="worker",
         fields={
@@ -471,6 +480,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "window": "receives that were posted ahead",
             "ahead": "rounds by which a send could precede the piece waited for, null for any number",
             "predicted_s": "predicted seconds, null where nothing is predicted",
+            "wire": "wire format of what passed slow links",
             "measured_s": "measured seconds on the first rank, waiting for late ranks included: median of the newest",
             "rounds": "how many were measured",
         },
@@ -493,6 +503,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         fields={
             "rank": RANK_FIELD,
             "iterations": "train steps done in all, those before a resumed checkpoint included",
+            "total": "train steps that there will be, or null",
             "loss": "of the last one, or null",
         },
     ),

@@ -7,7 +7,7 @@ one, and passes with communication do not change gradients that are the same on 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
+from ringweave.comm import wire_scope
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.training.timing import StepTimer
 
@@ -109,6 +111,13 @@ class GradientReducer:
     timer: StepTimer
     script_hook: "Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None" = None
     """Communication hook of the script with its state, such as PowerSGD; it takes the mean over the ranks instead."""
+    wire: str = EXACT
+    """Wire format of the gradients, or `auto`."""
+    residuals: "GradientResiduals | None" = None
+    """Errors that encoding has left for the next step; None in an exact format."""
+
+    def __post_init__(self) -> None:
+        self.residuals = None if self.wire == EXACT else GradientResiduals()
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, dist.GradBucket], Any]) -> None:
         """Use the script's hook; the prepared model has this in place of DDP's function, which takes one hook only.
@@ -131,12 +140,75 @@ class GradientReducer:
         if bucket.is_last():
             self.timer.gradients_ready()
         if self.script_hook is not None:
-            return self.script_hook(bucket)
+            with wire_scope.encoded_as(EXACT, None):  # it sends what it likes, which need not be gradients
+                return self.script_hook(bucket)
         buffer = bucket.buffer()
         buffer.div_(dist.get_world_size(self.process_group))
-        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        is_encoded = self.residuals is not None and buffer.dtype == torch.float32
+        residual = self.residuals.of_bucket(bucket) if self.residuals is not None and is_encoded else None
+        with wire_scope.encoded_as(self.wire, residual):  # divided before: a residual is in the unit of the mean
+            work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
+
+
+class GradientResiduals:
+    """Residuals of the error feedback of a model's gradients, bucket by bucket.
+
+    DDP makes other buckets after its first pass; what the earlier ones had left moves along with each parameter.
+    """
+
+    def __init__(self) -> None:
+        self._of_buckets: dict[int, tuple[list[Tensor], Tensor]] = {}
+        """Parameters and residual of each bucket, by its index."""
+        self._of_parameters: dict[int, Tensor] = {}
+        """What buckets that exist no more have left for a parameter, by its identity."""
+
+    def of_bucket(self, bucket: dist.GradBucket) -> Tensor:
+        """Return the residual of a bucket, as long as its buffer, on the host."""
+        parameters = bucket.parameters()
+        known = self._of_buckets.get(bucket.index())
+        if known is not None and _are_same(known[0], parameters):
+            return known[1]
+        if known is not None:
+            self._dissolve()
+        residual = wire_scope.new_residual(bucket.buffer().numel())
+        for parameter, part in _parts_of_bucket(parameters, residual):
+            left = self._of_parameters.pop(id(parameter), None)
+            if left is not None:
+                part.copy_(left)
+        self._of_buckets[bucket.index()] = parameters, residual
+        return residual
+
+    def state_dict(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return what is left for each of these parameters, by its index; those without a residual are left out."""
+        left = dict(self._of_parameters)
+        for members, residual in self._of_buckets.values():
+            left |= {id(parameter): part for parameter, part in _parts_of_bucket(members, residual)}
+        found = {index: left.get(id(parameter)) for index, parameter in enumerate(parameters)}
+        return {index: part.clone() for index, part in found.items() if part is not None}
+
+    def load_state_dict(self, state: Mapping[int, Tensor], parameters: Sequence[Tensor]) -> None:
+        """Take over what `state_dict` gave, of this rank, or added up over ranks that are gone."""
+        self._of_buckets.clear()
+        self._of_parameters = {id(parameters[index]): part.clone() for index, part in state.items()}
+
+    def _dissolve(self) -> None:
+        for members, residual in self._of_buckets.values():
+            self._of_parameters |= {id(each): part.clone() for each, part in _parts_of_bucket(members, residual)}
+        self._of_buckets.clear()
+
+
+def _are_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
+
+
+def _parts_of_bucket(parameters: Sequence[Tensor], residual: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter with its part of a bucket, one after the other as in DDP's buffer."""
+    start = 0
+    for parameter in parameters:
+        yield parameter, residual[start : start + parameter.numel()]
+        start += parameter.numel()
 
 
 def wrap_ddp(
@@ -161,7 +233,14 @@ def wrap_ddp(
     weigh_gradients(parallel, weights)
     parallel.register_comm_hook(reducer, _reduce_bucket)
     parallel.register_comm_hook = reducer.register_comm_hook  # pyrefly: ignore - DDP takes one hook
+    parallel.gradient_residuals = reducer.residuals  # pyrefly: ignore - a module takes any attribute
     return parallel
+
+
+def residuals_of(part: Any) -> "tuple[GradientResiduals, list[Tensor]] | None":
+    """Return the residuals of a prepared model, and its parameters; None if it is none, or its gradients are exact."""
+    residuals = getattr(part, "gradient_residuals", None)
+    return None if residuals is None else (residuals, list(part.module.parameters()))
 
 
 def unwrap_ddp(model: Any) -> Any:

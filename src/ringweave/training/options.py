@@ -9,10 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.training import speed_test
 from ringweave.training.data.order import LoaderSpec
 from ringweave.training.data.shared_loader import SampleWeightTable
+from ringweave.training.outer_formats import FORMATS, OuterFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,40 +48,76 @@ class Asynchronous:
             raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))
 
 
+ELASTIC_INNER_STEPS = 64
+"""Inner steps of mode local in an elastic job, if none are set: its exchanges are exact, so they are to be rare."""
+ELASTIC_SITES = "in an elastic job sites exchange through a parameter server: means, exact, each site at its own time"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Local:
-    """Settings of low-communication training, for mode `local`: DiLoCo (Douillard et al., arXiv 2311.08105)."""
+    """Settings of low-communication training, for mode `local`: Streaming DiLoCo (arXiv 2501.18512)."""
 
     inner_steps: int | None = None
-    """Train steps from one outer step to the next; a slower site does fewer inner steps in that time, a faster one
-    more. None derives them from measured times, again after each outer step."""
-    computing_share: float = 0.94
-    """Share of the time that is spent computing, if `inner_steps` is derived; the rest goes to outer exchanges. The
-    default is what SparseLoCo reached over the internet (arXiv 2603.08163)."""
+    """Train steps in which each parameter gets one outer step; a slower site does fewer inner steps in that time, a
+    faster one more. None derives them from measured times, again after each outer step: the fewest with which an
+    exchange ends in the time of its round."""
+    fragments: int = 4
+    """Parts of the parameters, which are exchanged one after the other; at most `inner_steps`."""
+    wire: str = "int4"
+    """Format of outer gradients between sites: exact, bf16, int8, int4, int2 or top-k (a 64th of the values, in 2
+    bits). What a format leaves out goes with a later outer step (error feedback)."""
+    computing_share: float = 0.97
+    """Least share of the time that is spent computing, if `inner_steps` is derived; the rest goes to outer steps."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer. With 1 and no momentum an outer step is the mean of the sites' parameters,
-    which is local SGD."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the outer optimizer; 0 to below 1."""
+    """Learning rate of the outer optimizer. With 1 and no momentum an outer step is the mean of the sites' parameters.
+    """
+    outer_momentum: float = 0.5
+    """Nesterov momentum of the outer optimizer; 0 to below 1. DiLoCo's 0.9 overshoots in a training of some hundred
+    steps, by 11 % of the loss (docs/decisions/0043-low-communication-training.md)."""
     sites: Sequence[Sequence[int]] | None = None
     """Ranks of each site; None means those of the cluster file, and without one, one site per node."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
+        is_count, is_number = _is_count, _is_number
         rules = [
+            ("inner_steps", self.inner_steps is None or is_count(self.inner_steps), "1 or more", "to derive it"),
+            ("fragments", is_count(self.fragments), "1 or more", "for 4"),
+            ("wire", self.wire in FORMATS, f"one of {', '.join(FORMATS)}", "for int4"),
             (
-                "inner_steps",
-                self.inner_steps is None or self.inner_steps >= 1,
-                "1 or more",
-                "Leave it out to derive it",
+                "computing_share",
+                is_number(self.computing_share) and 0 < self.computing_share < 1,
+                "between 0 and 1",
+                "for 0.97",
             ),
-            ("computing_share", 0 < self.computing_share < 1, "between 0 and 1", "Leave it out for 0.94"),
-            ("outer_lr", self.outer_lr > 0, "more than 0", "Leave it out for 0.7"),
-            ("outer_momentum", 0 <= self.outer_momentum < 1, "0 to below 1", "Leave it out for 0.9"),
+            ("outer_lr", is_number(self.outer_lr) and self.outer_lr > 0, "more than 0", "for 0.7"),
+            (
+                "outer_momentum",
+                is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1,
+                "0 to below 1",
+                "for 0.5",
+            ),
         ]
         for name, is_valid, expected, do in rules:
             if not is_valid:
-                raise TrainingError(explain(name, got=getattr(self, name), expected=expected, do=do))
+                raise TrainingError(explain(name, got=getattr(self, name), expected=expected, do=f"Leave it out {do}"))
+
+    def as_asynchronous(self) -> Asynchronous:
+        """Return settings with which sites that come and go exchange through a parameter server, as rings do."""
+        return Asynchronous(local_steps=self.inner_steps or ELASTIC_INNER_STEPS)
+
+    @property
+    def format(self) -> OuterFormat:
+        """Format of outer gradients."""
+        return FORMATS[self.wire]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 REDUCTIONS = ("mean", "sum")
@@ -106,6 +144,8 @@ class Script:
     local: Local = field(default_factory=Local)
     weight: SampleWeightTable | Callable[[Any], float] | None = None
     """Weights of the samples, or the script's function of a batch."""
+    wire: str = EXACT
+    """Wire format of the gradients."""
 
     @property
     def is_mean(self) -> bool:
@@ -150,6 +190,7 @@ class Script:
             "num_parameters": sum(1 for _ in self.model.parameters()),  # all that are in DDP's map of used parameters
             "on_failure": self.on_failure,
             "weight": self.weight_digest,
+            "wire": self.wire,
         }
 
 

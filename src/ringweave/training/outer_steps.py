@@ -1,19 +1,26 @@
-"""Mode `local`: sites train by themselves, and tie their parameters together by an outer step now and then.
+"""Mode `local`: sites train by themselves, and tie their parameters together by outer steps.
 
-Inside a site every gradient is reduced, exactly as in mode `balanced`. After a round of inner steps the sites exchange
-once: each gives its outer gradient (the parameters after the last outer step minus its parameters now), and all apply
-the mean, weighted by samples, with the same outer optimizer. An outer step happens between two batches, when the script
-asks for the next one, and at the end of an epoch, so the script stays as it is.
+Inside a site every gradient is reduced, exactly as in mode `balanced`. After each round of inner steps the sites begin
+to exchange one fragment of their outer gradients (the parameters after the last outer step minus the parameters now),
+and apply the mean, weighted by samples, at the end of the next round. So the exchange has a whole round of time, in
+which all compute. At the end of an epoch, and for a checkpoint, all fragments are exchanged at once and waited for:
+then all sites have the same parameters. Outer steps happen between two batches, so the script stays as it is.
 
-Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv 2311.08105).
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv 2311.08105), and
+"Streaming DiLoCo with overlapping communication" (arXiv 2501.18512).
 """
 
 import atexit
 import contextlib
+import statistics
+import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +28,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
-from ringweave.planning import balancing, sites
+from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.planning.sites import RoundSplit, Site, SiteOrder
@@ -32,12 +39,48 @@ from ringweave.training.data.order import LoaderSpec, Portion
 from ringweave.training.data.sources import DrawnBatch, EpochPass, OrderSource, StaticMembership
 from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.options import Local
+from ringweave.training.outer_formats import OuterFormat
+from ringweave.training.outer_optimizer import OuterGradient, OuterOptimizer
 from ringweave.training.timing import StepTimer
 
 FIRST_INNER_STEPS = 16
-"""Inner steps of the first round, if they are derived: no exchange has been measured yet."""
+"""Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 _MIN_CHANGE = 0.2
 """Relative change from which derived inner steps are changed."""
+_NUM_REMEMBERED = 12
+"""Outer steps whose measurements decide about the next rounds: single ones may be of a step or two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteReport:
+    """Report of a site about its round, which travels before its outer gradient."""
+
+    FORMAT: ClassVar[struct.Struct] = struct.Struct("<8d")
+
+    samples: float = 0.0
+    """Samples of the round."""
+    weight: float = 0.0
+    """Samples since the last outer step of the same fragments began."""
+    inner_steps: float = 0.0
+    """Inner steps of the round."""
+    computing_s: float = 0.0
+    """Measured: seconds of the round's inner steps, without outer exchanges and waits for other sites."""
+    blocked_s: float = 0.0
+    """Measured: seconds of the last outer step in which this site did not compute."""
+    exchange_s: float = 0.0
+    """Measured: seconds of the last exchange between leaders; 0 if it was of all fragments, or there was none."""
+    wanted_saves: float = 0.0
+    """Checkpoints that are due, one bit each."""
+    is_broken_off: float = 0.0
+    """1: the script has broken off its pass."""
+
+    def to_tensor(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.FORMAT.pack(*astuple(self))), dtype=torch.uint8)
+
+    @classmethod
+    def of_tensor(cls, content: Tensor) -> "SiteReport":
+        values = cls.FORMAT.unpack(content.numpy().tobytes())
+        return cls(**dict(zip(cls.__slots__, values, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +96,24 @@ class OuterStep:
     inner_steps: tuple[int, ...]
     """Inner steps of each site in the round."""
     computing_s: tuple[float, ...]
-    """Measured: seconds of the round on each site, without the outer exchange and the wait for other sites."""
+    """Measured: seconds of the round's inner steps on each site."""
     wait_s: float
-    """Measured: seconds that rank 0 waited for other sites."""
+    """Measured: seconds that rank 0 waited for the exchange, and for other sites."""
     exchange_s: float
-    """Measured: seconds of the outer exchange on rank 0."""
+    """Measured: seconds of the exchange on rank 0, during which it computed, but for the wait."""
+    blocked_s: float
+    """Measured: seconds of rank 0 for the outer step itself."""
+    sent_bytes: int
+    """Bytes that each site has sent to each other site."""
     next_inner_steps: int
-    """Train steps of the next round."""
+    """Train steps from now on in which each parameter gets one outer step."""
 
 
 class SiteExchange:
-    """Exchanges between sites: one leader for each, and inside a site a broadcast of the result."""
+    """Exchanges between sites: one leader for each, and inside a site a broadcast of the result.
+
+    Each exchange runs in a thread of its own, on groups that nothing else uses, and one ends before the next begins.
+    """
 
     def __init__(self, all_sites: Sequence[Site], rank: int) -> None:
         """Create the groups; all ranks call it alike."""
@@ -73,25 +123,45 @@ class SiteExchange:
         self.is_leader = rank == self.site[0]
         self.site_group = self._create_groups("ringweave")
         self.site_control = ControlGroup(self._create_groups("gloo"))
+        self._relay_group = self._create_groups("gloo")
         leaders = dist.new_group([site[0] for site in self.sites], backend="ringweave")
         self._leaders = leaders if isinstance(leaders, dist.ProcessGroup) and self.is_leader else None
+        self.exchange_s = 0.0
+        """Measured: seconds of the last exchange between the leaders."""
 
-    def sum_over_sites(self, values: Tensor) -> Tensor:
-        """Return the sum over sites, in place; the same bits on all ranks. Only the leader's values count.
+    def start(self, run: Callable[[], None]) -> "Future[None]":
+        """Start to run an exchange in a thread."""
+        future: Future[None] = Future()
 
-        Cost: an allreduce among the leaders over the links between sites, and a broadcast inside each site.
+        def work() -> None:
+            try:
+                run()
+            except BaseException as error:  # the training thread raises it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=work, name="ringweave outer exchange", daemon=True).start()
+        return future
+
+    def gather(self, message: Tensor, num_bytes: int) -> list[Tensor]:
+        """Return the messages of all sites, (num_bytes,) uint8 each; only the leader's own one counts.
+
+        Cost: each leader receives the messages of all others; a broadcast of all inside each site.
         """
+        every = torch.empty((len(self.sites), num_bytes), dtype=torch.uint8)
         if self._leaders is not None:
-            dist.all_reduce(values, group=self._leaders)
-        return self._broadcast_in_site(values)
+            began_s = time.perf_counter()
+            dist.all_gather(list(every), message, group=self._leaders)
+            self.exchange_s = time.perf_counter() - began_s
+        if len(self.site) > 1:
+            dist.broadcast(every, self.site[0], group=self._relay_group)
+        return list(every)
 
     def copy_from_first(self, values: Tensor) -> Tensor:
         """Copy rank 0's values to all ranks, in place."""
         if self._leaders is not None:
             dist.broadcast(values, 0, group=self._leaders)
-        return self._broadcast_in_site(values)
-
-    def _broadcast_in_site(self, values: Tensor) -> Tensor:
         if len(self.site) > 1:
             dist.broadcast(values, self.site[0], group=self.site_group)
         return values
@@ -103,85 +173,32 @@ class SiteExchange:
         return own
 
 
-class OuterOptimizer:
-    """Outer parameters, their optimizer and its counters: the same on all ranks after each outer step."""
+class OuterExchange:
+    """Exchange of this site's outer gradient with those of all other sites, while the script goes on."""
 
-    def __init__(self, model: nn.Module, exchange: SiteExchange, settings: Local) -> None:
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._buffers = [each for each in model.buffers() if each.is_floating_point()]
-        self._exchange, self._settings = exchange, settings
-        self._outer: list[Tensor] = []
-        self._optimizer: torch.optim.SGD | None = None
-        self.num_outer_steps = self.num_train_steps = 0
+    def __init__(self, exchange: SiteExchange, wire: OuterFormat, gradient: OuterGradient, own: SiteReport) -> None:
+        """Start it; `own` is the report that goes along."""
+        self.gradient = gradient
+        self._exchange, self._wire, self._own = exchange, wire, own
+        self.reports: list[SiteReport] = []
+        self.num_bytes = SiteReport.FORMAT.size + gradient.num_bytes(wire)
+        self._future = exchange.start(self._run)
 
-    @torch.no_grad()
-    def take_parameters_once(self) -> None:
-        """Take the present parameters as those of the last outer step, unless there has been one."""
-        if self._optimizer is not None:
-            return
-        self._outer = [_copy_precise(each) for each in self._parameters]
-        momentum = self._settings.outer_momentum
-        self._optimizer = torch.optim.SGD(
-            self._outer, lr=self._settings.outer_lr, momentum=momentum, nesterov=momentum > 0
-        )
+    def wait(self) -> list[SiteReport]:
+        """Return the reports of all sites, once the mean is known."""
+        self._future.result()
+        return self.reports
 
     @torch.no_grad()
-    def step(self, fraction: float) -> None:
-        """Do an outer step; `fraction` is this site's part of the samples of all sites in the round."""
-        assert self._optimizer is not None, "a pass has begun"
-        deltas = [outer - now for outer, now in zip(self._outer, self._parameters, strict=True)]
-        values = torch.cat([each.flatten().to(_widest(deltas)) for each in (*deltas, *self._buffers)]).mul_(fraction)
-        self._exchange.sum_over_sites(values)
-        means = values.split([each.numel() for each in (*deltas, *self._buffers)])
-        for outer, mean in zip(self._outer, means, strict=False):
-            outer.grad = mean.view_as(outer).to(outer.dtype)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        for parameter, outer in zip(self._parameters, self._outer, strict=True):
-            parameter.copy_(outer)
-        for buffer, mean in zip(self._buffers, means[len(deltas) :], strict=True):
-            buffer.copy_(mean.view_as(buffer))
-        self.num_outer_steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return parameters, momentum and counters as of the last outer step."""
-        self.take_parameters_once()
-        assert self._optimizer is not None, "just made"
-        state = self._optimizer.state_dict()["state"]
-        return {
-            "parameters": list(self._outer),
-            "momentum": [state[index].get("momentum_buffer") for index in sorted(state)],
-            "num_outer_steps": self.num_outer_steps,
-            "num_train_steps": self.num_train_steps,
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            ValueError: It is that of another model.
-        """
-        self.take_parameters_once()
-        assert self._optimizer is not None, "just made"
-        if [each.shape for each in state["parameters"]] != [each.shape for each in self._outer]:
-            raise ValueError("outer parameters of other shapes than this model's")
-        for own, loaded in zip(self._outer, state["parameters"], strict=True):
-            own.copy_(loaded)
-        groups = self._optimizer.state_dict()["param_groups"]
-        buffers = {index: {"momentum_buffer": each} for index, each in enumerate(state["momentum"])}
-        self._optimizer.load_state_dict({"state": buffers, "param_groups": groups})
-        self.num_outer_steps, self.num_train_steps = state["num_outer_steps"], state["num_train_steps"]
-
-
-def _copy_precise(parameter: Tensor) -> Tensor:
-    """Return a copy in float32, or in float64 if the parameter is: sums of small changes need it."""
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return parameter.detach().to(dtype, copy=True)
-
-
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
+    def _run(self) -> None:
+        message, length = torch.empty(0, dtype=torch.uint8), SiteReport.FORMAT.size
+        if self._exchange.is_leader:
+            message = torch.cat((self._own.to_tensor(), self.gradient.encode(self._wire)))
+        found = self._exchange.gather(message, self.num_bytes)
+        self.reports = [SiteReport.of_tensor(each[:length]) for each in found]
+        weights = [each.weight for each in self.reports]
+        if sum(weights):
+            self.gradient.set_mean(self._wire, [each[length:] for each in found], weights)
 
 
 @torch.no_grad()
@@ -192,10 +209,10 @@ def copy_first_values(model: nn.Module, exchange: SiteExchange) -> None:
 
 
 class SiteMembership(StaticMembership):
-    """Ranks of all sites. Those of this rank's site share each inner step; an outer step ends a round.
+    """Ranks of all sites. Those of this rank's site share each inner step; a round ends as an outer step begins.
 
-    A rank that breaks off its pass ends it for all sites, at their next outer step: they get no further batch, and no
-    account of the pass. The outer step of that round takes place when the next pass begins.
+    A rank that breaks off its pass ends it for all sites, when they learn of it: they get no further batch, and no
+    account of the pass. When the next pass begins, all sites take the same parameters.
     """
 
     def __init__(
@@ -210,17 +227,18 @@ class SiteMembership(StaticMembership):
     ) -> None:
         """Create it; `control` connects all ranks, `balancer` shares an inner step out in this site."""
         super().__init__(control, balancer, timer, record_account)
-        self._outer, self.rounds, self._begin_step = outer, rounds, timer.begin_step
-        self._notice: Callable[[], list[list[float]]] | None = None
-        """Exchange of a round that was broken off."""
+        self._outer, self.rounds, self._timer = outer, rounds, timer
+        self._running: OuterExchange | None = None
+        self._has_broken_off, self._is_level = False, True
+        """The script has broken off its pass; all sites have the same parameters."""
         self._saves: list[Callable[[int], None]] = []
         self._wanted_saves = 0
-        self.sites = rounds.exchange.sites
+        self.sites, self.site_state = rounds.exchange.sites, outer.unsent
 
     @property
     def num_train_steps(self) -> int:  # pyrefly: ignore - counted here
         """Finished train steps of all sites, as of the last outer step."""
-        return self._outer.num_train_steps
+        return self.rounds.num_train_steps
 
     def portion(self, number: int, batch: Indices) -> Portion:
         return order.portion_of_rank(batch, self.balancer.shares_of(number), self.rounds.exchange.site_control.rank)
@@ -235,7 +253,7 @@ class SiteMembership(StaticMembership):
         self._saves.append(save)
 
         def request() -> bool:
-            if not self.rounds.is_open or self._notice is not None:
+            if self._is_level or self._has_broken_off:
                 return False
             self._wanted_saves |= bit
             return True
@@ -243,34 +261,46 @@ class SiteMembership(StaticMembership):
         return request
 
     def begin_epoch(self, number: int, start: int) -> bool:
-        """Begin a pass; a round that was broken off gets its outer step first."""
+        """Begin a pass; after one that was broken off, all sites take the same parameters first."""
         self._outer.take_parameters_once()
-        if self._notice is not None:
-            notice, self._notice = self._notice, None
-            self._step_outer(notice(), time.perf_counter())
+        self._finish_broken_off()
+        if not self._is_level:
+            self._begin_outer_step(is_of_all=True)
+            self._end_outer_step()
+            self._is_level = True
         return super().begin_epoch(number, start)
 
     def record_received(self, own: Portion) -> None:
         self.progress.num_drawn += 1
         self._received += SampleAccount.from_indices(own.indices)
         self.rounds.count_batch(own.num_total)
+        self._is_level = False
 
     def begin_inner_step(self) -> None:
-        self._begin_step()
+        self._timer.begin_step()
 
     def end_inner_step(self) -> None:
+        self.rounds.end_inner_step()
         self.balancer.pass_step_boundary(self.progress.num_drawn)
 
-    def end_round(self, num_samples: int) -> bool:
-        """End a round of so many samples by an outer step; return False if a rank has broken off the pass."""
-        exchange, began_s = self._start_exchange(is_broken_off=False), time.perf_counter()
-        numbers = exchange()
-        if any(each[0] for each in numbers):
-            self._notice = lambda: numbers
+    def end_round(self, num_samples: int, *, is_last: bool) -> bool:
+        """End a round of so many samples: the outer step of the round before ends, and the next one begins.
+
+        Returns:
+            False if a rank has broken off the pass.
+        """
+        reports = self._end_outer_step()
+        if any(each.is_broken_off for each in reports):
             return False
         self.progress.position += num_samples
-        self._step_outer(numbers, began_s)
-        self._run_saves(int(numbers[0][-1]))
+        wanted = int(max((each.wanted_saves for each in reports), default=0))
+        self._begin_outer_step(is_of_all=is_last or wanted > 0)
+        if is_last or wanted:
+            reports = self._end_outer_step()
+            if any(each.is_broken_off for each in reports):
+                return False
+            self._is_level = True
+            self._run_saves(wanted | int(reports[0].wanted_saves))
         return True
 
     def abort_pass(self, begun: EpochPass) -> None:
@@ -278,20 +308,23 @@ class SiteMembership(StaticMembership):
 
         A save that is due is made at once, with the parameters of this site.
         """
-        if not (self.rounds.is_open and dist.is_initialized()):
+        if self._is_level or not dist.is_initialized():
             return
         self._run_saves(self._wanted_saves)
-        self._notice = self._start_exchange(is_broken_off=True)
-        atexit.register(self._finish_notice)
+        self._has_broken_off, self._wanted_saves = True, 0
+        atexit.register(self._finish_at_exit)
 
     def end_epoch(self, epoch: int) -> EpochAccount | None:  # pyrefly: ignore - none of a pass that is broken off
-        return None if self._notice is not None else super().end_epoch(epoch)
+        return super().end_epoch(epoch) if self._is_level else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._outer.state_dict(), **self.rounds.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it; what was not sent is that of the first site, unless another site's own is loaded after it."""
         self._outer.load_state_dict(state)
+        if self.rounds.exchange.index == 0 and self.rounds.exchange.is_leader:
+            self.site_state.load_state_dict(state)
         self.rounds.load_state_dict(state)
 
     def _run_saves(self, wanted: int) -> None:
@@ -299,24 +332,43 @@ class SiteMembership(StaticMembership):
             if wanted >> index & 1:
                 save(self.num_train_steps)
 
-    def _finish_notice(self) -> None:
+    def _finish_broken_off(self) -> None:
+        """Tell the other sites that this one has broken off its pass, unless one of them has done so before."""
+        if not self._has_broken_off:
+            return
+        if not any(each.is_broken_off for each in self._end_outer_step()):
+            self._begin_outer_step(is_of_all=False, is_broken_off=True)
+            self._end_outer_step()
+        self._has_broken_off = False
+
+    def _finish_at_exit(self) -> None:
         """Keep the process until the other ranks know that the pass is broken off, or are gone."""
-        if self._notice is not None and dist.is_initialized():
+        if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                self._notice()
+                self._finish_broken_off()
 
-    def _start_exchange(self, *, is_broken_off: bool) -> Callable[[], list[list[float]]]:
-        wanted, self._wanted_saves = self._wanted_saves, 0
-        return self.control.start_number_exchange((float(is_broken_off), *self.rounds.own_numbers(), wanted))
+    def _begin_outer_step(self, *, is_of_all: bool, is_broken_off: bool = False) -> None:
+        began_s = time.perf_counter()
+        fragments = self.rounds.next_fragments(is_of_all=is_of_all)
+        gradient = self._outer.begin_step(fragments)
+        report = self.rounds.close_round(fragments, self._wanted_saves, is_broken_off=is_broken_off)
+        self._wanted_saves = 0
+        self._running = OuterExchange(self.rounds.exchange, self.rounds.wire, gradient, report)
+        self.rounds.blocked_s = time.perf_counter() - began_s
 
-    def _step_outer(self, numbers: list[list[float]], began_s: float) -> None:
+    def _end_outer_step(self) -> list[SiteReport]:
+        """End the outer step in progress, if there is one; return the reports of all sites about it."""
+        running, self._running = self._running, None
+        if running is None:
+            return []
+        began_s = time.perf_counter()
+        reports = running.wait()
         ready_s = time.perf_counter()
-        fraction = self.rounds.fraction_of_samples(numbers)
-        if fraction is not None:
-            self._outer.step(fraction)
-            self._outer.num_train_steps += self.rounds.train_steps(numbers)
-        times_s = ready_s - began_s, time.perf_counter() - ready_s
-        self.rounds.close(numbers, self._outer.num_outer_steps, self._outer.num_train_steps, times_s)
+        if any(each.weight for each in reports):
+            self._outer.apply_step(running.gradient)
+        self.rounds.blocked_s += time.perf_counter() - ready_s
+        self.rounds.record_step(reports, ready_s - began_s, running.num_bytes)
+        return reports
 
 
 class RoundControl:
@@ -327,88 +379,120 @@ class RoundControl:
     ) -> None:
         """Create it; `record` is called on every rank with each outer step."""
         self.exchange, self._settings, self._record = exchange, settings, record
+        self.wire = settings.format
         first = settings.inner_steps or FIRST_INNER_STEPS
         speeds = tuple(float(len(site)) for site in exchange.sites)
-        self.split = RoundSplit(batch_samples=batch_samples, inner_steps=first, speeds=speeds)
-        self._num_samples = self._num_inner_steps = 0
-        self._began_s = time.perf_counter()
-        self._exchange_s = 0.0
+        fragments = min(settings.fragments, first)
+        self.split = RoundSplit(batch_samples=batch_samples, inner_steps=first, speeds=speeds, fragments=fragments)
+        self.num_outer_steps = self.num_train_steps = 0
+        self.blocked_s = 0.0
+        self._num_samples = self._total_samples = 0
+        self._begun_at = [0] * fragments
+        """Samples of this site when the last outer step of each fragment began."""
+        self._step_s: list[float] = []
+        self._step_began_s = 0.0
+        self._is_of_all = False
+        self._recent: deque[Sequence[SiteReport]] = deque(maxlen=_NUM_REMEMBERED)
 
-    @property
-    def is_open(self) -> bool:
-        """Inner steps of this site have begun that no outer step has ended yet."""
-        return self._num_inner_steps > 0
-
-    def begin(self) -> None:
-        """Begin a round: from here on, this site computes."""
-        self._began_s = time.perf_counter()
+    def begin_inner_step(self) -> None:
+        """Begin an inner step: from here on, this site computes."""
+        self._step_began_s = time.perf_counter()
 
     def count_batch(self, num_samples: int) -> None:
         """Count an inner step of so many samples of this site."""
         self._num_samples += num_samples
-        self._num_inner_steps += 1
 
-    def own_numbers(self) -> tuple[float, ...]:
-        """Return samples, inner steps and seconds of the round, and the seconds of the last exchange."""
-        return self._num_samples, self._num_inner_steps, time.perf_counter() - self._began_s, self._exchange_s
+    def end_inner_step(self) -> None:
+        self._step_s.append(time.perf_counter() - self._step_began_s)
 
-    def fraction_of_samples(self, numbers: Sequence[Sequence[float]]) -> float | None:
-        """Return this site's part of the samples of a round; None if no site has any."""
-        samples = self._of_leaders(numbers, 1)
-        return samples[self.exchange.index] / sum(samples) if sum(samples) else None
+    def next_fragments(self, *, is_of_all: bool) -> tuple[int, ...]:
+        """Return the fragments of the next outer step: one after the other, or all."""
+        num = self.split.fragments
+        self._is_of_all = is_of_all and num > 1
+        return tuple(range(num)) if is_of_all else (self.num_outer_steps % num,)
 
-    def train_steps(self, numbers: Sequence[Sequence[float]]) -> int:
-        """Return the train steps that the round makes."""
-        return -(-int(sum(self._of_leaders(numbers, 1))) // self.split.batch_samples)
+    def close_round(self, fragments: Sequence[int], wanted_saves: int, *, is_broken_off: bool) -> SiteReport:
+        """Close the round with the begin of an outer step of these fragments; return the report about it."""
+        self._total_samples += self._num_samples
+        last = min(self._begun_at[each] for each in fragments)
+        for each in fragments:
+            self._begun_at[each] = self._total_samples
+        # The median: a step in which the script evaluates its model tells nothing about computing.
+        computing_s = statistics.median(self._step_s) * len(self._step_s) if self._step_s else 0.0
+        report = SiteReport(
+            samples=self._num_samples,
+            weight=self._total_samples - last,
+            inner_steps=len(self._step_s),
+            computing_s=computing_s,
+            blocked_s=self.blocked_s,
+            exchange_s=self.exchange.exchange_s,
+            wanted_saves=wanted_saves,
+            is_broken_off=is_broken_off,
+        )
+        self._num_samples, self._step_s = 0, []
+        return report
 
-    def close(self, numbers: Sequence[Sequence[float]], outer_steps: int, train_steps: int, times_s: Any) -> None:
-        """Close the round after its outer step; divide the next ones by what was measured.
+    def record_step(self, reports: Sequence[SiteReport], wait_s: float, num_bytes: int) -> None:
+        """Record an outer step; divide the rounds after the present one by what was measured.
 
         Args:
-            numbers: What each rank gave: broken off, and `own_numbers`.
-            outer_steps: Outer steps so far.
-            train_steps: Train steps so far.
-            times_s: Seconds of waiting for other sites, and of the outer exchange, on this rank.
+            reports: Reports of all sites, by site.
+            wait_s: Seconds that this rank waited.
+            num_bytes: Bytes of each site's message.
         """
-        samples, steps, computing_s = (self._of_leaders(numbers, place) for place in (1, 2, 3))
-        exchange_s = max(each[4] for each in numbers)
-        num_steps = self.train_steps(numbers)
-        self.split = self.split.with_measured(samples, computing_s)
-        if self._settings.inner_steps is None and exchange_s > 0 and num_steps:
-            self._derive_inner_steps(max(computing_s) / num_steps, exchange_s)
-        self._num_samples = self._num_inner_steps = 0
-        self._exchange_s = times_s[1]
+        samples, computing_s = [each.samples for each in reports], [each.computing_s for each in reports]
+        num_steps = -(-int(sum(samples)) // self.split.batch_samples)
+        self.num_outer_steps += 1
+        self.num_train_steps += num_steps
+        self._recent.append(reports)
+        self._divide_next_rounds()
+        measured_s = self.exchange.exchange_s
+        if self._is_of_all:
+            self.exchange.exchange_s = 0.0
         self._record(
             OuterStep(
-                number=outer_steps,
-                train_steps=train_steps,
+                number=self.num_outer_steps,
+                train_steps=self.num_train_steps,
                 samples=tuple(map(int, samples)),
-                inner_steps=tuple(map(int, steps)),
+                inner_steps=tuple(int(each.inner_steps) for each in reports),
                 computing_s=tuple(computing_s),
-                wait_s=times_s[0],
-                exchange_s=times_s[1],
+                wait_s=wait_s,
+                exchange_s=measured_s,
+                blocked_s=self.blocked_s,
+                sent_bytes=num_bytes,
                 next_inner_steps=self.split.inner_steps,
             )
         )
 
+    def _divide_next_rounds(self) -> None:
+        """Divide the next rounds by what all ranks have measured in the last ones."""
+        by_site = list(zip(*self._recent, strict=True))
+        samples = [sum(each.samples for each in site) for site in by_site]
+        computing_s = [sum(each.computing_s for each in site) for site in by_site]
+        self.split = self.split.with_measured(samples, computing_s)
+        exchanges_s = [min(each.exchange_s for each in reports) for reports in self._recent]
+        exchanges_s = [each for each in exchanges_s if each > 0]
+        if self._settings.inner_steps is not None or not exchanges_s or min(computing_s) <= 0:
+            return
+        blocked_s = statistics.median(max(each.blocked_s for each in reports) for reports in self._recent)
+        step_s = max(computing_s) / (sum(samples) / self.split.batch_samples)
+        share = self._settings.computing_share
+        self.split = self.split.fitted(step_s, statistics.median(exchanges_s), blocked_s, share, _MIN_CHANGE)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"inner_steps": self.split.inner_steps, "speeds": list(self.split.speeds)}
+        return {
+            "inner_steps": self.split.inner_steps,
+            "speeds": list(self.split.speeds),
+            "num_outer_steps": self.num_outer_steps,
+            "num_train_steps": self.num_train_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the division of rounds; speeds of another number of sites, and inner steps that are set, stay."""
         speeds = tuple(state["speeds"]) if len(state["speeds"]) == len(self.exchange.sites) else self.split.speeds
         steps = self._settings.inner_steps or int(state["inner_steps"])
-        self.split = RoundSplit(batch_samples=self.split.batch_samples, inner_steps=steps, speeds=speeds)
-
-    def _derive_inner_steps(self, step_s: float, exchange_s: float) -> None:
-        wanted = sites.inner_steps_for_share(step_s, exchange_s, self._settings.computing_share)
-        if abs(wanted - self.split.inner_steps) > _MIN_CHANGE * self.split.inner_steps:
-            self.split = RoundSplit(
-                batch_samples=self.split.batch_samples, inner_steps=wanted, speeds=self.split.speeds
-            )
-
-    def _of_leaders(self, numbers: Sequence[Sequence[float]], place: int) -> list[float]:
-        return [numbers[site[0]][place] for site in self.exchange.sites]
+        self.split = replace(self.split, inner_steps=steps, speeds=speeds)
+        self.num_outer_steps, self.num_train_steps = state["num_outer_steps"], state["num_train_steps"]
 
 
 class SiteSource(OrderSource):
@@ -456,17 +540,17 @@ class SiteSource(OrderSource):
         own_order = SiteOrder(indices=indices, split=rounds.split, site=rounds.exchange.index)
         reader = self._reader.batches(own_order, members.progress.num_drawn)  # pyrefly: ignore - read like an epoch's order
         self._num_left = own_order.num_batches
-        for num_samples, num_inner_steps in own_order.rounds:
-            rounds.begin()
+        for number, (num_samples, num_inner_steps) in enumerate(own_order.rounds, 1):
             step_samples = num_samples / -(-num_samples // self.spec.batch_samples)
             for _ in range(num_inner_steps):
+                rounds.begin_inner_step()
                 members.begin_inner_step()
                 batch, own = next(reader)
                 members.record_received(own)
                 self._num_left -= 1
                 yield batch, own, own.num_total / step_samples
                 members.end_inner_step()
-            if not members.end_round(num_samples):
+            if not members.end_round(num_samples, is_last=number == len(own_order.rounds)):
                 return None
             num_done += num_samples
             if rounds.split != own_order.split:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ringweave.comm import default_group, group_info
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import WorkerEnvironment, check_wire
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.versions import StalenessPolicy
@@ -36,7 +36,8 @@ from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous, Local, Script
-from ringweave.training.outer_steps import OuterOptimizer, RoundControl, SiteExchange, SiteMembership, SiteSource
+from ringweave.training.outer_optimizer import OuterOptimizer
+from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
 from ringweave.training.rings import server_job, startup_rendezvous
 from ringweave.training.rings.elastic_ring import ElasticRing
@@ -55,7 +56,7 @@ from ringweave.training.timing import StepTimer
 Prepared = tuple[Any, Optimizer, SharedLoader]
 """Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
 """
-_MUST_MATCH = ("mode", "reduction", "weight", "local", "order", "batch_samples", "num_samples", "drop_last")
+_MUST_MATCH = ("mode", "reduction", "weight", "wire", "local", "order", "batch_samples", "num_samples", "drop_last")
 Reports = list[dict[str, Any]]
 """Reports of all ranks about themselves and their scripts."""
 
@@ -74,6 +75,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     extra_state: Mapping[str, Any] | None = None,
     on_failure: str = "recompute",
     weight: Sequence[float] | Callable[[Any], float] | None = None,
+    wire: str | None = None,
 ) -> Prepared:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
@@ -112,9 +114,13 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             sample of the data set, or a function that gets a batch from the loader and returns its weight. With a
             function the workers exchange their weights while the model computes; it works in modes sync and balanced
             without `--elastic`. A batch must have some weight.
+        wire: Format in which gradients pass the links that bind: `exact`; `bf16`, `int8` or `int4`, with error
+            feedback, the same bits on all ranks; `auto`: bf16 or int8 where the forecast gains 10 % or more. Gradients
+            of other types than float32 stay exact, and so do those of a sharded model. None is that of
+            `ringweave run --wire`, or else exact.
 
     Raises:
-        UsageError: The mode does not exist, or its server was not started.
+        UsageError: The mode or the format does not exist, or the mode's server was not started.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
         PeerError: A worker does not take part in the speed test.
@@ -140,6 +146,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         extra_state=dict(extra_state or {}),
         on_failure=on_failure,
         weight=weights,
+        wire=environment.wire if wire is None else check_wire(wire, where="prepare"),
     )
     if gradients.is_sharded(model):
         found = _prepare_sharded(script, environment)
@@ -162,8 +169,10 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
-    modes.check_elastic_mode(mode)
-    has_server, settings = mode in modes.SERVER_MODES, script.settings
+    has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
+    if mode == modes.LOCAL:
+        settings = script.local.as_asynchronous()
+        script, reason = dataclasses.replace(script, settings=settings), f"{reason}; {options.ELASTIC_SITES}"
     if has_server:
         server_job.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
@@ -234,7 +243,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
             )
         return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
     if mode == modes.LOCAL:
-        all_sites = _find_sites(script.local, reports)
+        all_sites = sites.sites_of(script.local.sites, reports)
         if len(all_sites) > 1:
             return _prepare_sites(script, environment, reports, control, recorder, all_sites)
         reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
@@ -242,7 +251,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
-    reducer = GradientReducer(process_group=None, timer=timer)
+    reducer = GradientReducer(process_group=None, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
     meter = meters.find_meter(parallel.module)
@@ -298,6 +307,7 @@ def _gather_reports(
         "mode": mode,
         "reduction": script.reduction,
         "weight": script.weight_digest,
+        "wire": script.wire,
         **_describe_for_sites(script, environment, mode),
         "seed": script.seed,
         "cap": script.max_samples,
@@ -326,17 +336,6 @@ def _describe_for_sites(script: Script, environment: WorkerEnvironment, mode: st
     return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}
 
 
-def _find_sites(settings: Local, reports: Reports) -> tuple[Site, ...]:
-    """Return the sites that the script names, else those of the cluster file or of the nodes.
-
-    Raises:
-        TrainingError: A rank is in none of the sites that the script names, or in two.
-    """
-    if settings.sites is not None:
-        return sites.check_sites(settings.sites, len(reports))
-    return sites.find_sites(reports)
-
-
 def _prepare_sites(
     script: Script,
     environment: WorkerEnvironment,
@@ -359,13 +358,13 @@ def _prepare_sites(
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
     recorder.sites_formed(all_sites, rounds.split.inner_steps)
-    reducer = GradientReducer(process_group=exchange.site_group, timer=timer)
+    reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
     meter = meters.find_meter(parallel.module)
     memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
-    outer = OuterOptimizer(parallel.module, exchange, script.local)
+    outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
     source = SiteSource(script.loader, script.spec, reports[0]["seed"], membership)
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
@@ -416,7 +415,7 @@ def _prepare_static_rings(
     ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
     timer = _step_timer(script, environment)
-    reducer = GradientReducer(process_group=ring_groups[0], timer=timer)
+    reducer = GradientReducer(process_group=ring_groups[0], timer=timer, wire=script.wire)
     broadcast_untrained(script.model, parameters, control)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, optimizer)  # the script's own optimizer: it takes the local steps

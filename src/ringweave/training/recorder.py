@@ -158,6 +158,11 @@ class ElasticRecorder:
     def shares_changed(self, batch_number: int, change: ShareChange) -> None:
         self._write_if_primary(lambda: self._recorder.shares_changed(batch_number, change))
 
+    def residuals_lost(self, members: Sequence[str], wire: str) -> None:
+        """Record that members are gone, and with them what encoding had left of their gradients."""
+        fields = {"rank": 0, "members": list(members), "reason": f"these workers are gone; gradients travel in {wire}"}
+        self._write_if_primary(lambda: self._log.write("residuals_lost", **fields) if self._log else None)
+
     def samples_lost(self, commit: Commit, num_lost: int) -> None:
         self._write_if_primary(lambda: self._write_lost(commit, num_lost))
 

@@ -274,10 +274,6 @@ class StepTimer:
         step.ended_s = self._timeline.host_s()
         self._ended_steps.append(step)
 
-    def take_times(self) -> list[tuple[int, float]]:
-        """Return (samples, seconds) of each step measured since the last call."""
-        return [(step.num_samples, step.seconds) for step in self.take_measured_steps()]
-
     def take_measured_steps(self) -> list[MeasuredStep]:
         """Return the steps measured since the last call."""
         taken: list[MeasuredStep] = []

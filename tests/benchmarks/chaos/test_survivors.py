@@ -61,6 +61,15 @@ def test_steps_that_a_newcomer_does_again_at_once_are_not_its_usual_ones() -> No
     assert (toll.survivors, toll.stall_s, toll.stall_median_s) == (2, pytest.approx(1.0), pytest.approx(1.0))
 
 
+def test_the_usual_step_of_one_that_has_only_replayed_steps_is_that_of_its_peers() -> None:
+    """Worker 1 catches up before 12.5, and worker 0 is killed before its next step."""
+    again = steps(1, *(12.3 + number / 100 for number in range(20)))
+    level = {"time": 12.495, "kind": "members_caught_up", "members": ["1.1"]}
+    later = [fault("at 12.9s kill worker 0", 12.9), epoch(13.0, ["1.1", "2.0"], [])]
+    toll = member_impacts.measure_fault_impacts(sorted([*killed(), *again, level, *later], key=_time))[-1]
+    assert (toll.survivors, toll.stall_s) == (2, pytest.approx(0.0, abs=0.02))
+
+
 def test_nobody_joins_by_an_epoch_that_a_coordinator_which_takes_over_says_again() -> None:
     again = next(each for each in killed() if each.get("newcomers") == ["1.1"])
     events = sorted([*killed(), {**again, "time": 13.0}, *steps(0, 16.0), *steps(2, 16.0)], key=_time)

@@ -109,7 +109,8 @@ def test_the_plan_says_where_the_parameter_servers_of_an_elastic_job_are(ask) ->
     code, _, err = ask("submit", "job.yaml", "--mode", "ps-hra", "--standby", "--dry-run")
     assert code == 2
     assert (
-        "standby: 'mode ps-hra without elastic', expected an elastic job with mode ps-hra or ps. Leave standby" in err
+        "standby: 'mode ps-hra without elastic', expected an elastic job with mode ps-hra, ps or local. Leave standby"
+        in err
     )
 
 

@@ -23,6 +23,7 @@ def measured(log: EventLog, **changes) -> None:
         "window": 8,
         "ahead": None,
         "predicted_s": 1.0,
+        "wire": "exact",
         "measured_s": 1.25,
         "rounds": 9,
     }

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from ringweave.accept_limits import AcceptLimits
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport import connect as transport_connect
 from ringweave.comm.transport.connect import ChannelListener, ConnectionManager, open_listeners
 
 TOKEN = b"0123456789abcdef"
 NEVER = float("inf")
+DEADLINE_S = AcceptLimits().deadline_s
 
 
 class Called:
@@ -67,26 +69,25 @@ def test_a_caller_that_says_nothing_yet_keeps_nobody_waiting_and_is_answered_whe
 def test_a_caller_that_says_nothing_at_all_is_hung_up_on(called: Called) -> None:
     silent = called.connect()
     assert called.answer(2) is None
-    called.now_s = transport_connect._HELLO_TIMEOUT_S - 0.1
+    called.now_s = DEADLINE_S - 0.1
     assert called.answer(1) is None
     silent.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         silent.recv(1)
     silent.settimeout(100)
-    called.now_s = transport_connect._HELLO_TIMEOUT_S
+    called.now_s = DEADLINE_S
     assert called.answer(1) is None
     assert silent.recv(1) == b""
 
 
-def test_so_many_are_listened_to_at_a_time(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_connect, "_MAX_PENDING", 2)
-    for _ in range(2):
-        called.connect()
-        assert called.answer(2) is None
+def test_silent_callers_never_keep_out_one_that_speaks(called: Called) -> None:
+    silent = [called.connect() for _ in range(AcceptLimits().max_pending_per_source + 10)]
+    for _ in silent:
+        called.answer(1)
     called.connect().sendall(hello(2))
-    assert called.answer(2) is None
-    called.now_s = transport_connect._HELLO_TIMEOUT_S
     assert called.answer(100) == 2
+    assert called.switchboard._incoming._limiter.num_pending <= AcceptLimits().max_pending_per_source
+    assert silent[0].recv(1) == b"", "the oldest one had to go"
 
 
 def test_an_abort_hangs_up_on_those_who_have_said_nothing(called: Called) -> None:

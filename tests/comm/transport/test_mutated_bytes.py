@@ -1,6 +1,5 @@
 """What a stranger can do with bytes at the door of a rank, and what a peer can do with a header."""
 
-import math
 import random
 import select
 import socket
@@ -44,11 +43,11 @@ def caller(switchboard: ConnectionManager, data: bytes) -> tuple[int, int] | Non
     ours.setblocking(False)
     theirs.sendall(data)
     theirs.close()
-    known._pending[ours.fileno()] = connect._IncomingConnection(ours, math.inf)
+    known._pending[ours.fileno()] = connect._PendingConnection(ours)
     with ours:
         while known._pending:
             said = known.wait_hello(60.0)
-        return switchboard._identify(said[0]) if said is not None else None
+        return switchboard._identify(*said) if said is not None else None
 
 
 @pytest.mark.slow

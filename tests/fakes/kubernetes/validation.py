@@ -130,9 +130,11 @@ def rule_definition_problems(schema: RuleSchema, path: str) -> Iterator[str]:
         yield from rule_definition_problems(schema["items"], f"{path}.items")
 
 
-def _broken_rule(rule: Mapping[str, str], value: Any, old: Any, path: str) -> Iterator[str]:
+def _broken_rule(rule: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[str]:
     variables = {"self": value}
-    if "oldSelf" in rule["rule"]:
+    if rule.get("optionalOldSelf"):
+        variables["oldSelf"] = cel.OptionalValue.none() if old is MISSING else cel.OptionalValue.of(True)
+    elif "oldSelf" in rule["rule"]:
         if old is MISSING:
             return  # a transition rule does not apply to a new value
         variables["oldSelf"] = old
@@ -145,7 +147,7 @@ def _broken_rule(rule: Mapping[str, str], value: Any, old: Any, path: str) -> It
         yield f'{path}: Invalid value: "{_format_value(value)}": {_rule_message(rule, variables)}'
 
 
-def _rule_message(rule: Mapping[str, str], variables: Mapping[str, Any]) -> str:
+def _rule_message(rule: Mapping[str, Any], variables: Mapping[str, Any]) -> str:
     if "messageExpression" in rule:
         try:
             return str(evaluate_cel(rule["messageExpression"], variables))

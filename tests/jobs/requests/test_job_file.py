@@ -178,11 +178,9 @@ def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
     assert jobs_request.parse_request(TWO_NODES, {"elastic": JobFlag(name="--elastic", value={"min": 4})}) == request
 
 
-def test_a_job_of_mode_local_is_not_elastic() -> None:
+def test_a_job_of_mode_local_may_be_elastic_and_have_a_standby() -> None:
     assert jobs_request.parse_request(f"{TWO_NODES}mode: local\n").mode == "local"
-    text = r"mode of an elastic job: 'local', expected one of auto, .*, ps\. Take ps-hra with Asynchronous"
-    with pytest.raises(JobError, match=text):
-        jobs_request.parse_request(f"{TWO_NODES}mode: local\nelastic: {{min: 4}}\n")
+    assert jobs_request.parse_request(f"{TWO_NODES}mode: local\nelastic: {{min: 4}}\nstandby: true\n").standby
 
 
 def test_an_elastic_job_may_have_a_standby_server() -> None:
@@ -190,7 +188,7 @@ def test_an_elastic_job_may_have_a_standby_server() -> None:
     assert request.standby
     assert jobs_request.parse_request(str(request)) == request
     for rest, got in (("mode: ps\n", "'mode ps without elastic'"), ("elastic: {min: 4}\n", "'mode auto'")):
-        with pytest.raises(JobError, match=rf"standby: {got}, expected an elastic job with mode ps-hra or ps\."):
+        with pytest.raises(JobError, match=rf"standby: {got}, expected an elastic job with mode ps-hra, ps or local\."):
             jobs_request.parse_request(f"{TWO_NODES}{rest}standby: true\n")
     one_node = "name: a\ncpu_workers: 3\nscript: a.py\nnodes: [{capacity: 3}]\nmode: ps\nelastic: {min: 2}\n"
     with pytest.raises(JobError, match=r"standby: 'one node', expected two nodes or more: one can be lost\."):

@@ -94,7 +94,10 @@ def test_a_script_without_prepare_starts_again_as_a_whole_and_it_is_said(start, 
     [
         (["--elastic", "3:2"], "--elastic: '3:2', expected MIN:MAX"),
         (["--elastic", "3:4", "--workers", "2"], "--elastic: '3:4', expected MIN <= 2 workers <= MAX"),
-        (["--elastic", "1:4", "--mode", "auto", "--standby"], "--standby with --mode: 'auto', expected ps-hra or ps"),
+        (
+            ["--elastic", "1:4", "--mode", "auto", "--standby"],
+            "--standby with --mode: 'auto', expected ps-hra, ps or local",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(start, script, arguments: list[str], text: str) -> None:

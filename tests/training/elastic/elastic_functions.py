@@ -1,6 +1,7 @@
 """What workers of elastic jobs in tests run."""
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.errors import PeerError
 from ringweave.planning.balancing import Speed, SpeedEstimator
+from ringweave.training.elastic import recovery
 from ringweave.training.elastic.session import SessionThread
 from tests.fakes.elastic_job import own_member, send_message
 
@@ -54,6 +56,11 @@ def stand_still() -> NoReturn:
     raise AssertionError("nobody lets it go on")
 
 
+def set_step_time(*, restarts: bool) -> None:
+    """Let a step seem to take no time beside an exchange of gradients, or far longer."""
+    recovery.compute_s = lambda members, batch_samples: -1.0 if restarts else math.inf
+
+
 def train(
     num_epochs: int = 2,
     faults: Mapping[str, tuple[int, str]] | None = None,
@@ -66,8 +73,10 @@ def train(
     """Train, telling what is drawn and done. A step that is repeated for missing samples is told twice.
 
     `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are five
-    times as long.
+    times as long. `on_failure` as of `prepare`, and "restart": members compute a whole step anew if it misses samples.
     """
+    set_step_time(restarts=on_failure == "restart")
+    on_failure = "recompute" if on_failure == "restart" else on_failure
     model = make_model(hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
@@ -137,11 +146,15 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
     raise AssertionError("more epochs than steps")
 
 
-def train_accumulating(num_epochs: int, faults: Mapping[str, tuple[int, str]], pause_s: float = 0.0) -> dict[str, Any]:
+def train_accumulating(
+    num_epochs: int, faults: Mapping[str, tuple[int, str]], pause_s: float = 0.0, restarts: bool = False
+) -> dict[str, Any]:
     """Train by steps of two batches, with clipping and a schedule; missing samples are recomputed.
 
-    `faults` are member -> (number of the batch through all epochs, moment) of its death.
+    `faults` are member -> (number of the batch through all epochs, moment) of its death. With `restarts`,
+    members compute a whole step anew if it misses samples.
     """
+    set_step_time(restarts=restarts)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)

@@ -8,6 +8,7 @@ from ringweave.training.elastic.accounting import SampleAccounting, samples_of_m
 from ringweave.training.elastic.retained_reductions import (
     NUM_ROW_WORDS,
     Commit,
+    PartialSums,
     ReductionRow,
     row_to_tensor,
     rows_of_tensor,
@@ -73,6 +74,42 @@ def test_missing_samples_are_computed_next_and_then_none_is_lost() -> None:
     assert account.expected == SampleAccount.from_indices(range(24))
 
 
+def test_a_step_that_restarts_has_no_sample_and_all_are_missing() -> None:
+    books, left = SampleAccounting(recomputes=True), ("0.0", "2.0")
+    for first in (0, 12):
+        books.record_batch(np.arange(first, first + 12), ROSTER)
+    void = (ReductionRow(num_planned=books.num_planned, restarts_step=True),) * 2
+    commit = Commit(number=1, members=left, rows=void)
+    assert commit.is_partial
+    assert books.record_commit(commit) == 24
+    assert [each.indices.tolist() for each in books.missing] == [list(range(12)), list(range(12, 24))]
+    for _ in range(2):
+        books.record_next_missing(BatchShares(first_batch=2, members=left, shares=(6, 6)))
+    assert books.record_commit(Commit(number=2, members=left, rows=rows(books, left))) == 0
+    assert books.epoch_account().is_exact
+
+
+def test_members_of_which_some_restart_a_step_are_found_out() -> None:
+    commit = Commit(number=7, members=("0.0", "2.0"), rows=(ReductionRow(), ReductionRow(restarts_step=True)))
+    with pytest.raises(TrainingError, match=r"reduction 7: some members restart the step, expected all or none"):
+        SampleAccounting().record_commit(commit)
+
+
+def test_sums_that_were_kept_outlast_a_restart_of_the_rest() -> None:
+    kept, part, void = (
+        PartialSums(),
+        ReductionRow(account=SampleAccount.from_indices([1]), num_planned=2),
+        torch.ones(1),
+    )
+    kept.complete(Commit(number=1, members=("0.0",), rows=(part,), used_bits=1), [torch.full((1,), 5.0)])
+    restart = ReductionRow(num_planned=1, restarts_step=True)
+    kept.complete(Commit(number=2, members=("0.0",), rows=(restart,)), [void])
+    assert void.item() == 0
+    rest, whole = torch.full((1,), 2.0), ReductionRow(account=SampleAccount.from_indices([2]), num_planned=1)
+    assert kept.complete(Commit(number=3, members=("0.0",), rows=(whole,), used_bits=2), [rest]) == 3
+    assert rest.item() == 7
+
+
 def test_missing_samples_that_no_pass_computes_are_lost() -> None:
     books = SampleAccounting(recomputes=True)
     books.record_batch(np.arange(12), ROSTER)
@@ -113,6 +150,7 @@ def test_members_that_say_something_else_are_found_out() -> None:
         ReductionRow(account=SampleAccount(num_samples=3, fingerprint=2**64 - 1), num_planned=9),
         ReductionRow(is_recovering=True),
         ReductionRow(is_caught_up=True, is_recovering=True),
+        ReductionRow(num_planned=9, restarts_step=True),
         ReductionRow(speed=Speed(s_per_sample=0.001, overhead_samples=2.5, noise=0.1)),
     ],
 )

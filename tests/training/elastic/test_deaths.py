@@ -99,6 +99,11 @@ def drawn_in(job: ElasticJob, member: str, step: int) -> list[int]:
     return [each for said, _ in job.messages(member) if said[:2] == ("drawn", step) for each in said[2]]
 
 
+def draws(job: ElasticJob, member: str) -> list[tuple[int, list[int]]]:
+    """(step, samples) of each batch that the member drew."""
+    return [(said[1], said[2]) for said, _ in job.messages(member) if said[0] == "drawn"]
+
+
 def done_steps(job: ElasticJob, member: str) -> list[int]:
     return [said[1] for said, _ in job.messages(member) if said[0] == "done"]
 
@@ -143,9 +148,12 @@ RECOMPUTED = [
 """Steps 7 and 15 are the last ones of an epoch. Samples of a member that dies after a step are missing in the next."""
 
 
+@pytest.mark.parametrize("on_failure", ["recompute", "restart"])
 @pytest.mark.parametrize(("mode", "faults"), RECOMPUTED)
-def test_samples_of_lost_members_are_computed_in_the_same_step(mode: str, faults: dict[str, tuple[int, str]]) -> None:
-    arguments = (elastic_functions.train, 4, 2, faults, 0.0, "", mode, elastic_functions.HIDDEN, "recompute")
+def test_samples_of_lost_members_are_computed_in_the_same_step(
+    mode: str, faults: dict[str, tuple[int, str]], on_failure: str
+) -> None:
+    arguments = (elastic_functions.train, 4, 2, faults, 0.0, "", mode, elastic_functions.HIDDEN, on_failure)
     with ElasticJob(*arguments) as job:
         left = [member for member in job.members if member not in faults]
         values = [value_of(job, member) for member in left]
@@ -161,8 +169,14 @@ def test_samples_of_lost_members_are_computed_in_the_same_step(mode: str, faults
             repeated = {step for step in steps if steps.count(step) > 1}
             lossy = {at + (moment in COUNTS_AFTER) for at, moment in faults.values()}
             assert repeated <= lossy | {at for at, _ in faults.values()}, "no step without a loss is repeated"
+            for step in repeated:
+                drawn = [[own for at, own in draws(job, each) if at == step] for each in job.members]
+                last = [each[-1] for each in drawn if len(each) == steps.count(step)]
+                is_whole = sum(map(len, last)) == elastic_functions.BATCH
+                assert is_whole == (on_failure == "restart"), f"step {step}: {drawn}"
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["missing samples", "whole step"])
 @pytest.mark.parametrize(
     "faults",
     [
@@ -173,9 +187,9 @@ def test_samples_of_lost_members_are_computed_in_the_same_step(mode: str, faults
     ids=["first and second batch", "two in one step", "end of an epoch"],
 )
 def test_accumulated_batches_clipping_and_a_schedule_are_those_of_a_run_without_a_loss(
-    faults: dict[str, tuple[int, str]],
+    faults: dict[str, tuple[int, str]], restarts: bool
 ) -> None:
-    with ElasticJob(elastic_functions.train_accumulating, 4, 2, faults) as job:
+    with ElasticJob(elastic_functions.train_accumulating, 4, 2, faults, 0.0, restarts) as job:
         left = [member for member in job.members if member not in faults]
         values = [value_of(job, member) for member in left]
         check_alike(values)
@@ -188,9 +202,10 @@ def test_accumulated_batches_clipping_and_a_schedule_are_those_of_a_run_without_
         assert any(said[2] for said, _ in job.messages(left[0]) if said[0] == "done"), "a step missed samples"
 
 
-def test_a_worker_that_joins_repeats_steps_that_missed_samples() -> None:
+@pytest.mark.parametrize("restarts", [False, True], ids=["missing samples", "whole step"])
+def test_a_worker_that_joins_repeats_steps_that_missed_samples(restarts: bool) -> None:
     faults = {"1.0": (2, "backward")}
-    with ElasticJob(elastic_functions.train_accumulating, 4, 24, faults, 0.1) as job:
+    with ElasticJob(elastic_functions.train_accumulating, 4, 24, faults, 0.1, restarts) as job:
         assert job.outcome("1.0").exit_code == -signal.SIGKILL
         newcomer = job.start_worker(1, 1)
         job.wait_message(newcomer, lambda said: said == ("prepared",))

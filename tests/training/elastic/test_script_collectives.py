@@ -301,6 +301,8 @@ def test_what_is_no_log_of_the_start_is_refused(state: dict[str, Any]) -> None:
 
 
 class Crew:
+    wire = "exact"
+
     is_between_steps = True
 
 

@@ -24,6 +24,8 @@ class Groups:
 class Crew:
     """Whose part in an epoch fails."""
 
+    wire = "exact"
+
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
 
@@ -78,6 +80,8 @@ class SlowGroups:
 
 class EasyCrew:
     """That has nothing to do."""
+
+    wire = "exact"
 
     state_address = "127.0.0.1 9"
 
@@ -276,6 +280,7 @@ CREW_NOTE = {
     "cap": None,
     "assumed_speed": 1.0,
     "speed": None,
+    "exchange_s": 0.0,
     "position": [0, 0, 0, 0],
     "accounts": [[0, 0], [0, 0], [0, 0]],
 }

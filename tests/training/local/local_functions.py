@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave.planning.sites import RoundSplit
-from ringweave.training import Local
+from ringweave.training import Local, outer_steps
 from tests.training.training_functions import weights_of
 
 FEATURES = 6
@@ -116,7 +116,8 @@ def unequal_sites(num_epochs: int, settings: Local) -> tuple[list[int], list[boo
 
 def derived_inner_steps(settings: Local) -> list[int]:
     """Inner steps of each round, as they were decided."""
-    prepared = ringweave.prepare(*make(num_samples=1200), mode="local", local=settings)
+    outer_steps.FIRST_INNER_STEPS = 64
+    prepared = ringweave.prepare(*make(num_samples=3600), mode="local", local=settings)
     rounds = prepared[2].source.membership.rounds
     found = [rounds.split.inner_steps]
     rounds._record = lambda done: found.append(done.next_inner_steps)
@@ -130,7 +131,7 @@ def save_or_resume(folder: Path, settings: Local, stops_in: tuple[int, int] | No
     assert settings.sites is not None
     own_site = next(site for site in settings.sites if dist.get_rank() in site)
     model, optimizer, loader = ringweave.prepare(
-        *make(adam=True), mode="local", local=settings, max_samples=6 // len(own_site)
+        *make(num_samples=96, adam=True), mode="local", local=settings, max_samples=6 // len(own_site)
     )
     checkpoints = ringweave.Checkpoints(folder, keep=100, model=model, optimizer=optimizer, loader=loader)
     done = checkpoints.load() if resumes else checkpoints.clear()
@@ -149,6 +150,7 @@ def save_or_resume(folder: Path, settings: Local, stops_in: tuple[int, int] | No
         "weights": weights_of(model).tolist(),
         "inner": momentum,
         "outer": [each.tolist() for each in loader.state_dict()["outer"]["momentum"]],
+        "unsent": {key: each.tolist() for key, each in loader.state_dict()["outer"]["unsent"].items()},
         "exact": loader.account.is_exact,
     }
 

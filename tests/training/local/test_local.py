@@ -13,7 +13,8 @@ from tests.training.local import local_functions
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TWO = [[0, 1], [2]]
-AVERAGING = Local(inner_steps=1, outer_lr=1.0, outer_momentum=0.0, sites=[[0], [1]])
+EXACT: dict = {"wire": "exact", "outer_lr": 1.0, "outer_momentum": 0.0}
+AVERAGING = Local(inner_steps=1, sites=[[0], [1]], **EXACT)
 
 
 def test_one_site_is_bit_identical_to_balanced() -> None:
@@ -36,7 +37,7 @@ def test_an_outer_step_without_momentum_is_the_mean_of_the_sites() -> None:
 
 
 def test_nesterov_as_in_diloco() -> None:
-    settings = Local(inner_steps=1, outer_lr=0.7, outer_momentum=0.9, sites=[[0], [1]])
+    settings = Local(inner_steps=1, wire="exact", outer_lr=0.7, outer_momentum=0.9, sites=[[0], [1]])
     (start, first, after, _), (_, second, _, _) = run_ranks(local_functions.first_round, 2, settings)
     both = zip(*map(local_functions.alone, ([first], [second])), strict=True)
     means = [begin - (one + other) / 2 for begin, (one, other) in zip(start, both, strict=True)]
@@ -46,7 +47,7 @@ def test_nesterov_as_in_diloco() -> None:
 
 def test_sites_of_unequal_size_are_weighted_by_samples() -> None:
     """Two ranks and one: the first site has two thirds of the samples, in two inner steps instead of one."""
-    settings = Local(inner_steps=1, outer_lr=1.0, outer_momentum=0.0, sites=TWO)
+    settings = Local(inner_steps=1, sites=TWO, **EXACT)
     found = run_ranks(local_functions.first_round, 3, settings)
     pair, _, single = (samples for _, samples, _, _ in found)
     assert (len(pair), len(single)) == (8, 4)
@@ -65,35 +66,37 @@ def test_a_slow_site_does_fewer_inner_steps_and_no_sample_is_lost() -> None:
 
 
 def test_inner_steps_are_derived_from_measured_times() -> None:
-    """On one machine an exchange takes a few milliseconds beside steps of 10: far fewer than the first 16."""
-    found = run_ranks(local_functions.derived_inner_steps, 2, Local(computing_share=0.5, sites=[[0], [1]]))
+    """On one machine an exchange takes a few milliseconds beside steps of 10: far fewer than the first 64."""
+    found = run_ranks(local_functions.derived_inner_steps, 2, Local(computing_share=0.5, fragments=2, sites=[[0], [1]]))
     assert found[0] == found[1], "all ranks derive the same"
-    assert found[0][0] == 16
-    assert 1 <= found[0][-1] < 16
+    assert found[0][0] == 64
+    assert 16 <= found[0][-1] < 64
 
 
 @pytest.mark.parametrize("sites", [[[0], [1]], TWO], ids=["two sites of one", "two and one"])
 def test_a_resumed_training_ends_with_the_same_bits(sites: list[list[int]], tmp_path: Path) -> None:
     """Weights, inner and outer momentum, and counters; the checkpoint is of the middle of an epoch."""
-    settings = Local(inner_steps=3, sites=sites)
+    settings = Local(inner_steps=4, fragments=2, sites=sites, outer_momentum=0.5, outer_lr=0.7)
     num_ranks = sum(map(len, sites))
     args: dict = {"environ": {"OMP_NUM_THREADS": "1"}}
     whole = run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "a", settings, None, False, **args)
-    run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "b", settings, (1, 7), False, **args)
+    run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "b", settings, (1, 12), False, **args)
     resumed = run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "b", settings, None, True, **args)
-    assert resumed[0]["done"] == 7
+    assert resumed[0]["done"] == 12
     for one, other in zip(whole, resumed, strict=True):
         assert one.pop("done") == 0
         other.pop("done")
         assert one == other
-    assert whole[0]["train_steps"] == 12
+    assert whole[0]["train_steps"] == 24
     assert whole[0]["inner"] != whole[-1]["inner"], "sites have states of their own"
+    assert whole[0]["unsent"], "four bits leave something out"
+    assert whole[0]["unsent"] != whole[-1]["unsent"]
 
 
 def test_a_pass_that_one_site_breaks_off_ends_for_all() -> None:
-    settings = Local(inner_steps=4, sites=[[0], [1]])
+    settings = Local(inner_steps=4, fragments=1, sites=[[0], [1]])
     (few, account, weights), (more, other, same) = run_ranks(local_functions.break_off, 2, settings, (2, 100))
-    assert (few, more) == (2, 4), "the other site ends its round"
+    assert (few, more) == (2, 8), "the other site ends its round, and the next one meanwhile"
     assert not account
     assert not other
     assert weights == same
@@ -134,18 +137,23 @@ def test_refusals() -> None:
     ("name", "value", "expected"),
     [
         ("inner_steps", 0, "1 or more"),
+        ("inner_steps", 2.5, "1 or more"),
+        ("fragments", 0, "1 or more"),
+        ("fragments", "four", "1 or more"),
+        ("wire", "int5", "one of exact, bf16, int8, int4, int2, top-k"),
+        ("outer_lr", "fast", "more than 0"),
         ("computing_share", 1.0, "between 0 and 1"),
         ("outer_lr", 0.0, "more than 0"),
         ("outer_momentum", 1.0, "0 to below 1"),
     ],
 )
-def test_invalid_settings(name: str, value: float, expected: str) -> None:
-    with pytest.raises(TrainingError, match=rf"^{name}: {value}, expected {expected}\. Leave it out "):
-        Local(**{name: value})
+def test_invalid_settings(name: str, value: object, expected: str) -> None:
+    with pytest.raises(TrainingError, match=rf"^{name}: {value!r}, expected {expected}\. Leave it out "):
+        Local(**{name: value})  # pyrefly: ignore - that is the point
 
 
 def test_parameters_of_low_precision_have_precise_outer_ones() -> None:
-    from ringweave.training.outer_steps import _copy_precise
+    from ringweave.training.outer_optimizer import _copy_precise
 
     assert _copy_precise(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
     assert _copy_precise(torch.ones(2, dtype=torch.float64)).dtype == torch.float64

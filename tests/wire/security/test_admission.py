@@ -195,7 +195,7 @@ def test_silent_strangers_are_cut_in_time_and_bounded_in_number(
         for stranger in strangers:
             assert stranger.recv(1) == b""
             stranger.close()
-        wait_until(lambda: not server._unauthenticated)
+        wait_until(lambda: not server._limiter.num_pending)
         server.limits = rpc.RpcLimits()  # five seconds may be little for a handshake on a busy machine
         connect(server, trust(authority, "worker", "0")).close()
 

@@ -414,6 +414,7 @@ class CollectiveEngine:
             reduction.combine if reduction else _combine_nothing,
             transport,
             channel.scratch,
+            residual=message.residual,
             tag=tag,
             timeout_s=timeout_s,
             instructions=instructions,
@@ -495,7 +496,7 @@ class CollectiveEngine:
     ) -> CompiledProgram:
         """Compile the program for messages like this one, and check that the neighbours have the same intent."""
         choice, num_elements = decision.choice, message.num_elements
-        schedule, transfers = self._rank_part(message, choice.schedule, decision)
+        schedule, transfers = self._rank_part(message, decision)
         program = compile_program(schedule, transfers, num_elements, choice.pipelining, self._group.same_node_ranks)
         intent = CollectiveIntent(
             operation=message.operation,
@@ -518,12 +519,13 @@ class CollectiveEngine:
         return CompiledProgram(program, executor.make_signature(str(intent)), bounds)
 
     def _rank_part(
-        self, message: CollectiveMessage, schedule_name: str, decision: ScheduleDecision
+        self, message: CollectiveMessage, decision: ScheduleDecision
     ) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
         """Return the proved schedule, and this rank's transfers of it."""
-        key = (decision.version, schedule_name, message.kind, message.root, message.block_sizes)
+        name, wire = decision.choice.schedule, decision.choice.wire
+        key = (decision.version, name, message.kind, message.root, message.block_sizes, wire)
         if key not in self._rank_parts:
-            schedule = decision.plan.generate(schedule_name, message.kind, message.root, message.block_sizes)
+            schedule = decision.plan.generate(name, message.kind, message.root, message.block_sizes, wire)
             schedules.verify(schedule)
             part = schedule, schedules.project_rank(schedule, self._group.group_rank)
             # The schedules of earlier plans are dropped, and of many the oldest: each call may have other blocks.

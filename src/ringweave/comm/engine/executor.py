@@ -1,5 +1,6 @@
 """Executor: checks that neighbours agree on a program, runs it on a message, and keeps programs and scratch memory."""
 
+import itertools
 import json
 import mmap
 import time
@@ -17,7 +18,17 @@ from ringweave.comm.engine.reductions import Combine
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.transport.interface import ReceivedContent, Transport
 from ringweave.errors import DisagreementError
-from ringweave.schedules.program import IN_PLACE, NO_SLOT, Instruction, Opcode, RankProgram, StagingLayout, StagingSlot
+from ringweave.schedules import wire_formats
+from ringweave.schedules.program import (
+    IN_PLACE,
+    NO_SLOT,
+    Instruction,
+    Opcode,
+    PieceCoding,
+    RankProgram,
+    StagingLayout,
+    StagingSlot,
+)
 
 _INTENT_BYTES = 512
 _INTENT_LAYOUT = StagingLayout((StagingSlot(0, 1, NO_SLOT, is_reused=False),), _INTENT_BYTES)
@@ -127,6 +138,7 @@ class ScratchMemory:
 
     def __init__(self) -> None:
         self._memory = allocate_pages(0, torch.uint8)
+        self.encoded = EncodedBuffers()
 
     def take_buffers(self, num_buffers: int, num_elements: int, dtype: torch.dtype) -> list[Tensor]:
         """Return so many buffers of so many elements; they are valid until the next call."""
@@ -146,6 +158,7 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
     transport: Transport,
     scratch: ScratchMemory,
     *,
+    residual: Tensor | None = None,
     tag: int,
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
@@ -159,6 +172,8 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
         combine: Combines an arriving piece into the message.
         transport: Sends and receives pieces.
         scratch: Memory for pieces that are to be combined.
+        residual: Errors of earlier encoded messages, of the message's length and float32, which this run adds to what
+            it encodes, and replaces by its own; None loses them.
         tag: Keeps the messages of collectives that are in flight together apart.
         timeout_s: Limit on the whole run.
         clock: Monotonic seconds.
@@ -168,33 +183,176 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
         TransferFailedError: A peer is dead, or time is up while a message to or from it is missing.
         MismatchError: A peer runs something else.
     """
-    buffers = scratch.take_buffers(program.num_buffers, program.buffer_elements, message.dtype)
-    exposed, scratch_pieces = transport.expose(message), [transport.expose(buffer) for buffer in buffers]
+    pieces = _MessagePieces(program, message, residual, scratch, transport)
     transport.begin_collective(program.layout, message.element_size())
     handles: dict[int, Any] = {}
     deadline = clock() + timeout_s
     for instruction in instructions or program.instructions:
         do, piece, peer = instruction.opcode, instruction.piece, instruction.peer
         if do == Opcode.SEND:
-            handles[piece] = transport.send(
-                exposed[instruction.start : instruction.stop], peer, tag, instruction.buffer
-            )
+            handles[piece] = transport.send(pieces.source(instruction), peer, tag, instruction.buffer)
         elif do == Opcode.POST_RECV:
-            if instruction.buffer == IN_PLACE:
-                destination = exposed[instruction.start : instruction.stop]
-            else:
-                destination = scratch_pieces[instruction.buffer][: instruction.stop - instruction.start]
-            handles[piece] = transport.receive(destination, peer, tag)
+            handles[piece] = transport.receive(pieces.destination(instruction), peer, tag)
         else:
             handle = handles.pop(piece)
             content = transport.wait(handle, deadline - clock())
             if do == Opcode.WAIT_RECV:
-                _consume_piece(
-                    message[instruction.start : instruction.stop], instruction.buffer, buffers, content, combine
-                )
+                pieces.consume(instruction, content, combine)
+            elif instruction.coding is not None:
+                pieces.release(instruction)
             if content is not None:
                 transport.release(handle)
     transport.end_collective(deadline - clock())
+
+
+class _MessagePieces:
+    """Memory of the pieces of one run: the message itself, scratch buffers, or encoded bytes."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        message: Tensor,
+        residual: Tensor | None,
+        scratch: "ScratchMemory",
+        transport: Transport,
+    ) -> None:
+        num_buffers = program.num_buffers + program.is_encoded  # one more for decoded pieces
+        self._message = message
+        self._buffers = scratch.take_buffers(num_buffers, program.buffer_elements, message.dtype)
+        self._exposed = transport.expose(message)
+        self._exposed_buffers = [transport.expose(buffer) for buffer in self._buffers]
+        self._coder = PieceCoder(message, residual, self._buffers, scratch.encoded) if program.is_encoded else None
+        self._expose = transport.expose
+
+    def source(self, instruction: Instruction) -> Any:
+        """Return the memory of a piece that is sent, rounded and encoded as the program says."""
+        if instruction.coding is not None and self._coder is not None:
+            encoded = self._coder.encode(instruction, instruction.coding)
+            if encoded is not None:
+                return self._expose(encoded)[:]
+        return self._exposed[instruction.start : instruction.stop]
+
+    def destination(self, instruction: Instruction) -> Any:
+        """Return the memory that receives a piece."""
+        if instruction.coding is not None and self._coder is not None:
+            return self._expose(self._coder.arrived(instruction, instruction.coding))[:]
+        if instruction.buffer == IN_PLACE:
+            return self._exposed[instruction.start : instruction.stop]
+        return self._exposed_buffers[instruction.buffer][: instruction.stop - instruction.start]
+
+    def consume(self, instruction: Instruction, content: ReceivedContent | None, combine: Combine) -> None:
+        """Combine an arrived piece with the message, or overwrite it."""
+        if instruction.coding is not None and self._coder is not None:
+            self._coder.decode(instruction, instruction.coding, combine)
+        else:
+            region = self._message[instruction.start : instruction.stop]
+            _consume_piece(region, instruction.buffer, self._buffers, content, combine)
+
+    def release(self, instruction: Instruction) -> None:
+        """Reuse the memory of an encoded piece that has left."""
+        if self._coder is not None:
+            self._coder.release(instruction)
+
+
+class EncodedBuffers:
+    """Memory of encoded pieces, reused from run to run; it keeps the sizes of the latest run only."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._taken: list[Tensor] = []
+
+    def begin_run(self) -> None:
+        """Take back all buffers of the run before, and forget those that it did not need."""
+        self._free = {}
+        for buffer in self._taken:
+            self._free.setdefault(buffer.numel(), []).append(buffer)
+        self._taken = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a buffer of that size."""
+        free = self._free.get(num_bytes)
+        buffer = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8)
+        self._taken.append(buffer)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let another piece of this run have the buffer."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+        self._taken = [taken for taken in self._taken if taken is not buffer]
+
+
+class PieceCoder:
+    """Rounds, encodes and decodes the pieces of one run of an encoded program, on float32 messages."""
+
+    def __init__(
+        self,
+        message: Tensor,
+        residual: Tensor | None,
+        buffers: Sequence[Tensor],
+        encoded: EncodedBuffers,
+    ) -> None:
+        """The last of `buffers` is for decoded pieces."""
+        self._message, self._values = message, message.numpy()
+        self._residual = None if residual is None else residual.numpy()
+        self._buffers = [buffer.view(torch.uint8) for buffer in buffers[:-1]]
+        self._decoded = buffers[-1] if buffers else message[:0]
+        self._encoded = encoded
+        self._of_copy: dict[tuple[int, int], Tensor] = {}
+        """Encoded parts of the complete sum, which do not change any more: several ranks may get them."""
+        self._in_flight: dict[int, Tensor] = {}
+        encoded.begin_run()
+
+    def encode(self, instruction: Instruction, coding: PieceCoding) -> Tensor | None:
+        """Round what is to be rounded, and return the encoded piece; None if it travels exactly."""
+        region = instruction.start, instruction.stop
+        known = self._of_copy.get(region) if coding.is_copy and coding.travels else None
+        if known is not None:
+            return known
+        buffer = self._encoded.take(coding.encoded_bytes) if coding.travels else None
+        encoded, at = None if buffer is None else buffer.numpy(), 0
+        for index, (start, stop) in enumerate(itertools.pairwise(coding.borders)):
+            size, is_fresh = coding.format.encoded_bytes(stop - start), coding.is_copy and coding.fresh[index]
+            if encoded is not None or is_fresh:
+                wire_formats.encode(
+                    coding.format,
+                    self._values[start:stop],
+                    None if encoded is None else encoded[at : at + size],
+                    residual=self._residual_of(start, stop) if is_fresh or not coding.is_copy else None,
+                    rounds=is_fresh,
+                )
+            at += size
+        if buffer is not None and coding.is_copy:
+            self._of_copy[region] = buffer
+        elif buffer is not None:
+            self._in_flight[instruction.piece] = buffer
+        return buffer
+
+    def arrived(self, instruction: Instruction, coding: PieceCoding) -> Tensor:
+        """Return the memory that receives an encoded piece."""
+        return self._buffers[instruction.buffer][: coding.encoded_bytes]
+
+    def decode(self, instruction: Instruction, coding: PieceCoding, combine: Combine) -> None:
+        """Combine an arrived piece with the message, or overwrite it."""
+        arrived, at = self.arrived(instruction, coding).numpy(), 0
+        region = self._message[instruction.start : instruction.stop]
+        decoded = region if coding.is_copy else self._decoded[: region.numel()]
+        values = decoded.numpy()
+        for start, stop in itertools.pairwise(coding.borders):
+            size = coding.format.encoded_bytes(stop - start)
+            part = values[start - instruction.start : stop - instruction.start]
+            wire_formats.decode(coding.format, arrived[at : at + size], part)
+            at += size
+        if not coding.is_copy:
+            combine(region, decoded)
+
+    def release(self, instruction: Instruction) -> None:
+        """Reuse the memory of a piece that has left."""
+        buffer = self._in_flight.pop(instruction.piece, None)
+        if buffer is not None:
+            self._encoded.give_back(buffer)
+
+    def _residual_of(self, start: int, stop: int) -> Any:
+        return None if self._residual is None else self._residual[start:stop]
 
 
 def _consume_piece(

@@ -18,6 +18,8 @@ from ringweave.comm.device_regions import DeviceRegion
 from ringweave.comm.engine.executor import ScratchMemory, flatten_tensor, write_back
 from ringweave.comm.engine.reductions import ReduceOperation
 from ringweave.comm.native_backend import NativeBackends, OrderedNccl
+from ringweave.comm.wire_scope import WireScope
+from ringweave.environment import EXACT
 from ringweave.schedules import CollectiveKind
 from ringweave.schedules.program import Instruction, Opcode, RankProgram, segment_bounds
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from ringweave.comm.engine.engine import CompiledProgram
 
 
+_ENCODED_OPERATIONS = frozenset({"sum", "avg"})
+"""Reduce operations whose float32 messages may be encoded."""
 _NOT_IN_NCCL = frozenset({"band", "bor", "bxor"})
 """Reduce operations that Gloo has and NCCL has not."""
 
@@ -47,6 +51,10 @@ class CollectiveMessage:
     """The tensors on their way through the bridge; None on the CPU."""
     num_blocks: int = 1
     """Equal blocks of the message, of which each is cut into segments."""
+    wire: str = EXACT
+    """Format that it is asked to take on slow links, or `auto`."""
+    residual: torch.Tensor | None = None
+    """Errors of earlier encoded messages, on the host, in float32; None where nothing is encoded, or they are lost."""
     program: "Future[CompiledProgram] | None" = None
     """None for the native backend."""
     makes_program: bool = field(default=False, init=False)
@@ -174,6 +182,11 @@ class ReducedTensor(CollectiveMessage):
             tensor=tensor,
             op=op,
         )
+
+    def take_scope(self, scope: WireScope) -> None:
+        """Take the scope's format and residual, if later messages can make up for errors of this one."""
+        if scope.wire != EXACT and self.dtype == torch.float32 and self.detail in _ENCODED_OPERATIONS:
+            self.wire, self.residual = scope.wire, scope.residual_of(self.tensor)
 
     def begin_on_host(self, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the tensor's own elements, or a copy."""

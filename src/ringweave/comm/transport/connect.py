@@ -6,43 +6,77 @@ import math
 import os
 import select
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ringweave import ports, relayed_address
+from ringweave.accept_limits import ConnectionLimiter
 from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.ports import PortRange
 from ringweave.relayed_address import is_relayed
 
+if TYPE_CHECKING:
+    from ringweave.comm.transport.encryption import LinkEncryption
+
 NUM_CHANNELS = 2
 """Collectives of one group that may be in flight at once."""
-_HELLO_TIMEOUT_S = 10.0
-"""Limit on receiving a hello: a process on a busy machine may pause in between."""
-_MAX_PENDING = 256
-"""Connections that are read at a time; more of them wait in the kernel."""
 
 
 @dataclass(slots=True)
-class _IncomingConnection:
-    """A connection whose hello is incomplete."""
+class _PendingConnection:
+    """A connection whose other end is not known yet."""
 
     sock: socket.socket
-    deadline_s: float
-    """Time at which it is closed."""
-    received: bytes = b""
+    hello: bytes = b""
+    """Hello of the other end as far as it has come; of a connection that this end has opened, what stands for it."""
+    is_secured: bool = True
+    """Its TLS handshake is done, or it has none."""
+    call: "_Call | None" = None
+    """Set if this end has opened it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Connection that this end has opened and that is being encrypted."""
+
+    peer: int
+    own_hello: bytes
+    """Sent once the other end is known."""
+    fingerprint: str
+    """Expected of the other end's certificate."""
 
 
 class IncomingConnections:
     """Accepts the connections of one channel; a silent one blocks no other."""
 
-    def __init__(self, listeners: Sequence[socket.socket], hello_bytes: int, clock: Callable[[], float]) -> None:
-        """Every connection starts with `hello_bytes` bytes."""
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        hello_bytes: int,
+        clock: Callable[[], float],
+        encryption: "LinkEncryption | None" = None,
+    ) -> None:
+        """Every connection starts with `hello_bytes` bytes; those by TCP are encrypted if there is an encryption."""
         self._listeners = tuple(listeners)
         self._hello_bytes = hello_bytes
-        self._clock = clock
-        self._pending: dict[int, _IncomingConnection] = {}
+        self._limiter = ConnectionLimiter(clock=clock)
+        self._encryption = encryption
+        self._pending: dict[int, _PendingConnection] = {}
+
+    def call(self, sock: socket.socket, call: _Call, hello: bytes) -> None:
+        """Encrypt a connection that this end has opened; `wait_hello` returns it with `hello` when that is done.
+
+        The other end may not look for connections yet, so this does not wait for it.
+        """
+        assert self._encryption is not None, "plain connections are ready at once"
+        wrapped = self._encryption.wrap_socket(sock, is_server=False)
+        connection = _PendingConnection(wrapped, hello, is_secured=False, call=call)
+        self._pending[wrapped.fileno()] = connection
+        self._secure(connection)
 
     def wait_hello(self, timeout_s: float) -> tuple[bytes, socket.socket] | None:
         """Return a hello and its connection, which does not block; None if none arrived within `timeout_s`.
@@ -52,19 +86,19 @@ class IncomingConnections:
         Raises:
             OSError: The listeners were shut down.
             ValueError: They were closed.
+            TransferFailedError: The other end of a connection that this end has opened is not the wanted rank.
         """
         for descriptor in self._wait_ready(timeout_s):
             connection = self._pending.get(descriptor) or self._accept(descriptor)
-            if self._read_hello(connection):
-                return connection.received, connection.sock
-        now_s = self._clock()
-        for connection in [each for each in self._pending.values() if each.deadline_s <= now_s]:
-            self._remove(connection).close()
+            if connection is not None and self._advance(connection):
+                return connection.hello, connection.sock
+        self._limiter.cut_overdue()
         return None
 
     def close(self) -> None:
         for connection in list(self._pending.values()):
             self._remove(connection).close()
+        self._limiter.close()
 
     def pending_sockets(self) -> list[socket.socket]:
         """Return the connections whose hello is incomplete; from any thread."""
@@ -72,42 +106,83 @@ class IncomingConnections:
 
     def _wait_ready(self, timeout_s: float) -> list[int]:
         """Return descriptors of connections with data, and of listeners with new connections."""
+        if answered := [each for each, pending in self._pending.items() if pending.call and pending.is_secured]:
+            return answered  # the other end was so quick that nothing more will come
         poller = select.poll()  # select.select fails in a process with more than 1023 descriptors
-        for descriptor in self._pending:
+        for descriptor in (*self._pending, *self._listeners):
             poller.register(descriptor, select.POLLIN)
-        if len(self._pending) < _MAX_PENDING:
-            for listener in self._listeners:
-                poller.register(listener, select.POLLIN)
         return [descriptor for descriptor, _ in poller.poll(math.ceil(1000 * timeout_s))]
 
-    def _accept(self, descriptor: int) -> _IncomingConnection:
-        """Accept a connection at the listener with this descriptor."""
+    def _accept(self, descriptor: int) -> _PendingConnection | None:
+        """Accept a connection at the listener with this descriptor, unless there are too many."""
         listener = next((each for each in self._listeners if each.fileno() == descriptor), None)
         if listener is None:
             raise ValueError("the listener was closed")
-        sock, _ = listener.accept()
+        accepted = self._limiter.accept(listener)
+        if accepted is None:
+            return None
+        sock, _ = accepted
         sock.setblocking(False)
-        connection = self._pending[sock.fileno()] = _IncomingConnection(sock, self._clock() + _HELLO_TIMEOUT_S)
+        is_secured = self._encryption is None or sock.family == socket.AF_UNIX
+        if self._encryption is not None and not is_secured:
+            sock = self._encryption.wrap_socket(sock, is_server=True)
+        connection = self._pending[sock.fileno()] = _PendingConnection(sock, is_secured=is_secured)
         return connection
 
-    def _read_hello(self, connection: _IncomingConnection) -> bool:
-        """Read, and return True if the hello is complete; a closed connection is removed."""
+    def _advance(self, connection: _PendingConnection) -> bool:
+        """Read, and return True if the other end is known; a closed connection is removed."""
+        if not connection.is_secured and not self._secure(connection):
+            return False
+        if connection.call is not None:
+            self._finish_call(connection, connection.call)
+            return True
+        return self._read_hello(connection)
+
+    def _secure(self, connection: _PendingConnection) -> bool:
+        """Continue the TLS handshake; return True once it is done."""
         try:
-            more = connection.sock.recv(self._hello_bytes - len(connection.received))
-        except BlockingIOError:
+            connection.sock.do_handshake()  # type: ignore[attr-defined]  # pyrefly: ignore
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError as cause:
+            self._remove(connection).close()
+            if connection.call is not None:
+                text = f"the connection to it cannot be encrypted: {cause}"
+                raise TransferFailedError(connection.call.peer, text, hung=False) from cause
+            return False
+        connection.is_secured = True
+        return True
+
+    def _finish_call(self, connection: _PendingConnection, call: _Call) -> None:
+        self._remove(connection)
+        assert self._encryption is not None, "it made the connection"
+        found = self._encryption.peer_fingerprint(connection.sock)
+        try:
+            if not hmac.compare_digest(found, call.fingerprint):
+                raise ConnectionRefusedError(f"its certificate is {found[:16]}..., expected {call.fingerprint[:16]}...")
+            connection.sock.sendall(call.own_hello)
+        except OSError as cause:
+            connection.sock.close()
+            raise TransferFailedError(call.peer, f"another process answers: {cause}", hung=False) from cause
+
+    def _read_hello(self, connection: _PendingConnection) -> bool:
+        try:
+            more = connection.sock.recv(self._hello_bytes - len(connection.hello))
+        except (BlockingIOError, ssl.SSLWantReadError):
             return False
         except OSError:
             more = b""
-        connection.received += more
+        connection.hello += more
         if not more:
             self._remove(connection).close()
             return False
-        if len(connection.received) < self._hello_bytes:
+        if len(connection.hello) < self._hello_bytes:
             return False
         self._remove(connection)
         return True
 
-    def _remove(self, connection: _IncomingConnection) -> socket.socket:
+    def _remove(self, connection: _PendingConnection) -> socket.socket:
+        self._limiter.finish(connection.sock.fileno())
         self._pending.pop(connection.sock.fileno(), None)  # another thread may have closed them
         return connection.sock
 
@@ -156,7 +231,7 @@ class ChannelListener:
 
 def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def open_listeners(addresses: Sequence[str], count: int, within: PortRange | None = None) -> list[ChannelListener]:
@@ -193,7 +268,7 @@ class ConnectionManager:
         self._timeout_s = timeout_s
         self._clock = clock
         self._closed = False
-        self._incoming = IncomingConnections(listener.sockets, _HELLO.size, clock)
+        self._incoming = IncomingConnections(listener.sockets, _HELLO.size, clock, group.encryption)
         self._next_probes: dict[int, tuple[float, float]] = {}
 
     def deadline(self, timeout_s: float | None) -> float:
@@ -207,6 +282,9 @@ class ConnectionManager:
     def connect_peer(self, peer: int) -> list[socket.socket]:
         """Connect to a rank that accepts, on every rail, or on one Unix socket if it is on this node.
 
+        Returns:
+            The connections, unless they are to be encrypted: `accept_peer` returns those once the peer has answered.
+
         Raises:
             TransferFailedError: The peer cannot be reached.
         """
@@ -216,12 +294,18 @@ class ConnectionManager:
             try:
                 inner.settimeout(self._timeout_s)
                 inner.connect(b"\0" + callee.endpoints[self._channel].name.encode())
-                inner.sendall(self._hello(0))
+                inner.sendall(self._hello(self._group.group_rank, 0))
             except OSError:
                 inner.close()  # another node of the same name, or a separate container
             else:
                 return [inner]
-        return [self._connect_rail(peer, rail) for rail in range(len(self.rail_rates(peer)))]
+        socks = [self._connect_rail(peer, rail) for rail in range(len(self.rail_rates(peer)))]
+        if self._group.encryption is None:
+            return socks
+        for rail, sock in enumerate(socks):
+            call = _Call(peer, self._hello(self._group.group_rank, rail), callee.fingerprint)
+            self._incoming.call(sock, call, self._hello(peer, rail))
+        return []
 
     def _connect_rail(self, peer: int, rail: int) -> socket.socket:
         callee, own = self._group.ranks[peer], self._group.own_info.location
@@ -231,17 +315,20 @@ class ConnectionManager:
             sock = socket.create_connection(where, timeout=self._timeout_s, source_address=leaving_by)
             if is_relayed(own.address):
                 relayed_address.keep_alive(sock)
-            sock.sendall(self._hello(rail))
+            if self._group.encryption is None:
+                sock.sendall(self._hello(self._group.group_rank, rail))
         except OSError as cause:
             text = f"no connection to {where[0]} port {where[1]}: {cause}"
             raise TransferFailedError(peer, text, hung=isinstance(cause, TimeoutError)) from cause
         return sock
 
-    def _hello(self, rail: int) -> bytes:
-        return _HELLO.pack(self._group.token, self._group.group_rank, rail)
+    def _hello(self, caller: int, rail: int) -> bytes:
+        return _HELLO.pack(self._group.token, caller, rail)
 
     def accept_peer(self, peer: int, deadline: float) -> tuple[int, int, socket.socket] | None:
-        """Accept one connection while `peer` is waited for; close connections without the token.
+        """Accept one connection while `peer` is waited for, or encrypt one that this rank has opened.
+
+        Connections without the token are closed, and so are those whose certificate is not that of the rank.
 
         A silent connection blocks neither this rank nor other peers.
 
@@ -263,7 +350,7 @@ class ConnectionManager:
                 self._probe_peer(peer)
             return None
         hello, sock = incoming
-        caller = self._identify(hello)
+        caller = self._identify(hello, sock)
         if caller is None:
             sock.close()
             return None
@@ -302,9 +389,16 @@ class ConnectionManager:
         except OSError as cause:
             raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
 
-    def _identify(self, hello: bytes) -> tuple[int, int] | None:
+    def _identify(self, hello: bytes, sock: socket.socket) -> tuple[int, int] | None:
         """Return the peer's group rank and rail; None if it is not admitted."""
-        token, caller, rail = _HELLO.unpack(hello)
-        is_member = hmac.compare_digest(token, self._group.token) and caller < self._group.group_size
-        may_call = is_member and self._group.calls(caller, self._group.group_rank)
-        return (caller, rail) if may_call and rail < len(self.rail_rates(caller)) else None
+        token, peer, rail = _HELLO.unpack(hello)
+        if not hmac.compare_digest(token, self._group.token) or peer >= self._group.group_size:
+            return None
+        encryption = self._group.encryption
+        is_encrypted = encryption is not None and sock.family != socket.AF_UNIX
+        found = encryption.peer_fingerprint(sock) if encryption is not None and is_encrypted else ""
+        if is_encrypted and not hmac.compare_digest(found, self._group.ranks[peer].fingerprint):
+            return None
+        was_called = isinstance(sock, ssl.SSLSocket) and not sock.server_side
+        may_connect = was_called or self._group.calls(peer, self._group.group_rank)
+        return (peer, rail) if may_connect and rail < len(self.rail_rates(peer)) else None

@@ -93,6 +93,8 @@ class TcpConnection:
         self.peer = peer
         self.sock = sock
         self.watched = 0
+        self._num_decrypted: Callable[[], int] | None = getattr(sock, "pending", None)
+        """Bytes that TLS has decrypted and nobody has taken; None for a plain connection."""
         self._outgoing: collections.deque[TcpMessage] = collections.deque()
         self._incoming: collections.deque[TcpMessage] = collections.deque()
 
@@ -127,6 +129,8 @@ class TcpConnection:
         """Expect the next message in this piece."""
         message = TcpMessage(self.peer, tag, memoryview(piece), bytearray(_HEADER.size))
         self._incoming.append(message)
+        if self._num_decrypted is not None and len(self._incoming) == 1 and self._num_decrypted():
+            self.read()  # the kernel has nothing that would wake this thread
         return message
 
     def write(self) -> None:
@@ -308,8 +312,10 @@ class SocketTransport:
             return
         deadline = self._connection_manager.deadline(timeout_s)
         for peer in missing:
-            if self._group.calls(self._group.group_rank, peer):
-                self._add_peer(peer, self._connection_manager.connect_peer(peer))
+            if self._group.calls(self._group.group_rank, peer) and (
+                socks := self._connection_manager.connect_peer(peer)
+            ):
+                self._add_peer(peer, socks)
         while absent := [peer for peer in missing if peer not in self._connections]:
             accepted = self._connection_manager.accept_peer(absent[0], deadline)
             if accepted is not None and accepted[0] not in self._connections:
@@ -339,7 +345,7 @@ class SocketTransport:
         """Expect the next message from `peer` in this piece, or of its size in shared memory."""
         connection = self._connection(peer)
         if not isinstance(connection, ShmConnection):
-            handle: Handle = connection.receive(piece, tag)
+            handle: Handle = self._convert_errors(connection, lambda: connection.receive(piece, tag))
         else:
             handle = self._convert_errors(connection, lambda: connection.receive(piece.nbytes, tag))
         self._watch(connection)

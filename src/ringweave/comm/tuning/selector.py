@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,9 +28,11 @@ from ringweave.comm.group_plan import GroupPlan, PlanBroadcast
 from ringweave.comm.transport.interface import TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
+from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, message_class
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport
+from ringweave.planning.plans import EXACT
 from ringweave.schedules import CollectiveKind
 from ringweave.telemetry.events import EventLog
 
@@ -117,6 +119,8 @@ class CollectiveRequest:
     """The native backend for it is NCCL, on the device's own tensors."""
     largest_block_bytes: int | None = None
     """Size of the largest block where ranks have blocks of different sizes."""
+    wire: str = EXACT
+    """Wire format of an allreduce, or `auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,8 @@ class ScheduleSelector:
             UsageError: The group cannot run the forced schedule.
         """
         self._group_plan.wait_for_plan(timeout_s)
+        if request.wire != EXACT:
+            request = replace(request, wire=self._wire_of(request))
         with self._changed:
             self._num_admitted += 1
             pending = PendingCollective(self._num_admitted, request, on_decision)
@@ -291,8 +297,14 @@ class ScheduleSelector:
             self._undecided.clear()
             self._changed.notify_all()
 
+    def _wire_of(self, request: CollectiveRequest) -> str:
+        """Return the format that the plan takes; exact where it has none, or expects too little of it."""
+        return self._group_plan.choose(request.num_bytes, request.forced, request.kind, None, request.wire).wire
+
     def _is_tuned(self, request: CollectiveRequest) -> bool:
-        return self._group_plan.is_tunable and request.forced is None and request.native_can
+        """Return whether trials decide; encoded collectives follow the forecast, since a trial would send residuals."""
+        is_exact = request.wire == EXACT
+        return self._group_plan.is_tunable and request.forced is None and request.native_can and is_exact
 
     def _state_of(self, pending: PendingCollective) -> _ClassState:
         request = pending.request
@@ -317,7 +329,9 @@ class ScheduleSelector:
 
     def _set_decision(self, pending: PendingCollective, name: str | None, *, is_trial: bool = False) -> None:
         request = pending.request
-        choice = self._group_plan.choose(request.num_bytes, name, request.kind, request.largest_block_bytes)
+        choice = self._group_plan.choose(
+            request.num_bytes, name, request.kind, request.largest_block_bytes, request.wire
+        )
         pending.decision = ScheduleDecision(choice, self._group_plan.wait_for_plan(), self._plan_version, is_trial)
         pending.on_decision(pending.decision)
 
@@ -466,7 +480,7 @@ class TuningCache:
     def _read(self, plan: Plan) -> dict[str, tuple[str, float]]:
         """Return the schedule by message class and the time it won, without expired ones."""
         try:
-            document = json.loads(self._path(plan).read_text(encoding="utf-8"))
+            document = file_io.load_json(self._path(plan))
             found = {key: (name, float(at)) for key, (name, at) in document[_FORMAT].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}

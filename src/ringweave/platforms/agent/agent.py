@@ -379,11 +379,11 @@ class _RoundStarter:
         )
 
     def _take_credentials(self, rendezvous: RendezvousResult, group: WorkerGroup) -> dict[int, Credentials]:
-        """Take the workers' credentials for server or coordinators: global rank -> credentials.
+        """Take the workers' credentials for server, coordinators and each other: global rank -> credentials.
 
-        Empty if there is neither.
+        Empty if no one needs any.
         """
-        if not rendezvous.coordinators and not rendezvous.servers:
+        if not (rendezvous.coordinators or rendezvous.servers or self._config.encrypts):
             return {}
         ranks = [worker.global_rank for worker in group.workers]
         take = self._channel.take_credentials

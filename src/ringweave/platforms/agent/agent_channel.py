@@ -10,6 +10,7 @@ with its node, which is what an elastic job survives. Desired state and status a
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
@@ -19,7 +20,9 @@ from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
 from ringweave.param_server.leadership_log import LeadershipLog
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.rpc import Credentials
+
+if TYPE_CHECKING:  # a supervisor, and most commands, need no TLS
+    from ringweave.rpc import Credentials
 
 NUM_INCARNATIONS = 8
 """Starts of a process of an elastic job in a round, at least. After the last one a new round begins, in which all nodes
@@ -165,7 +168,7 @@ class AgentChannel(abc.ABC):
 
     @abc.abstractmethod
     def publish_credentials(
-        self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
+        self, round_: int, credentials: "Mapping[str, Sequence[Credentials]]", stop_reason: StopReason = never_stop
     ) -> None:
         """Make the credentials of a round available to all agents of the job; those of other rounds are removed.
 
@@ -185,7 +188,7 @@ class AgentChannel(abc.ABC):
         """Return the log of leadership records of a round's two parameter servers, which outlives each node."""
 
     @abc.abstractmethod
-    def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
+    def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> "Credentials":
         """Take the next credentials of a holder, each once; only one process at a time may be a holder's agent.
 
         Raises:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from ringweave.errors import JobError, explain
 from ringweave.jobs import worker_options
 from ringweave.jobs.records import Job
-from ringweave.jobs.request import SERVER_MODES, JobRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher.workers import WorkerProgram
 
@@ -58,6 +58,8 @@ class JobConfig:
     """Number of spares on each node of an elastic job."""
     has_standby: bool = False
     """A second parameter server takes over when the first one is lost; only in an elastic job."""
+    between_hosts: bool = True
+    """The nodes are hosts; False on one machine, where nothing leaves it."""
     lab: str | None = None
     """Name of the lab that contains these nodes; None outside of a lab."""
     cluster: str | None = None
@@ -66,7 +68,7 @@ class JobConfig:
     @property
     def has_server(self) -> bool:
         """True if its training mode needs a parameter server."""
-        return self.mode in SERVER_MODES
+        return self.mode in (SERVER_MODES if self.min_workers is None else ELASTIC_SERVER_MODES)
 
     @property
     def coordinator_nodes(self) -> tuple[str, ...]:
@@ -83,6 +85,12 @@ class JobConfig:
     def num_servers(self) -> int:
         """Number of parameter servers."""
         return len(self.elastic_server_nodes) or int(self.has_server)
+
+    @property
+    def encrypts(self) -> bool:
+        """True if connections between its nodes are encrypted, for which each worker gets a certificate."""
+        between_hosts = self.between_hosts and self.lab is None
+        return len(self.nodes) > 1 and self.worker_options.encrypts(between_hosts=between_hosts)
 
     def credential_holders(self, index: int) -> frozenset[str]:
         """Return the holders of issued credentials on a node: its workers, and the services of an elastic job."""

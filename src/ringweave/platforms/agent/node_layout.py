@@ -91,6 +91,7 @@ def node_worker_group(
         run_dir=run_dir.root,
         mode=None if config.mode == "auto" else config.mode,
         data=config.data,
+        encrypts=config.encrypts,
         coordinators=tuple((address.host, address.port) for address in rendezvous.coordinators),
         server=",".join(f"{each.host}:{each.port}" for each in rendezvous.servers) or None,
     )

@@ -249,8 +249,8 @@ class RoundServices:
         """Return the addresses of the round's `server` and `coordinator` here; empty if this node has neither.
 
         The node of the server or, in an elastic job, its first node also issues the credentials of all processes of the
-        round. After the start of a round nothing is prepared in an elastic job: an agent that replaces another one
-        takes over its addresses.
+        round; in an encrypted job without either, the node of rank 0 does. After the start of a round nothing is
+        prepared in an elastic job: an agent that replaces another one takes over its addresses.
 
         Raises:
             RoundOverError: The round is obsolete, as `stop_reason` says.
@@ -261,10 +261,12 @@ class RoundServices:
         is_open = desired.rendezvous is not None and desired.rendezvous.round == desired.round
         nodes_by_role = {SERVER_ROLE: self._server_nodes, COORDINATOR_ROLE: coordinators}
         roles = [role for role, nodes in nodes_by_role.items() if self._node in nodes]
-        if not roles or (coordinators and is_open):
+        masters = (self._config.master_node,) if self._config.encrypts else ()
+        is_issuer = self._node in (coordinators or self._server_nodes or masters)[:1]
+        if not (roles or is_issuer) or (coordinators and is_open):
             return {}
         authority = CertificateAuthority(f"{self._config.job}-{desired.round}-{os.getpid()}")
-        if self._node == (coordinators or self._server_nodes)[0]:
+        if is_issuer:
             self._channel.publish_credentials(desired.round, self._issue_credentials(authority), stop_reason)
         addresses = {role: self._node_context.pick_address(self._node) for role in roles}
         if coordinators and self._host is not None:

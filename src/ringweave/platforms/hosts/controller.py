@@ -273,7 +273,9 @@ def find_issuer(entry: RunEntry, offers: Mapping[str, AgentStatus]) -> int | Non
     config = entry.origin.config(entry.job)
     if config.coordinator_nodes:
         return names.index(config.coordinator_nodes[0])
-    return next((names.index(name) for name, status in offers.items() if status.server is not None), None)
+    server = next((name for name, status in offers.items() if status.server is not None), None)
+    issuer = config.master_node if server is None and config.encrypts else server
+    return None if issuer is None else names.index(issuer)
 
 
 def select_secrets(config: JobConfig, node: int, secrets: Mapping[str, str]) -> dict[str, str]:

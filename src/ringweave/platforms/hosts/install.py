@@ -20,6 +20,7 @@ from typing import Any
 import ringweave
 from ringweave import __version__
 from ringweave.errors import LaunchError, explain
+from ringweave.files import file_io
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import install_main
 from ringweave.platforms.hosts.host_list import HostSpec
@@ -181,7 +182,7 @@ class InstallDialogue:
         assert process.stdout is not None
         for line in process.stdout:
             _, mark, text = line.decode(errors="replace").partition(OUTPUT_MARK)
-            answer: dict[str, Any] = json.loads(text) if mark else {}
+            answer: dict[str, Any] = file_io.parse_json(text) if mark else {}
             if "step" in answer:
                 self._notify(f"host {self._host.node}: {answer['step']}")
             if "send" in answer:

@@ -28,6 +28,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from ringweave.errors import JobError, RefusedError, UsageError, explain
+from ringweave.files import file_io
 from ringweave.jobs.states import JobState, Reason
 from ringweave.platforms.hosts.messages import HOST_ROLE, JOINER_ROLE, JoinAnswer, JoinRequest
 from ringweave.platforms.hosts.run_entry import HostEndpoint, JoinSeat, RunEntry, RunEvent
@@ -93,7 +94,9 @@ class JoinToken:
             UsageError: They are encrypted for another token, or belong to another authority.
         """
         try:
-            found = [Credentials.from_text(text) for text in json.loads(self._fernet().decrypt(sealed.encode()))]
+            found = [
+                Credentials.from_text(text) for text in file_io.parse_json(self._fernet().decrypt(sealed.encode()))
+            ]
         except InvalidToken as error:
             do = "Start the run again"
             expected = "some that the token opens"

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from ringweave import relayed_address, units
 from ringweave.environment import ports_of_environ
 from ringweave.errors import JobError, LaunchError, RefusedError, RemoteError, RpcError, explain
+from ringweave.files import file_io
 from ringweave.jobs.states import JobState
 from ringweave.launcher import node_context
 from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream
@@ -212,7 +212,7 @@ def _fetch_files(admission: _Admission, folder: HostFolder) -> None:
 
 
 def _fetch_from(client: RpcClient, folder: HostFolder) -> None:
-    files = json.loads(_read_file(client, ""))
+    files = file_io.parse_json(_read_file(client, ""))
     missing = {digest for _, digest, _ in files if not script_files.blob_path(digest).exists()}
     num_bytes = 0
     for digest in sorted(missing):

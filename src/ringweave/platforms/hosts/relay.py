@@ -13,12 +13,14 @@ line; a carrying one has frames of four bytes with the length, then the content.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import itertools
 import json
 import os
 import signal
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -27,12 +29,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ringweave import relayed_address
+from ringweave.accept_limits import AcceptLimits, LimitedListener
 from ringweave.errors import RingweaveError, UsageError
+from ringweave.files import file_io
 from ringweave.platforms.hosts.messages import HOST_ROLE
 from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.relayed_address import is_relayed
-from ringweave.rpc import Credentials, Identity
+from ringweave.rpc import Credentials, Identity, tls
 
 PING_S = 1.0
 SILENCE_S = 10.0
@@ -209,7 +213,7 @@ class ControlLink:
         ping = asyncio.ensure_future(self._ping())
         try:
             while line := await self._read_line():
-                message = json.loads(line)
+                message = file_io.parse_json(line)
                 if (serial := message.get("done")) is not None:
                     answer = self._answers.get(serial)
                     if answer is not None and not answer.done():
@@ -278,7 +282,7 @@ class Relay:
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._leading: set[asyncio.Task[None]] = set()
-        self._servers: list[asyncio.Server] = []
+        self._servers, self._entrances = list[asyncio.Server](), list[LimitedListener]()
         self._is_closing = False
 
     @property
@@ -304,22 +308,18 @@ class Relay:
             self._call_new_gateways()
             self._spawn(self._scan())
         else:
-            context = self._credentials.tls_context(is_server=True)
-            self._servers.append(
-                await asyncio.start_server(
-                    self._accept,
-                    self._own.address,
-                    self._own.relay_port,
-                    ssl=context,
-                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                    limit=BUFFER_BYTES,
-                    backlog=1024,
-                )
-            )
+            family = socket.AF_INET6 if ":" in self._own.address else socket.AF_INET
+            listener = socket.create_server((self._own.address, self._own.relay_port), family=family, backlog=1024)
+            serve = functools.partial(self._secure, self._credentials.tls_context(is_server=True))
+            limits = AcceptLimits(deadline_s=HANDSHAKE_TIMEOUT_S)
+            self._entrances.append(LimitedListener(listener, asyncio.get_running_loop(), serve, limits))
+            self._entrances[0].start()
 
     async def close(self) -> None:
         """Take no more connections, give those that are led some time to end, and end them."""
         self._is_closing = True
+        for each in self._entrances:
+            each.close()
         await close_servers([*self._servers, *self._listeners.values()])
         if self._leading:
             await asyncio.wait(self._leading, timeout=DRAIN_S)
@@ -443,11 +443,18 @@ class Relay:
 
     # Of a gateway.
 
+    async def _secure(self, context: ssl.SSLContext, sock: socket.socket) -> None:
+        descriptor, stream = sock.fileno(), None
+        with contextlib.suppress(OSError):
+            stream = await tls.accept_stream(sock, context, HANDSHAKE_TIMEOUT_S, BUFFER_BYTES)
+        self._entrances[0].limiter.finish(descriptor)
+        await self._accept(*stream) if stream is not None else sock.close()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection of another relay."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                hello = json.loads(await reader.readline())
+                hello = file_io.parse_json(await reader.readline())
             hosts = self._load_hosts()
             job, name = peer_name(writer)
             known = [each.node for each in hosts]

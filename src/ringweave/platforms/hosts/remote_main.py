@@ -22,6 +22,7 @@ import psutil
 
 from ringweave import ports, rpc
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, explain
+from ringweave.files import file_io
 from ringweave.launcher import node_context
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import host_runtime, script_files
@@ -124,7 +125,7 @@ class RemoteProgram:
         sys.stdout.buffer.write(HELLO + json.dumps(describe_host()).encode() + b"\n")
         sys.stdout.buffer.flush()
         while line := sys.stdin.buffer.readline():
-            request = json.loads(line)
+            request = file_io.parse_json(line)
             payload = sys.stdin.buffer.read(min(int(request.get("size", 0)), MAX_PAYLOAD_BYTES))
             try:
                 answer, content = self._verbs[request["verb"]](request, payload)

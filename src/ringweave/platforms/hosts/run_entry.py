@@ -27,6 +27,7 @@ import platformdirs
 from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, UnknownJobError, explain
+from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobEvent, JobRecord
@@ -389,7 +390,7 @@ def find_known_run(name: str) -> KnownRun:
 
 
 def _load_known_run(path: Path) -> KnownRun:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = file_io.load_json(path)
     return KnownRun(
         run_id=content["run_id"],
         name=content["name"],

@@ -16,6 +16,7 @@ import platformdirs
 
 from ringweave import units
 from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.files import file_io
 from ringweave.platforms.hosts.run_entry import HostFolder
 
 MAX_FILES_BYTES = 256 * 2**20
@@ -169,7 +170,7 @@ class FileOffer:
     def _list_files(self) -> bytes:
         if self._folder.file_list.exists():
             listing = self._folder.file_list.read_bytes()
-            self._paths = {digest: blob_path(digest) for _, digest, _ in json.loads(listing)}
+            self._paths = {digest: blob_path(digest) for _, digest, _ in file_io.parse_json(listing)}
             return listing
         files = collect_files(self._directory)
         self._paths = {file.digest: file.path for file in files}

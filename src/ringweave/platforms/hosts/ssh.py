@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain
+from ringweave.files import file_io
 from ringweave.platforms.hosts.host_list import THIS_MACHINE, HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
 
@@ -179,7 +180,7 @@ class SshConnection:
                 self._process.stdin.flush()
             except OSError as error:
                 raise self._connection_error() from error
-            answer = json.loads(self._read_line(deadline_s))
+            answer = file_io.parse_json(self._read_line(deadline_s))
             content = self._read_bytes(min(int(answer.pop("size", 0)), MAX_PAYLOAD_BYTES), deadline_s)
         if "error" in answer:
             raise self._remote_error(answer["error"], answer.get("kind", ""))
@@ -203,7 +204,7 @@ class SshConnection:
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         while not (line := self._read_line(deadline_s)).startswith(HELLO):
             pass
-        return json.loads(line.removeprefix(HELLO))
+        return file_io.parse_json(line.removeprefix(HELLO))
 
     def _read_line(self, deadline_s: float) -> bytes:
         while b"\n" not in self._buffer:

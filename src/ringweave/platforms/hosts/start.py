@@ -459,6 +459,8 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         order=str(worker_options.order),
         replace_backend=worker_options.replace_backend,
         leader_per_nic=worker_options.leader_per_nic,
+        encrypt=worker_options.encrypt,
+        wire=worker_options.wire,
         elastic=_elastic_request(options.elastic, hosts.num_workers, options.num_spares),
         standby=options.has_standby,
         min_per_node=1,

@@ -29,6 +29,7 @@ from ringweave.platforms.kubernetes.job_objects import ObservedJob
 from ringweave.platforms.kubernetes.job_resource import ApiRefusal
 from ringweave.platforms.kubernetes.objects import PodSettings
 from ringweave.platforms.kubernetes.pod_status import Pod
+from ringweave.platforms.registry import with_platform_option
 
 FAILURE_REPORT_DELAY_S = 5.0
 """Time after which a failure that is no refusal, such as a webhook without an answer, is reported."""
@@ -353,7 +354,7 @@ class ActionExecutor:
             "metadata": {"name": f"{owner.name}.{digest}", "namespace": owner.namespace},
             "involvedObject": involved,
             "reason": event.kind,
-            "message": event.text[:1024],
+            "message": with_platform_option(event.text, owner.name, names.PLATFORM_NAME)[:1024],
             "type": "Warning" if event.kind in _WARNING_EVENTS else "Normal",
             "source": {"component": "ringweave-operator"},
             "firstTimestamp": now,

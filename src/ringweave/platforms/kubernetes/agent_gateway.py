@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
@@ -316,9 +317,23 @@ class AgentGateway:
         for key in [key for key in self._pod_states if key[:2] == job]:
             del self._pod_states[key]
 
-    async def start_serving(self, host: str, port: int, certificate: ServerCertificate | None) -> web.AppRunner:
-        """Start serving. The runner's `addresses` are the endpoints; its `cleanup` stops it."""
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
+    async def start_serving(
+        self,
+        host: str,
+        port: int,
+        certificate: ServerCertificate | None,
+        leads: Callable[[], bool] = lambda: True,
+    ) -> web.AppRunner:
+        """Start serving. The runner's `addresses` are the endpoints; its `cleanup` stops it.
+
+        Requests get status 503 while `leads` returns False: agents repeat them, and reach the operator that leads then.
+        """
+
+        @web.middleware
+        async def check_leading(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await handler(request) if leads() else web.Response(status=503, text="does not lead; retry")
+
+        app = web.Application(client_max_size=_MAX_REQUEST_BYTES, middlewares=[check_leading])
         path = r"/v2/{namespace}/{job}/{node:\d{1,9}}/{attempt:\d{1,9}}"
         app.router.add_get(path + "/desired-state", self._get_desired_state)
         app.router.add_put(path + "/status", self._put_status)

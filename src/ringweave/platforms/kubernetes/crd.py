@@ -15,7 +15,7 @@ the capacity of the last used node in node order, the smallest node gets max(m, 
 from typing import Any
 
 from ringweave.jobs import request
-from ringweave.jobs.request import MAX_WORKERS, RESERVED_PREFIX, SERVER_MODES, DeletionPolicy, NodeRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, MAX_WORKERS, RESERVED_PREFIX, DeletionPolicy, NodeRequest
 from ringweave.jobs.split import MIN_PER_NODE
 from ringweave.jobs.states import JobState
 from ringweave.platforms.kubernetes import names
@@ -39,7 +39,20 @@ _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 IMMUTABLE_FIELDS = (
     *("gpus", "cpuWorkers", "script", "module", "command", "source", "directory", "arguments", "environment", "data"),
-    *("image", "claim", "mode", "schedule", "tuning", "order", "replaceBackend", "leaderPerNic", "elastic", "standby"),
+    *(
+        "image",
+        "claim",
+        "mode",
+        "schedule",
+        "tuning",
+        "order",
+        "replaceBackend",
+        "leaderPerNic",
+        "encrypt",
+        "wire",
+        "elastic",
+        "standby",
+    ),
     *("nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
 )
 """Fields that never change after creation; verbs set the others."""
@@ -137,6 +150,18 @@ def _training_fields() -> Schema:
         },
         "replaceBackend": _flag_schema('ringweave also serves groups of an explicit "gloo" or "nccl".'),
         "leaderPerNic": _flag_schema("A leader for each NIC of a node, not one for all."),
+        "encrypt": {
+            "type": "string",
+            "description": "Encrypt what travels between nodes: auto (as on), on or off.",
+            "enum": ["auto", "on", "off"],
+            "default": "auto",
+        },
+        "wire": {
+            "type": "string",
+            "description": "Format of gradients on the links that bind.",
+            "enum": ["exact", "bf16", "int8", "int4", "auto"],
+            "default": "exact",
+        },
         "elastic": _elastic_schema(),
         "standby": _flag_schema(
             "A second parameter server of an elastic job, on the second node, takes over when the first one is lost."
@@ -306,32 +331,32 @@ OPTIONAL_FIELDS = (
 def spec_rules() -> list[ValidationRule]:
     """Return the rules of the whole spec, in reading order for users."""
     return [
-        _make_rule("has(self.gpus) != has(self.cpuWorkers)", "exactly one of gpus and cpuWorkers is required"),
-        _make_rule(
+        _creation_rule("has(self.gpus) != has(self.cpuWorkers)", "exactly one of gpus and cpuWorkers is required"),
+        _creation_rule(
             " + ".join(f"(has(self.{key}) ? 1 : 0)" for key in request.PROGRAM_KEYS) + " == 1",
             "exactly one of script, module and command is required",
         ),
-        _make_rule(
+        _creation_rule(
             f"{_TOTAL} >= self.minPerNode",
             "the total is less than minPerNode: ask for more, or lower minPerNode",
             message_expression="'a total of %d is less than the %d of minPerNode: "
             f"ask for %d or more, or lower minPerNode'.format([{_TOTAL}, self.minPerNode, self.minPerNode])",
         ),
-        _make_rule(
+        _creation_rule(
             f"{_TOTAL} <= {_TOTAL_CAPACITY}",
             "the total is more than the capacity of all nodes: ask for less, add a node or raise a capacity",
             message_expression="'a total of %d is more than the %d that nodes of at least %d can run: "
             f"ask for less, add a node or raise a capacity'.format([{_TOTAL}, {_TOTAL_CAPACITY}, self.minPerNode])",
         ),
-        _make_rule(
+        _creation_rule(
             # If all usable nodes may be used, their total capacity decides: the previous rule.
             f"{_TOTAL} < self.minPerNode || {_TOTAL} / self.minPerNode >= {_USABLE}.size() || {_FITS_LARGEST_NODES}",
             "no split gives every used node minPerNode: the necessary nodes would get too few workers each; "
             "ringweave split prints the nearest possible totals",
         ),
         *_elastic_rules(),
-        _make_rule("!has(self.source) || has(self.script)", "source is the text of a script: name it in script"),
-        _make_rule(
+        _creation_rule("!has(self.source) || has(self.script)", "source is the text of a script: name it in script"),
+        _creation_rule(
             "!(has(self.source) && has(self.directory))",
             "source and directory exclude each other: with a directory the image has the script",
         ),
@@ -348,20 +373,20 @@ def spec_rules() -> list[ValidationRule]:
 
 
 def _elastic_rules() -> list[ValidationRule]:
-    served = " || ".join(f"self.mode == '{mode}'" for mode in SERVER_MODES)
+    served = " || ".join(f"self.mode == '{mode}'" for mode in ELASTIC_SERVER_MODES)
     most = _max_elastic_min()
     return [
-        _make_rule(
+        _creation_rule(
             f"!self.standby || (has(self.elastic) && ({served}))",
             "standby needs an elastic job with a parameter server: leave standby out, or add elastic and write mode "
             "ps-hra",
         ),
-        _make_rule(
+        _creation_rule(
             f"!has(self.elastic) || self.elastic.min <= {_TOTAL} || "
             f"self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
             "elastic.min is more than the total, which one node runs: write the total, or less",
         ),
-        _make_rule(
+        _creation_rule(
             f"!has(self.elastic) || {_TOTAL} < 1 || {_USABLE}.size() == 0 || self.elastic.min <= {most}",
             "elastic.min is more than the total without the smallest node that the split uses",
             message_expression="'elastic.min of %d is more than the %d without the smallest node that the split "
@@ -403,8 +428,21 @@ def field_rules(name: str) -> list[ValidationRule]:
         found.append(_make_rule("self == oldSelf", f"{name} cannot change: delete the job and submit it again"))
     if name == "environment":
         reserved = f"!self.exists(v, v.name.startsWith('{RESERVED_PREFIX}'))"
-        found.append(_make_rule(reserved, f"variables that begin with {RESERVED_PREFIX} are reserved for the launcher"))
+        found.append(
+            _creation_rule(reserved, f"variables that begin with {RESERVED_PREFIX} are reserved for the launcher")
+        )
     return found
+
+
+def _creation_rule(rule: str, message: str, *, message_expression: str | None = None) -> ValidationRule:
+    """Return a rule about fields that never change: it is evaluated when a job is created, and at no later write.
+
+    The API server evaluates the rules of a resource at every write, also of its status alone; those of the split take
+    up to a second of its processor at 128 nodes. With `optionalOldSelf` (Kubernetes 1.30), `oldSelf` is empty at the
+    creation.
+    """
+    guarded = _make_rule(f"oldSelf.hasValue() || ({rule})", message, message_expression=message_expression)
+    return {**guarded, "optionalOldSelf": True}
 
 
 def _make_rule(rule: str, message: str, *, message_expression: str | None = None) -> ValidationRule:

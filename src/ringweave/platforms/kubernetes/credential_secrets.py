@@ -61,7 +61,8 @@ def next_credential_keys(found: Mapping[str, Any], holders: Sequence[str]) -> di
 def secret_names(resource: Mapping[str, Any]) -> list[str]:
     """Return the names of all Secrets that a TrainingJob may have."""
     spec, name = resource["spec"], resource["metadata"]["name"]
-    nodes = range(len(spec["nodes"])) if "elastic" in spec or spec.get("mode") in SERVER_MODES else ()
+    has_services, encrypts = "elastic" in spec or spec.get("mode") in SERVER_MODES, spec.get("encrypt") != "off"
+    nodes = range(len(spec["nodes"])) if has_services or (encrypts and len(spec["nodes"]) > 1) else ()
     return [
         names.config_name(name),
         *(names.credential_pool_name(name, node) for node in nodes),

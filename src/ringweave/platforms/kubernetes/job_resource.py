@@ -20,7 +20,7 @@ from ringweave.platforms.registry import reason_with_platform_option, with_platf
 ResourceObject = Mapping[str, Any]
 _SHARED_FIELDS = {
     **{name: name for name in ("script", "module", "command", "directory", "data", "image", "claim")},
-    **{name: name for name in ("mode", "schedule", "tuning", "order")},
+    **{name: name for name in ("mode", "schedule", "tuning", "order", "encrypt", "wire")},
     "replaceBackend": "replace_backend",
     "leaderPerNic": "leader_per_nic",
 }

@@ -205,6 +205,10 @@ class PodSettings:
     """User id of the workers, never root; None: the image's."""
     tolerations: tuple[Toleration, ...] = ()
     """Taints that the Pods tolerate."""
+    node_selector: tuple[tuple[str, str], ...] = ()
+    """Labels that the nodes of the Pods have: a kind of GPU, a pool of nodes."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Secrets, in the namespaces of the jobs, with the credentials of private registries."""
     worker_cpu: Quantity | None = None
     """CPUs of each worker, as request and limit; None: a request of one for a CPU worker, and no limit."""
     worker_memory: Quantity | None = None
@@ -251,8 +255,11 @@ def worker_pod(job: Job, owner: JobOwner, action: CreateGroup, *, host: str | No
         spec["securityContext"] = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
     if settings.tolerations:
         spec["tolerations"] = [each.to_object() for each in settings.tolerations]
-    if host is not None:
-        spec["nodeSelector"] = {"kubernetes.io/hostname": host}
+    if settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    selector = dict(settings.node_selector) | ({} if host is None else {"kubernetes.io/hostname": host})
+    if selector:
+        spec["nodeSelector"] = selector
     return {"metadata": metadata, "spec": spec}
 
 

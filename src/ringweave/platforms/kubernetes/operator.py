@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import time
 from base64 import b64decode
@@ -314,6 +315,9 @@ class OperatorSettings:
     """None: no gateway; then agents need another channel."""
     liveness_url: str | None = None
     """URL of the health endpoint, `http://0.0.0.0:8080/healthz`, with the metrics beside it; None: neither."""
+    endpoint_removal_s: float = 5.0
+    """Time for which an operator that has lost the lease still listens: until the readiness probe of deploy/base (every
+    2 s) has taken it out of the Service, so that no endpoint ever refuses a connection."""
 
 
 async def run_operator(
@@ -354,15 +358,22 @@ async def _lead_until_stopped(
     clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
-    """Manage jobs while the lease is ours, and wait for it again when it is lost."""
+    """Manage jobs while the lease is ours, and wait for it again when it is lost, however long the API server is away.
+
+    Raises:
+        ApiError: The API server does not accept our credentials, or we may not have the lease or the gateway's Secret.
+    """
     while True:
         await election.wait_acquired()
         try:
             await _lead(client, election, settings, clock, ready)
-        except LostLeaseError as error:
+        except LaunchError as error:  # the lease is lost, or the API server went away before the first watch
+            if isinstance(error, ApiError) and error.status in (401, 403):
+                raise
             logging.getLogger(__name__).warning("%s", error)
         finally:
             ready.clear()
+        await asyncio.sleep(min(1.0, settings.lease.renew_s))
 
 
 async def _lead(
@@ -392,10 +403,17 @@ async def _lead(
     ]
     async with contextlib.AsyncExitStack() as stack:
         if settings.gateway_port is not None:
-            runner = await gateway.start_serving(settings.gateway_host, settings.gateway_port, certificate)
+            host, port = settings.gateway_host, settings.gateway_port
+            runner = await gateway.start_serving(host, port, certificate, leads=ready.is_set)
             stack.push_async_callback(runner.cleanup)
         ready.set()
-        await run_until_one_ends(election.renew_until_lost(), queue.run_workers(), *watches)
+        try:
+            await run_until_one_ends(election.renew_until_lost(), queue.run_workers(), *watches)
+        except LostLeaseError:
+            ready.clear()
+            if settings.gateway_port is not None:
+                await asyncio.sleep(settings.endpoint_removal_s)
+            raise
 
 
 async def _enqueue_changes(
@@ -472,9 +490,24 @@ def _pod_settings(options: Mapping[str, Any]) -> PodSettings:
         gateway_url=options["desk"],
         user=options["run_as"],
         tolerations=tuple(taints),
+        node_selector=tuple(
+            read("node-selector", text, _parse_label, "KEY=VALUE") for text in options["node_selectors"]
+        ),
+        image_pull_secrets=tuple(options["image_pull_secrets"]),
         worker_cpu=amount("worker-cpu"),
         worker_memory=amount("worker-memory"),
     )
+
+
+def _parse_label(text: str) -> tuple[str, str]:
+    """Return key and value of a label; `ValueError` for another form."""
+    match = _LABEL_PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    return match[1], match[2]
+
+
+_LABEL_PATTERN = re.compile(r"((?:[a-z0-9.-]{1,253}/)?[A-Za-z0-9][\w.-]{0,62})=([\w.-]{0,63})", re.ASCII)
 
 
 def connector(environ: Mapping[str, str], context: str | None) -> Connect:

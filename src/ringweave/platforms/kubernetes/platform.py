@@ -18,7 +18,7 @@ from ringweave.errors import JobError, LaunchError, RingweaveError, explain
 from ringweave.jobs import admission, records, verbs
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import EndCause, Job
-from ringweave.jobs.request import JobRequest, NodeRequest
+from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, Reason
 from ringweave.platforms import api, submission
 from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, RenderedObject, Submission
@@ -232,16 +232,10 @@ def displayed_training_job(resource: TrainingJobObject, now: float) -> Job:
 def _invalid_job(resource: TrainingJobObject, error: JobError, now: float) -> Job:
     spec, name = resource["spec"], resource["metadata"]["name"]
     device, total = ("cuda", spec["gpus"]) if "gpus" in spec else ("cpu", spec.get("cpuWorkers", 1))
-    request = JobRequest(
-        name=name, num_workers=total, script="-", device=device, nodes=(NodeRequest(name="n0", capacity=total),)
-    )
-    job = records.new_job(
-        request, requester=job_resource.requester_of(resource), counts=(0,), now=_created_s(resource, now)
-    )
-    reason = Reason(
-        code="Invalid", text=str(error), hint=f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it again"
-    )
-    return replace(job, record=replace(job.record, state=JobState.FAILED, reason=reason))
+    hint = f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it again"
+    reason = Reason(code="Invalid", text=str(error), hint=hint)
+    requester, created_s = job_resource.requester_of(resource), _created_s(resource, now)
+    return api.unreadable_job(name, requester, created_s, reason, num_workers=total, device=device)
 
 
 def _created_s(resource: TrainingJobObject, now: float) -> float:

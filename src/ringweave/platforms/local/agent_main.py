@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -57,7 +58,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     environ = dict(os.environ)
     state, job_id = root.parent.parent, root.name
     supervised = SupervisedWait(group.wakeup, lambda: supervisor.ensure_supervisor(state, job_id, environ))
-    config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
+    config = replace(job_config.parse_job_config(folder.config.read_text(encoding="utf-8")), between_hosts=False)
     assignment = AgentAssignment(
         config=config,
         node=node,

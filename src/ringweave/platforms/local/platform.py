@@ -9,6 +9,7 @@ from pathlib import Path
 import platformdirs
 
 from ringweave import topology
+from ringweave.errors import JobError
 from ringweave.jobs import admission, verbs
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished, with_pending_retry
@@ -20,7 +21,6 @@ from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, Render
 from ringweave.platforms.local import supervisor
 from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, job_folder
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
-from ringweave.platforms.submission import JobOrigin
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two polls of logs that may grow."""
@@ -137,17 +137,17 @@ class LocalPlatform(Platform):
         self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
         submission.check_platform_keys(request, "local")
-        self._admit(
-            request, [each.job for each in self._registry.all_entries()]
-        )  # before any file that it names is read
+        job = self._admit(request, self._registry.rivals(request))  # before any file that it names is read
         origin = submission.create_origin(request, base, self._environ, script_text)
         origin = replace(origin, cluster=submission.lab_cluster_text(request))
-        if dry_run:
-            entry = self._admitted_entry(request, origin, [each.job for each in self._registry.all_entries()])
-        else:
-            entry = self._registry.insert(lambda there: self._admitted_entry(request, origin, there))
+        node_layout.build_cluster(
+            job_config.job_config(job, directory=None, script_text=None, cluster=origin.cluster), {}
+        )
+        entry = LocalRegistryEntry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
+        if not dry_run:
+            entry = self._registry.insert(entry, lambda there: self._admit(request, there))
             self._ensure_supervisor(entry)
-        return Submission(job=self._view(entry), objects=_rendered_objects(entry))
+        return Submission(job=self._view(entry), objects=_rendered_objects(entry) if dry_run else ())
 
     def jobs(self) -> Sequence[JobView]:
         now = self._clock()
@@ -156,7 +156,7 @@ class LocalPlatform(Platform):
         may_see_all = self._permissions.get_permission(self._requester, "jobs", now).any_owner
         seen = [entry for entry in entries if may_see_all or entry.job.requester == self._requester]
         for entry in seen:
-            if _needs_supervisor(entry.job):
+            if _needs_supervisor(entry):
                 self._ensure_supervisor(entry)
         return [self._view(entry) for entry in seen]
 
@@ -166,14 +166,19 @@ class LocalPlatform(Platform):
             return api.job_view(gone, platform="local")
         entry = self._check_found(found, name, "status")
         self._tombstones.watch_job(job_folder(self._state, entry.id).root, entry.job)
-        if _needs_supervisor(entry.job):
+        if _needs_supervisor(entry):
             self._ensure_supervisor(entry)
         return self._view(entry, with_events=True)
 
     def act(self, name: str, verb: str) -> JobView:
         """Change the desired state of a job, and wake its supervisor."""
         entry = self._find_checked(name, verb)
-        self._registry.update_desired(entry.id, lambda job, there: self._desired_after(verb, job, there))
+        if entry.problem and verb != "delete":
+            raise JobError(f"{verb} of job {name}: {entry.job.record.reason}")
+        if entry.problem:  # its agents leave when its folder is gone
+            self._registry.delete(entry.id)
+        else:
+            self._registry.update_desired(entry.id, lambda job, there: self._desired_after(verb, job, there))
         self._ensure_supervisor(entry)
         return self._view(self._registry.find_by_id(entry.id) or entry, with_events=True)
 
@@ -195,13 +200,6 @@ class LocalPlatform(Platform):
             request, requester=self._requester, existing=there, permissions=self._permissions, now=self._clock()
         )
 
-    def _admitted_entry(self, request: JobRequest, origin: JobOrigin, there: Sequence[Job]) -> LocalRegistryEntry:
-        job = self._admit(request, there)
-        node_layout.build_cluster(
-            job_config.job_config(job, directory=None, script_text=None, cluster=origin.cluster), {}
-        )
-        return LocalRegistryEntry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
-
     def _find_checked(self, name: str, verb: str) -> LocalRegistryEntry:
         return self._check_found(self._registry.find_by_name(name), name, verb)
 
@@ -218,13 +216,14 @@ class LocalPlatform(Platform):
         admission.check_permission(verb, requester=self._requester, owner=owner, permissions=self._permissions, now=now)
 
     def _ensure_supervisor(self, entry: LocalRegistryEntry) -> None:
-        supervisor.ensure_supervisor(self._state, entry.id, entry.origin.environ)
+        environ = entry.origin.environ or self._environ
+        supervisor.ensure_supervisor(self._state, entry.id, environ)
 
     def _is_over(self, job_id: str) -> bool:
         entry = self._registry.find_by_id(job_id)
         if entry is None:
             return True
-        if _needs_supervisor(entry.job):
+        if _needs_supervisor(entry):
             self._ensure_supervisor(entry)
         return with_pending_retry(entry.job, self._clock()).record.state.is_end
 
@@ -259,6 +258,7 @@ def _rendered_objects(entry: LocalRegistryEntry) -> tuple[RenderedObject, ...]:
     )
 
 
-def _needs_supervisor(job: Job) -> bool:
+def _needs_supervisor(entry: LocalRegistryEntry) -> bool:
     """Return whether the job may need actions although no user asks for anything."""
-    return not is_finished(job) or job.desired.delete or job.request.ttl_s is not None
+    job = entry.job
+    return not entry.problem and (not is_finished(job) or job.desired.delete or job.request.ttl_s is not None)

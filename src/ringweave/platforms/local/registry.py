@@ -5,21 +5,24 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import JobError, LaunchError, explain, shorten
 from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
 from ringweave.jobs.request import JobRequest
+from ringweave.jobs.states import Reason
+from ringweave.platforms import api
 from ringweave.platforms.api import EventView
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.submission import JobOrigin
 
 LOCK_TIMEOUT_S = 60.0
-"""Upper limit of the wait for other writing processes, which need milliseconds each."""
+"""Upper limit of the wait for other writing processes, which need a millisecond each: whatever takes longer is done
+before the transaction, and a transaction reads only the rows that it needs."""
 SCHEMA_VERSION = 2
 """Format of the database and of the job folders beside it. A database of another format is refused."""
 _SCHEMA = """
@@ -32,6 +35,16 @@ CREATE TABLE events (
   kind TEXT NOT NULL, text TEXT NOT NULL, PRIMARY KEY (id, key)
 ) STRICT;
 """
+_REMEDIES = {
+    sqlite3.SQLITE_BUSY: "Try again: other commands write it, or a stopped one holds its lock",
+    sqlite3.SQLITE_FULL: "Free space on its disk",
+    sqlite3.SQLITE_IOERR: "Free space on its disk, and check that it works",
+    sqlite3.SQLITE_READONLY: "Make the folder writable, or set XDG_STATE_HOME to one that is",
+    sqlite3.SQLITE_CANTOPEN: "Make the folder writable, or set XDG_STATE_HOME to one that is",
+    sqlite3.SQLITE_CORRUPT: "Move the file away: its jobs are forgotten, and their folders stay beside it",
+    sqlite3.SQLITE_NOTADB: "Move the file away: its jobs are forgotten, and their folders stay beside it",
+}
+"""Primary result code of SQLite -> what to do."""
 _COLUMNS = "name, id, requester, created_s, request, counts, origin, desired, record"
 
 
@@ -43,6 +56,9 @@ class LocalRegistryEntry:
     """Id of the job, never reused, so that nothing of it is mistaken for a later job of the same name."""
     job: Job
     origin: JobOrigin
+    problem: str = ""
+    """Reason for which its row cannot be read; `job` then only shows that. Nothing but a deletion changes such a job.
+    """
 
 
 class LocalJobRegistry:
@@ -61,21 +77,26 @@ class LocalJobRegistry:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._create_tables()
-            self._check_version()
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             do = "Make the folder writable, or set XDG_STATE_HOME to one that is"
-            raise LaunchError(
-                explain("registry of jobs", got=str(error), expected="a file that can be used", do=do, where=str(path))
-            ) from error
+            raise self._error(error.strerror or str(error), do) from error
 
-    def insert(self, make: Callable[[Sequence[Job]], LocalRegistryEntry]) -> LocalRegistryEntry:
-        """Register the entry that `make` builds from the present jobs; nothing changes if it raises.
+    def rivals(self, request: JobRequest) -> list[Job]:
+        """Return the jobs that the admission of a request depends on: see `_read_rivals`."""
+        with self._connected() as connection:
+            return _read_rivals(connection, request)
+
+    def insert(self, entry: LocalRegistryEntry, admit: Callable[[Sequence[Job]], Job]) -> LocalRegistryEntry:
+        """Register the entry with the job that `admit` returns; nothing changes if it raises.
 
         Only one process at a time is in this transaction, so that name and limits are checked and taken in one step.
+
+        Args:
+            entry: The entry, whose request was admitted before.
+            admit: Admits the request once more, by its rivals at this moment.
         """
         with self._transaction() as connection:
-            there = [_parse_row(row).job for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs")]
-            entry = make(there)
+            entry = replace(entry, job=admit(_read_rivals(connection, entry.job.request)))
             job = entry.job
             values = (job.request.name, entry.id, job.requester, job.created_s, *_column_values(entry))
             connection.execute(f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 9)})", values)
@@ -108,13 +129,13 @@ class LocalJobRegistry:
     def update_desired(self, job_id: str, change: Callable[[Job, Sequence[Job]], DesiredJobState]) -> None:
         """Change the desired state of a job; nothing changes if `change` raises or the job is gone.
 
-        `change` gets the job and all jobs, so that common limits are checked and taken in one step.
+        `change` gets the job and its rivals, so that common limits are checked and taken in one step.
         """
         with self._transaction() as connection:
-            there = [_parse_row(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs")]
-            job = next((entry.job for entry in there if entry.id == job_id), None)
-            if job is not None:
-                desired = _DESIRED.dump_json(change(job, [entry.job for entry in there])).decode()
+            row = connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            if row is not None:
+                job = _parse_row(row).job
+                desired = _DESIRED.dump_json(change(job, _read_rivals(connection, job.request))).decode()
                 connection.execute("UPDATE jobs SET desired = ? WHERE id = ?", (desired, job_id))
 
     def delete(self, job_id: str) -> None:
@@ -135,35 +156,42 @@ class LocalJobRegistry:
 
     def _create_tables(self) -> None:
         """Create the tables once, under a lock: SQLite does not wait when its journal mode is changed."""
-        if self._path.exists() and self._version() == SCHEMA_VERSION:
-            return
-        with job_folder.lock_file(self._path.with_suffix(".making")), self._connected() as connection:
-            if self._version() == 0:
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        self._path.chmod(0o600)
-
-    def _check_version(self) -> None:
-        found = self._version()
+        found = self._version() if self._path.exists() else 0
+        if found == 0:
+            with job_folder.lock_file(self._path.with_suffix(".making")), self._connected() as connection:
+                if (found := _version(connection)) == 0:
+                    connection.execute("PRAGMA journal_mode = WAL")
+                    connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+                    found = SCHEMA_VERSION
+            self._path.chmod(0o600)
         if found != SCHEMA_VERSION:
             do = f"Delete its jobs with the ringweave that made them, then remove {self._path.parent}"
-            expected = f"format {SCHEMA_VERSION}"
-            raise LaunchError(
-                explain("registry of jobs", got=f"format {found}", expected=expected, do=do, where=str(self._path))
-            )
+            raise self._error(f"format {found}", do, expected=f"format {SCHEMA_VERSION}")
 
     def _version(self) -> int:
         with self._connected() as connection:
-            return int(connection.execute("PRAGMA user_version").fetchone()[0])
+            return _version(connection)
+
+    def _error(self, got: str, do: str, *, expected: str = "a file that can be used") -> LaunchError:
+        return LaunchError(explain("registry of jobs", got=got, expected=expected, do=do, where=str(self._path)))
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(
-            sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
-        ) as connection:
-            connection.execute("PRAGMA foreign_keys = ON")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            yield connection
+        """Yield a connection.
+
+        Raises:
+            LaunchError: The database is busy, damaged, or cannot be read or written.
+        """
+        try:
+            with contextlib.closing(
+                sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None)
+            ) as connection:
+                connection.execute("PRAGMA foreign_keys = ON")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                yield connection
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the extended part tells nothing that helps
+            raise self._error(str(error), _REMEDIES.get(code, _REMEDIES[sqlite3.SQLITE_CANTOPEN])) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -188,17 +216,56 @@ def _column_values(entry: LocalRegistryEntry) -> tuple[str, str, str, str, str]:
     )
 
 
-def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> LocalRegistryEntry:
-    _, job_id, requester, created_s, request, counts, origin, desired, record = row
-    job = Job(
-        request=_REQUEST.validate_json(request),
-        requester=requester,
-        created_s=created_s,
-        counts=tuple(json.loads(counts)),
-        desired=_DESIRED.validate_json(desired),
-        record=records.parse_record(record),
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _read_rivals(connection: sqlite3.Connection, request: JobRequest) -> list[Job]:
+    """Return the job of that name and, for a request of GPUs, all jobs with GPUs, which common limits count."""
+    rows = connection.execute(
+        f'SELECT {_COLUMNS} FROM jobs WHERE name = ? OR (? AND request LIKE \'%"device":"cuda"%\')',
+        (request.name, request.device == "cuda"),
     )
-    return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(origin))
+    return [_parse_row(row).job for row in rows]
+
+
+def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> LocalRegistryEntry:
+    """Return the entry of a row; one that is none of ours becomes an entry with a problem, and hides no other."""
+    name, job_id, requester, created_s, request, counts, origin, desired, record = row
+    try:
+        job = Job(
+            request=_REQUEST.validate_json(request),
+            requester=requester,
+            created_s=created_s,
+            counts=_COUNTS.validate_json(counts),
+            desired=_DESIRED.validate_json(desired),
+            record=records.parse_record(record),
+        )
+        _check_lengths(job)
+        return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(origin))
+    except (ValueError, JobError) as error:
+        problem = f"its record cannot be read: {_mistake(error)}"
+        hint = f"ringweave delete {name} removes it with its processes; or use the ringweave that wrote it"
+        reason = Reason(code="Unreadable", text=problem, hint=hint)
+        job = api.unreadable_job(name, requester, created_s, reason)
+        return LocalRegistryEntry(
+            id=job_id, job=job, origin=JobOrigin(directory="", script_text=None, environ={}), problem=problem
+        )
+
+
+def _check_lengths(job: Job) -> None:
+    asked, kept = len(job.request.nodes), len(job.record.nodes)
+    if not len(job.counts) == asked == kept:
+        raise ValueError(f"{len(job.counts)} counts, {asked} nodes in its request, {kept} in its record")
+
+
+def _mistake(error: ValueError | JobError) -> str:
+    """Return what is wrong with a row, on one line."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    return f"{error.title} has {shorten(first['input'])} as {'.'.join(map(str, first['loc'])) or 'its text'}"
 
 
 _REQUEST, _DESIRED, _ORIGIN = TypeAdapter(JobRequest), TypeAdapter(DesiredJobState), TypeAdapter(JobOrigin)
+_COUNTS = TypeAdapter(tuple[int, ...])

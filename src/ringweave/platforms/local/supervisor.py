@@ -1,9 +1,7 @@
 """Supervisor process of one local job: observes, reconciles and acts until nothing is left to do.
 
-    python -m ringweave.platforms.local.supervisor STATE ID
-
-`submit`, every other command on jobs, and the job's own agents start it where none runs. It may be killed at any
-time.
+`submit`, every other command on jobs, and the job's own agents start it where none runs (`supervisor_main.py`). It may
+be killed at any time.
 """
 
 import os
@@ -16,7 +14,7 @@ from pathlib import Path
 from ringweave.errors import LaunchError
 from ringweave.jobs import records
 from ringweave.jobs.reconcile import reconcile
-from ringweave.jobs.records import JobAction, ObservedJobState
+from ringweave.jobs.records import GroupPhase, JobAction, ObservedJobState
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import REGISTRY, Wakeup
@@ -31,8 +29,8 @@ TTL_POLL_S = 30.0
 """The same while only a TTL runs; short enough for clocks that are changed."""
 RETRY_DELAY_S = 1.0
 """Delay before a failed action is retried."""
-SUPERVISOR_MODULE = "ringweave.platforms.local.supervisor"
-"""Name of this module in command lines."""
+SUPERVISOR_MODULE = "ringweave.platforms.local.supervisor_main"
+"""Name of the supervisor's module in command lines."""
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.local.agent_main")
 
 
@@ -47,20 +45,29 @@ class JobSupervisor:
         agent: Sequence[str] = AGENT_COMMAND,
         clock: Callable[[], float] = time.time,
         on_boundary: BoundaryHook = lambda boundary: None,
+        on_started: Callable[[], object] = lambda: None,
     ) -> None:
-        """`agent` begins the agents' command line.
+        """Open the registry.
 
-        `on_boundary` is called with the name of every boundary of an action.
+        Args:
+            state: Folder of the registry.
+            job_id: Id of the job.
+            agent: Begins the agents' command line.
+            clock: Seconds since 1970.
+            on_boundary: Called with the name of every boundary of an action.
+            on_started: Called at every poll at which no group of the job is about to start.
         """
         self._registry, self._id = LocalJobRegistry(state / REGISTRY), job_id
         self._folder = job_folder.job_folder(state, job_id)
         self._agent, self._clock, self._on_boundary = agent, clock, on_boundary
+        self._on_started = on_started
 
     def serve(self) -> None:
         """Supervise the job until nothing is left to do for now, or the job is gone."""
         entry = self._registry.find_by_id(self._id)
         if entry is None:
             self._remove_folder()
+        if entry is None or entry.problem:
             return
         self._folder.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         runtime = self._runtime(entry)
@@ -76,6 +83,7 @@ class JobSupervisor:
         entry = self._registry.find_by_id(self._id)
         if entry is None:
             self._remove_folder()
+        if entry is None or entry.problem:
             return None
         observed, now = runtime.observe(), self._clock()
         todo = reconcile(entry.job, observed, now)
@@ -89,6 +97,8 @@ class JobSupervisor:
                 return RETRY_DELAY_S
         if todo:
             return 0.0
+        if not any(group.phase in (GroupPhase.PENDING, GroupPhase.READY) for group in observed.groups):
+            self._on_started()
         if wake_s is None:
             return _poll_interval_s(observed) if _is_under_way(observed) else None
         return max(0.0, min(_poll_interval_s(observed), wake_s - now))
@@ -98,6 +108,7 @@ class JobSupervisor:
         entry = self._registry.find_by_id(self._id)
         if entry is None:
             self._remove_folder()
+        if entry is None or entry.problem:
             return True
         observed = self._runtime(entry).observe(sweeps=False)  # another supervisor may run by now
         return not _is_under_way(observed) and not reconcile(entry.job, observed, self._clock())
@@ -153,12 +164,12 @@ def ensure_supervisor(state: Path, job_id: str, environ: dict[str, str]) -> None
         raise LaunchError(f"supervisor could not be started: {error}. [{folder.root}]") from error
 
 
-def main(state: Path, job_id: str) -> None:
+def main(state: Path, job_id: str, on_started: Callable[[], object]) -> None:
     """Supervise a job with the inherited lock.
 
     Release it before the last check, to see requests made while it was held.
     """
-    supervisor = JobSupervisor(state, job_id)
+    supervisor = JobSupervisor(state, job_id, on_started=on_started)
     lock: int | None = job_folder.INHERITED_LOCK
     while lock is not None:
         supervisor.serve()
@@ -179,7 +190,3 @@ def _poll_interval_s(observed: ObservedJobState) -> float:
 
 def _is_under_way(observed: ObservedJobState) -> bool:
     return any(group.phase.is_alive or group.is_terminating for group in observed.groups)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -325,6 +325,11 @@ class CheckpointReporter:
         """Report that random numbers start again."""
         _LOGGER.info("random numbers of rank %d begin anew after step %d: %s", rank, train_step, reason)
 
+    def report_lost_residuals(self, rank: int, train_step: int, reason: str) -> None:
+        """Report that what encoding had left of this rank's gradients is lost."""
+        _LOGGER.warning("residuals of rank %d are lost after step %d: %s", rank, train_step, reason)
+        self._write_event("residuals_lost", rank=rank, members=[f"rank {rank}"], reason=reason)
+
     def report_new_site_state(self, rank: int, train_step: int, reason: str) -> None:
         """Report that the optimizers of all sites continue with the state of the first one."""
         if rank == 0:

@@ -180,7 +180,9 @@ class ServerCheckpoint:
 
 
 _RNG_PART = "random numbers"
+_RESIDUAL_PART = "residuals of gradients"
 _SITE_PART = "state of a site"
+_UNSENT_PART = "not sent by the site"
 
 
 class Checkpoints:
@@ -219,6 +221,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._keep, self._rng = keep, rng
         self._parts = {name: gradients.unwrap_ddp(part) for name, part in parts.items()}
+        self._residuals = next(filter(None, map(gradients.residuals_of, parts.values())), None)
         self._damaged_paths: set[Path] = set()
         self._reporter = CheckpointReporter(WorkerEnvironment.from_environ(os.environ))
         self._staging = StagingBuffers()
@@ -275,6 +278,8 @@ class Checkpoints:
             states[_SITE_PART] = {"sites": self._sites, "parts": own}
         if self._rng:
             states[_RNG_PART] = format.capture_rng_state(self._gpu)
+        if self._residuals is not None:
+            states[_RESIDUAL_PART] = self._residuals[0].state_dict(self._residuals[1])
         if states:
             self._submit(train_step, rank, states, started_s)
 
@@ -286,8 +291,10 @@ class Checkpoints:
 
     @property
     def _site_parts(self) -> dict[str, Any]:
-        """Parts that differ between sites after an outer step: optimizers and schedules."""
-        return {name: part for name, part in self._parts.items() if not isinstance(part, (nn.Module, SharedLoader))}
+        """Parts that differ between sites after an outer step: optimizers, schedules, and what a site has not sent."""
+        own = {name: part for name, part in self._parts.items() if not isinstance(part, (nn.Module, SharedLoader))}
+        unsent = self._loader.source.membership.site_state if self._loader is not None else None
+        return own if unsent is None else {**own, _UNSENT_PART: unsent}
 
     @property
     def _gpu(self) -> torch.device | None:
@@ -501,14 +508,23 @@ class Checkpoints:
 
     def _restore(self, saved: CheckpointFile, content: CheckpointContent) -> None:
         states = dict(content.parts)
-        rng_state = states.pop(_RNG_PART, None)
+        rng_state, residuals = states.pop(_RNG_PART, None), states.pop(_RESIDUAL_PART, None)
         exchange.check_part_names(saved, states, self._parts)
         if self._is_sharded:
             states = exchange.fit_whole_states(self._parts, states)
         for name, part in self._parts.items():
             exchange.load_part(saved, name, part, states[name])
         if self._rng:
-            self._restore_rng(saved, content, rng_state)
+            state, reason = self._own_state(saved, content, _RNG_PART, rng_state)
+            if state is None:
+                self._reporter.report_new_rng(_rank_and_world_size()[0], saved.train_step, reason)
+            else:
+                format.restore_rng_state(state, self._gpu)
+        if self._residuals is not None:
+            state, reason = self._own_state(saved, content, _RESIDUAL_PART, residuals)
+            if state is None:
+                self._reporter.report_lost_residuals(_rank_and_world_size()[0], saved.train_step, reason)
+            self._residuals[0].load_state_dict(state or {}, self._residuals[1])
 
     def _restore_own_rng(self, saved: CheckpointFile, saved_world_size: int, reader: "ShardReader") -> None:
         """Restore the random numbers that this rank has saved, unless another number of ranks goes on."""
@@ -542,7 +558,10 @@ class Checkpoints:
             for name, part in self._site_parts.items():
                 exchange.load_part(saved, name, part, found["parts"][name])
 
-    def _restore_rng(self, saved: CheckpointFile, content: CheckpointContent, first_rank_state: Any) -> None:
+    def _own_state(
+        self, saved: CheckpointFile, content: CheckpointContent, name: str, first_rank_state: Any
+    ) -> tuple[Any, str]:
+        """Return a state that each rank has saved for itself; None with the reason if it is not there."""
         rank, world_size = _rank_and_world_size()
         state, reason = first_rank_state, "they were not saved"
         if content.world_size != world_size:
@@ -552,11 +571,8 @@ class Checkpoints:
                 each for each in store.list_checkpoints(self.folder, rank=rank) if each.train_step == saved.train_step
             ]
             contents = [found for found in map(self._read_or_report, own) if found is not None]
-            state, reason = contents[0].parts.get(_RNG_PART) if contents else None, "their file is damaged or gone"
-        if state is None:
-            self._reporter.report_new_rng(rank, saved.train_step, reason)
-        else:
-            format.restore_rng_state(state, self._gpu)
+            state, reason = contents[0].parts.get(name) if contents else None, "their file is damaged or gone"
+        return state, reason
 
     def _write_job(self, job: WriteJob) -> None:
         """Write a checkpoint in the writer's thread; errors are reported, never raised."""

@@ -10,7 +10,6 @@ digits. It loads on any number of ranks, and into a model that is not sharded: e
 it needs, from the files in which they lie.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -173,7 +172,7 @@ class ShardReader:
     def _open(self, index: int, saved: CheckpointFile) -> dict[str, Any]:
         try:
             handle: Any = safe_open(saved.path, framework="pt")
-            document = json.loads((handle.metadata() or {})[store.METADATA_KEY])
+            document = file_io.parse_json((handle.metadata() or {})[store.METADATA_KEY], store.MAX_METADATA_BYTES)
             has_format = document["format"] == store.FORMAT
             for name, offset in document["offsets"].items():
                 place = tuple(offset), tuple(handle.get_slice(name).get_shape())

@@ -120,6 +120,8 @@ def _copy_barrier(devices: set[torch.device]) -> Callable[[], None]:
 FORMAT = 2
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
+MAX_METADATA_BYTES = 100_000_000
+"""Largest header of a safetensors file."""
 METADATA_KEY = "ringweave"
 _PIECE_BYTES = 4 << 20
 _PARTIAL = re.compile(r"\.rank-(\d{1,9})\.(?:step-(\d{8,18})\.[0-9a-f]+\.)?partial")
@@ -248,7 +250,7 @@ def read_checkpoint(saved: CheckpointFile, source: Path | None = None) -> Checkp
         if file_io.file_checksum(path) != saved.checksum:
             raise _damaged_error(saved, "bytes of another check")
         with safe_open(path, framework="pt") as file:
-            document = json.loads((file.metadata() or {})[METADATA_KEY])
+            document = file_io.parse_json((file.metadata() or {})[METADATA_KEY], MAX_METADATA_BYTES)
             tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if document["format"] != FORMAT:
             do = "Load it with the ringweave that wrote it, or train in another folder"

@@ -53,6 +53,8 @@ class TrainingMembership(abc.ABC):
     num_train_steps = 0
     sites: tuple[tuple[int, ...], ...] = ()
     """Ranks of each site, if ranks of different sites have different states of optimizers and schedules."""
+    site_state: Any = None
+    """Further state that differs between sites, with `state_dict` and `load_state_dict`."""
 
     @property
     @abc.abstractmethod

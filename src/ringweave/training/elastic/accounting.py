@@ -283,8 +283,9 @@ class SampleAccounting:
             TrainingError: The samples that members report differ from those that they had to compute.
         """
         total, lost, parts = SampleAccount(), SampleAccount(), self._open_parts
+        counted = () if commit.restarts_step else commit.members
         for member, part in parts.by_member.items():
-            if member in commit.members:
+            if member in counted:
                 total += part
             else:
                 lost += part
@@ -297,7 +298,7 @@ class SampleAccounting:
         if not self._recomputes:
             self._lost += lost
         elif lost.num_samples:
-            self.missing.extend(each.missing_without(commit.members) for each in self._open_batches)
+            self.missing.extend(each.missing_without(counted) for each in self._open_batches)
         self._clear_open_batches()
         return lost.num_samples
 

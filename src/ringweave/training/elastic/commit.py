@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringweave.membership.member_rules import resolve_reduction
 from ringweave.membership.membership_records import Membership
+from ringweave.planning.balancing import SampleAccount
 from ringweave.training.elastic import member_details, recovery, retained_reductions, script_collectives
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import (
@@ -67,12 +68,17 @@ class CommitProtocol:
         """
         self._state, self._buffers, self._is_mean, self._partial_sums = state, buffers, is_mean, partial_sums
         self._num_parameters = num_parameters
-        self._sum_buffers = SumBuffers()
+        self._sum_buffers = SumBuffers(state.trainer.wire)
         self._prepared: _PreparedCommit | _PreparedCollective | None = None
         self._is_delivering = False
         """A reduction is committed and the script does not have it yet; guarded by the lock."""
         self.buffer_source = 0
         """Rank of the member whose buffers all get."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Samples of lost members are computed by the others."""
+        return self._partial_sums is not None
 
     # The training thread.
 
@@ -282,7 +288,8 @@ class CommitProtocol:
                 with state.lock:
                     if state.catch_up is not None and state.catch_up.is_blocking_others:  # others wait for its script
                         self._wait_for_replay(state.catch_up, abort_count)
-                reduction.wait_done()  # its script may have caught up by then, which the row reports
+                if not state.is_reduction_void:
+                    reduction.wait_done()  # its script may have caught up by then, which the row reports
             with state.lock:
                 row = self._own_row(reduction)
             received = state.groups.allgather_small(
@@ -292,7 +299,8 @@ class CommitProtocol:
             every, used_bits = retained_reductions.rows_of_tensor(received)
             number = state.num_reductions + 1
             commit = Commit(number=number, members=state.membership.members, rows=every, used_bits=used_bits)
-            reduction.wait_done()  # the others wait for everything that follows
+            if not commit.restarts_step:
+                reduction.wait_done()  # the others wait for everything that follows
             if _contributes_zeros(reduction):
                 reduction.copy_to_host()  # before the lock is held
             buffers = self._sync_buffers(self._buffers() if isinstance(reduction, RetainedReduction) else ())
@@ -354,14 +362,16 @@ class CommitProtocol:
 
     def _own_row(self, reduction: RetainedReduction | FetchOnceBroadcast) -> ReductionRow:
         """Return this member's row; needs the lock."""
-        if not _contributes_zeros(reduction):
-            return reduction.row
-        catching = self._state.catch_up
-        return ReductionRow(is_recovering=True, is_caught_up=catching is not None and catching.announce_if_caught_up())
+        state, catching, row = self._state, self._state.catch_up, reduction.row
+        if _contributes_zeros(reduction):
+            is_caught_up = catching is not None and catching.announce_if_caught_up()
+            row = ReductionRow(is_recovering=True, is_caught_up=is_caught_up)
+        return replace(row, account=SampleAccount(), restarts_step=True) if state.is_reduction_void else row
 
     def _apply_commit(self, prepared: _PreparedCommit, reduction: RetainedReduction | FetchOnceBroadcast) -> None:
         """Apply the commit to this member; needs the lock."""
         state, commit = self._state, prepared.commit
+        state.restarts_step = state.restarts_step and not isinstance(reduction, RetainedReduction)
         if _contributes_zeros(reduction):
             self._log_for_replay(prepared, reduction)
             return

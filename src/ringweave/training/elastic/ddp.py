@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
+from ringweave.comm.gloo import make_single_gloo
 from ringweave.errors import TrainingError, explain
 from ringweave.training import gradients
 from ringweave.training.elastic.session import ElasticSession
@@ -169,7 +169,7 @@ def _session_process_group(session: ElasticSession, usage: ParameterUsage) -> di
     store, kinds = dist.HashStore(), dist.ProcessGroup.BackendType
     group = _SessionProcessGroup(session, usage)
     group._set_default_backend(kinds.GLOO)
-    gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    gloo = make_single_gloo(store, timedelta(seconds=60))
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         group._register_backend(torch.device(device), kinds.GLOO, gloo)
     return group

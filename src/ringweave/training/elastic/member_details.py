@@ -132,6 +132,7 @@ class _TrainerDetails(pydantic.BaseModel):
     assumed_speed: _POSITIVE_FLOAT
     must_match: dict[str, Any]
     speed: _SPEED_NUMBERS | None
+    exchange_s: _NON_NEGATIVE_FLOAT
     position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _INT]
     accounts: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
 

@@ -124,7 +124,8 @@ def member_name(environment: WorkerEnvironment) -> str:
 def peer_authentication(environment: WorkerEnvironment) -> rpc.TlsAuthentication:
     """Load this worker's credentials and return its authentication of peers."""
     assert environment.credentials is not None, "the launcher sets them"
-    return rpc.TlsAuthentication(rpc.Credentials.load_from(environment.credentials))
+    credentials = rpc.Credentials.load_from(environment.credentials, keep_open=environment.encrypts)
+    return rpc.TlsAuthentication(credentials)
 
 
 def start_state_server(

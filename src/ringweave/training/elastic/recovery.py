@@ -11,10 +11,11 @@ script waits for the same reduction as all others, the member reports in its row
 import base64
 import binascii
 import json
+import math
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -24,13 +25,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
-from ringweave.membership.membership_records import Membership
+from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
+from ringweave.planning.balancing import Speed
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.member_details import describe_validation_error
 from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction
 from ringweave.training.elastic.script_collectives import CollectiveCall, CollectiveResult
+from ringweave.training.elastic.share_table import shares_of_text
 from ringweave.training.elastic.trainer import TrainerState
 
 MAX_RETAINED_REDUCTIONS = 16
@@ -66,8 +70,14 @@ class GenerationStart:
 class ReplayLog:
     """Log of reductions and generation starts for the script to replay; guarded by the session's lock."""
 
-    def __init__(self, layout: Sequence[Sequence[Any]], committed: int, max_bytes: float | None = None) -> None:
-        """Create an empty log; the state includes reductions up to `committed`, and `max_bytes` limits the log."""
+    def __init__(
+        self, layout: Sequence[Sequence[Any]], committed: int, max_bytes: float | None = None, wire: str = EXACT
+    ) -> None:
+        """Create an empty log; the state includes reductions up to `committed`, and `max_bytes` limits the log.
+
+        `wire` is the format of the other members' messages.
+        """
+        self._wire = wire
         self._zeros = [
             torch.zeros(numel, dtype=getattr(torch, dtype), device=device) for numel, dtype, device in layout
         ]
@@ -96,7 +106,7 @@ class ReplayLog:
         reduction = RetainedReduction(number=number, is_complete=True, contributes_zeros=True)
         sums = self._free_sums.pop() if self._free_sums else [torch.empty_like(zeros) for zeros in self._zeros]
         for zeros, summed in zip(self._zeros, sums, strict=True):
-            reduction.add_zeros(zeros, summed)
+            reduction.add_zeros(zeros, summed, self._wire)
         return reduction
 
     def append_reduction(
@@ -267,6 +277,30 @@ class RecoveryPlan:
     def is_recovery_source(self, rank: int) -> bool:
         """Return whether a joining rank reads the state of this rank."""
         return any(self.recovery_source(each) == rank for each in self.joining_ranks)
+
+
+def restarts_step(start: GenerationStart, recovering: Collection[str]) -> bool:
+    """Return whether members compute a step anew that misses samples of lost members; the same on all members.
+
+    Otherwise they sum the gradients that are left, and then those of the missing samples: one sum more. It restarts
+    where the whole batch is computed in less time than the sums of a step have lately taken on any member.
+    """
+    membership, furthest = start.membership, furthest_status(start.membership.statuses)
+    rows = shares_of_text(furthest.batch_shares)
+    drawn_by = {each for row in rows for each, share in zip(row.members, row.shares, strict=True) if share}
+    is_committed = furthest.committed < membership.last_committed  # when this generation begins
+    if is_committed or drawn_by <= set(membership.members):
+        return False
+    pairs = zip(membership.members, start.details, strict=True)
+    computing = [details for member, details in pairs if member not in recovering]
+    exchanges_s = [each["exchange_s"] for each in computing if each["exchange_s"] > 0]
+    return compute_s(computing, sum(rows[-1].shares)) < min(exchanges_s, default=0.0)
+
+
+def compute_s(members: Sequence[dict[str, Any]], batch_samples: int) -> float:
+    """Return the predicted seconds in which these members compute a batch in equal parts; infinite if unknown."""
+    speeds = [Speed.of_numbers(each["speed"]) for each in members if each["speed"] is not None]
+    return max((speed.seconds(batch_samples / len(members)) for speed in speeds), default=math.inf)
 
 
 _HEAD_START_S = 2.0

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringweave.comm import peer_data
+from ringweave.comm import peer_data, wire_scope
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.environment import EXACT
+from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
 
@@ -38,6 +40,8 @@ class ReductionRow:
     """It has joined and contributes zeros to this reduction."""
     is_caught_up: bool = False
     """It has caught up: it waits for this reduction as all others do, and computes what comes next."""
+    restarts_step: bool = False
+    """Its gradients are discarded, as those of all members, which compute the whole step anew."""
     speed: Speed | None = None
 
     @property
@@ -53,7 +57,7 @@ class ReductionRow:
             self.account.num_samples,
             self.account.fingerprint - _HALF,
             self.num_planned,
-            self.is_recovering | self.is_caught_up << 1,
+            self.is_recovering | self.is_caught_up << 1 | self.restarts_step << 5,  # 2 to 4: `OperationHeader`
             *words,
         ]
 
@@ -67,6 +71,7 @@ class ReductionRow:
             num_planned=words[2],
             is_recovering=bool(words[3] & 1),
             is_caught_up=bool(words[3] & 2),
+            restarts_step=bool(words[3] & 32),
             speed=Speed.of_numbers(numbers) if numbers[0] > 0 else None,
         )
 
@@ -118,6 +123,19 @@ class Commit:
     def caught_up(self) -> tuple[str, ...]:
         """Members that have recovered until now, and compute from now on."""
         return tuple(member for member, row in zip(self.members, self.rows, strict=True) if row.is_caught_up)
+
+    @property
+    def restarts_step(self) -> bool:
+        """It has no gradients: the members compute the whole step anew.
+
+        Raises:
+            TrainingError: Some members have reduced their gradients.
+        """
+        restarting = {row.restarts_step for row in self.rows}
+        if len(restarting) > 1:
+            bug = "This is a bug of ringweave, please report it."
+            raise TrainingError(f"reduction {self.number}: some members restart the step, expected all or none. {bug}")
+        return restarting == {True}
 
     @property
     def is_partial(self) -> bool:
@@ -173,10 +191,16 @@ class PartialSums:
     def complete(self, commit: Commit, sums: Sequence[Tensor]) -> int:
         """Add the kept sums to those of this commit, in place; keep the result if the step still misses samples.
 
+        A commit that restarts the step has no sums: they are set to zero, and what was kept stays.
+
         Returns:
             Bits of the parameters that any member has used in the step so far.
         """
         if not commit.num_planned:  # gradients of no batch of the loader
+            return commit.used_bits
+        if commit.restarts_step:
+            for summed in sums:
+                summed.zero_()
             return commit.used_bits
         if self._sums:
             for summed, kept in zip(sums, self._sums, strict=True):
@@ -190,8 +214,20 @@ class PartialSums:
 class SumBuffers:
     """Memory for the sums, reused by one reduction after another: DDP has copied the sums by the next reduction."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: str = EXACT) -> None:
+        """`wire` is the format of the gradients on slow links."""
+        self.wire = wire
         self._tensors: dict[int, Tensor] = {}
+        self._residuals: dict[int, Tensor] = {}
+
+    def residual(self, summed: Tensor, index: int) -> Tensor | None:
+        """Return what encoding has left of the earlier messages with this index, through all generations."""
+        if self.wire == EXACT or summed.dtype != torch.float32:
+            return None
+        known = self._residuals.get(index)
+        if known is None or known.numel() != summed.numel():
+            self._residuals[index] = known = wire_scope.new_residual(summed.numel())
+        return known
 
     def get(self, gradients: Tensor, numel: int, index: int) -> Tensor:
         """Return memory for the sum of the message with this index, of so many elements like `gradients`."""
@@ -222,6 +258,20 @@ class _FusedMessage:
     buckets: list[_GradientBucket]
     summed: Tensor
     work: dist.Work | None = None
+    wire: str = EXACT
+    residual: Tensor | None = None
+    """What encoding has left of earlier messages; replaced while this one runs."""
+    residual_before: Tensor | None = None
+    """A copy from before the first attempt: one that is broken off has used up the residual and delivered nothing."""
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        """Start the allreduce, from the residual of before."""
+        if self.residual is not None and self.residual_before is None:
+            self.residual_before = self.residual.clone()
+        elif self.residual is not None and self.residual_before is not None:
+            self.residual.copy_(self.residual_before)
+        with wire_scope.encoded_as(self.wire, self.residual):
+            self.work = dist.all_reduce(self.summed, group=group, async_op=True)
 
     def bucket_sums(self) -> Iterator[tuple[_GradientBucket, Tensor]]:
         """Yield each bucket with its part of the sum."""
@@ -275,10 +325,10 @@ class RetainedReduction:
             self._close_message(sum_buffers)
         return future
 
-    def add_zeros(self, zeros: Tensor, summed: Tensor) -> None:
+    def add_zeros(self, zeros: Tensor, summed: Tensor, wire: str = EXACT) -> None:
         """Add a message of zeros, with the memory for its sum."""
         bucket = _GradientBucket(gradients=zeros, future=torch.futures.Future(), ready=StreamMark([zeros.device]))
-        self.messages.append(_FusedMessage(buckets=[bucket], summed=summed))
+        self.messages.append(_FusedMessage(buckets=[bucket], summed=summed, wire=wire))
 
     def complete(self, row: ReductionRow, used_bits: int, sum_buffers: SumBuffers) -> torch.futures.Future[int]:
         """Note that all buckets are added; once committed, the future has the parameters that any member has used."""
@@ -293,9 +343,10 @@ class RetainedReduction:
             [],
         )  # the large bucket need not be copied again
         numel = sum(bucket.gradients.numel() for bucket in buckets)
-        self.messages.append(
-            _FusedMessage(buckets=buckets, summed=sum_buffers.get(buckets[0].gradients, numel, len(self.messages)))
-        )
+        index = len(self.messages)
+        summed = sum_buffers.get(buckets[0].gradients, numel, index)
+        residual = sum_buffers.residual(summed, index)
+        self.messages.append(_FusedMessage(buckets=buckets, summed=summed, wire=sum_buffers.wire, residual=residual))
 
     def start(self, group: dist.ProcessGroup | None = None) -> None:
         """Start to sum the added messages, in their order, in this group; None is the default group.
@@ -308,7 +359,7 @@ class RetainedReduction:
             for bucket, summed in message.bucket_sums():
                 bucket.ready.order_streams()
                 summed.copy_(bucket.gradients)
-            message.work = dist.all_reduce(message.summed, group=group, async_op=True)
+            message.start(group)
             self._num_started += 1
 
     def wait_done(self) -> None:
@@ -341,6 +392,8 @@ class RetainedReduction:
         used_bits = commit.used_bits if partial_sums is None else partial_sums.complete(commit, self.sums)
         scale = commit.scale if is_mean and (partial_sums is None or not commit.num_planned) else 1.0
         for message in self.messages:
+            if commit.restarts_step and message.residual is not None and message.residual_before is not None:
+                message.residual.copy_(message.residual_before)  # the attempt that was broken off delivered nothing
             if scale != 1.0:
                 message.summed.mul_(scale)
             for bucket, summed in message.bucket_sums():

@@ -135,7 +135,9 @@ class MemberRecovery:
             state.num_collectives = start.details[plan.owner_ranks[0]]["collectives"]
         if start.is_joining and plan.layout:
             num_reductions = committed - state.num_collectives
-            state.catch_up = CatchUp(state.member, state.trainer, ReplayLog(plan.layout, num_reductions))
+            state.catch_up = CatchUp(
+                state.member, state.trainer, ReplayLog(plan.layout, num_reductions, wire=state.trainer.wire)
+            )
             state.status = replace(state.status, is_recovering=True)
         has_state = not state.status.is_recovering
         state.status = replace(state.status, has_state=has_state, committed=committed)
@@ -311,6 +313,8 @@ class SessionThread:
                 False,
             )
             state.num_generations += 1
+            may_restart = self._commits.recomputes and state.trainer.ring is None
+            state.restarts_step = may_restart and recovery.restarts_step(start, plan.recovering)
             error = state.start_reduction()
             state.lock.notify_all()
         state.report_broken_group(error, abort_count)

@@ -56,6 +56,8 @@ class SessionState:
         self.num_collectives = 0
         """Committed collectives of the script; they are numbered together with the reductions."""
         self.startup_log = StartupLog()
+        self.restarts_step = False
+        """The next reduction of gradients misses samples of lost members, and all members compute its step anew."""
         self.layout: list[list[object]] = []
         self.catch_up: CatchUp | None = None
         """Present until the script has replayed everything; only the script ends it."""
@@ -133,9 +135,14 @@ class SessionState:
                 raise SystemExit(LEFT_EXIT_CODE)
             raise member_details.stop_error(self.stop)
 
+    @property
+    def is_reduction_void(self) -> bool:
+        """The present reduction has no sums, since its step restarts."""
+        return self.restarts_step and isinstance(self.reduction, RetainedReduction)
+
     def start_reduction(self) -> RuntimeError | None:
         """Start to sum the available buckets; return the error if the group is broken."""
-        if self.is_group_up and self.reduction is not None:
+        if self.is_group_up and self.reduction is not None and not self.is_reduction_void:
             try:
                 with generation_group.direct_collectives():
                     self.reduction.start(self.groups.reduce_group)

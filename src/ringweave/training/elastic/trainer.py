@@ -1,6 +1,8 @@
 """Trainer state of a member behind its session: accounts, shares, speeds, and the state that joining members read."""
 
 import logging
+import statistics
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Buffer
 
 from ringweave import rpc
+from ringweave.environment import EXACT
 from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.planning.balancing import MemoryLimit, Speed, SpeedEstimator
 from ringweave.planning.balancing.epochs import Indices
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("ringweave")
 STATE_READ_TIMEOUT_S = 600.0
 """Time limit for a joining member to read the state."""
+_NUM_EXCHANGE_TIMES = 5
+"""Train steps whose median time of exchange a member reports."""
 _REBALANCE_INTERVAL = 2
 """Reductions from one check of the speeds to the next."""
 
@@ -82,9 +87,19 @@ class TrainerState:
         self._speed: Speed | None = None
         """Speed after the last step. The membership client's thread reads it while the script measures the next step.
         """
+        self._exchange_times_s: deque[float] = deque(maxlen=_NUM_EXCHANGE_TIMES)
+        self._exchange_s = 0.0
+        """Median of these times, which another thread reads."""
+        self._members: tuple[str, ...] = ()
+        """Members of the last generation."""
         self._captured_buffers: dict[str, Buffer] = {}
         self._published: dict[str, bool] = {}
         self.ring = ring(self) if ring is not None else None
+
+    @property
+    def wire(self) -> str:
+        """Wire format of the gradients."""
+        return str(self._description.must_match.get("wire", EXACT))
 
     def set_memory(self, limit: MemoryLimit) -> None:
         """Set the limit of this member's memory, which all members learn with its speed."""
@@ -92,9 +107,12 @@ class TrainerState:
 
     def measure_step(self) -> None:
         self._timer.end_step()
-        for num_samples, seconds in self._timer.take_times():
-            self._estimator.observe(num_samples, seconds)
+        for step in self._timer.take_measured_steps():
+            self._estimator.observe(step.num_samples, step.seconds)
+            if step.exchange_s > 0 and self.member not in self.share_table.recovering:  # replays exchange nothing
+                self._exchange_times_s.append(step.exchange_s)
         self._speed = self._estimator.speed
+        self._exchange_s = statistics.median(self._exchange_times_s) if self._exchange_times_s else 0.0
 
     @property
     def ring_progress(self) -> "RingProgress":
@@ -161,6 +179,7 @@ class TrainerState:
             "assumed_speed": self._description.assumed_speed,
             "must_match": self._description.must_match,
             "speed": None if speed is None else list(speed.to_numbers()),
+            "exchange_s": self._exchange_s,
             "position": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
             "accounts": self.accounting.to_json(),
             **(self.ring.status_details() if self.ring is not None else {}),
@@ -261,6 +280,10 @@ class TrainerState:
             still_recovering,
         )
         self._events.generation_begun()
+        lost = [name for name in self._members if name not in membership.members]
+        self._members = tuple(membership.members)
+        if lost and self.wire != EXACT:
+            self._events.residuals_lost(lost, self.wire)
 
     def capture_state(self) -> None:
         """Capture the state while the script is paused; called without the lock.

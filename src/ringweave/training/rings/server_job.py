@@ -52,7 +52,7 @@ def server_connectors(
             )
         )
     authentication = authentication or rpc.TlsAuthentication(
-        rpc.Credentials.load_from(environment.credentials, keep_open=keeps_readable)
+        rpc.Credentials.load_from(environment.credentials, keep_open=keeps_readable or environment.encrypts)
     )
     addresses = [address.rpartition(":") for address in environment.server.split(",")]
     return [

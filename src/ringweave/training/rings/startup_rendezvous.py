@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ringweave import rpc
+from ringweave.comm import group_info
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import (
     ConnectionLostError,
@@ -33,6 +34,7 @@ from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus,
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.param_server.versions import StalenessPolicy
+from ringweave.planning import modes, sites
 from ringweave.training import collectives
 from ringweave.training.elastic import member_details, member_process
 from ringweave.training.mode_choice import forecast
@@ -213,7 +215,8 @@ def assign_ring(
     prospects = forecast.describe_own_rank(
         script.model, script.loader, script.spec, environment, is_needed=True, num_workers=num_workers
     )
-    rendezvous = StartupRendezvous(name, {**must_match, "cap": script.max_samples, **prospects})
+    node = group_info.locate_process(environment, os.environ).node
+    rendezvous = StartupRendezvous(name, {**must_match, "cap": script.max_samples, "node": node, **prospects})
     is_late = parse_member_name(name)[1] > 0  # then the server started long ago, or has ended
     client = RingClient(
         connectors, 0, reconnect_timeout_s=_RESTARTED_SEARCH_S if is_late else server_job.SERVER_START_TIMEOUT_S
@@ -253,7 +256,10 @@ def _begin_server_job(
     settings, mode = script.settings, profiles[0]["mode"]
     _, reason, rings_by_links = forecast.choose_mode((mode, reason), profiles, settings.rings, is_open=False)
     speeds = relative_speeds(profiles)
-    ring_indices = server_job.form_initial_rings(mode, settings, speeds, profiles, rings_by_links).rings
+    if mode == modes.LOCAL:
+        ring_indices = sites.sites_of(script.local.sites, profiles)
+    else:
+        ring_indices = server_job.form_initial_rings(mode, settings, speeds, profiles, rings_by_links).rings
     shares = server_job.initial_shares(script.spec.batch_samples, speeds, profiles)
     rings = [[slots[place] for place in ring] for ring in ring_indices]
     setup = server_job.build_server_setup(script.model, script.optimizer, rings, settings)

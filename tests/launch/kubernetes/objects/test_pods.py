@@ -89,6 +89,14 @@ def test_it_may_be_on_nodes_with_these_taints() -> None:
     assert "tolerations" not in spec_of()
 
 
+def test_private_registries_and_kinds_of_gpus_are_those_of_the_operator() -> None:
+    kind = (("nvidia.com/gpu.product", "NVIDIA-H200"),)
+    spec = spec_of(replace(PLAIN, image_pull_secrets=("registry", "mirror"), node_selector=kind))
+    assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+    assert spec["nodeSelector"] == dict(kind)
+    assert {"imagePullSecrets", "nodeSelector"}.isdisjoint(spec_of())
+
+
 GIVEN: dict[str, Any] = {
     "lease_namespace": "a",
     "lease_s": 15.0,
@@ -102,6 +110,8 @@ GIVEN: dict[str, Any] = {
     "liveness": None,
     "run_as": 1000,
     "tolerations": ("nvidia.com/gpu",),
+    "node_selectors": ("nvidia.com/gpu.product=NVIDIA-H200",),
+    "image_pull_secrets": ("registry",),
     "worker_cpu": "2",
     "worker_memory": None,
 }
@@ -110,6 +120,8 @@ GIVEN: dict[str, Any] = {
 def test_the_operator_is_told_them_on_its_command_line() -> None:
     pods = operator.operator_settings(GIVEN, identity="me").pods
     assert (pods.user, pods.tolerations) == (1000, (Toleration(key="nvidia.com/gpu"),))
+    assert pods.node_selector == (("nvidia.com/gpu.product", "NVIDIA-H200"),)
+    assert pods.image_pull_secrets == ("registry",)
     assert (pods.worker_cpu, pods.worker_memory) == (Quantity(number=2, suffix=""), None)
 
 
@@ -118,6 +130,7 @@ def test_the_operator_is_told_them_on_its_command_line() -> None:
     [
         ("worker_cpu", "1.5", r"--worker-cpu: '1\.5', expected a whole number and a unit: 4, 500m, 16Gi\. Write it in"),
         ("worker_memory", "16GB", r"--worker-memory: '16GB', expected a whole number and a unit"),
+        ("node_selectors", ("gpu",), r"--node-selector: 'gpu', expected KEY=VALUE\. Write it in"),
         ("tolerations", ("a:Never",), r"--toleration: 'a:Never', expected KEY\[=VALUE\]\[:EFFECT\]\. Write it in"),
     ],
 )

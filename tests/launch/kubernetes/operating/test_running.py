@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -14,6 +15,7 @@ import ringweave
 from ringweave.platforms.kubernetes import api_client, names
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
+from ringweave.platforms.kubernetes.objects import PodSettings
 from ringweave.platforms.kubernetes.operator import LeaderElection, LeaseSettings, OperatorSettings
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 
@@ -96,10 +98,15 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
 def test_one_whose_api_server_is_away_leads_again_afterwards(
     cluster: FakeCluster, kubeconfig: Path, answers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = free_url()
+    url, gateway_port = free_url(), urlsplit(free_url()).port
+    path = "/v2/default/none/0/1/desired-state"
 
     async def is_ready(session: aiohttp.ClientSession) -> int:
         async with session.get(url.replace("healthz", "readyz")) as answer:
+            return answer.status
+
+    async def ask_gateway(session: aiohttp.ClientSession) -> int:
+        async with session.get(f"http://127.0.0.1:{gateway_port}{path}") as answer:
             return answer.status
 
     async def away(_: web.Request) -> None:
@@ -117,13 +124,22 @@ def test_one_whose_api_server_is_away_leads_again_afterwards(
             while ready.is_set():
                 await asyncio.sleep(0.02)
             assert await is_ready(session) == 503
+            assert await ask_gateway(session) == 503, "it refuses in words as long as it may be an endpoint"
             cluster.handler.before_request = None
             await ready.wait()
             assert await is_ready(session) == 200
 
     lease = LeaseSettings(namespace="default", identity="patient", duration_s=6.0, renew_s=2.0)
     try:
-        play(kubeconfig, OperatorSettings(lease=lease, gateway_port=None, liveness_url=url), test)
+        settings = OperatorSettings(
+            lease=lease,
+            pods=PodSettings(gateway_url="http://unused"),
+            gateway_host="127.0.0.1",
+            gateway_port=gateway_port,
+            liveness_url=url,
+            endpoint_removal_s=1.0,
+        )
+        play(kubeconfig, settings, test)
     finally:
         cluster.handler.before_request = None
     assert "lease of the operator: lost, expected to hold it. Another operator leads now, or will." in caplog.text

@@ -9,6 +9,7 @@ from ruamel.yaml import YAML
 from ringweave.jobs.request import MODES, JobFileEntry, JobNodeEntry
 from ringweave.platforms.kubernetes import crd
 from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from tests.fakes.kubernetes import validation
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 RENAMED = {
@@ -69,3 +70,26 @@ def test_the_requester_is_written_whole() -> None:
     (mutation,) = policy["spec"]["mutations"]
     assert mutation["patchType"] == "JSONPatch", "an ApplyConfiguration may not set groups, an atomic list"
     assert 'path: "/spec/requester"' in mutation["jsonPatch"]["expression"]
+
+
+def test_a_write_of_the_status_evaluates_no_rule_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the API server does it: it evaluates every rule of the spec at each write, here by a CEL library with a count.
+
+    A probe stands in each rule where what the rule computes begins.
+    """
+    counted: list[int] = []
+    monkeypatch.setitem(validation._CEL_FUNCTIONS, "probe", lambda index: counted.append(index) is None)
+    rules = [*crd.spec_rules(), *crd.field_rules("environment")]
+    on_creation = [each for each in rules if each.get("optionalOldSelf")]
+    assert not [each for each in rules if ".sum()" in each["rule"] and each not in on_creation]
+    nodes = [{"name": f"n{index}", "capacity": 4} for index in range(crd.MAX_NODES)]
+    spec = {"cpuWorkers": 500, "script": "train.py", "nodes": nodes, "minPerNode": 3, "standby": False, "mode": "auto"}
+    guard = "oldSelf.hasValue() || ("
+    for index, each in enumerate(on_creation[:-1]):
+        assert each["rule"].startswith(guard)
+        probed = {**each, "rule": each["rule"].replace(guard, f"{guard}probe({index}) && ", 1)}
+        assert list(validation._broken_rule(probed, spec, spec, "spec")) == []
+        assert counted == [], each["rule"]
+        assert list(validation._broken_rule(probed, spec, validation.MISSING, "spec")) == []
+        assert counted == [index], each["rule"]
+        counted.clear()

@@ -67,7 +67,8 @@ class Life:
         self.boundaries, self.last_record = folder / "boundaries", folder / "last_record"
         self.boundaries.touch()
         origin = JobOrigin(directory=str(folder), script_text="", environ={"LIFE": life})
-        self.registry.insert(lambda _: LocalRegistryEntry(id="job-1", job=job_of(life), origin=origin))
+        job = job_of(life)
+        self.registry.insert(LocalRegistryEntry(id="job-1", job=job, origin=origin), lambda _: job)
 
     def supervise(self, crash_at: str) -> bool:
         """Run a supervisor in a process of its own; whether it killed itself."""

@@ -18,7 +18,7 @@ from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.local import job_folder, job_runtime, supervisor
+from ringweave.platforms.local import job_folder, job_runtime, supervisor, supervisor_main
 from ringweave.platforms.local.agent_main import SUPERVISOR_CHECK_S, SupervisedWait, visible_gpus
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, Wakeup
@@ -196,7 +196,7 @@ def test_who_has_given_the_lock_back_leaves_what_another_supervisor_makes(tmp_pa
     request = JobRequest(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu")
     job = new_job(request, requester="ann", counts=(3,), now=0.0)
     origin = JobOrigin(directory=str(tmp_path), script_text="", environ={})
-    LocalJobRegistry(tmp_path / REGISTRY).insert(lambda _: LocalRegistryEntry(id="job-1", job=job, origin=origin))
+    LocalJobRegistry(tmp_path / REGISTRY).insert(LocalRegistryEntry(id="job-1", job=job, origin=origin), lambda _: job)
     group = job_folder.job_folder(tmp_path, "job-1").group(0, 1)
     group.root.mkdir(parents=True)
     assert not supervisor.JobSupervisor(tmp_path, "job-1").is_idle()
@@ -274,3 +274,17 @@ def test_nodes_of_one_machine_share_its_gpus_without_overlap() -> None:
     assert visible_gpus(CONFIG, 0, {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert visible_gpus(CONFIG, 2, {}) == {"CUDA_VISIBLE_DEVICES": "2,3,4"}
     assert visible_gpus(CONFIG, 2, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == {"CUDA_VISIBLE_DEVICES": "5,4,3"}
+
+
+def test_jobs_start_in_turns_and_a_stopped_one_blocks_nobody_for_ever(tmp_path: Path) -> None:
+    end_first = supervisor_main.take_turn(tmp_path, num_turns=1)
+    begun_s = time.monotonic()
+    end_second = supervisor_main.take_turn(tmp_path, num_turns=1, timeout_s=0.2)
+    assert time.monotonic() - begun_s >= 0.2, "the first has not ended its turn"
+    end_first()
+    end_first()
+    end_second()
+    end_third = supervisor_main.take_turn(tmp_path, num_turns=1, timeout_s=100.0)
+    assert job_folder.is_lock_held(tmp_path / supervisor_main.STARTING_FOLDER / "0")
+    end_third()
+    assert not job_folder.is_lock_held(tmp_path / supervisor_main.STARTING_FOLDER / "0")

@@ -16,6 +16,7 @@ from ringweave.jobs.records import new_job
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.jobs.states import JobState
 from ringweave.platforms.api import LogQuery
+from ringweave.platforms.local import registry as registry_module
 from ringweave.platforms.local import supervisor
 from ringweave.platforms.local.job_folder import job_folder
 from ringweave.platforms.local.platform import LocalPlatform
@@ -235,7 +236,7 @@ def test_events_are_kept_once_and_go_with_the_job(tmp_path: Path) -> None:
     registry = LocalJobRegistry(tmp_path / "jobs.sqlite")
     job = new_job(request(), requester="ann", counts=(6,), now=1.0)
     origin = JobOrigin(directory="/", script_text="x", environ={})
-    registry.insert(lambda _: LocalRegistryEntry(id="job-1", job=job, origin=origin))
+    registry.insert(LocalRegistryEntry(id="job-1", job=job, origin=origin), lambda _: job)
     event = records.JobEvent(key="k", kind="Running", text="first")
     changed = replace(job.record, round=2)
     registry.save_record("job-1", changed, [event], 5.0)
@@ -266,3 +267,58 @@ def test_a_registry_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Pa
     with pytest.raises(LaunchError, match=text):
         LocalJobRegistry(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("record = replace(record, 'Pending', 'Hovering')", "JobRecord has 'Hovering' as state"),
+        ("record = '{\"format\": 2'", "as its text"),
+        (
+            "record = replace(record, '\"format\":2', '\"format\":9')",
+            "record of the job: 'format 9', expected format 2",
+        ),
+        ("counts = '[]'", "0 counts, 1 nodes in its request, 1 in its record"),
+        ("request = '[]'", "JobRequest has [] as its text"),
+    ],
+)
+def test_a_record_that_is_none_of_ours_is_named_and_hides_no_other(folder: Path, change: str, text: str) -> None:
+    here = service(folder)
+    for name in ("first", "strange", "last"):
+        here.submit(request(name), base=folder)
+    with closing(sqlite3.connect(folder / "state" / "jobs.sqlite")) as connection:
+        connection.execute(f"UPDATE jobs SET {change} WHERE name = 'strange'")
+        connection.commit()
+    assert [(each.name, each.state) for each in here.jobs()] == [
+        ("first", "Pending"),
+        ("last", "Pending"),
+        ("strange", "Failed"),
+    ]
+    found = here.job("strange")
+    assert found.reason is not None
+    assert text in found.reason.text
+    assert found.reason.hint.startswith("ringweave delete strange removes it")
+    with pytest.raises(JobError, match="stop of job strange: its record cannot be read: "):
+        here.act("strange", "stop")
+    with pytest.raises(JobError, match=r"job name strange: 'taken by .*Failed\)'"):
+        here.submit(request("strange"), base=folder)
+    strange = here._registry.find_by_name("strange")
+    supervisor_of_it = JobSupervisor(folder / "state", strange.id)
+    assert supervisor_of_it.is_idle()
+    here.act("strange", "delete")
+    assert [each.name for each in here.jobs()] == ["first", "last"]
+
+
+def test_a_registry_that_is_busy_or_damaged_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "LOCK_TIMEOUT_S", 0.01)
+    path = tmp_path / "jobs.sqlite"
+    registry = LocalJobRegistry(path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LaunchError, match=r"'database is locked', expected a file that can be used\. Try again: "):
+            registry.delete("job-1")
+    path.write_bytes(b"no database, but more than the hundred bytes of a header" * 40)
+    with pytest.raises(LaunchError, match=r"'file is not a database', expected .*\. Move the file away: "):
+        LocalJobRegistry(path)

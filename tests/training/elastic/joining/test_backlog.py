@@ -24,6 +24,8 @@ MEMBER = "2.1"
 class Crew:
     """Notes in which order its script comes to what."""
 
+    wire = "exact"
+
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.is_between_steps = True

@@ -14,7 +14,7 @@ from ringweave.training.elastic import trainer
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
-from ringweave.training.timing import HostTimeline, StepTimer
+from ringweave.training.timing import HostTimeline, MeasuredStep, StepTimer
 
 
 class Giver:
@@ -86,8 +86,8 @@ class Timer:
 
     def end_step(self) -> None: ...
 
-    def take_times(self) -> list[tuple[int, float]]:
-        return [(8, 2.0)]
+    def take_measured_steps(self) -> list[MeasuredStep]:
+        return [MeasuredStep(num_samples=8, seconds=2.0)]
 
 
 def test_a_member_says_how_fast_it_is_also_while_its_script_measures_a_step() -> None:

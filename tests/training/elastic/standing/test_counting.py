@@ -38,6 +38,8 @@ class Groups:
 
 
 class Crew:
+    wire = "exact"
+
     is_between_steps = supports_replay = True
 
     def __init__(self) -> None:

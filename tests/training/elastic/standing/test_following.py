@@ -72,6 +72,8 @@ class Work:
 class Crew:
     """Reads the state as the test says."""
 
+    wire = "exact"
+
     is_between_steps = supports_replay = True
     state_address = "127.0.0.1 9"
 

@@ -1,0 +1,292 @@
+"""Encryption in a lab: what a reader of packets finds of a planted pattern, and what a step costs beside a plain one.
+
+    python bench/encrypted_lab.py wire --modes balanced,elastic,ps-hra,local,pipeline     # needs root
+    python bench/encrypted_lab.py cost --rounds 3
+
+`wire` plants a pattern of 32 bytes in parameters, gradients, samples and objects, and reads all packets of all links of
+the run. In a plain run it must be found (or the reader is blind), in an encrypted one no 8 bytes of it may be.
+`cost` lets plain and encrypted runs take turns in a lab of 1 Gbit/s, and prints the time of an allreduce of 22 MB, a
+part of it computed, and processor seconds per GB that a rank sends. Exit code 1 if something is found, or a step costs
+more than 3 %.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WORDS = tuple(struct.unpack("<f", bytes([0xA1 + i, 0x5B - i, 0x90 | i, 0x3F]))[0] for i in range(8))
+PATTERN = struct.pack("<8f", *WORDS)
+WINDOW_BYTES, ALLOWED = 8, 1.03
+NUM_VALUES, NUM_STEPS = 400_000, 6
+CLUSTER = """
+name: {name}
+nodes:
+  - {{name: n, nic: {nic}, devices: 1, count: {count}}}
+latency: 50us
+"""
+FLAGS = {
+    "balanced": ["--mode", "balanced"],
+    "elastic": ["--mode", "balanced", "--elastic", "2:3"],
+    "ps-hra": ["--mode", "ps-hra"],
+    "local": ["--mode", "local"],
+    "pipeline": [],
+}
+
+
+def main() -> None:
+    """Be a worker, a reader of packets, or the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["wire", "cost", "work-train", "work-pipeline", "work-cost", "read"])
+    parser.add_argument("--modes", default="balanced,elastic")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/encrypted-lab"))
+    options = parser.parse_args()
+    action = {"work-train": train, "work-pipeline": train_pipeline, "work-cost": time_steps, "read": read_packets}
+    if options.action in action:
+        action[options.action](options.out)
+        return
+    os.chdir(ROOT)
+    found = compare_wire(options) if options.action == "wire" else compare_cost(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{options.action}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.exit(found["failed"])
+
+
+def compare_wire(options: argparse.Namespace) -> dict[str, Any]:
+    """Run each mode plain and encrypted, and count the pattern in all packets."""
+    from ringweave import lab, topology
+
+    rows: list[dict[str, Any]] = []
+    lab.up(topology.loads(CLUSTER.format(name="encrypted", nic="1Gbit/s", count=3)), "encrypted")
+    try:
+        for mode in options.modes.split(","):
+            for encrypt in ("off", "on"):
+                rows.append({"mode": mode, "encrypt": encrypt} | observe(lab.find("encrypted"), mode, encrypt, options))
+                print(json.dumps(rows[-1]), flush=True)
+    finally:
+        lab.down("encrypted")
+    failed = any((row["windows_found"] > 0) == (row["encrypt"] == "on") or row["exit_code"] for row in rows)
+    return {"rows": rows, "failed": int(failed)}
+
+
+def observe(there: Any, mode: str, encrypt: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one mode with a reader of packets in each node."""
+    folder = options.out / f"{mode}-{encrypt}"
+    nodes = [node.name for node in there.cluster.nodes]
+    reader = [sys.executable, str(Path(__file__).absolute()), "read"]
+    readers = [
+        subprocess.Popen(there.command(node, reader), stdin=subprocess.PIPE, stdout=subprocess.PIPE) for node in nodes
+    ]
+    for each in readers:
+        assert each.stdout is not None
+        each.stdout.readline()
+    work = "work-pipeline" if mode == "pipeline" else "work-train"
+    done = run_in_lab([*FLAGS[mode], "--encrypt", encrypt, "--run-dir", str(folder)], [work, "--out", str(folder)])
+    counts = [json.loads(each.communicate()[0]) for each in readers]
+    if done.returncode:
+        print(done.stdout[-3000:], file=sys.stderr)
+    return {key: sum(count[key] for count in counts) for key in counts[0]} | {"exit_code": done.returncode}
+
+
+def run_in_lab(flags: Sequence[str], arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run this script's worker in the lab."""
+    command = [
+        sys.executable,
+        "-m",
+        "ringweave",
+        "lab",
+        "run",
+        "--lab",
+        "encrypted",
+        *flags,
+        str(Path(__file__).absolute()),
+        *arguments,
+    ]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=600
+    )
+
+
+def read_packets(_: Path) -> None:
+    """Keep all packets of this node's links until standard input ends; print what was found."""
+    reader = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    reader.setsockopt(socket.SOL_SOCKET, 33, 2**28)  # SO_RCVBUFFORCE
+    reader.settimeout(0.2)
+    print("ready", flush=True)
+    os.set_blocking(0, False)
+    content, num_packets = bytearray(), 0
+    while True:
+        try:
+            packet, address = reader.recvfrom(2**17)
+        except TimeoutError:
+            if sys.stdin.buffer.read(1) == b"":
+                break
+            continue
+        if address[0] != "lo":
+            num_packets += 1
+            content += packet + b"\0" * WINDOW_BYTES
+    doubled = PATTERN * 2
+    windows = [re.escape(doubled[start : start + WINDOW_BYTES]) for start in range(len(PATTERN))]
+    found = len(re.findall(b"|".join(windows), bytes(content)))
+    (_, dropped) = struct.unpack("II", reader.getsockopt(263, 6, 8))
+    print(json.dumps({"windows_found": found, "packets": num_packets, "bytes": len(content), "dropped": dropped}))
+
+
+def train(_: Path) -> None:
+    """Train a model whose parameters, gradients and samples are the pattern; then call collectives of all kinds."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import ringweave
+
+    planted = torch.tensor(WORDS).repeat(NUM_VALUES // len(WORDS))
+
+    class Planted(nn.Module):
+        """Its gradient is its sample."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(planted.clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum(dim=1)
+
+    model: Any = Planted()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader: Any = DataLoader(TensorDataset(planted.repeat(24, 1)), batch_size=12)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+    for _epoch in range(NUM_STEPS // 2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    if "RINGWEAVE_COORDINATORS" in os.environ or os.environ.get("RINGWEAVE_MODE") == "ps-hra":
+        print("trained", flush=True)
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, PATTERN * 20)
+    for length in (32, 4096, 400_000):
+        part = planted[:length].clone()
+        dist.broadcast(part, 0)
+        if rank == 0:
+            dist.send(part, size - 1)
+        elif rank == size - 1:
+            dist.recv(part, 0)
+        blocks = [torch.empty(length) for _ in range(size)]
+        dist.all_gather(blocks, part)
+        dist.reduce(part.clone(), 0)
+    dist.barrier()
+    print("trained", flush=True)
+
+
+def train_pipeline(_: Path) -> None:
+    """Train a pipeline whose activations are the pattern."""
+    import torch
+    from torch import nn
+
+    from ringweave import pipeline
+
+    width = 1024
+    planted = torch.tensor(WORDS).repeat(width // len(WORDS))
+
+    class Pass(nn.Module):
+        """Hands its input on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.zero = nn.Parameter(torch.zeros(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.zero
+
+    blocks = [Pass() for _ in range(6)]
+    settings = pipeline.Settings(num_microbatches=4)
+    example = torch.empty(64, width, device="meta")
+    model = pipeline.Pipeline(
+        blocks, nn.functional.mse_loss, lambda b: torch.optim.SGD(b.parameters(), lr=0.0), example, settings
+    )
+    for _step in range(NUM_STEPS):
+        batch = planted.repeat(64, 1)
+        model.train_step(batch, target=torch.zeros(64, width))
+    print("trained", flush=True)
+
+
+def compare_cost(options: argparse.Namespace) -> dict[str, Any]:
+    """Let plain and encrypted runs take turns."""
+    from ringweave import lab, topology
+
+    rows: list[dict[str, Any]] = []
+    lab.up(topology.loads(CLUSTER.format(name="encrypted", nic="1Gbit/s", count=2)), "encrypted")
+    try:
+        for number in range(options.rounds):
+            for encrypt in ("off", "on") if number % 2 == 0 else ("on", "off"):
+                folder = (options.out / f"cost-{number}-{encrypt}").absolute()
+                flags = ["--encrypt", encrypt, "--schedule", "ring", "--run-dir", str(folder)]
+                done = run_in_lab(flags, ["work-cost", "--out", str(folder)])
+                if done.returncode:
+                    raise SystemExit(done.stdout[-3000:])
+                rows.append({"encrypt": encrypt} | json.loads((folder / "cost.json").read_text(encoding="utf-8")))
+                print(json.dumps(rows[-1]), flush=True)
+    finally:
+        lab.down("encrypted")
+    medians = {
+        encrypt: {
+            key: statistics.median(row[key] for row in rows if row["encrypt"] == encrypt)
+            for key in ("step_s", "allreduce_s", "cpu_s_per_gb")
+        }
+        for encrypt in ("off", "on")
+    }
+    ratio = medians["on"]["step_s"] / medians["off"]["step_s"]
+    print(json.dumps({"measured medians": medians, "step, encrypted / plain": round(ratio, 4)}))
+    return {"rows": rows, "medians": medians, "step_ratio": ratio, "failed": int(ratio > ALLOWED)}
+
+
+def time_steps(out: Path) -> None:
+    """Measure allreduces of 22 MB, and steps that compute for as long as they communicate."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group()
+    message = torch.ones(5_500_000)
+    for _warm_up in range(3):
+        dist.all_reduce(message.fill_(1.0))
+    allreduce_s, step_s, used = [], [], resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(10):
+        dist.barrier()
+        started_s = time.perf_counter()
+        dist.all_reduce(message)
+        allreduce_s.append(time.perf_counter() - started_s)
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    for _ in range(8):
+        dist.barrier()
+        started_s = time.perf_counter()
+        time.sleep(0.1)  # forward; the machine's processors are shared by all nodes of the lab
+        work: Any = dist.all_reduce(message, async_op=True)
+        time.sleep(0.1)  # backward
+        work.wait()
+        step_s.append(time.perf_counter() - started_s)
+    if dist.get_rank() == 0:
+        sent_gb = 10 * message.nbytes / 1e9  # of a ring of two ranks, each sends as much as the message has
+        row = {"step_s": statistics.median(step_s), "allreduce_s": statistics.median(allreduce_s)}
+        out.joinpath("cost.json").write_text(json.dumps(row | {"cpu_s_per_gb": cpu_s / sent_gb}), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Limits of a listener on connections that have not said yet what they are; one for each listener of ringweave.
+
+A connection is *pending* from its acceptance until `finish`. Pending connections are few, in all and per source, so
+that strangers cannot use up descriptors, threads or time. Where a limit is reached, the oldest pending connection of
+the busiest source ends: a newcomer always gets its turn, and one that is quick is through before others push it out.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ringweave.errors import explain
+
+if TYPE_CHECKING:
+    import asyncio
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_MAX_SOURCES = 1024
+"""Sources whose rates are remembered; the one that has been silent for longest is forgotten."""
+LOCAL_SOURCE = "this machine"
+"""Source of connections to Unix sockets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptLimits:
+    """Limits of one listener. A job's own processes connect at once when it starts, then rarely."""
+
+    max_pending: int = 128
+    """Pending connections in all."""
+    max_pending_per_source: int = 64
+    """Pending connections of one address."""
+    deadline_s: float = 10.0
+    """Longest time for which a connection is pending; a process on a busy machine may pause in between."""
+    burst: int = 512
+    """Connections that one address may open at once."""
+    connects_per_s: float = 64.0
+    """Connections that it may open per second after that; more are closed as soon as they are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A pending connection, by its descriptor."""
+
+    deadline_s: float
+    source: str
+    inode: int
+    """Tells whether the descriptor is still the same connection's."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """Connections of one address."""
+
+    pending: dict[int, None] = field(default_factory=dict)
+    """Descriptors of its pending connections, oldest first."""
+    free: float = 0.0
+    """Connections that it may open now."""
+    then_s: float = 0.0
+
+
+class ConnectionLimiter:
+    """Accepts connections within the limits, from any thread; it never raises for what a stranger does."""
+
+    def __init__(
+        self,
+        limits: AcceptLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_refusal: Callable[[str, str], object] = lambda address, text: None,
+    ) -> None:
+        """`on_refusal` gets the address and the reason of each connection that is cut for another, or refused."""
+        self.limits = limits or AcceptLimits()
+        self.num_refused = 0
+        """Connections refused or cut so far."""
+        self._clock, self._on_refusal = clock, on_refusal
+        self._lock = threading.Lock()
+        self._sources: OrderedDict[str, _Source] = OrderedDict()
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()
+        self._reserve: int | None = None
+        """Descriptor kept back for the time when all others are used up; opened with the first connection."""
+
+    @property
+    def num_pending(self) -> int:
+        """Number of pending connections."""
+        return len(self._pending)
+
+    def accept(self, listener: socket.socket) -> tuple[socket.socket, Any] | None:
+        """Accept one connection and its address; None if there is none, or if it had to be refused.
+
+        Raises:
+            OSError: The listener is closed or was shut down.
+        """
+        try:
+            sock, address = listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                self._refuse_by_reserve(listener)
+            if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                raise
+            return None  # it was aborted, another thread has accepted it, or there was none in the listener's own time
+        source = address[0] if isinstance(address, tuple) else LOCAL_SOURCE
+        with self._lock:
+            if self._reserve is None:
+                self._hold_reserve()
+            refused = self._admit(sock.fileno(), source)
+        if refused is None:
+            return sock, address
+        self.num_refused += 1
+        self._on_refusal(refused, self._limits_text())
+        if self._pending.get(sock.fileno()) is not None:
+            return sock, address
+        sock.close()
+        return None
+
+    def finish(self, descriptor: int) -> None:
+        """Note that a connection is no longer pending: it has said what it is, or its owner closes it."""
+        with self._lock:
+            self._forget(descriptor)
+
+    def cut_overdue(self) -> None:
+        """Shut down connections that are pending for too long: their owners see the end, and close them."""
+        now_s = self._clock()
+        with self._lock:
+            for descriptor, pending in list(self._pending.items()):
+                if pending.deadline_s > now_s:
+                    break
+                self.num_refused += 1
+                self._cut(descriptor)
+
+    def cut_all(self) -> None:
+        """Shut down all pending connections, as the listener ends."""
+        with self._lock:
+            for descriptor in list(self._pending):
+                self._cut(descriptor)
+
+    def close(self) -> None:
+        """Give the reserved descriptor back."""
+        with self._lock:
+            if self._reserve is not None:
+                os.close(self._reserve)
+            self._reserve = None
+
+    def _admit(self, descriptor: int, name: str) -> str | None:
+        """Take a connection into the pending ones, unless it has to go; return the source that loses one, if any."""
+        now_s, limits = self._clock(), self.limits
+        source = self._sources.pop(name, None) or _Source(free=limits.burst, then_s=now_s)
+        self._sources[name] = source
+        self._drop_silent_source()
+        source.free = min(limits.burst, source.free + limits.connects_per_s * (now_s - source.then_s))
+        source.then_s = now_s
+        if source.free < 1.0:
+            return name
+        source.free -= 1.0
+        loser = None
+        if len(source.pending) >= limits.max_pending_per_source:
+            loser = name
+        elif len(self._pending) >= limits.max_pending:
+            loser = max(self._sources, key=lambda each: len(self._sources[each].pending))
+        if loser is not None:
+            self._cut(next(iter(self._sources[loser].pending)))
+        self._forget(descriptor)  # of a connection that its owner has closed without a word
+        source.pending[descriptor] = None
+        self._pending[descriptor] = _Pending(now_s + limits.deadline_s, name, os.fstat(descriptor).st_ino)
+        return loser
+
+    def _cut(self, descriptor: int) -> None:
+        """Shut a pending connection down, unless its owner has closed it meanwhile."""
+        inode = self._pending[descriptor].inode
+        self._forget(descriptor)
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino != inode:
+                return
+            sock = socket.socket(fileno=descriptor)
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            finally:
+                sock.detach()
+
+    def _drop_silent_source(self) -> None:
+        if len(self._sources) > _MAX_SOURCES:
+            silent = next((name for name, each in self._sources.items() if not each.pending), None)
+            if silent is not None:
+                del self._sources[silent]
+
+    def _forget(self, descriptor: int) -> None:
+        known = self._pending.pop(descriptor, None)
+        if known is not None and known.source in self._sources:
+            self._sources[known.source].pending.pop(descriptor, None)
+
+    def _limits_text(self) -> str:
+        limits = self.limits
+        return explain(
+            "connections that say nothing",
+            got="more",
+            expected=f"at most {limits.max_pending_per_source} of an address, {limits.max_pending} in all, "
+            f"{limits.burst} at once and {limits.connects_per_s:g} per second",
+            do="Check which processes call",
+        )
+
+    def _hold_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _refuse_by_reserve(self, listener: socket.socket) -> None:
+        """Refuse a connection although no descriptor is free: it would wait for ever, and this end would spin."""
+        with self._lock:
+            if self._reserve is not None:
+                os.close(self._reserve)
+                self._reserve = None
+                with contextlib.suppress(OSError):
+                    listener.accept()[0].close()
+                self._hold_reserve()
+        self.num_refused += 1
+        time.sleep(_PAUSE_S)
+
+
+_PAUSE_S = 0.01
+"""Pause while descriptors are used up: who holds them needs the processor."""
+
+
+class LimitedListener:
+    """Listener in an asyncio loop: hands each connection within the limits to a task."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        loop: "asyncio.AbstractEventLoop",
+        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
+        limits: AcceptLimits | None = None,
+    ) -> None:
+        """`serve` gets each connection, calls `limiter.finish` once the other end is known, and closes it."""
+        self.port: int = listener.getsockname()[1]
+        self.limiter = ConnectionLimiter(limits)
+        self._listener, self._loop, self._serve = listener, loop, serve
+        self._tasks: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+
+    @property
+    def is_open(self) -> bool:
+        """True until it is closed."""
+        return self._listener.fileno() >= 0
+
+    def start(self) -> None:
+        """Accept connections from now on; in the thread of the loop."""
+        self._loop.add_reader(self._listener, self._accept)
+        self._watch_deadlines()
+
+    def close(self) -> None:
+        """Accept no more connections; those that were accepted go on. In the thread of the loop."""
+        if self.is_open:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self.limiter.close()
+
+    def close_soon(self) -> None:
+        """Close it, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended with the process
+            self._loop.call_soon_threadsafe(self.close)
+
+    def close_inherited(self) -> None:
+        """Close the listener in a forked child, whose loop does not run."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted = self.limiter.accept(self._listener)
+        except OSError:
+            self.close()
+            return
+        if accepted is not None:
+            accepted[0].setblocking(False)
+            task = self._loop.create_task(self._serve(accepted[0]))
+            self._tasks.add(task)  # a loop keeps weak references only
+            task.add_done_callback(self._tasks.discard)
+
+    def _watch_deadlines(self) -> None:
+        if self.is_open:
+            self.limiter.cut_overdue()
+            self._loop.call_later(_WATCH_S, self._watch_deadlines)
+
+
+_WATCH_S = 1.0
+"""Interval at which a listener in a loop looks for connections that are pending for too long."""

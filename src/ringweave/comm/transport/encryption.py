@@ -1,0 +1,140 @@
+"""Encryption between nodes: TLS 1.3 on sockets that one thread polls, by certificates of the job's authority.
+
+Both ends show certificates. A rank's entry in the store has the fingerprint of its certificate, and the store itself is
+reached by such connections alone (`tunnel.py`): so a certificate stands for one rank of one group.
+"""
+
+import functools
+import os
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+from ringweave.environment import CREDENTIALS, ENCRYPT, WorkerEnvironment
+from ringweave.errors import UsageError, explain
+from ringweave.rpc import Credentials, tls
+
+RECORD_BYTES = 2**14
+"""Largest record of TLS: what one call encrypts."""
+
+
+class TlsSocket(ssl.SSLSocket):
+    """TLS connection that moves messages as a plain non-blocking socket does, for `TcpConnection`.
+
+    Nothing ever falls back to plain text: a call after `shutdown` fails.
+    """
+
+    _retried: bytes | None = None
+    """Bytes that OpenSSL has encrypted and the kernel has not taken; the next call has to begin with them."""
+
+    def sendmsg(self, buffers: Sequence[Any], *_: Any) -> int:  # type: ignore[override]  # pyrefly: ignore
+        """Send as much as the kernel takes, and return the number of bytes.
+
+        Raises:
+            BlockingIOError: It takes nothing.
+        """
+        num_sent, parts = 0, [memoryview(each) for each in buffers]
+        if self._retried is None and len(parts) > 1 and sum(part.nbytes for part in parts) <= RECORD_BYTES:
+            self._retried = b"".join(parts)  # one record and one packet for a small message with its header
+        try:
+            if self._retried is not None:
+                num_sent, self._retried = self.send(self._retried), None
+                parts = _skip_bytes(parts, num_sent)
+            for part in parts:
+                left = part
+                while left.nbytes:
+                    num = self.send(left)
+                    num_sent, left = num_sent + num, left[num:]
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            if not num_sent:
+                raise BlockingIOError from None
+        return num_sent
+
+    def recvmsg_into(self, buffers: Sequence[Any], *_: Any) -> tuple[int, list[Any], int, Any]:  # type: ignore[override]
+        """Receive as much as there is, and return the number of bytes first; 0 at the end of the connection.
+
+        Raises:
+            BlockingIOError: There is nothing.
+        """
+        num_received = 0
+        try:
+            for buffer in buffers:
+                view = memoryview(buffer)
+                while view.nbytes:
+                    num: Any = self.read(view.nbytes, view)  # pyrefly: ignore
+                    if not num:
+                        return num_received, [], 0, None
+                    num_received, view = num_received + num, view[num:]
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            if not num_received:
+                raise BlockingIOError from None
+        return num_received, [], 0, None
+
+    def shutdown(self, how: int) -> None:
+        """Shut the connection down, from any thread; the TLS state stays, so that no later call sends plain text."""
+        socket.socket.shutdown(self, how)
+
+
+def _skip_bytes(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of the parts after so many bytes."""
+    left = []
+    for part in parts:
+        skipped = min(num_bytes, part.nbytes)
+        num_bytes -= skipped
+        if skipped < part.nbytes:
+            left.append(part[skipped:])
+    return left
+
+
+class LinkEncryption:
+    """TLS of this process towards the other nodes of its run."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.fingerprint = credentials.fingerprint
+        self.server_context = credentials.tls_context(is_server=True)
+        self.client_context = credentials.tls_context(is_server=False)
+        for context in (self.server_context, self.client_context):
+            context.sslsocket_class = TlsSocket
+
+    def wrap_socket(self, sock: socket.socket, *, is_server: bool) -> TlsSocket:
+        """Return a non-blocking connection whose handshake has not begun; it replaces `sock`."""
+        sock.setblocking(False)
+        context = self.server_context if is_server else self.client_context
+        wrapped = context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
+        assert isinstance(wrapped, TlsSocket), "the class of this context"
+        return wrapped
+
+    @staticmethod
+    def peer_fingerprint(sock: socket.socket) -> str:
+        """Return the fingerprint of the other end's certificate."""
+        assert isinstance(sock, ssl.SSLSocket), "connections between nodes are wrapped"
+        return tls.peer_fingerprint(sock)
+
+
+def encryption_for(environment: WorkerEnvironment) -> LinkEncryption | None:
+    """Return the encryption of this process's connections to other nodes; None if they are plain.
+
+    Raises:
+        UsageError: This process is to encrypt, and has no credentials.
+    """
+    if not environment.encrypts:
+        return None
+    if environment.credentials is None:
+        raise UsageError(
+            explain(
+                ENCRYPT,
+                got="on, without credentials",
+                expected=f"a certificate of the job's authority in {CREDENTIALS}",
+                do=f"Use ringweave run --encrypt on, or let {CREDENTIALS} name a file that Credentials.save wrote",
+            )
+        )
+    return _load_encryption(environment.credentials)
+
+
+@functools.cache  # one for the process: an inherited descriptor may be closed by the time of a later group
+def _load_encryption(where: str) -> LinkEncryption:
+    kind, _, number = where.partition(":")
+    if kind == "fd" and number.isdecimal():
+        os.set_inheritable(int(number), False)
+    return LinkEncryption(Credentials.load_from(where, keep_open=True))

@@ -1,0 +1,204 @@
+"""Source of a page: reads a job's state, the events of its run directories, and the output of its workers."""
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ringweave import telemetry, topology
+from ringweave.errors import RingweaveError
+from ringweave.launcher.run_dir import RunDir
+from ringweave.page.aggregation import Document
+from ringweave.page.run_model import RunModel, show_text
+from ringweave.platforms import api, run_directory, submission
+from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform
+from ringweave.telemetry import Event
+from ringweave.topology import Cluster
+
+EVENT_FILES = ("events.jsonl", "*/*/round-*/events.jsonl", "hosts/*/*/*/round-*/events.jsonl")
+"""Places of event logs below the folder of a run or a job."""
+STATE_INTERVAL_S = 2.0
+"""Time between two looks at the state of a job."""
+SLICE_S = 0.5
+"""Longest time for which events are read before the page is updated."""
+MAX_LOG_LINES = 300
+"""Last lines of a worker that are shown."""
+MAX_LOG_CHARACTERS = 2_000_000
+"""Characters of the output of all workers together."""
+_ROUND = re.compile(r"round-(\d+)")
+
+
+class RunSource:
+    """Reads one job or run, again and again; all calls are made by one thread at a time."""
+
+    def __init__(self, platform: Platform, name: str, clock: Callable[[], float] = time.time) -> None:
+        """`platform` knows the job of that name."""
+        self._platform, self._name, self._clock = platform, name, clock
+        self._directory = run_directory.find_run_dir(name)
+        self._model, self._logs = RunModel(), WorkerOutput()
+        self._tails: dict[Path, telemetry.EventTail] = {}
+        self._attempt, self._view, self._viewed_s = -1, self._read_view(), clock()
+        self._cluster: tuple[int, Cluster | None] = (0, None)
+        self._trouble = ""
+        self._news = self._read_news()
+
+    def follow_logs(self) -> None:
+        """Read the output of workers from now on, in a thread of its own."""
+        query = LogQuery(follow=True)
+        threading.Thread(target=self._logs.read, args=(self._platform, self._name, query), daemon=True).start()
+
+    def read_all(self) -> None:
+        """Read events and output up to their ends."""
+        while self.poll():
+            pass
+        self._logs.read(self._platform, self._name, LogQuery())
+
+    def poll(self, limit_s: float = SLICE_S) -> bool:
+        """Read what is new, for at most so long; return whether there is more."""
+        now_s = self._clock()
+        if now_s - self._viewed_s >= STATE_INTERVAL_S and not self._view.state.is_end:
+            self._viewed_s = now_s
+            try:
+                self._view, self._trouble = self._read_view(), ""
+            except RingweaveError as error:
+                self._trouble = str(error)
+        deadline_s = time.monotonic() + limit_s
+        for attempt, event in self._news:
+            if attempt > self._attempt:
+                self._attempt = attempt
+                self._model.begin_attempt()
+            if attempt == self._attempt:
+                self._model.add(event)
+            if time.monotonic() > deadline_s:
+                return True
+        self._news = self._read_news()
+        return False
+
+    def sections(self) -> dict[str, Any]:
+        """Return all sections of the page, as JSON values."""
+        sections = self._model.sections(self._read_cluster(), is_over=self._view.state.is_end)
+        job_events: list[Document] = [
+            {"time_s": each.time_s, "kind": each.kind, "rank": None, "text": each.text} for each in self._view.events
+        ]
+        rows = sections["events"]["rows"]
+        sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
+        return sections | {"head": self._head(), "logs": self._logs.document()}
+
+    def _head(self) -> Document:
+        view, reason = self._view, self._view.reason
+        document = api.job_view_document(view)
+        keys = (
+            "name",
+            "platform",
+            "requester",
+            "created_s",
+            "since_s",
+            "ended_s",
+            "workers",
+            "device",
+            "mode",
+            "files",
+        )
+        return {key: document[key] for key in keys} | {
+            "name": view.name if self._directory is None else self._directory.root.name,
+            "state": str(view.state),
+            "is_over": view.state.is_end,
+            "reason": reason.text if reason else None,
+            "hint": reason.hint if reason else None,
+            "num_nodes": len(view.used_nodes),
+            "nodes": [
+                {"name": each.name, "state": str(each.state), "attempts": len(each.attempts), "retries": each.retries}
+                for each in view.used_nodes
+            ],
+            "run": view.run,
+            "trouble": self._trouble or None,
+        }
+
+    def _read_view(self) -> JobView:
+        if self._directory is None:
+            return self._platform.job(self._name)
+        return run_directory.view_run(self._directory, self._name, submission.os_user(), reads_events=False)
+
+    def _read_news(self) -> Iterator[tuple[int, Event]]:
+        """Yield (number of the attempt, event) of what is new in all event logs, those of earlier rounds first."""
+        for path in self._event_files():
+            tail = self._tails.setdefault(path, telemetry.EventTail(path))
+            match = _ROUND.search(str(path))
+            for event in tail.iter_new():
+                is_start = event["kind"] == "run_started" and match is None
+                yield (self._attempt + is_start if match is None else int(match.group(1))), event
+
+    def _event_files(self) -> list[Path]:
+        root = Path(self._view.files) if self._view.files else None
+        if root is None or not root.is_dir():
+            return []
+        found = [path for pattern in EVENT_FILES for path in root.glob(pattern)]
+        return sorted(found, key=lambda path: (int(match.group(1)) if (match := _ROUND.search(str(path))) else 0, path))
+
+    def _read_cluster(self) -> Cluster | None:
+        """Return the cluster of the newest run directory, if its file is there and whole."""
+        paths = [RunDir(root=path.parent).cluster_file for path in self._event_files()]
+        path = next((each for each in reversed(paths) if each.is_file()), None)
+        if path is None:
+            return None
+        changed_ns = path.stat().st_mtime_ns
+        if self._cluster[0] != changed_ns:
+            try:
+                self._cluster = (changed_ns, topology.load(str(path)))
+            except (OSError, RingweaveError):
+                self._cluster = (changed_ns, None)
+        return self._cluster[1]
+
+
+class WorkerOutput:
+    """Last lines of every worker."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[str]] = {}
+        self._counts: dict[str, int] = {}
+        self._trouble: str | None = None
+        self._lock = threading.Lock()
+
+    def read(self, platform: Platform, name: str, query: LogQuery) -> None:
+        """Read the output of the job up to its end, or until the platform refuses."""
+        try:
+            for line in platform.logs(name, query):
+                self.add(line)
+        except RingweaveError as error:
+            self._trouble = str(error)
+
+    def add(self, line: LogLine) -> None:
+        """Add a line."""
+        source = f"rank {line.rank}" if line.rank is not None else f"node {line.node}"
+        with self._lock:
+            self._lines.setdefault(source, deque(maxlen=MAX_LOG_LINES)).append(show_text(line.text))
+            self._counts[source] = self._counts.get(source, 0) + 1
+
+    def document(self) -> Document:
+        """Return the last lines by source, `rank 3` or `node a0`, with the number of lines before them."""
+        with self._lock:
+            budget = MAX_LOG_CHARACTERS // max(1, len(self._lines))
+            found = {source: _last_lines(lines, budget) for source, lines in self._lines.items()}
+            rows = [
+                {"source": source, "lines": lines, "left_out": self._counts[source] - len(lines)}
+                for source, lines in sorted(found.items(), key=lambda row: _number(row[0]))
+            ]
+        return {"sources": rows, "trouble": self._trouble}
+
+
+def _number(source: str) -> tuple[str, int, str]:
+    kind, _, name = source.partition(" ")
+    return (kind != "rank", int(name) if name.isdecimal() else 0, name)  # type: ignore[return-value]
+
+
+def _last_lines(lines: "deque[str]", budget: int) -> list[str]:
+    taken: deque[str] = deque()
+    for line in reversed(lines):
+        budget -= len(line) + 1
+        if budget < 0:
+            break
+        taken.appendleft(line)
+    return list(taken)

@@ -1,0 +1,278 @@
+"""Wire formats: encodings of float32 values for slow links, with their sizes as formulas, and codecs on numpy arrays.
+
+A block of values shares a scale, which is a power of two and takes one byte, a biased exponent as in float32. Values
+are rounded to the nearest whole number of scales. So
+
+- decoded values are exact products, and encoding them again, in the same blocks or in parts of them, gives the same
+  values: whoever hands on a decoded value hands on what it got;
+- nothing is random. Error feedback carries the error of a value to its next message, so that nearest rounding, which
+  has half the variance of random rounding and needs no random numbers, is not biased in the long run.
+
+A block with an infinity or NaN decodes to NaN throughout, so that gradient scalers notice it.
+
+```text
+values    int8: ceil(n / 128) scales, n bytes      int4: ceil(n / 64) scales, ceil(n / 2) bytes
+          int2: ceil(n / 64) scales, ceil(n / 4) bytes      bf16: 2 n bytes, little-endian
+```
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringweave.errors import ScheduleError, explain
+
+Values = NDArray[np.float32]
+Encoded = NDArray[np.uint8]
+
+_TILE_VALUES = 2**15
+"""Values that are coded at a time: their intermediate columns stay in the caches. A multiple of every block."""
+_MANTISSA_BITS = 23
+_INFINITY_BITS, _MAGNITUDE_BITS = 0x7F800000, 0x7FFFFFFF
+_NOT_FINITE = 255
+"""Scale of a block that holds an infinity or NaN."""
+_MAX_SCALE = 254
+_ROUNDER = np.float32(3 << 22)
+"""Added to a number below 2^22 it rounds to the nearest whole one, which the low bits of the sum then hold."""
+_BF16_NAN = 0x7FC0
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """A format in which float32 values travel."""
+
+    name: str
+    bits: int
+    """Bits of a value."""
+    block_values: int
+    """Values that share a scale; 0 without scales."""
+    relative_error: float
+    """Largest error of one rounding, relative to the largest value of the block, or for bf16 to the value."""
+
+    @property
+    def levels(self) -> int:
+        """Largest whole number of scales."""
+        return 2 ** (self.bits - 1) - 1
+
+    def encoded_bytes(self, num_values: int) -> int:
+        """Return the size of so many encoded values."""
+        num_scales = -(-num_values // self.block_values) if self.block_values else 0
+        return num_scales + -(-num_values * self.bits // 8)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes per byte of float32, for many values."""
+        return (self.bits / 8 + (1 / self.block_values if self.block_values else 0)) / 4
+
+
+EXACT = WireFormat("exact", 32, 0, 0.0)
+BF16 = WireFormat("bf16", 16, 0, 2.0**-8)
+INT8 = WireFormat("int8", 8, 128, 1 / 127)
+INT4 = WireFormat("int4", 4, 64, 1 / 7)
+INT2 = WireFormat("int2", 2, 64, 1.0)
+FORMATS = {each.name: each for each in (EXACT, BF16, INT8, INT4, INT2)}
+
+
+def format_named(name: str) -> WireFormat:
+    """Return the format of that name.
+
+    Raises:
+        ScheduleError: There is none.
+    """
+    if name not in FORMATS:
+        expected = f"one of {', '.join(FORMATS)}"
+        raise ScheduleError(explain("wire format", got=name, expected=expected, do="Name one of these"))
+    return FORMATS[name]
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def encode(
+    wire_format: WireFormat,
+    values: Values,
+    encoded: Encoded | None,
+    *,
+    residual: Values | None = None,
+    rounds: bool = False,
+) -> None:
+    """Encode values, with error feedback.
+
+    Args:
+        wire_format: The format.
+        values: One-dimensional and contiguous.
+        encoded: Receives the `encoded_bytes` of so many values; None only rounds.
+        residual: Errors of earlier messages, which are added to the values before they are encoded; receives the
+            errors of this one. None loses them.
+        rounds: Give `values` what the receiver will decode.
+
+    Cost:
+        About 2 ns for each value in int8, 3.5 with a residual (shared x86-64 core, measured).
+    """
+    codec = _CODECS[wire_format.name]
+    if encoded is not None:
+        _check_length(wire_format, encoded, len(values))
+    num_scales = wire_format.encoded_bytes(len(values)) - -(-len(values) * wire_format.bits // 8)
+    for start in range(0, len(values), _TILE_VALUES):
+        tile = values[start : start + _TILE_VALUES]
+        wanted = tile if residual is None else tile + residual[start : start + _TILE_VALUES]
+        scales, payload = codec.encode(wire_format, wanted)
+        if encoded is not None:
+            _place(wire_format, encoded, num_scales, start, scales, payload)
+        if not rounds and residual is None:
+            continue
+        decoded = codec.decode(wire_format, scales, payload, len(tile))
+        if residual is not None:
+            left = np.subtract(wanted, decoded, out=residual[start : start + _TILE_VALUES])
+            if (scales == _NOT_FINITE).any() or not math.isfinite(float(left.sum())):  # lost for these values
+                left[~np.isfinite(left)] = 0.0
+        if rounds:
+            tile[:] = decoded
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def decode(wire_format: WireFormat, encoded: Encoded, values: Values) -> None:
+    """Decode into `values`; all bytes of the right number decode to something.
+
+    Raises:
+        ScheduleError: The number of bytes is not that of so many values; nothing has been allocated by then.
+
+    Cost:
+        About 0.8 ns for each value in int8 (shared x86-64 core, measured).
+    """
+    codec = _CODECS[wire_format.name]
+    _check_length(wire_format, encoded, len(values))
+    num_scales = len(encoded) - -(-len(values) * wire_format.bits // 8)
+    for start in range(0, len(values), _TILE_VALUES):
+        tile = values[start : start + _TILE_VALUES]
+        first = start // wire_format.block_values if num_scales else 0
+        last = -(-(start + len(tile)) // wire_format.block_values) if num_scales else 0
+        begin = num_scales + start * wire_format.bits // 8
+        end = num_scales + -(-(start + len(tile)) * wire_format.bits // 8)
+        tile[:] = codec.decode(wire_format, encoded[first:last], encoded[begin:end], len(tile))
+
+
+def _place(
+    wire_format: WireFormat, encoded: Encoded, num_scales: int, start: int, scales: Encoded, payload: Encoded
+) -> None:
+    begin = num_scales + start * wire_format.bits // 8
+    encoded[begin : begin + len(payload)] = payload
+    if num_scales:
+        first = start // wire_format.block_values
+        encoded[first : first + len(scales)] = scales
+
+
+def _check_length(wire_format: WireFormat, encoded: Encoded, num_values: int) -> None:
+    expected = wire_format.encoded_bytes(num_values)
+    if encoded.dtype != np.uint8 or encoded.shape != (expected,):
+        raise ScheduleError(
+            explain(
+                f"bytes of {wire_format.name} message",
+                got=encoded.nbytes,
+                expected=f"{expected} for {num_values} values",
+                do="Run the same version of ringweave on all ranks",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """Both directions for one tile of values."""
+
+    encode: Callable[[WireFormat, Values], tuple[Encoded, Encoded]]
+    """Scales and payload of these values."""
+    decode: Callable[[WireFormat, Encoded, Encoded, int], Values]
+    """So many values from scales and payload."""
+
+
+_NO_SCALES = np.zeros(0, np.uint8)
+
+
+def _encode_bf16(_: WireFormat, values: Values) -> tuple[Encoded, Encoded]:
+    bits = values.view(np.uint32)
+    high = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype("<u2")
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        high[is_nan] = _BF16_NAN
+    return _NO_SCALES, high.view(np.uint8)
+
+
+def _decode_bf16(_: WireFormat, _scales: Encoded, payload: Encoded, num_values: int) -> Values:
+    bits = np.left_shift(payload.view("<u2"), 16, dtype=np.uint32)
+    return bits[:num_values].view(np.float32)
+
+
+def _encode_exact(_: WireFormat, values: Values) -> tuple[Encoded, Encoded]:
+    return _NO_SCALES, values.astype("<f4").view(np.uint8)
+
+
+def _decode_exact(_: WireFormat, _scales: Encoded, payload: Encoded, num_values: int) -> Values:
+    return payload.view("<f4").astype(np.float32)[:num_values]
+
+
+def _encode_blocks(wire_format: WireFormat, values: Values) -> tuple[Encoded, Encoded]:
+    num_values, width = len(values), wire_format.block_values
+    if num_values % width:
+        values = np.concatenate([values, np.zeros(-num_values % width, np.float32)])
+    blocks = values.reshape(-1, width)
+    magnitudes = blocks.view(np.int32) & np.int32(_MAGNITUDE_BITS)  # in the order of the absolute values, NaN above all
+    scales = _scales_of(wire_format, magnitudes.max(axis=1))
+    inverse = ((_MAX_SCALE - np.minimum(scales, _MAX_SCALE - 1).astype(np.uint32)) << _MANTISSA_BITS).view(np.float32)
+    scaled = blocks * inverse[:, None]
+    scaled += _ROUNDER
+    whole = scaled.view(np.int32).reshape(-1)
+    if wire_format.bits == 8:
+        return scales, whole.astype(np.int8).view(np.uint8)[:num_values]
+    return scales, _pack(whole, wire_format.bits)[: -(-num_values * wire_format.bits // 8)]
+
+
+def _scales_of(wire_format: WireFormat, largest: NDArray[np.int32]) -> Encoded:
+    """Return the smallest powers of two, as biased exponents, of which `levels` reach the largest values' bits."""
+    levels_bits = int(np.float32(wire_format.levels).view(np.uint32))
+    carry = (1 << _MANTISSA_BITS) - 1 - (levels_bits & ((1 << _MANTISSA_BITS) - 1))
+    exponents = ((largest.view(np.uint32) + np.uint32(carry)) >> _MANTISSA_BITS).astype(np.int32)
+    scales = np.maximum(exponents - (levels_bits >> _MANTISSA_BITS) + 127, 1)
+    scales[largest >= _INFINITY_BITS] = _NOT_FINITE
+    return scales.astype(np.uint8)
+
+
+def _decode_blocks(wire_format: WireFormat, scales: Encoded, payload: Encoded, num_values: int) -> Values:
+    width = wire_format.block_values
+    whole = payload.view(np.int8) if wire_format.bits == 8 else _unpack(payload, wire_format.bits)
+    if len(whole) < len(scales) * width:
+        whole = np.concatenate([whole, np.zeros(len(scales) * width - len(whole), np.int8)])
+    sizes = (scales.astype(np.uint32) << _MANTISSA_BITS).view(np.float32)
+    sizes[scales == _NOT_FINITE] = np.nan
+    values = whole[: len(scales) * width].reshape(-1, width).astype(np.float32)
+    values *= sizes[:, None]
+    return values.reshape(-1)[:num_values]
+
+
+def _pack(whole: NDArray[np.int32], bits: int) -> Encoded:
+    """Pack the low bits of whole numbers into bytes, the first one lowest."""
+    count, mask = 8 // bits, (1 << bits) - 1
+    low = (whole & mask).astype(np.uint8).reshape(-1, count)
+    packed = low[:, 0].copy()
+    for place in range(1, count):
+        packed |= low[:, place] << (bits * place)
+    return packed
+
+
+def _unpack(payload: Encoded, bits: int) -> NDArray[np.int8]:
+    count, sign = 8 // bits, np.uint8(1 << (bits - 1))
+    whole = np.empty((len(payload), count), np.int8)
+    for place in range(count):
+        part = (payload >> (bits * place)) & ((1 << bits) - 1)
+        whole[:, place] = (part ^ sign).view(np.int8) - np.int8(sign)
+    return whole.reshape(-1)
+
+
+_BLOCKS = _Codec(_encode_blocks, _decode_blocks)
+_CODECS: dict[str, _Codec] = {
+    "exact": _Codec(_encode_exact, _decode_exact),
+    "bf16": _Codec(_encode_bf16, _decode_bf16),
+    "int8": _BLOCKS,
+    "int4": _BLOCKS,
+    "int2": _BLOCKS,
+}

@@ -1,0 +1,131 @@
+"""No verb shows a traceback for what a user, a disk or a busy machine brings about: all verbs, one condition at a time.
+
+A condition is a process of its own, which changes its limits or its folder and then runs every verb.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave.cli.main import VERBS
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "two-racks.yaml"
+ARGUMENTS: dict[str, list[str]] = {
+    "run": ["--workers", "1", "--run-dir", "run", "job.py"],
+    "attach": ["nothing"],
+    "join": ["nowhere"],
+    "scale": ["run", "--workers", "2"],
+    "lab": ["status"],
+    "discover": ["--write", "found.yaml"],
+    "plan": [str(CLUSTER)],
+    "cost": ["--figure", "latency"],
+    "simulate": [str(CLUSTER), "--trace", "trace.json"],
+    "partition": ["--work", "4,1,2,2", "--capability", "2,1", "--activation", "4,1,9,2", "--bandwidth", "2"],
+    "split": ["--gpus", "6", "--capacity", "3,3"],
+    "submit": ["-y", "--detach", "--name", "new", "--cpu-workers", "3", "--capacity", "3", "--script", "job.py"],
+    "jobs": [],
+    **{verb: ["old"] for verb in ("status", "why", "logs", "events", "stop", "retry", "suspend", "resume")},
+    "delete": ["old", "--no-wait"],
+    "export": ["run"],
+    "report": ["run", "--html", "report.html"],
+    "ui": ["nothing"],
+    "server": [],
+    "operator": ["--no-desk"],
+    "doctor": [],
+}
+WALK = """
+import json, os, resource, sqlite3, sys
+from ringweave.cli import main
+from ringweave.platforms.local import registry, supervisor
+
+condition, arguments = sys.argv[1], json.loads(sys.argv[2])
+supervisor.ensure_supervisor = lambda state, job_id, environ: None
+registry.LOCK_TIMEOUT_S = 0.05
+jobs = os.path.join(os.environ["XDG_STATE_HOME"], "ringweave", "jobs.sqlite")
+submitted = ["submit", "-y", "--detach", "--name", "old", "--cpu-workers", "3", "--capacity", "3", "--script", "job.py"]
+assert main.run_command_line(submitted) == 0
+if condition == "full disk":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+elif condition == "few descriptors":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+elif condition == "no descriptors":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+elif condition == "read-only folder":
+    for folder in (os.path.dirname(jobs), os.environ["XDG_STATE_HOME"], "."):
+        os.chmod(folder, 0o555)
+elif condition == "locked registry":
+    holder = sqlite3.connect(jobs, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+elif condition == "damaged registry":
+    with open(jobs, "r+b") as file:
+        file.seek(100)
+        file.write(bytes(range(256)) * 40)
+    for suffix in ("-wal", "-shm"):
+        if os.path.exists(jobs + suffix):
+            os.unlink(jobs + suffix)
+elif condition == "no registry at all":
+    with open(jobs, "wb") as file:
+        file.write(b"not a database, and longer than a header of SQLite is, which has a hundred bytes" * 40)
+elif condition == "full output":
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+elif condition == "broken pipe":
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+else:
+    raise AssertionError(condition)
+found = {}
+for verb, given in arguments.items():
+    try:
+        found[verb] = main.run_command_line([verb, *given])
+    except SystemExit as ended:
+        found[verb] = ended.code
+    except BaseException as error:
+        found[verb] = f"{type(error).__name__}: {error}"
+    print(f"<{verb}: {found[verb]}>", file=sys.stderr, flush=True)
+if condition in ("full output", "broken pipe", "no descriptors"):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+main._is_output_written()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("full disk", "full output", "broken pipe", "read-only folder", "few descriptors", "no descriptors"),
+        *("locked registry", "damaged registry", "no registry at all"),
+    ],
+)
+def test_no_verb_shows_a_traceback(tmp_path: Path, condition: str) -> None:
+    assert set(ARGUMENTS) == set(VERBS)
+    (tmp_path / "job.py").write_text("print('trained')\n")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("KUBE", "RINGWEAVE"))}
+    environ |= {"XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path), "PYTHONFAULTHANDLER": "1"}
+    argv = [sys.executable, "-c", WALK, condition, json.dumps(ARGUMENTS)]
+    if condition == "read-only folder" and os.geteuid() == 0:
+        setpriv = shutil.which("setpriv")
+        if setpriv is None:
+            pytest.skip("root may write everywhere, and there is no setpriv")
+        argv = [setpriv, "--bounding-set=-dac_override,-dac_read_search", *argv]
+    done = subprocess.run(
+        argv,
+        cwd=tmp_path,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    text = done.stderr
+    assert done.returncode == 0, text
+    assert "Traceback" not in text, text
+    assert "Exception ignored" not in text, text
+    for verb in VERBS:
+        assert any(f"<{verb}: {code}>" in text for code in (0, 1, 2, 75)), text

@@ -1,0 +1,186 @@
+"""Limits of listeners: floods, silence, slow talkers, and no descriptor left."""
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ringweave import rpc
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter
+from ringweave.rpc import CertificateAuthority, RpcServer, TlsAuthentication
+
+NUM_IDLE = 2000
+
+
+class Listening:
+    """A listener with limits whose clock stands still."""
+
+    def __init__(self, **limits: float) -> None:
+        self.now_s = 0.0
+        self.refused: list[str] = []
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.listener.setblocking(False)
+        self.limiter = ConnectionLimiter(
+            AcceptLimits(**limits),  # pyrefly: ignore
+            clock=lambda: self.now_s,
+            on_refusal=lambda address, text: self.refused.append(f"{address}: {text}"),
+        )
+        self.stack = contextlib.ExitStack()
+
+    def call(self, source: str = "127.0.0.1") -> socket.socket:
+        sock = socket.create_connection(self.listener.getsockname(), timeout=20, source_address=(source, 0))
+        return self.stack.enter_context(sock)
+
+    def accept(self) -> socket.socket | None:
+        accepted = self.limiter.accept(self.listener)
+        return None if accepted is None else self.stack.enter_context(accepted[0])
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    made = Listening(max_pending=4, max_pending_per_source=3, deadline_s=10, burst=20, connects_per_s=1)
+    with made.listener, made.stack:
+        yield made
+    made.limiter.close()
+
+
+def test_the_oldest_connection_of_a_source_makes_room_for_its_next(listening: Listening) -> None:
+    callers = [listening.call() for _ in range(4)]
+    kept = [listening.accept() for _ in callers]
+    assert all(kept)
+    assert callers[0].recv(1) == b""
+    assert listening.limiter.num_pending == 3
+    assert listening.refused == [
+        "127.0.0.1: connections that say nothing: 'more', expected at most 3 of an address, 4 in all, 20 at once and 1 "
+        "per second. Check which processes call."
+    ]
+
+
+def test_the_busiest_source_makes_room_for_others(listening: Listening) -> None:
+    busy = [listening.call("127.0.0.2") for _ in range(3)]
+    for _ in busy:
+        listening.accept()
+    for source in ("127.0.0.3", "127.0.0.4"):
+        listening.call(source)
+        assert listening.accept() is not None
+    assert busy[0].recv(1) == b""
+    assert listening.limiter.num_pending == 4
+
+
+def test_who_has_said_what_it_is_counts_no_more(listening: Listening) -> None:
+    for _ in range(10):
+        listening.call()
+        accepted = listening.accept()
+        assert accepted is not None
+        listening.limiter.finish(accepted.fileno())
+    assert (listening.limiter.num_pending, listening.refused) == (0, [])
+
+
+def test_a_silent_connection_ends_at_its_deadline(listening: Listening) -> None:
+    silent = listening.call()
+    listening.accept()
+    listening.now_s = 9.9
+    listening.limiter.cut_overdue()
+    assert listening.limiter.num_pending == 1
+    listening.now_s = 10.0
+    listening.limiter.cut_overdue()
+    assert silent.recv(1) == b""
+
+
+def test_a_flood_is_closed_at_once_and_the_next_second_has_room(listening: Listening) -> None:
+    for _ in range(20):
+        listening.call()
+        accepted = listening.accept()
+        assert accepted is not None
+        listening.limiter.finish(accepted.fileno())
+    flooding = listening.call()
+    assert listening.accept() is None
+    assert flooding.recv(1) == b""
+    listening.call("127.0.0.9")
+    assert listening.accept() is not None, "another source has not flooded"
+    listening.now_s = 1.0
+    listening.call()
+    assert listening.accept() is not None
+
+
+def test_without_descriptors_connections_are_refused_and_the_listener_goes_on(listening: Listening) -> None:
+    listening.call()
+    assert listening.accept() is not None
+    waiting = listening.call()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))  # noqa: PTH208
+    held = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            os.open(os.devnull, os.O_RDONLY)
+        assert listening.accept() is None
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert waiting.recv(1) == b""
+    listening.call()
+    assert listening.accept() is not None
+
+
+class Query(rpc.RpcMessage):
+    """A question without content."""
+
+    kind = "query"
+    reply = rpc.Ack
+
+
+@pytest.mark.slow
+def test_a_server_serves_its_job_beside_idle_and_slow_strangers() -> None:
+    authority = CertificateAuthority("job")
+    handler = rpc.RpcHandler(message=Query, handle=lambda call: rpc.Ack(), is_quick=True)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with RpcServer(TlsAuthentication(authority.issue("server", "0")), [handler]) as server:
+        server.start("127.0.0.1")
+        client = rpc.RpcClient.connect(
+            "127.0.0.1", server.port, TlsAuthentication(authority.issue("worker", "0")), role="server"
+        )
+        strangers: list[socket.socket] = []
+        done = threading.Event()
+
+        def disturb() -> None:
+            """Open idle connections from ten addresses, and let some of them say a byte now and then."""
+            for number in range(NUM_IDLE):
+                with contextlib.suppress(OSError):
+                    source = (f"127.0.1.{number % 10 + 1}", 0)
+                    strangers.append(
+                        socket.create_connection(("127.0.0.1", server.port), timeout=5, source_address=source)
+                    )
+            while not done.wait(0.2):
+                for each in strangers[-20:]:
+                    with contextlib.suppress(OSError):
+                        each.send(b"\x16")
+
+        thread = threading.Thread(target=disturb, daemon=True)
+        thread.start()
+        until_s, num_calls = time.monotonic() + 8, 0
+        while time.monotonic() < until_s or (thread.is_alive() and len(strangers) < NUM_IDLE // 2):
+            client.call(Query(), timeout_s=20)
+            num_calls += 1
+            if num_calls % 200 == 0:
+                rpc.RpcClient.connect(
+                    "127.0.0.1", server.port, TlsAuthentication(authority.issue("worker", "1")), role="server"
+                ).close()
+        done.set()
+        thread.join()
+        assert num_calls > 50
+        assert server._limiter.num_pending <= server.limits.max_unauthenticated
+        assert server.refusals.total > NUM_IDLE // 2
+        client.close()
+        for each in strangers:
+            each.close()
+    assert len(os.listdir("/proc/self/fd")) <= before + 3  # noqa: PTH208

@@ -1,0 +1,50 @@
+"""The package's own code, read as syntax: it unpickles nothing, and parses no JSON without a bound.
+
+`file_io.parse_json` limits length and depth. What is exempt is named here with its reason.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "ringweave"
+PICKLES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+FREE_JSON = {
+    "files/file_io.py": "the bounded reader itself",
+    "lab/lab.py": "answers of ip and tc, which run as we do",
+    "launcher/spares.py": "one datagram of at most _MAX_REPORT_BYTES from a child, which loads no more of the package",
+    "platforms/hosts/install_main.py": "runs on a host before ringweave is installed there",
+    "platforms/kubernetes/api_client.py": "answers of the API server, whose lists come in pages; depth is checked",
+    "comm/engine/executor.py": "a tensor of a fixed length",
+    "integrations/transformers.py": "a copy of our own document",
+    "pipeline/checkpoints.py": "a copy of our own document",
+    "relayed_address.py": "a list of ports in a folder of our own, checked by its owner",
+}
+
+
+def calls() -> Iterator[tuple[str, ast.Call, str]]:
+    """Yield file, call and name of the called function of all calls in the package."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                yield path.relative_to(SOURCE).as_posix(), node, ast.unparse(node.func)
+
+
+def test_nothing_is_unpickled() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not PICKLES & {name.split(".")[0] for name in names}, f"{path}:{getattr(node, 'lineno', 0)}"
+    for path, call, name in calls():
+        where, given = f"{path}:{call.lineno}", {each.arg: ast.unparse(each.value) for each in call.keywords}
+        if name == "torch.load":
+            assert given.get("weights_only") == "True", where
+        assert "allow_pickle" not in given, where
+        assert name not in ("eval", "exec") or path == "launcher/entry.py", where  # which runs the user's program
+
+
+def test_json_of_others_has_a_bound() -> None:
+    free = {path for path, _, name in calls() if name in ("json.loads", "json.load")}
+    assert free <= FREE_JSON.keys(), "use file_io.parse_json or load_json"
+    assert free == FREE_JSON.keys(), "no longer exempt: take it out of the list"
