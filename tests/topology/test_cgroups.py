@@ -129,3 +129,10 @@ def test_memory_of_a_process_is_its_groups_without_that_of_others(tmp_path: Path
     assert ProcessMemory(4, kernel.process).limit_bytes() == 225 * mib, "a quarter each"
     kernel.group("pods/one", **{"memory__limit_in_bytes" if version == 1 else "memory__max": "max"})
     assert ProcessMemory(4, kernel.process).limit_bytes() is None
+
+
+def test_pauses_by_a_quota_that_is_lifted_since_count(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, 2, group="/job")
+    kernel.group("job", cpu__max="max 100000", cpu__stat="nr_throttled 3\nthrottled_usec 250000")
+    quota = ProcessCpuQuota(kernel.process)
+    assert (quota.read(), quota.throttled_s()) == (None, 0.25)

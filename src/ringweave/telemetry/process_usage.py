@@ -79,7 +79,7 @@ def _pressure_file(process: Path, of_machine: Path, kind: str) -> Path:
 
 
 def _stalled_s(path: Path) -> float:
-    """Return the seconds in which some process stood still for want of memory, or of a disk."""
+    """Return the seconds in which some process had to pause for want of memory, or of a disk."""
     for line in cgroups.read_text(path).splitlines():
         if line.startswith("some "):
             return int(line.rpartition("total=")[2]) * 1e-6
