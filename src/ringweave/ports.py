@@ -15,6 +15,8 @@ KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Range from which the kernel takes ports that nobody has chosen, in a network namespace."""
 LISTENERS_PER_WORKER = 2
 """Listeners of a worker for one process group: one for each of its channels, at one address."""
+ENCRYPTED_LISTENERS_PER_WORKER = 1
+"""Further listener of a worker whose run encrypts: it leads to Gloo's, which is on loopback."""
 LISTENERS_PER_MEMBER = 3
 """Further listeners of a worker of an elastic run: its state, and the stores of this generation and the next."""
 _RANGE = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")

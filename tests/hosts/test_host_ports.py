@@ -52,7 +52,8 @@ def test_listeners_of_a_run_on_hosts_stay_in_the_range(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     own = [line.partition("PORTS ")[2].split() for line in done.stdout.splitlines() if "PORTS " in line]
     found = sorted(sum(int(port) in within for port in line) for line in own)
-    assert found == [ports.LISTENERS_PER_WORKER, ports.LISTENERS_PER_WORKER + 1], own
+    each = ports.LISTENERS_PER_WORKER + ports.ENCRYPTED_LISTENERS_PER_WORKER
+    assert found == [each, each + 1], own  # one has the store too
     assert all(int(port) in within or int(port) in ports.kernel_ports() for line in own for port in line), own
     services = [line.partition("SERVICE ")[2].split() for line in done.stdout.splitlines() if "SERVICE " in line]
     assert all(len(line) == 2 and all(int(port) in within for port in line) for line in services), services

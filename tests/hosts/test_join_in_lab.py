@@ -89,8 +89,12 @@ def test_a_node_behind_address_translation_trains(trio: SshLab) -> None:
     joined = third.run([*RINGWEAVE, "join", line], check=False)
     out, errors = command.communicate(timeout=300)
     assert (command.returncode, joined.returncode) == (0, 0), errors + joined.stderr
-    assert sorted(out.splitlines()) == sorted(f"[{rank}] sum {n} 3.0" for rank in range(2) for n in (10, 1_000_000))
-    assert joined.stdout.splitlines() == ["[1] sum 10 3.0", "[1] sum 1000000 3.0"]
+    sums = [line for line in out.splitlines() if "] sum " in line]  # torch warns that nobody there resolves 127.0.0.1
+    assert sorted(sums) == sorted(f"[{rank}] sum {n} 3.0" for rank in range(2) for n in (10, 1_000_000))
+    assert [line for line in joined.stdout.splitlines() if "] sum " in line] == [
+        "[1] sum 10 3.0",
+        "[1] sum 1000000 3.0",
+    ]
     told = "ringweave: joined train as host join-1, by relays: it calls the others, which cannot call it.\n"
     assert told in joined.stderr
     for node in trio.nodes:

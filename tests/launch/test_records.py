@@ -36,11 +36,12 @@ def test_groups_add_up() -> None:
 
 
 def test_other_events_count_nothing() -> None:
-    assert run_dir.summarize_events([{"kind": "run_started"}]) == {
+    assert run_dir.summarize_events([{"kind": "run_started", "attempt": 1}]) == {
         "collectives_by_schedule": {},
         "networks": [],
         "plan": [],
         "plan_versions": [],
+        "ranks": {},
         "tuned": [],
         "training": None,
     }

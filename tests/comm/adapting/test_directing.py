@@ -44,8 +44,10 @@ class Guide:
     def abort(self) -> None:
         self.is_cut = True
 
-    def choose(self, num_bytes: int, name: str | None, kind: str, largest_block_bytes: int | None) -> ScheduleChoice:
-        assert largest_block_bytes is None
+    def choose(
+        self, num_bytes: int, name: str | None, kind: str, largest_block_bytes: int | None, wire: str
+    ) -> ScheduleChoice:
+        assert (largest_block_bytes, wire) == (None, "exact")
         return ScheduleChoice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
 
 
@@ -197,6 +199,7 @@ def test_timings_write_medians_of_each_kind(tmp_path) -> None:
     del events["ring"]["time"]
     expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "version": 1, "collective": "allreduce"}
     kind = {"schedule": "ring", "bytes": 100, "num_segments": 4, "lag": 1, "window": 8, "ahead": None, "rounds": 3}
+    kind["wire"] = "exact"
     assert events["ring"] == expected | kind | {"predicted_s": 0.5, "measured_s": 2.0}
     assert events["native"]["predicted_s"] is None
 

@@ -1,5 +1,6 @@
 """The native backend's connections of a lane: when they are made, and when they are cut."""
 
+import functools
 import subprocess
 import sys
 import threading
@@ -38,6 +39,13 @@ def hosts(timeout: timedelta = timedelta(seconds=10), clone: Callable[[], Any] =
     return NativeBackends(store, GroupInfo(RANKS, 0, b""), timeout, abort_group_backend=lambda: None)
 
 
+def replace_gloo(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
+    """Let `make` be the constructor; it gets the options, whose limit is `_timeout`."""
+    constructor: Any = functools.partial(make)
+    constructor._Options, constructor.create_device = SimpleNamespace, lambda hostname: hostname
+    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", constructor)
+
+
 def test_what_is_made_while_the_group_is_cut_is_cut_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     made, under = Gloo(), hosts()
 
@@ -45,7 +53,7 @@ def test_what_is_made_while_the_group_is_cut_is_cut_as_well(monkeypatch: pytest.
         under.abort()
         return made
 
-    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", make)
+    replace_gloo(monkeypatch, make)
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
     assert made.cut_from == [1]
@@ -57,7 +65,7 @@ def test_a_peer_that_stops_before_it_connects_is_not_waited_for_long(
 ) -> None:
     """Nobody can end the constructor."""
     limits: list[timedelta] = []
-    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
+    replace_gloo(monkeypatch, lambda store, rank, size, options: limits.append(options._timeout))
     hosts(timedelta(seconds=limit_s)).prepare(0, lambda: None)
     assert limits == [timedelta(seconds=waited_s)]
 
@@ -81,7 +89,7 @@ def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytes
         is_stopped.wait(60)
         under.abort()
 
-    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", stand_still)
+    replace_gloo(monkeypatch, stand_still)
     threading.Thread(target=cut).start()
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
@@ -91,7 +99,7 @@ def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytes
 
 def test_all_ranks_are_there_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(gloo_groups, "ProcessGroupGloo", lambda *_: done.append("made"))
+    replace_gloo(monkeypatch, lambda *_: done.append("made"))
     under = hosts()
     for lane in (0, 0, 1):
         under.prepare(lane, lambda: done.append("met"))

@@ -434,6 +434,7 @@ def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
         # The host service, the store of the process group; then a coordinator and a parameter server.
         num_services = 4 if options.elastic else 2
         num_services += 2 * any(host.joins for host in hosts.hosts)  # the listener for joiners, the relay
+        num_services += host.workers * ports.ENCRYPTED_LISTENERS_PER_WORKER
         needed = ports.needed_ports(host.workers, is_elastic=options.elastic is not None, num_services=num_services)
         ports.check_size(options.ports, needed, f"host {host.node}")
 

@@ -109,11 +109,11 @@ def test_it_outlives_the_terminal_that_it_was_submitted_in(here: Here) -> None:
         os.execve(sys.executable, [sys.executable, "-m", "ringweave", "submit", "-y", *job], environ)
     wait_until(lambda: (here.state / REGISTRY).exists() and bool(here.service.jobs()), "its submission")
     here.wait_state("Running")
-    (before,) = led_by(here, "supervisor")
+    (before,) = led_by(here, "supervisor_main")
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.WTERMSIG(status) == signal.SIGHUP, "who followed it has gone with the terminal"
-    assert [each.process for each in led_by(here, "supervisor")] == [before.process]
+    assert [each.process for each in led_by(here, "supervisor_main")] == [before.process]
     own = {os.getsid(each.process.pid) for each in processes_of(here.state)}
     assert pid not in own, "nothing of the job belongs to the terminal's session"
     (here.folder / "finish").touch()
@@ -150,11 +150,11 @@ def led_by(here: Here, module: str) -> list[Running]:
 
 def kill_supervisor(here: Here) -> psutil.Process:
     """The one that the agents start in its place."""
-    (before,) = led_by(here, "supervisor")
+    (before,) = led_by(here, "supervisor_main")
     before.process.send_signal(signal.SIGKILL)
 
     def others() -> list[psutil.Process]:
-        return [each.process for each in led_by(here, "supervisor") if each.process != before.process]
+        return [each.process for each in led_by(here, "supervisor_main") if each.process != before.process]
 
     wait_until(lambda: bool(others()), "another supervisor")
     return others()[0]
@@ -189,7 +189,7 @@ def test_a_supervisor_that_was_brought_back_leads_on_when_its_agent_goes_back_to
     (other,) = [each for each in led_by(here, "agent_main") if each.process.pid != brought_back.ppid()]
     other.process.send_signal(signal.SIGKILL)
     wait_registered(here, "Running", 2)
-    assert [each.process for each in led_by(here, "supervisor")] == [brought_back]
+    assert [each.process for each in led_by(here, "supervisor_main")] == [brought_back]
     (here.folder / "finish").touch()
     record = wait_registered(here, "Succeeded", 2)
     node = int(other.command[-2])
