@@ -47,7 +47,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=20, help="steps before the measured ones")
     parser.add_argument("--kill-after", type=int, default=50, help="steps of ringweave before the kill")
     parser.add_argument("--script-options", default="", help="further options of the script")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not 0 < options.warm_up < options.kill_after < options.steps:
+        given = f"--warm-up {options.warm_up}, --kill-after {options.kill_after}, --steps {options.steps}"
+        parser.error(f"{given}: the kill has to come after the warm-up and before the end. Give them in this order.")
+    return options
 
 
 def main() -> None:
