@@ -30,6 +30,7 @@ for name in ({}, {"backend": "gloo"}, {"backend": "nccl"}, {"backend": "cpu:gloo
     tensor = torch.ones(1_000_000)
     dist.all_reduce(tensor)
     small = dist.new_group([0, 1], backend="gloo")
+    dist.barrier(small)  # without it one rank may destroy the group while the other still connects, as in torch
     groups = (dist.group.WORLD, small)
     names = " ".join(type(each).__name__ for each in groups)
     sys.stdout.write(f"{names} {int(tensor[0])}\\n")  # one write: both ranks share the output

@@ -20,8 +20,8 @@ from ringweave import lab
 from ringweave.errors import LabError
 from ringweave.lab import cpu_quotas, tools, user_namespace
 
-USER = 54_321
-"""A user that no machine has."""
+USER = 54_321 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+"""A user that no machine has, another one in each process of the tests: a user has one namespace for all labs."""
 CLUSTER = """
 name: unequal
 nodes:
@@ -113,7 +113,7 @@ def user(ordinary_python: str) -> Iterator[OrdinaryUser]:
     shutil.rmtree(folder)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ordinary-user")]
+pytestmark = [pytest.mark.slow]
 
 
 def test_every_verb_works_without_root(user: OrdinaryUser) -> None:
@@ -198,6 +198,9 @@ def test_an_up_that_is_killed_leaves_nothing(user: OrdinaryUser, after_s: float)
         up.kill()
         has_finished = up.wait() == 0
     if not has_finished:
+        states = [each["state"] for each in user.json("lab", "status")["labs"]]
+        if states == ["up"]:  # the lab was complete, and only the command had not ended
+            user.json("lab", "down")
         user.wait_nothing_left()
     assert user.json("lab", "up", "cluster.yaml", "--name", "again")["name"] == "again"
 

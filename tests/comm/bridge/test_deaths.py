@@ -127,6 +127,7 @@ def one_death(devices: list[CountingDevice], case: Case, dies_after: int) -> boo
 def test_memory_is_steady_over_deaths() -> None:
     rng, num_deaths = random.Random(3), effort.share_of(1000)
     devices = [CountingDevice(RANDOM, rank) for rank in range(NUM_RANKS)]
+    of_other_tests = live_objects()
     for number in range(num_deaths):
         (case,) = random_cases(rng, 1)
         case = Case(
@@ -143,7 +144,7 @@ def test_memory_is_steady_over_deaths() -> None:
         )
         assert one_death(devices, case, dies_after=rng.randrange(6)), (number, case)
         if number % 100 == 9:
-            assert not live_objects(), "of groups that are gone"
+            assert live_objects() <= of_other_tests, "of groups that are gone"
             assert [device.pinned_bytes for device in devices] == [0] * NUM_RANKS
             assert [len(device._free) for device in devices] == [NUM_BLOCKS] * NUM_RANKS, "all of the device's memory"
             assert not any(stream.ops for device in devices for stream in device.streams)
