@@ -22,6 +22,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from ringweave.errors import MessageError, UsageError, explain
+from ringweave.files import file_io
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,7 +337,7 @@ def decode_message(model: type[MessageT], body: bytes) -> MessageT:
             input.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(file_io.bounded(body))
     except pydantic.ValidationError as cause:
         first: Any = cause.errors(include_url=False, include_context=False)[0]
         is_hidden = model.model_config.get("hide_input_in_errors", False)

@@ -155,7 +155,7 @@ class JoinLine:
         """
         where, _, token = text.strip().partition("#")
         host, _, port = where.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or not token:
+        if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not token:
             do = "Copy the whole line that ringweave run printed"
             raise UsageError(explain("address to join", got=where, expected="HOST:PORT#TOKEN", do=do))
         return cls(address=host.strip("[]"), port=int(port), token=JoinToken.parse(token))
@@ -342,7 +342,7 @@ def verify_host_certificate(der: bytes, authority_key: bytes, now: datetime | No
         Ed25519PublicKey.from_public_bytes(authority_key).verify(
             certificate.signature, certificate.tbs_certificate_bytes
         )
-    except (ValueError, InvalidSignature) as error:
+    except (ValueError, InvalidSignature, x509.InvalidVersion) as error:
         raise RefusedError(_foreign_text("authority of the run")) from error
     now = now or datetime.now(UTC)
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
