@@ -21,6 +21,7 @@ import pydantic
 import xxhash
 from typing_extensions import Buffer
 
+from ringweave import __version__
 from ringweave.errors import MessageError, UsageError, explain
 from ringweave.files import file_io
 
@@ -201,7 +202,8 @@ def parse_prefix(data: Buffer, limits: RpcLimits) -> FramePrefix:
             "first bytes of a frame", bytes(magic), f"{FRAME_MAGIC!r}", "Something else than ringweave called here"
         )
     if version != FRAME_VERSION:
-        raise frame_error("version of a frame", version, str(FRAME_VERSION), "Run the same ringweave on all nodes")
+        expected = f"{FRAME_VERSION}, which ringweave {__version__} speaks here"
+        raise frame_error("version of a frame", version, expected, "Run the same ringweave on all nodes")
     if _CHECKSUM_STRUCT.unpack(view[_PREFIX_STRUCT.size : PREFIX_BYTES])[0] != checksum(view[: _PREFIX_STRUCT.size]):
         raise frame_error("prefix of a frame", "another check", "the one that its bytes give", _DAMAGED_HINT)
     if zero or not 1 <= kind <= max(FrameKind):

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
 from ringweave.files import file_io
-from ringweave.jobs import worker_options
+from ringweave.jobs import records, worker_options
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
@@ -204,15 +204,17 @@ def check_script_text(text: str, path: str) -> None:
 
 def dump_job_config(config: JobConfig) -> str:
     """Return the config as JSON, which `parse_job_config` reads."""
-    return _CONFIG_ADAPTER.dump_json(config, indent=2).decode() + "\n"
+    return records.add_format(_CONFIG_ADAPTER.dump_json(config, indent=2)).decode() + "\n"
 
 
 def parse_job_config(text: str | bytes) -> JobConfig:
     """Parse the JSON of a config.
 
     Raises:
+        JobError: It has another format: the agent is of another ringweave than who submitted the job.
         ValueError: It is none.
     """
+    records.check_format(text, "config of the job")
     return _CONFIG_ADAPTER.validate_json(file_io.bounded(text))
 
 

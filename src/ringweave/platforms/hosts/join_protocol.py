@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from ringweave.errors import JobError, RefusedError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.jobs.states import JobState, Reason
+from ringweave.launcher.run_dir import is_same_minor
 from ringweave.platforms.hosts.messages import HOST_ROLE, JOINER_ROLE, JoinAnswer, JoinRequest
 from ringweave.platforms.hosts.run_entry import HostEndpoint, JoinSeat, RunEntry, RunEvent
 from ringweave.relayed_address import is_relayed
@@ -245,7 +246,7 @@ def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Map
         _refuse("unfit", "none that can be called", do, what="address of the joining host", expected=expected)
     for name in ("ringweave", "torch"):
         theirs = getattr(request, name)
-        if theirs != str(own[name]):
+        if theirs != str(own[name]) and not (name == "torch" and is_same_minor(theirs, str(own[name]))):
             do = f"Install {name} {own[name]} there, and type the line again"
             _refuse("unfit", theirs, do, what=f"{name} on the joining host", expected=f"{own[name]}, as on the others")
     if abs(request.time_s - now) > MAX_CLOCK_DIFFERENCE_S:
