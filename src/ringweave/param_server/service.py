@@ -300,7 +300,6 @@ class ParameterService:
         with self.changed:
             job.link_speed.push_ended(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
-        param_server_job.check_finite(job.setup, push, call.buffers)
         with self._apply_lock:
             if call.cancelled.is_set():  # while it waited; a live caller repeats it on a new connection
                 raise ConnectionLostError(
@@ -313,6 +312,7 @@ class ParameterService:
                 )
             receipt = self._known_receipt(job, push, call.peer)
             if receipt is None:
+                param_server_job.check_finite(job.setup, push, call.buffers)
                 self._replicator.replicate_push(push, call.buffers)
                 with self.changed:
                     receipt = self.apply_push(job, push, call.buffers)

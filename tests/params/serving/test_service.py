@@ -71,6 +71,7 @@ def test_nothing_is_granted_to_who_does_not_wait_any_more():
 def test_a_push_that_is_not_finite_is_its_rings_fault_and_changes_nothing(content, bad):
     rings = trained(Rings(0.0))
     version = rings.service.version
+    rings.callers.pull(1)
     push = torch.ones(NUM_ELEMENTS)
     push[3] = bad
     text = (
