@@ -1,0 +1,125 @@
+"""The package on Python 3.11 to 3.14: what later ones have removed is not used; those that are here compile it."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (ROOT / "src" / "ringweave", ROOT / "bench", ROOT / "examples")
+REMOVED_MODULES = """
+asynchat asyncore distutils imp smtpd aifc audioop cgi cgitb chunk crypt imghdr mailcap msilib nis nntplib ossaudiodev
+pipes sndhdr spwd sunau telnetlib uu xdrlib lib2to3
+"""
+REMOVED_NAMES = """
+ast.Num ast.Str ast.Bytes ast.NameConstant ast.Ellipsis asyncio.get_event_loop asyncio.get_child_watcher
+asyncio.set_child_watcher collections.abc.ByteString typing.ByteString typing.io typing.re pkgutil.find_loader
+pkgutil.get_loader importlib.find_loader importlib.abc.Traversable importlib.abc.ResourceReader ssl.wrap_socket
+ssl.match_hostname locale.format locale.resetlocale sqlite3.version sqlite3.version_info urllib.request.URLopener
+urllib.request.FancyURLopener itertools.batched configparser.SafeConfigParser datetime.datetime.utcnow datetime.utcnow
+datetime.datetime.utcfromtimestamp unittest.makeSuite webbrowser.MacOSX logging.warn tempfile.mktemp
+"""
+"""Removed or an error by 3.14, deprecated (a warning is an error here), or newer than 3.11."""
+CLASSIFIER = "Programming Language :: Python :: 3."
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))]
+
+
+def uses(tree: ast.AST) -> set[str]:
+    """Modules that are imported, and names of modules that are used, with dots."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {str(node.module), *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return found
+
+
+def wrong(tree: ast.AST) -> set[str]:
+    modules, names = set(REMOVED_MODULES.split()), set(REMOVED_NAMES.split())
+    return {name for name in uses(tree) if name in modules | names}
+
+
+def test_nothing_is_used_that_a_later_python_has_removed() -> None:
+    for path in sources():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not wrong(tree), f"{path}: {wrong(tree)}"
+        for node in ast.walk(tree):  # PEP 649: classes have no dictionary of annotations of their own any more
+            assert not (isinstance(node, ast.Constant) and node.value == "__annotations__"), f"{path}:{node.lineno}"
+            assert not (isinstance(node, ast.Try) and any(leaves(each) for each in node.finalbody)), f"{path}: PEP 765"
+
+
+def leaves(node: ast.stmt) -> bool:
+    """Whether a statement of `finally` leaves it, which 3.14 warns of."""
+    return isinstance(node, ast.Return | ast.Break | ast.Continue)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import imp", "from imp import reload", "import ast\nast.Num", "from datetime import datetime\ndatetime.utcnow()"],
+)
+def test_what_was_removed_is_found(source: str) -> None:
+    assert wrong(ast.parse(source))
+
+
+def test_the_classifiers_name_what_is_allowed() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = [line.strip(' ",') for line in text.splitlines() if CLASSIFIER in line]
+    assert named == [f"{CLASSIFIER}{minor}" for minor in (11, 12, 13, 14)]
+    assert 'requires-python = ">=3.11"' in text
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert 'python: ["3.11", "3.12", "3.13", "3.14"]' in workflow
+
+
+def find_python(minor: int) -> str | None:
+    """A Python of that version on this machine: this one, one on the path, or one of pyenv."""
+    if sys.version_info.minor == minor:
+        return sys.executable
+    of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"3.{minor}.*/bin/python"))
+    for program in filter(None, [shutil.which(f"python3.{minor}"), *map(str, of_pyenv)]):
+        if (
+            subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
+        ):  # a shim may lead nowhere
+            return program
+    return None
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_other_pythons_that_are_here_compile_it(minor: int) -> None:
+    program = find_python(minor)
+    if program is None:
+        pytest.skip(f"there is no Python 3.{minor} on this machine")
+    script = "import sys; [compile(open(each).read(), each, 'exec') for each in sys.argv[1:]]"
+    command = [program, "-W", "error", "-c", script, *map(str, sources())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("minor", [12, 13, 14])
+def test_the_standard_library_of_other_pythons_has_what_is_imported(minor: int) -> None:
+    """Every name that the package takes from the standard library."""
+    program = find_python(minor)
+    if program is None:
+        pytest.skip(f"there is no Python 3.{minor} on this machine")
+    taken = {
+        (str(node.module), each.name)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in sys.stdlib_module_names
+        for each in node.names
+    }
+    script = "import sys, importlib\nfor each in sys.argv[1:]:\n module, name = each.split(':')\n"
+    script += " found = importlib.import_module(module)\n"
+    script += " hasattr(found, name) or importlib.import_module(f'{module}.{name}')"
+    command = [program, "-W", "error", "-c", script, *(":".join(each) for each in sorted(taken))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(taken) > 50
