@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ringweave import units
+from ringweave.cli.echo import echo
 from ringweave.cost import architectures
 from ringweave.cost.architectures import ArchitectureSetting, Crossover, FastestRange
 from ringweave.errors import UsageError, explain
@@ -62,7 +63,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         document, lines = _predict_time(architectures.check_architecture(architecture), setting)
     else:
         document, lines = _draw_figure(str(figure), setting, picture or f"cost-{figure}.png")
-    click.echo(json.dumps(document) if as_json else "\n".join(lines))
+    echo(json.dumps(document) if as_json else "\n".join(lines))
     return 0
 
 

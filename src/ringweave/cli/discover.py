@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ringweave import errors, topology
+from ringweave.cli.echo import echo
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io
@@ -58,11 +59,11 @@ def command(path: str | None, nic_name: str | None, target: str | None, probe: b
 def _print_result(machine: Machine, leadership: LeaderChoice, cluster: Cluster | None, as_json: bool) -> None:
     if as_json:
         text = cluster and topology.dumps(cluster)
-        click.echo(json.dumps(discovery.machine_document(machine, leadership) | {"cluster": text}))
+        echo(json.dumps(discovery.machine_document(machine, leadership) | {"cluster": text}))
         return
-    click.echo(discovery.describe_machine(machine, leadership))
+    echo(discovery.describe_machine(machine, leadership))
     if cluster and cluster.num_nodes > 1:
-        click.echo(f"\n{cluster.describe()}")
+        echo(f"\n{cluster.describe()}")
 
 
 def _single_node_cluster(machine: Machine, leadership: LeaderChoice, is_given: bool) -> Cluster:
@@ -130,7 +131,7 @@ def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Clu
     if network is None:
         _write_notes(list(dict.fromkeys(sentence for each in reports for sentence in each["assumed"])))
         return discovery.merge_nodes(_merge_hosts(reports))
-    click.echo(network.to_text(), err=True)
+    echo(network.to_text(), err=True)
     nodes, probed = _merge_hosts(reports), network.cluster()
     measured = discovery.with_measured_rates(nodes, _nic_rates(probed), network.link_rates)
     _write_notes(measured.remarks)
@@ -178,9 +179,9 @@ def _is_job(environ: Mapping[str, str]) -> bool:
 
 def _write_cluster_file(target: str, cluster: Cluster) -> None:
     file_io.write_output("--write", target, topology.dumps(cluster))
-    click.echo(f"{target}: {cluster.num_nodes} nodes, {cluster.num_devices} devices", err=True)
+    echo(f"{target}: {cluster.num_nodes} nodes, {cluster.num_devices} devices", err=True)
 
 
 def _write_notes(sentences: Sequence[str]) -> None:
     for sentence in sentences:
-        click.echo(f"ringweave: {sentence}", err=True)
+        echo(f"ringweave: {sentence}", err=True)

@@ -23,6 +23,7 @@ import click
 
 from ringweave import environment
 from ringweave.cli import torch_trial
+from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 
@@ -379,20 +380,20 @@ def command(as_json: bool, hosts: str | None, python: str | None, install: bool,
     """
     if listening is not None:
         found = find_ports(Path(listening))
-        click.echo(json.dumps([asdict(each) for each in found]) if as_json else ports_table(found), nl=as_json)
+        echo(json.dumps([asdict(each) for each in found]) if as_json else ports_table(found), nl=as_json)
         return 0
     if hosts is not None:
         from ringweave.platforms.hosts import host_checks  # brings the platform of jobs
 
         report = host_checks.check_hosts(hosts, python, installs=install)
-        click.echo(json.dumps(report.document()) if as_json else host_checks.report_text(report), nl=as_json)
+        echo(json.dumps(report.document()) if as_json else host_checks.report_text(report), nl=as_json)
         return 0 if report.is_fit else 1
     if python is not None or install:
         do = "Add --hosts, or leave it out"
         name = "--install" if install else "--python"
         raise UsageError(explain(name, got="no --hosts", expected="hosts to check", do=do))
     findings = diagnose(_run_checks())
-    click.echo(json.dumps(findings_document(findings)) if as_json else findings_table(findings), nl=as_json)
+    echo(json.dumps(findings_document(findings)) if as_json else findings_table(findings), nl=as_json)
     return 0 if is_fit_for_training(findings) else 1
 
 

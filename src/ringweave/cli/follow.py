@@ -4,8 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import click
-
+from ringweave.cli.echo import echo
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, printable
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform
 from ringweave.platforms.registry import with_platform_option
@@ -70,19 +69,19 @@ def follow_job(
             if _shown_state(job) != last_shown:
                 last_shown = _shown_state(job)
                 reason = f": {job.reason.text}" if job.reason else ""
-                click.echo(printable(f"ringweave: {name} is {job.state}{reason}"), err=True)
+                echo(printable(f"ringweave: {name} is {job.state}{reason}"), err=True)
         printer.join()
     except KeyboardInterrupt:
         text = f"{name} continues; ringweave logs -f {name}, ringweave stop {name}"
-        click.echo(f"\nringweave: {with_platform_option(text, name, platform)}", err=True)
+        echo(f"\nringweave: {with_platform_option(text, name, platform)}", err=True)
         return 1
     if job.state == "Succeeded":
         return 0
     if not job.state.is_end:
-        click.echo(f"ringweave: {name} was removed before its outcome was read (last state: {job.state})", err=True)
+        echo(f"ringweave: {name} was removed before its outcome was read (last state: {job.state})", err=True)
         return 1
     if job.reason:
-        click.echo(printable(f"ringweave: {job.reason.hint}."), err=True)
+        echo(printable(f"ringweave: {job.reason.hint}."), err=True)
     return 1
 
 
@@ -106,6 +105,6 @@ def format_log_line(line: LogLine, *, many: bool) -> str:
 def _print_job_logs(platform: Platform, name: str) -> None:
     try:
         for line in platform.logs(name, LogQuery(follow=True)):
-            click.echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
+            echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
     except RingweaveError as error:
-        click.echo(printable(f"ringweave: the output of {name} is no longer shown: {error}"), err=True)
+        echo(printable(f"ringweave: the output of {name} is no longer shown: {error}"), err=True)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from ringweave.cli.echo import echo
 from ringweave.errors import RingweaveError, printable
 from ringweave.files import yaml_files
 from ringweave.platforms import registry
@@ -94,8 +95,8 @@ JOB_ARGUMENT = click.argument("name", metavar="JOB", shell_complete=_complete_jo
 def print_answer(output: str, content: Mapping[str, Any], lines: Callable[[], list[str]]) -> None:
     """Print an answer as a document, or as lines for people: one for each string, whatever its text is."""
     if output == "json":
-        click.echo(json.dumps(content))
+        echo(json.dumps(content))
     elif output == "yaml":
         click.echo(yaml_files.dump_yaml(content), nl=False)
     else:
-        click.echo("\n".join(map(printable, lines())))
+        echo("\n".join(map(printable, lines())))

@@ -10,6 +10,7 @@ import click
 
 from ringweave import telemetry, units
 from ringweave.cli import job_options
+from ringweave.cli.echo import echo
 from ringweave.cli.follow import wait_until_gone, watch_job
 from ringweave.platforms import api
 from ringweave.platforms.api import JobView, NodeView
@@ -201,7 +202,7 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
         if clears:
             click.clear()
         elif output == "yaml":
-            click.echo("---")
+            echo("---")
         job_options.print_answer(
             output, api.job_view_document(job), lambda job=job: status_lines(job, time.time(), wide=wide)
         )
@@ -241,5 +242,5 @@ def events(place: str, output: str, name: str) -> int:
 
 
 def _echo_text(text: str) -> int:
-    click.echo(text, nl=False)
+    echo(text, nl=False)
     return 0

@@ -11,6 +11,7 @@ import click
 
 from ringweave import lab, topology, units
 from ringweave.cli import run as cli_run
+from ringweave.cli.echo import echo
 from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, RunOptions
 from ringweave.errors import LabError, UsageError, explain
 from ringweave.lab import Lab, cpu_quotas, user_namespace
@@ -70,10 +71,10 @@ def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
     wall_s = round(time.monotonic() - started_s, 3)
     if as_json:
         document = {"name": made.name, "addresses": made.addresses, "quotas": made.quota_kind, "wall_s": wall_s}
-        click.echo(json.dumps(document))
+        echo(json.dumps(document))
     else:
         stand_in = f"; {cpu_quotas.DUTY_CYCLE_NOTE}" if made.quota_kind == cpu_quotas.DUTY_CYCLE else ""
-        click.echo(f"lab {made.name} is up after {wall_s:.1f} s: {len(made.addresses)} nodes{stand_in}")
+        echo(f"lab {made.name} is up after {wall_s:.1f} s: {len(made.addresses)} nodes{stand_in}")
     return 0
 
 
@@ -133,9 +134,9 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
         target_lab.set_rate(each, rate_bytes_per_s)
     rates = {each: target_lab.rate(each) for each in links}
     if as_json:
-        click.echo(json.dumps({"lab": target_lab.name, "rate_bytes_per_s": rates}))
+        echo(json.dumps({"lab": target_lab.name, "rate_bytes_per_s": rates}))
     else:
-        click.echo("\n".join(f"{each}: {units.format_rate(now)}" for each, now in rates.items()))
+        echo("\n".join(f"{each}: {units.format_rate(now)}" for each, now in rates.items()))
     return 0
 
 
@@ -178,7 +179,7 @@ def show(name: str | None, as_json: bool) -> int:
     if name is not None and name not in lab.names():
         lab.find(name)  # its error lists the labs
     documents = [lab_lab.lab_document(name)] if name is not None else _describe_all()
-    click.echo(json.dumps({"labs": documents}) if as_json else lab_lab.labs_text(documents), nl=as_json)
+    echo(json.dumps({"labs": documents}) if as_json else lab_lab.labs_text(documents), nl=as_json)
     return 0
 
 
@@ -207,18 +208,18 @@ def down(name: str | None, is_all: bool, as_json: bool) -> int:
     wanted = there if is_all else [name] if name is not None else [_only_lab(there)] if there else []
     gone = [each for each in wanted if lab.down(each)]
     if as_json:
-        click.echo(json.dumps({"down": gone}))
+        echo(json.dumps({"down": gone}))
     else:
-        click.echo(f"down: {', '.join(gone)}" if gone else "nothing to take down")
+        echo(f"down: {', '.join(gone)}" if gone else "nothing to take down")
     return 0
 
 
 def _print_cut(target_lab: Lab, node: str, *, as_json: bool) -> int:
     now = target_lab.current_cut(node)
     if as_json:
-        click.echo(json.dumps({"lab": target_lab.name, "node": node, "cut": now or None}))
+        echo(json.dumps({"lab": target_lab.name, "node": node, "cut": now or None}))
     else:
-        click.echo(
+        echo(
             f"{node}: " + ({"both": "cut off", "in": "receives nothing", "out": "sends nothing"}.get(now, "connected"))
         )
     return 0
@@ -250,9 +251,9 @@ def _only_lab(names: list[str]) -> str:
 
 def _refuse_lab_command(name: str, node: str) -> int:
     """Report the command that cannot be run; return 127 or 126, like a shell."""
-    click.echo(f"ringweave: error: {workers.unrunnable_command_text(name, where=f'node {node}')}", err=True)
+    echo(f"ringweave: error: {workers.unrunnable_command_text(name, where=f'node {node}')}", err=True)
     return 126 if workers.is_not_executable(name) else 127
 
 
 def _write_note(text: str) -> None:
-    click.echo(f"ringweave: {text}", err=True)
+    echo(f"ringweave: {text}", err=True)

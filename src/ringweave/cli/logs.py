@@ -5,6 +5,7 @@ from dataclasses import asdict
 import click
 
 from ringweave.cli import job_options
+from ringweave.cli.echo import echo
 from ringweave.cli.follow import format_log_line
 from ringweave.errors import UsageError, explain
 from ringweave.platforms.api import LogQuery
@@ -32,7 +33,7 @@ def command(
     )
     if output == "table":
         for line in lines:
-            click.echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
+            echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
         return 0
     job_options.print_answer(output, {"name": name, "lines": [asdict(line) for line in lines]}, list)
     return 0

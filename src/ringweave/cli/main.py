@@ -16,7 +16,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from ringweave import __version__
-from ringweave.errors import from_system, printable
+from ringweave.cli.echo import echo
+from ringweave.errors import from_system
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -182,7 +183,7 @@ def run_command_line(argv: list[str]) -> int:
     try:
         return ringweave_group.main(argv, prog_name="ringweave", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
         return _print_error(_usage_text(error), 2, argv)
@@ -223,9 +224,9 @@ def _usage_text(error: click.ClickException) -> str:
 
 def _print_error(text: str, exit_code: int, argv: list[str]) -> int:
     with contextlib.suppress(OSError):  # there is nowhere left to report to
-        click.echo("ringweave: error: " + printable(text, keeps="\n"), err=True)
+        echo("ringweave: error: " + text, err=True)
         if _wants_json(argv):
-            click.echo(json.dumps({"error": text}))
+            echo(json.dumps({"error": text}))
     return exit_code
 
 

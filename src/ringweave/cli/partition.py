@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from ringweave import topology
+from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, explain
 from ringweave.planning import stage_planner
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
@@ -95,7 +96,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         from ringweave.plots import partition_chart
 
         partition_chart.draw_partition(found, path)
-    click.echo(
+    echo(
         json.dumps(_partition_document(found, microbatches))
         if as_json
         else "\n".join(_partition_lines(found, microbatches))
@@ -173,7 +174,7 @@ def _print_stages(load: PipelineWorkload, conditions: DeviceConditions, num_samp
         alone: StagePlan | None = stage_planner.plan_stages(load, conditions, num_samples, max_width=1)
     except UsageError:
         alone = None
-    click.echo(json.dumps(_stages_document(plan, alone)) if as_json else "\n".join(_stages_lines(plan, alone)))
+    echo(json.dumps(_stages_document(plan, alone)) if as_json else "\n".join(_stages_lines(plan, alone)))
 
 
 def _stages_document(plan: StagePlan, alone: StagePlan | None) -> dict[str, Any]:

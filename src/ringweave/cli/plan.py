@@ -9,6 +9,7 @@ import click
 
 from ringweave import planning, topology, units
 from ringweave.cli import progress as cli_progress
+from ringweave.cli.echo import echo
 from ringweave.cli.progress import ProgressPrinter
 from ringweave.cost import network
 from ringweave.errors import RingweaveError, UsageError, explain
@@ -150,7 +151,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 
         plan_plot.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated, kind)
     if as_json:
-        click.echo(json.dumps(_plan_document(cluster, plan, message, simulated) | {"measured_rates": rates}))
+        echo(json.dumps(_plan_document(cluster, plan, message, simulated) | {"measured_rates": rates}))
     else:
         lines = [
             *cli_progress.measured_rates_line(rates, cluster, rates_path),
@@ -158,7 +159,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
             *_plan_lines(cluster, plan, message),
             "",
         ]
-        click.echo("\n".join([cluster.describe(), *lines, *_choice_table(plan, message, simulated)]))
+        echo("\n".join([cluster.describe(), *lines, *_choice_table(plan, message, simulated)]))
     return 0
 
 
@@ -404,7 +405,7 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
         raise UsageError(
             explain("measured collectives", got="none", expected=expected, do=do, where=str(directory.events))
         )
-    click.echo(json.dumps({"run": run_dir, "measured": rows}) if as_json else "\n".join(_measured_table(rows)))
+    echo(json.dumps({"run": run_dir, "measured": rows}) if as_json else "\n".join(_measured_table(rows)))
     return 0
 
 

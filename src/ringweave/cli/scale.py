@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ringweave.cli.echo import echo
 from ringweave.launcher import scale_requests
 from ringweave.launcher.run_dir import RunDir
 
@@ -26,7 +27,7 @@ def command(workers: int, as_json: bool, run_dir: str) -> int:
     found = scale_requests.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
     if as_json:
         document = dataclasses.asdict(found)
-        click.echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))
+        echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))
     else:
-        click.echo(scale_requests.describe_answer(found))
+        echo(scale_requests.describe_answer(found))
     return 0

@@ -11,6 +11,7 @@ import click
 
 from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import progress as cli_progress
+from ringweave.cli.echo import echo
 from ringweave.cost import Bound, network
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
@@ -113,13 +114,13 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         file_io.write_output("--trace", trace_path, json.dumps(trace) + "\n")
     if as_json:
         given = {"collective": kind, "processors": processors, "measured_rates": rates}
-        click.echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
+        echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
     else:
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
         what = f"{units.format_bytes(num_bytes)} among {len(ranks)} ranks by {choice.schedule}"
         what = what if kind == "allreduce" else f"the {kind} of {what}"
         lines = _simulation_lines(found, cluster, plan, bound, f"{what} ({_cut_text(choice)})", work, rates)
-        click.echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
+        echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
     return 0
 
 

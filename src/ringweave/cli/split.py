@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import split
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
@@ -24,11 +25,11 @@ def command(gpus: int, capacity: str, min_per_node: int, as_json: bool) -> int:
     """
     found = split.split_workers(gpus, _parse_capacities(capacity), min_per_node=min_per_node)
     if as_json:
-        click.echo(json.dumps(_split_document(found)))
+        echo(json.dumps(_split_document(found)))
     elif found.is_feasible:
-        click.echo("\n".join(_split_lines(found)))
+        echo("\n".join(_split_lines(found)))
     if not found.is_feasible:
-        click.echo(f"ringweave: error: {found.refusal_text()}", err=True)
+        echo(f"ringweave: error: {found.refusal_text()}", err=True)
     return 0 if found.is_feasible else 2
 
 

@@ -12,6 +12,7 @@ import click
 
 from ringweave import units
 from ringweave.cli import follow, job_options
+from ringweave.cli.echo import echo
 from ringweave.environment import WIRES
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
@@ -248,12 +249,12 @@ def command(
     tried = platform.submit(request, base=base, dry_run=True)
     plan = plan_job(request, tried.job)
     if output == "table":
-        click.echo("\n".join(job_plan_lines(plan, request, tried.job)), err=dry_run is None)
+        echo("\n".join(job_plan_lines(plan, request, tried.job)), err=dry_run is None)
     if dry_run is not None:
         _print_dry_run(output, tried, job_plan_document(plan), full=dry_run == "full")
         return 0
     if not yes and not _confirm_submission(request.name):
-        click.echo("ringweave: nothing was submitted", err=True)
+        echo("ringweave: nothing was submitted", err=True)
         return 1
     made = platform.submit(request, base=base)
     if output != "table":
@@ -263,7 +264,7 @@ def command(
         return 0
     if detach:
         text = f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}"
-        click.echo(with_platform_option(text, request.name, place))
+        echo(with_platform_option(text, request.name, place))
         return 0
     return follow.follow_job(request.name, place, lambda: job_options.open_user_platform(place))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ringweave.cli import job_options
+from ringweave.cli.echo import echo
 from ringweave.cli.job_options import JOB_ARGUMENT, ON_OPTION
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io
@@ -30,7 +31,7 @@ def command(place: str | None, host: str, port: int, name: str) -> int:
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[ui]', or write the page to a file with ringweave report"
         raise LaunchError(explain("ui", got=f"no {error.name}", expected="aiohttp", do=do)) from error
-    page_server.serve(source, host, port, lambda url: click.echo(f"ringweave: {name} at {url}"))
+    page_server.serve(source, host, port, lambda url: echo(f"ringweave: {name} at {url}"))
     return 0
 
 
@@ -45,7 +46,7 @@ def report(place: str | None, path: str, name: str) -> int:
     source.read_all()
     sections = run_model.dump_sections(source.sections() | {"written_s": time.time()})
     file_io.write_output("--html", path, html_report.report_html(sections))
-    click.echo(f"ringweave: {name}: {path}, {Path(path).stat().st_size / 1e6:.2f} MB")
+    echo(f"ringweave: {name}: {path}, {Path(path).stat().st_size / 1e6:.2f} MB")
     return 0
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
+from ringweave.errors import printable
+
 MAX_LINE_BYTES = 64 * 1024
 
 
@@ -240,9 +242,12 @@ class WorkerStream:
 
 
 def write_message(output: TextIO, text: str) -> None:
-    """Write our own message at once. An output that fails, such as a file on a full disk, is given up."""
+    """Write our own message at once; what others wrote into it is escaped but for line ends and tabs.
+
+    An output that fails, such as a file on a full disk, is given up.
+    """
     try:
-        output.write(text)
+        output.write(printable(text, keeps="\n\t"))
         output.flush()
     except OSError:
         _redirect_to_null(output.buffer)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError, explain, printable
 from ringweave.files import file_io
 from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT
 
@@ -226,10 +226,10 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def print_line(text: str, *, is_error: bool = False) -> None:
-    """Print a line at once. If standard output cannot take it, the line is lost; the process does not end."""
+    """Print a line at once, escaped but for line ends and tabs. If the output cannot take it, it is lost."""
     output = sys.stderr if is_error else sys.stdout
     try:
-        print(text, file=output, flush=True)
+        print(printable(text, keeps="\n\t"), file=output, flush=True)
     except OSError:
         with suppress(OSError):
             _discard_buffered(output)
