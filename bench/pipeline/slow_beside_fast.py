@@ -41,6 +41,7 @@ SPEEDS, UNIT_S = (1.0, 1.0, 2.0), 0.008
 QUOTA_ROWS = 512
 """Rows of a sample; so many that a forward is longer than some periods of a quota."""
 _DEVICES = "SLOW_BESIDE_FAST_DEVICES"
+CLUSTER_FILE = Path(__file__).parents[2] / "examples/clusters/slow-beside-fast.yaml"
 MEMORY_SHARE = 0.7
 """Memory of each device, as a fraction of the state of the whole model; activations are not limited."""
 WANTED, ALLOWED_ERROR, RUN_TIMEOUT_S = 1.3, 0.10, 900
@@ -63,7 +64,7 @@ class Unit(nn.Module):
 def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, default=Path(__file__).with_name("slow-beside-fast.yaml"))
+    parser.add_argument("--cluster", type=Path, default=CLUSTER_FILE)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each plan")
     parser.add_argument("--models", default="coarse,fine")
     parser.add_argument("--devices", choices=("virtual", "quotas"), default="virtual")
