@@ -14,7 +14,6 @@ a stage where that is predicted, or if a prediction is off by more than 10 %.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -26,12 +25,14 @@ import torch.distributed as dist
 from settings import median
 from torch import Tensor, nn
 
-from ringweave import lab, topology
+from ringweave import topology
+from ringweave.lab.lab import QuotaMode
 from ringweave.pipeline import Pipeline, Settings, profiling
 from ringweave.pipeline.adapting import build_workload
 from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.stage_planner import DeviceConditions, StagePlan, plan_stages
 from ringweave.sim.stage_devices import StageDevices, one_device_each
+from ringweave_bench.lab_workers import lab_of, run_workers
 from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 
 MODELS = {"coarse": (6, 5, 1), "fine": (1,) * 12}
@@ -183,32 +184,12 @@ def run_in_lab(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    mode = "always" if options.devices == "quotas" else "never"
-    place = lab.up(topology.load(options.cluster), "slow-beside-fast", quotas=mode)
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-    own = [
-        "--rounds",
-        str(options.rounds),
-        "--models",
-        options.models,
-        "--devices",
-        options.devices,
-        "--out",
-        str(options.out.absolute()),
-    ]
-    try:
-        done = subprocess.run(
-            [*verb, "--run-dir", str(options.out.absolute()), __file__, *own],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_TIMEOUT_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1", _DEVICES: options.devices},
-        )
-    finally:
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    mode: QuotaMode = "always" if options.devices == "quotas" else "never"
+    own = [f"--{name}={getattr(options, name)}" for name in ("rounds", "models", "devices")]
+    out = options.out.absolute()
+    environ = {"OMP_NUM_THREADS": "1", _DEVICES: options.devices}
+    with lab_of(topology.load(options.cluster), "slow-beside-fast", mode) as place:
+        run_workers(place, __file__, [*own, f"--out={out}"], out, timeout_s=RUN_TIMEOUT_S, environ=environ)
 
 
 def report(options: argparse.Namespace) -> int:
