@@ -32,7 +32,7 @@ demo: setup
 
 # More processes than two cores: many tests wait for processes of their own.
 PYTEST := $(BIN)/pytest -n 3 --dist worksteal
-# DEMAND=lab: what needs a lab fails where there can be none, and is not skipped.
+# DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
 test: setup
 	$(PYTEST) $(DEMAND:%=--demand %)
 
