@@ -461,7 +461,7 @@ class RunModel:
                 f"Time to go: the script does not say how many train steps there will be ({reports}(total=...)).",
             ),
             (
-                not prepared,
+                not prepared and sections["steps"] is None,
                 "Steps, shares and waits of ranks: only scripts with ringweave.prepare measure them; pipelines measure "
                 "their stages, where they adapt.",
             ),

@@ -242,7 +242,8 @@ function drawNodes(ranks) {
   const names = [...new Set([...seen, ...measured].map(node => node.name))];
   const rows = names.map(name => ({name, ...seen.find(node => node.name === name), ...measured.find(node => node.name === name)}));
   const has = key => rows.some(row => row[key] !== null && row[key] !== undefined);
-  find("nodes").hidden = find("ranks-title").hidden = rows.length < 2 && ranks.rows.length > 0;
+  const addsMore = rows.length > 1 && (ranks.rows.length > rows.length || rows.some(row => row.reason || row.attempts > 1));
+  find("nodes").hidden = find("ranks-title").hidden = ranks.rows.length > 0 && !addsMore;
   if (find("nodes").hidden) return;
   const columns = [["node", false, row => row.name], ["ranks", false, row => row.ranks ?? `${row.workers} workers`]];
   if (has("state")) columns.push(["state", false, row => row.reason ? `${row.state}: ${row.reason}` : row.state ?? "–"]);
