@@ -11,6 +11,7 @@ All numbers are little-endian and unsigned. A checksum is the 64-bit xxh3. It de
 program or a plain connection; TLS protects against deliberate changes.
 """
 
+import importlib.metadata
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +22,6 @@ import pydantic
 import xxhash
 from typing_extensions import Buffer
 
-from ringweave import __version__
 from ringweave.errors import MessageError, UsageError, explain
 from ringweave.files import file_io
 
@@ -202,7 +202,7 @@ def parse_prefix(data: Buffer, limits: RpcLimits) -> FramePrefix:
             "first bytes of a frame", bytes(magic), f"{FRAME_MAGIC!r}", "Something else than ringweave called here"
         )
     if version != FRAME_VERSION:
-        expected = f"{FRAME_VERSION}, which ringweave {__version__} speaks here"
+        expected = f"{FRAME_VERSION}, which ringweave {importlib.metadata.version('ringweave')} speaks here"
         raise frame_error("version of a frame", version, expected, "Run the same ringweave on all nodes")
     if _CHECKSUM_STRUCT.unpack(view[_PREFIX_STRUCT.size : PREFIX_BYTES])[0] != checksum(view[: _PREFIX_STRUCT.size]):
         raise frame_error("prefix of a frame", "another check", "the one that its bytes give", _DAMAGED_HINT)
