@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from ringweave.launcher.launcher import WorkerExit
-from ringweave.launcher.outcome import WorkerFailure, find_exception, first_cause
+from ringweave.launcher.outcome import WorkerFailure, conclude_run, find_exception, first_cause, run_failure_text
 
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -134,3 +134,20 @@ def test_reasons_in_words() -> None:
     assert death(0, "SIGKILL").reason == "was killed by SIGKILL"
     assert death(0, 1, "ValueError: x").reason == "raised ValueError: x"
     assert death(0, 7).reason == "ended with exit code 7"
+
+
+def test_a_rank_that_gloo_has_ended_for_another_ones_shape_is_told_so() -> None:
+    """The line is Gloo's in torch 2.13, for 200 numbers in an allreduce of 100 bytes."""
+    line = (
+        "  what():  [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
+        "op.preamble.length <= op.nbytes. 200 vs 100. Received data size doesn't match expected size."
+    )
+    ended = WorkerExit(exit_code=None, signal_name="SIGABRT", time_s=1.0, was_stopped=False)
+    failed = WorkerFailure(global_rank=0, node="a0", exit=ended, last_lines=("terminate called", line))
+    other = death(1, 1, "ringweave.errors.PeerError: rank 0 (node a0) is gone", time_s=0.9)
+    text = run_failure_text(conclude_run([other, failed], []), wall_s=2.0, log_pattern="logs/rank-{rank}.log")
+    assert text.startswith("ringweave: failed after 2.0 s: rank 0 on node a0 ")
+    assert (
+        "Another rank sent it 200 bytes in a collective of Gloo, expected 100: ranks call it with different shapes. "
+        "With TORCH_DISTRIBUTED_DEBUG=DETAIL the error names the rank and both shapes.\n" in text
+    )

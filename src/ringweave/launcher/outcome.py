@@ -239,11 +239,21 @@ def run_failure_text(result: RunResult, *, wall_s: float, log_pattern: str) -> s
     return "\n".join(lines) + "\n"
 
 
+_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+"""Text with which Gloo ends a process that gets more bytes than it expects (seen in torch 2.13)."""
+
+
 def _crash_hint(first: WorkerFailure) -> list[str]:
     if first.exit.signal_name == "SIGKILL":
         return ["If it was not killed on purpose, the machine ran out of memory: see `dmesg | grep -i oom`."]
     if first.exit.signal_name in ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
         return ["It crashed in native code: run with PYTHONFAULTHANDLER=1 to see where."]
+    found = next((match for line in reversed(first.last_lines) if (match := _GLOO_SIZES.search(line))), None)
+    if found is not None:
+        return [
+            f"Another rank sent it {found[1]} bytes in a collective of Gloo, expected {found[2]}: ranks call it with "
+            "different shapes. With TORCH_DISTRIBUTED_DEBUG=DETAIL the error names the rank and both shapes."
+        ]
     return []
 
 
