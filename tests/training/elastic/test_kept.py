@@ -1,6 +1,8 @@
 """Which buckets of a backward pass are summed together, and what each gets of the sum."""
 
+import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.training.elastic import retained_reductions
+from ringweave.training.elastic.commit import CommitProtocol, _PreparedCommit
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
 
 SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
@@ -112,3 +115,64 @@ def test_who_waits_for_any_bucket_hears_that_there_is_no_result(group: Group) ->
     for future in (*futures, reduction.complete(ReductionRow(), 0, room)):
         with pytest.raises(RuntimeError, match="the job is over"):
             future.wait()
+
+
+class Numbers(Group):
+    """Of another member, whose gradients are all this."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self._number = number
+
+    def all_reduce(self, tensor: Tensor, **_: Any) -> Group:
+        tensor.add_(self._number)
+        return self
+
+
+def committed(protocol: CommitProtocol, own: Sequence[Tensor]) -> list[Tensor]:
+    """What the script of a member gets with these gradients."""
+    reduction, room = RetainedReduction(number=1), SumBuffers()
+    futures = [reduction.add_bucket(bucket, room) for bucket in own]
+    reduction.complete(ReductionRow(), 0, room)
+    reduction.start()
+    reduction.wait_done()
+    protocol._deliver(_PreparedCommit(COUNTS, []), reduction)
+    return [future.value() for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("other", "own", "said"),
+    [
+        (1.0, float("nan"), ["1 numbers are not finite, and so 1 of the sum"]),
+        (1.0, float("inf"), ["1 numbers are not finite, and so 1 of the sum"]),
+        (float("nan"), 1.0, []),  # it is the other's fault
+        (float("nan"), float("nan"), [f"1 numbers are not finite, and so {SMALL + LARGE} of the sum"]),
+        (3e38, 3e38, []),  # a sum that overflows is nobody's
+        (1.0, 1.0, []),
+    ],
+)
+def test_the_member_whose_gradients_are_not_finite_is_named(
+    other: float, own: float, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retained_reductions, "dist", Numbers(other))
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"), member="1.0")
+    protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
+    gradients = buckets([SMALL, LARGE])
+    gradients[1][5] = own
+    assert committed(protocol, gradients)[0].shape == (SMALL,)
+    expected = [
+        f"ringweave: gradients of member 1.0: '{got}', expected finite numbers. Look at the samples and the loss of "
+        "this worker, or clip gradients. [reduction 1]"
+        for got in said
+    ]
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
+def test_a_member_is_named_once_until_its_gradients_are_finite_again(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"), member="1.0")
+    protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
+    for value, count in ((float("nan"), 1), (float("nan"), 1), (1.0, 1), (float("inf"), 2)):
+        committed(protocol, [torch.full((SMALL,), value)])
+        assert len(caplog.records) == count

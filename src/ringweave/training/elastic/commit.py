@@ -1,5 +1,6 @@
 """Commit protocol of one operation (a reduction, a broadcast, a collective of the script), until all have committed."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringweave.errors import explain
 from ringweave.membership.member_rules import resolve_reduction
 from ringweave.membership.membership_records import Membership
 from ringweave.planning.balancing import SampleAccount
@@ -31,6 +33,7 @@ from ringweave.training.elastic.script_collectives import (
 from ringweave.training.elastic.session_state import SessionState
 
 _FutureT = TypeVar("_FutureT")
+_LOGGER = logging.getLogger("ringweave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class CommitProtocol:
         self._num_parameters = num_parameters
         self._sum_buffers = SumBuffers(state.trainer.wire)
         self._prepared: _PreparedCommit | _PreparedCollective | None = None
+        self._has_reported_faults = False
+        """The last sums were not finite by this member's own gradients, and it has said so."""
         self._is_delivering = False
         """A reduction is committed and the script does not have it yet; guarded by the lock."""
         self.buffer_source = 0
@@ -409,6 +414,8 @@ class CommitProtocol:
             for own, first in prepared.buffers:
                 own.copy_(first)
             retained_reductions.synchronize_streams(own.device for own, _ in prepared.buffers)
+            if isinstance(reduction, RetainedReduction):
+                self._report_own_faults(reduction, prepared.commit.number)
             reduction.deliver(prepared.commit, is_mean=self._is_mean, partial_sums=self._partial_sums)
         except Exception as error:  # such as a device error: the script must raise it instead of waiting
             reduction.fail(member_details.as_ringweave_error(error))
@@ -417,6 +424,20 @@ class CommitProtocol:
             with self._state.lock:
                 self._is_delivering = False
                 self._state.lock.notify_all()
+
+    def _report_own_faults(self, reduction: RetainedReduction, number: int) -> None:
+        """Name this member in its log if a sum is not finite by its own gradients; once until sums are finite again."""
+        num_bad, num_own = reduction.count_own_faults()
+        if num_own and not self._has_reported_faults:
+            text = explain(
+                f"gradients of member {self._state.member}",
+                got=f"{num_own} numbers are not finite, and so {num_bad} of the sum",
+                expected="finite numbers",
+                do="Look at the samples and the loss of this worker, or clip gradients",
+                where=f"reduction {number}",
+            )
+            _LOGGER.warning("ringweave: %s", text)
+        self._has_reported_faults = bool(num_own)
 
     def _sync_buffers(self, buffers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return (buffer, the first member's value) for all buffers."""

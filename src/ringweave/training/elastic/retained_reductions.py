@@ -406,6 +406,21 @@ class RetainedReduction:
         """Sum of each message over all ranks; valid once committed."""
         return [message.summed for message in self.messages]
 
+    def count_own_faults(self) -> tuple[int, int]:
+        """Return how many numbers of the sums are not finite, and how many of this member's own gradients.
+
+        Both are 0 where the sums are finite, and for gradients on a device, for which it would have to be waited.
+
+        Cost:
+            One pass over the sums, about 0.1 ms for a MiB; more only if they are not finite.
+        """
+        on_host = [message for message in self.messages if message.summed.device.type == "cpu"]
+        bad = [message for message in on_host if not bool(torch.isfinite(message.summed.sum()))]
+        sums = (message.summed for message in bad)
+        own = (bucket.gradients for message in bad for bucket in message.buckets)
+        num_bad, num_own = (sum(int((~torch.isfinite(each)).sum()) for each in tensors) for tensors in (sums, own))
+        return num_bad, num_own
+
     @property
     def layout(self) -> list[list[object]]:
         """Description of the messages: a joining member takes part before it has gradients of its own."""
