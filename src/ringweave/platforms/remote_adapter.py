@@ -9,6 +9,7 @@ with the token acts as the user who runs the adapter. Scripts without a director
 import hmac
 import json
 import os
+import re
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import click
 
+from ringweave import __version__
 from ringweave.errors import JobError, RingweaveError, UnknownJobError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.jobs import request as jobs_request
@@ -86,6 +88,12 @@ class _AdapterHandler(BaseHTTPRequestHandler):
                 self._send_logs(name, parse_qs(parts.query))
             case "POST", "v2", "jobs", name, verb if verb in verbs.VERB_NAMES:
                 self._send_json(200, api.job_view_document(platform.act(name, verb)))
+            case _, version, *_ if re.fullmatch(r"v\d{1,9}", version) and version != "v2":
+                do = "Use a ringweave of the same protocol on both ends"
+                expected = f"v2, which ringweave {__version__} serves here"
+                self._send_json(
+                    400, {"error": explain("protocol of the request", got=version, expected=expected, do=do)}
+                )
             case _:
                 do = "See docs/how-to/write-a-platform.md"
                 got = f"{method} {parts.path}"

@@ -37,6 +37,17 @@ def test_the_config_says_what_the_split_gave(config: JobConfig) -> None:
     assert job_config.parse_job_config(job_config.dump_job_config(config)) == config
 
 
+@pytest.mark.parametrize(("found", "text"), [('"format":3', "format 3"), ('"name":"job"', "format 1")])
+def test_a_config_of_another_ringweave_is_refused_and_both_formats_are_named(
+    config: JobConfig, found: str, text: str
+) -> None:
+    other = job_config.dump_job_config(config).replace('"format":2', found)
+    with pytest.raises(
+        JobError, match=rf"config of the job: '{text}', expected format 2\. Delete the job with the ringw"
+    ):
+        job_config.parse_job_config(other)
+
+
 def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Path) -> None:
     opening = RendezvousResult(round=3, master_address=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
     run_dir = RunDir(root=tmp_path)

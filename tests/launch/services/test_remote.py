@@ -122,6 +122,15 @@ def test_what_is_not_of_the_protocol(there: RemotePlatform) -> None:
         there.act("job", "fly")
 
 
+def test_another_protocol_is_refused_and_both_are_named(there: RemotePlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "JOBS_PATH", "/v3/jobs")
+    expected = (
+        r"protocol of the request: 'v3', expected v2, which ringweave 0\.1\.0 serves here\. Use a ringweave of the same"
+    )
+    with pytest.raises(JobError, match=expected):
+        there.jobs()
+
+
 def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
     there: RemotePlatform, tmp_path: Path
 ) -> None:
