@@ -61,7 +61,7 @@ class WorkerEnvironment:
     """Name of the schedule that every large enough collective must use; None: the planner chooses."""
     wire: str = EXACT
     """Wire format of gradients on slow links, one of WIRES; every rank needs the same. Under `ringweave.prepare` its
-    argument counts; else it holds for all large float32 sums."""
+    argument counts; else it holds for all large float32 sums, and for what the stages of a pipeline exchange."""
     mode: str | None = None
     """Training mode of `ringweave.prepare` if the script leaves it open; None leaves it open too."""
     probes: bool = True

@@ -14,11 +14,21 @@ from ringweave.planning.repartition import PipelineWorkload
 from ringweave.planning.stage_planner import DeviceConditions, StagePlan
 from ringweave.sim import pipeline_schedules
 
+_WIRE_RATIOS = {"exact": 1.0, "bf16": 0.5, "int8": 0.25}
+"""Bytes of a value beside those of float32; int8 has 8 more for each channel."""
+
 
 @click.command
 @click.option("--work", metavar="w1,..,wn", required=True, help="Of each block: forward and backward of a microbatch.")
 @click.option("--capability", metavar="c1,..,cM", help="Of each device: work per second.")
 @click.option("--activation", metavar="a1,..,an", help="All that crosses the cut behind a block; the last is not used.")
+@click.option(
+    "--wire",
+    type=click.Choice(tuple(_WIRE_RATIOS)),
+    default="exact",
+    show_default=True,
+    help="Count half or a quarter of --activation, as between stages that send float32 so.",
+)
 @click.option("--bandwidth", metavar="B2,..,BM", help="Of the link into each device but the first.")
 @click.option("--samples", type=int, metavar="b", help="Stages of several devices share b samples of a microbatch.")
 @click.option("--nic", metavar="N1,..,NM", help="With --samples: of each device, instead of --bandwidth.")
@@ -42,6 +52,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     work: str,
     capability: str | None,
     activation: str | None,
+    wire: str,
     bandwidth: str | None,
     samples: int | None,
     nic: str | None,
@@ -63,6 +74,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     devices; steps are then simulated, a third of the work in forward.
     """
     row = _parse_numbers("--work", work)
+    crossing = tuple(each * _WIRE_RATIOS[wire] for each in _parse_numbers("--activation", activation))
     _check_samples_options(samples, capability, bandwidth, nic, cluster, block_gradients, picture)
     if samples is not None:
         devices, rates = _devices_and_rates(capability, nic, cluster)
@@ -70,7 +82,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
             row,
             len(devices),
             (schedule, microbatches or 2 * len(devices)),
-            _parse_numbers("--activation", activation),
+            crossing,
             _parse_numbers("--block-gradients", block_gradients),
             _parse_memory(memory, block_memory, block_stash, (1,) * len(devices), len(row)),
         )
@@ -84,7 +96,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     problem = PartitionProblem(
         work=(row,),
         capability=devices,
-        activation=_parse_numbers("--activation", activation),
+        activation=crossing,
         bandwidth=_parse_numbers("--bandwidth", bandwidth),
         memory=_parse_memory(memory, block_memory, block_stash, depths, len(row)),
         allow_empty=allow_empty,
