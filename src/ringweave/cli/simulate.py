@@ -11,7 +11,9 @@ import click
 
 from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import progress as cli_progress
+from ringweave.cli.plan import check_encodable
 from ringweave.cost import Bound, network
+from ringweave.environment import EXACT, WIRES
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
@@ -37,6 +39,13 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
     default="allreduce",
     show_default=True,
     help="The collective.",
+)
+@click.option(
+    "--wire",
+    type=click.Choice(WIRES),
+    default=EXACT,
+    show_default=True,
+    help="Format of what passes the links that bind, as in run; of an allreduce.",
 )
 @click.option("--root", type=click.IntRange(min=0), metavar="RANK", help="Rank that broadcasts; by default rank 0.")
 @click.option(
@@ -67,6 +76,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str,
     schedule: str | None,
     kind: CollectiveKind,
+    wire: str,
     root: int | None,
     size: str,
     segments: int | None,
@@ -84,6 +94,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster file.
     """
     file_io.check_writable("--trace", trace_path)
+    check_encodable(wire, kind)
     faults = [*map(parse_straggler, straggles), *map(parse_failure, failures)]
     processors = _resolve_processors(processors, faults)
     machine = _resolve_machine(processors)
@@ -94,10 +105,10 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
     _check_root(root, kind, len(ranks))
     plan = planning.plan_group(cluster, ranks, rates=rates, kinds=[kind], on_progress=progress.print_if_due)
-    choice = _resolve_choice(plan, num_bytes, kind, schedule, segments)
+    choice = _resolve_choice(plan, num_bytes, kind, schedule, segments, wire)
     bound = cost.bound(cluster, num_bytes, nodes=ranks, rates=rates, kind=kind, root=root or 0)
     found = sim.simulate(
-        plan.generate(choice.schedule, kind, root),
+        plan.generate(choice.schedule, kind, root, wire=choice.wire),
         cluster,
         plan.nodes,
         num_bytes,
@@ -112,11 +123,12 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         trace = sim.trace_document(found, cluster, plan.nodes, _trace_title(cluster, choice, kind, num_bytes))
         file_io.write_output("--trace", trace_path, json.dumps(trace) + "\n")
     if as_json:
-        given = {"collective": kind, "processors": processors, "measured_rates": rates}
+        given = {"collective": kind, "wire": choice.wire, "processors": processors, "measured_rates": rates}
         click.echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
     else:
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
         what = f"{units.format_bytes(num_bytes)} among {len(ranks)} ranks by {choice.schedule}"
+        what += "" if wire == EXACT else f" in {choice.wire}"
         what = what if kind == "allreduce" else f"the {kind} of {what}"
         lines = _simulation_lines(found, cluster, plan, bound, f"{what} ({_cut_text(choice)})", work, rates)
         click.echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
@@ -158,13 +170,13 @@ def _check_root(root: int | None, kind: CollectiveKind, num_ranks: int) -> None:
 
 
 def _resolve_choice(
-    plan: Plan, num_bytes: int, kind: CollectiveKind, schedule: str | None, segments: int | None
+    plan: Plan, num_bytes: int, kind: CollectiveKind, schedule: str | None, segments: int | None, wire: str
 ) -> ScheduleChoice:
     names = schedules.schedule_names(kind)
     if schedule is not None and schedules.check_schedule_name(schedule) not in (*names, schedules.NATIVE):
         expected = f"one of {', '.join(names)}"
         raise UsageError(explain(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these"))
-    choice = plan.choose(num_bytes, schedule, kind)
+    choice = plan.choose(num_bytes, schedule, kind, wire)
     if segments is None:
         return choice
     return dataclasses.replace(choice, num_segments=segments, lag=max(1, choice.lag), predicted_s=math.inf)
