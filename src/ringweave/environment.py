@@ -35,7 +35,8 @@ TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 """Variable of torchrun's: set for its workers, and not in its own process."""
 
 EXACT = "exact"
-WIRES = (EXACT, "bf16", "int8", "int4", "auto")
+AUTO_WIRE = "auto"
+WIRES = (EXACT, "bf16", "int8", "int4", AUTO_WIRE)
 """Formats in which gradients may be asked to pass slow links; `auto` takes one that the forecast finds worth it."""
 
 _NEVER = "never"

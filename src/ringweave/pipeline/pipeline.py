@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringweave.comm import default_group, peer_data
-from ringweave.environment import EXACT, WorkerEnvironment
+from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment
 from ringweave.errors import DisagreementError, TrainingError, UsageError, explain
 from ringweave.pipeline import optimizer
 from ringweave.pipeline.block_store import BlockStore
@@ -272,7 +272,7 @@ def _wire_of(settings: Settings) -> str:
     if settings.wire is not None:
         return settings.wire
     wire = WorkerEnvironment.from_environ(os.environ).wire
-    return EXACT if wire == "auto" else check_boundary_wire(wire)
+    return EXACT if wire == AUTO_WIRE else check_boundary_wire(wire)
 
 
 def _check_same_wire(settings: Settings, groups: PipelineGroups) -> None:

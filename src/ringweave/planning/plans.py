@@ -9,7 +9,7 @@ from typing import Any
 
 from ringweave import schedules
 from ringweave.cost import ScheduleDemand
-from ringweave.environment import EXACT, WIRES
+from ringweave.environment import AUTO_WIRE, EXACT, WIRES
 from ringweave.errors import ScheduleError, UsageError, explain, shorten
 from ringweave.files import file_io
 from ringweave.schedules import NATIVE, CollectiveKind, Domain, Schedule, Stripe, WireEncoding
@@ -137,7 +137,6 @@ class CollectivePlan:
     """Cut or partition that sets this bound."""
 
 
-_AUTO_WIRE = "auto"
 _AUTO_FORMATS = ("bf16", "int8")
 _MIN_WIRE_GAIN = 1.1
 """Least gain of a less exact format, by forecast, for which `auto` takes it."""
@@ -357,10 +356,10 @@ class Plan:
 
     def _choose_wire(self, num_bytes: int, forced: str | None, wire: str) -> ScheduleChoice:
         best = self.choose(num_bytes, forced)
-        best_s, needed_gain = best.predicted_s, _MIN_WIRE_GAIN if wire == _AUTO_WIRE else 0.0
+        best_s, needed_gain = best.predicted_s, _MIN_WIRE_GAIN if wire == AUTO_WIRE else 0.0
         for planned in self.wires:
             demands = {name: asked for name, asked in planned.demands if forced in (None, name)}
-            if planned.format not in (_AUTO_FORMATS if wire == _AUTO_WIRE else (wire,)) or not demands:
+            if planned.format not in (_AUTO_FORMATS if wire == AUTO_WIRE else (wire,)) or not demands:
                 continue
             found = self._cheapest(demands, num_bytes, "allreduce")
             found_s = found.predicted_s + demands[found.schedule].coding_s_per_byte * num_bytes
