@@ -1,7 +1,7 @@
 """Step time where a transfer takes as long as a forward: `1f1b-overlap` beside torch's 1F1B, and beside the bound.
 
     python bench/pipeline/overlap.py            # 3 minutes; needs root: four nodes of a lab at 100 Mbit/s
-    python bench/pipeline/overlap.py --thin 4   # a transfer takes four forwards: exact beside bf16 and int8
+    python bench/pipeline/overlap.py --thin 12  # a link whose transfer takes twelve forwards: exact, bf16 and int8
 
 Four stages of one virtual block, 32 microbatches, backward twice a forward. Links are measured first, and the forward
 is made as long as the slowest transfer. The bound is that of `StageTimes.bound_s`, by the measured links: no order of a
@@ -34,7 +34,7 @@ RUN_TIMEOUT_S = 600
 def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, default=Path(__file__).with_name("four-nodes.yaml"))
+    parser.add_argument("--cluster", type=Path, help="default: four-nodes.yaml; with --thin, thin-link.yaml")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each order")
     parser.add_argument("--bytes", type=int, default=400_000, help="that cross for one microbatch")
     parser.add_argument("--thin", type=float, metavar="F", help="a transfer takes so many forwards; compare formats")
@@ -94,7 +94,8 @@ def run_in_lab(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    place = lab.up(topology.load(options.cluster), "pipeline-overlap")
+    default = Path(__file__).with_name("thin-link.yaml" if options.thin else "four-nodes.yaml")
+    place = lab.up(topology.load(options.cluster or default), "pipeline-overlap")
     verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = ["--thin", str(options.thin)] if options.thin else []
     own += ["--rounds", str(options.rounds), "--bytes", str(options.bytes), "--out", str(options.out.absolute())]
