@@ -212,18 +212,21 @@ class GradientResiduals:
 
     def of_bucket(self, bucket: dist.GradBucket) -> Tensor:
         """Return the residual of a bucket, as long as its buffer, on the host."""
-        parameters = bucket.parameters()
-        known = self._of_buckets.get(bucket.index())
-        if known is not None and _are_same(known[0], parameters):
+        return self.of_message(bucket.index(), bucket.parameters(), bucket.buffer().numel())
+
+    def of_message(self, index: int, parameters: Sequence[Tensor], num_elements: int) -> Tensor:
+        """Return the residual of the message with this index, which has gradients of these parameters, in order."""
+        known = self._of_buckets.get(index)
+        if known is not None and _are_same(known[0], parameters) and known[1].numel() == num_elements:
             return known[1]
         if known is not None:
             self._dissolve()
-        residual = wire_scope.new_residual(bucket.buffer().numel())
+        residual = wire_scope.new_residual(num_elements)
         for parameter, part in _parts_of_bucket(parameters, residual):
             left = self._of_parameters.pop(id(parameter), None)
             if left is not None:
                 part.copy_(left)
-        self._of_buckets[bucket.index()] = parameters, residual
+        self._of_buckets[index] = list(parameters), residual
         return residual
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
