@@ -85,7 +85,7 @@ class CommitProtocol:
 
     @property
     def residuals(self) -> GradientResiduals | None:
-        """What encoding has left of the gradients for the next step; None if they travel exactly."""
+        """Residuals of the gradients; None if they travel exactly."""
         return self._sum_buffers.residuals
 
     def add_bucket(self, bucket: Tensor, parameters: Sequence[Tensor]) -> torch.futures.Future[Tensor]:

@@ -421,7 +421,7 @@ class ElasticSession:
 
     @property
     def residuals(self) -> GradientResiduals | None:
-        """What encoding has left of the gradients for the next step; None if they travel exactly."""
+        """Residuals of the gradients; None if they travel exactly."""
         return self._commits.residuals
 
     def reduce(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
