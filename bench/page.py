@@ -122,7 +122,9 @@ def served(folder: Path, num_ranks: int, per_node: int) -> Iterator[str]:
 
     def go_on() -> None:
         lines = (folder / "events.jsonl").read_text().splitlines()
-        last_s, done = json.loads(lines[-1])["time"], 0
+        events = list(map(json.loads, lines))
+        last_s = events[-1]["time"]
+        done = next(event["iterations"] for event in reversed(events) if event["kind"] == "iterations_done")
         with (folder / "events.jsonl").open("a") as file:
             for second in itertools.count(1):
                 if ended.wait(1.0):
