@@ -107,18 +107,16 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     own = ("memory", "devices_text", "splits_text")
     pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=("straggles", "trace_path", "wire"))
     file_io.check_writable("--trace", trace_path)
-    check_encodable(wire, kind)
     faults = [*map(parse_straggler, straggles), *map(parse_failure, failures)]
     if pipeline_path is not None:
         given = pipeline_stages.SimulationOptions(memory, devices_text, splits_text, faults, trace_path, wire, as_json)
         return pipeline_stages.print_simulation(cluster_path, pipeline_path, given)
     processors = _resolve_processors(processors, faults)
     machine, num_bytes = _resolve_machine(processors), units.parse_bytes(size)
-    cluster = topology.load(cluster_path)
+    cluster, progress = topology.load(cluster_path), cli_progress.terminal_progress()
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
-    progress = cli_progress.terminal_progress()
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
-    _check_root(root, kind, len(ranks))
+    _check_options(root, kind, len(ranks), wire)
     plan = planning.plan_group(cluster, ranks, rates=rates, kinds=[kind], on_progress=progress.print_if_due)
     choice = _resolve_choice(plan, num_bytes, kind, schedule, segments, wire)
     bound = cost.bound(cluster, num_bytes, nodes=ranks, rates=rates, kind=kind, root=root or 0)
@@ -171,7 +169,8 @@ def _resolve_machine(processors: str) -> HostModel:
     return HostModel.assumed() if processors == "assumed" else scenario.load_host_costs(processors)
 
 
-def _check_root(root: int | None, kind: CollectiveKind, num_ranks: int) -> None:
+def _check_options(root: int | None, kind: CollectiveKind, num_ranks: int, wire: str) -> None:
+    check_encodable(wire, kind)
     if root is not None and kind != "broadcast":
         do = "Leave --root out, or add --collective broadcast"
         raise UsageError(explain("--root", got=root, expected=f"none for {kind}", do=do))
