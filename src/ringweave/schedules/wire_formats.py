@@ -110,7 +110,7 @@ def encode(
         rounds: Give `values` what the receiver will decode.
 
     Cost:
-        About 0.7 ns for each value in int8, 1 with a residual (shared x86-64 core, measured).
+        About 0.7 ns for each value in int8, 1.3 with a residual (shared x86-64 core, measured).
     """
     codec = _CODECS[wire_format.name]
     if encoded is not None:
