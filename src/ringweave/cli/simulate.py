@@ -102,7 +102,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     the time of detection. By default the network alone takes time: latency and, without --rates, rates of the
     cluster file.
 
-    With --pipeline it simulates a train step of the planned stages, or of --devices; nodes may straggle (NODE=2).
+    With --pipeline it simulates a train step of the planned stages, or of --devices; nodes may straggle.
     """
     own = ("memory", "devices_text", "splits_text")
     pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=("straggles", "trace_path", "wire"))
