@@ -71,7 +71,7 @@ class OrdinaryUser:
         return [each for each in found if os.geteuid() == 0 or user_namespace.__name__ in (each.info["cmdline"] or [])]
 
     def wait_nothing_left(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while left := self.processes():
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
