@@ -39,7 +39,8 @@ TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 """Variable of torchrun's: set for its workers, and not in its own process."""
 
 EXACT = "exact"
-WIRES = (EXACT, "bf16", "int8", "int4", "auto")
+AUTO_WIRE = "auto"
+WIRES = (EXACT, "bf16", "int8", "int4", AUTO_WIRE)
 """Formats in which gradients may be asked to pass slow links; `auto` takes one that the forecast finds worth it."""
 
 _NEVER = "never"
@@ -65,7 +66,7 @@ class WorkerEnvironment:
     """Name of the schedule that every large enough collective must use; None: the planner chooses."""
     wire: str = EXACT
     """Wire format of gradients on slow links, one of WIRES; every rank needs the same. Under `ringweave.prepare` its
-    argument counts; else it holds for all large float32 sums."""
+    argument counts; else it holds for all large float32 sums, and for what the stages of a pipeline exchange."""
     mode: str | None = None
     """Training mode of `ringweave.prepare` if the script leaves it open; None leaves it open too."""
     probes: bool = True

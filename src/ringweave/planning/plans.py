@@ -9,7 +9,7 @@ from typing import Any
 
 from ringweave import schedules
 from ringweave.cost import ScheduleDemand
-from ringweave.environment import EXACT, WIRES
+from ringweave.environment import AUTO_WIRE, EXACT, WIRES
 from ringweave.errors import ScheduleError, UsageError, explain, shorten
 from ringweave.files import file_io
 from ringweave.schedules import NATIVE, CollectiveKind, Domain, Schedule, Stripe, WireEncoding
@@ -137,7 +137,6 @@ class CollectivePlan:
     """Cut or partition that sets this bound."""
 
 
-_AUTO_WIRE = "auto"
 _AUTO_FORMATS = ("bf16", "int8")
 _MIN_WIRE_GAIN = 1.1
 """Least gain of a less exact format, by forecast, for which `auto` takes it."""
@@ -229,13 +228,13 @@ class Plan:
         """Return the leaders in rows."""
         return schedules.arrange_leaders(self.leaders, self.num_columns)
 
-    def demand(self, name: str, kind: CollectiveKind = "allreduce") -> ScheduleDemand:
-        """Return the link demands of a schedule that was considered.
+    def demand(self, name: str, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> ScheduleDemand:
+        """Return the link demands of a schedule that was considered, exact or encoded.
 
         Raises:
             KeyError: It was not considered.
         """
-        return self._demands(kind)[name]
+        return self._demands(kind, wire)[name]
 
     def bound_s(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> float:
         """Return the least time of any such collective of that size: a bound, not a prediction; 0 if not planned."""
@@ -315,9 +314,13 @@ class Plan:
         do = f"Name another one; it was left out: {reason}"
         return UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
 
-    def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> list[ScheduleChoice]:
-        """Return every considered schedule, at its best pipelining, by predicted time; none if not planned."""
-        found = [best_pipelining(name, asked, num_bytes, kind) for name, asked in self._demands(kind).items()]
+    def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> list[ScheduleChoice]:
+        """Return every considered schedule, at its best pipelining, by predicted time; none if not planned.
+
+        With a format of `wires`, of an allreduce: those considered encoded.
+        """
+        demands = self._demands(kind, wire).items()
+        found = [replace(best_pipelining(name, asked, num_bytes, kind), wire=wire) for name, asked in demands]
         return sorted(found, key=lambda choice: choice.predicted_s)
 
     def choose(
@@ -353,10 +356,10 @@ class Plan:
 
     def _choose_wire(self, num_bytes: int, forced: str | None, wire: str) -> ScheduleChoice:
         best = self.choose(num_bytes, forced)
-        best_s, needed_gain = best.predicted_s, _MIN_WIRE_GAIN if wire == _AUTO_WIRE else 0.0
+        best_s, needed_gain = best.predicted_s, _MIN_WIRE_GAIN if wire == AUTO_WIRE else 0.0
         for planned in self.wires:
             demands = {name: asked for name, asked in planned.demands if forced in (None, name)}
-            if planned.format not in (_AUTO_FORMATS if wire == _AUTO_WIRE else (wire,)) or not demands:
+            if planned.format not in (_AUTO_FORMATS if wire == AUTO_WIRE else (wire,)) or not demands:
                 continue
             found = self._cheapest(demands, num_bytes, "allreduce")
             found_s = found.predicted_s + demands[found.schedule].coding_s_per_byte * num_bytes
@@ -390,7 +393,9 @@ class Plan:
         }
         return found[self.fastest(costs)]
 
-    def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:
+    def _demands(self, kind: CollectiveKind, wire: str = EXACT) -> dict[str, ScheduleDemand]:
+        if wire != EXACT:
+            return next(dict(each.demands) for each in self.wires if each.format == wire)
         planned = self.collective(kind)
         return dict(planned.demands) if planned else {}
 
