@@ -75,7 +75,7 @@ def maybe_die():
 """
 
 
-@pytest.mark.parametrize("lost", [(3,), (2, 3)], ids=["a worker", "a site"])
+@pytest.mark.parametrize("lost", [pytest.param((3,), marks=pytest.mark.thorough), (2, 3)], ids=["a worker", "a site"])
 def test_an_elastic_job_loses_no_sample_with_a_worker_or_a_site(tmp_path: Path, lost: tuple[int, ...]) -> None:
     head, loop = SCRIPT.split("model, optimizer, loader = ringweave.prepare(", 1)
     killed = KILLED.replace("LOST", repr(lost))
