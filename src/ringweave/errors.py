@@ -11,6 +11,7 @@ RingweaveError                something that ringweave refuses or cannot do  exi
 ├── LaunchError               workers could not be started or stopped
 ├── LabError                  a cluster could not be brought up on this machine, or taken down
 ├── TrainingError             training cannot be prepared or continued as configured
+│   └── ExpiredGrantError     a ring's push comes after the other rings have ended the epoch without it
 ├── MembershipError           this worker is not a member of its job any more, or the job is over
 ├── CommunicationError        a collective could not be run
 │   ├── PeerError             another rank died, vanished or hangs
@@ -78,6 +79,10 @@ class LabError(RingweaveError):
 
 class TrainingError(RingweaveError):
     """Training cannot be prepared or continued as configured."""
+
+
+class ExpiredGrantError(TrainingError):
+    """A ring pushes what no grant allows any more: the other rings have ended the epoch without it."""
 
 
 class CapacityError(TrainingError):

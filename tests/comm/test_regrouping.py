@@ -1,6 +1,7 @@
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -120,6 +121,33 @@ def test_a_first_member_that_is_stopped_keeps_nobody_from_the_next_epoch(
     assert dist.group.WORLD is default, "the group that came too late is none that anybody uses"
     groups.form_group(groups.store_address, "1.3", 0, 1, 1)
     assert list(distributed_c10d._world.pg_map) == [dist.group.WORLD], "nothing is left of it"
+    groups.leave_group()
+
+
+def test_both_groups_of_a_generation_form_at_the_same_time_while_the_previous_ones_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of the three goes on only when all three are under way."""
+    groups, all_there = GenerationGroups(HERE), threading.Barrier(3)
+    groups.form_group(groups.store_address, "1.1", 0, 1, 0, has_reduce_group=True)
+    before = [dist.group.WORLD, groups.reduce_group]
+    make, abort = generation_group._make_group, generation_group._abort_groups
+
+    def make_later(*args: Any) -> Any:
+        all_there.wait(60)
+        return make(*args)
+
+    def abort_later(old: Any) -> None:
+        assert {*old} == {*before}
+        all_there.wait(60)
+        abort(old)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation_group, "_make_group", make_later)
+        patch.setattr(generation_group, "_abort_groups", abort_later)
+        groups.form_group(groups.store_address, "1.2", 0, 1, 0, has_reduce_group=True)
+    assert {*distributed_c10d._world.pg_map} == {dist.group.WORLD, groups.reduce_group}
+    assert not {dist.group.WORLD, groups.reduce_group} & {*before}
     groups.leave_group()
 
 

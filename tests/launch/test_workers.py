@@ -64,6 +64,7 @@ def test_a_worker_is_told_all_it_needs() -> None:
         "PYTHONUNBUFFERED": "1",
         "MALLOC_TRIM_THRESHOLD_": "1073741824",
         "MALLOC_MMAP_THRESHOLD_": "268435456",
+        "RES_OPTIONS": "timeout:1 attempts:3",
         "RINGWEAVE_CLUSTER": "/c.yaml",
         "RINGWEAVE_NODE": "a1",
         "RINGWEAVE_RUN_DIR": "/r",

@@ -5,13 +5,15 @@ address is known before the generation begins. No store outlives its generation,
 """
 
 import contextlib
+import functools
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from ringweave import ports
 from ringweave.comm.backend import RingweaveProcessGroup
-from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.peer_data import BackgroundCall, run_at_once
 from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
 from ringweave.environment import WorkerEnvironment, ports_of_environ
 from ringweave.errors import PeerError
@@ -45,6 +47,7 @@ _NUM_HELD_STORES = 2
 """Stores that a member holds: that of a generation in which it is the first member, and that of the next one."""
 _MAX_TREE_BYTES = 4096
 """Longest row that goes through the tree of `allgather_small`, whose root sends all rows to each of its branches."""
+_SETUP_THREAD = "ringweave group setup"
 _caller = threading.local()
 _AnswerT = TypeVar("_AnswerT")
 
@@ -158,7 +161,7 @@ class GenerationGroups:
         Raises:
             PeerError: The members did not connect, or `abort` was called since the generation was announced.
         """
-        self._abort_own_groups()
+        aborting = BackgroundCall(functools.partial(_abort_groups, self._take_groups()), "ringweave group abort")
         with self._lock:
             if num_aborts != self._num_aborts:
                 raise _aborted_error(name)
@@ -169,7 +172,9 @@ class GenerationGroups:
 
         def make(prefix: str, group_name: str, what: str) -> RingweaveProcessGroup:
             """Make a group together with its plan, so that no collective has to wait for the plan."""
-            group = _make_group(PrefixStore(f"{prefix}/{name}/", store), group_name, what, rank, world_size, timeout)
+            # A wait for a key blocks all other users of the same connection to the store.
+            own = store.clone() if prefix == "reduce" else store
+            group = _make_group(PrefixStore(f"{prefix}/{name}/", own), group_name, what, rank, world_size, timeout)
             group.wait_for_plan()
             if prefix == "reduce":
                 group.connect_side_channel()
@@ -177,20 +182,15 @@ class GenerationGroups:
                 group.abort()
             return group
 
+        kinds = [("generation", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg")]
+        kinds += [("reduce", f"{REDUCE_GROUP_PREFIX}{name}", "sums")] if has_reduce_group else []
         try:
-            store = self._connect_store(host, int(port), name, num_aborts)
-            group = self._call_first_member(
-                lambda: make("generation", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg"), name, num_aborts
-            )
+            store: Any = self._connect_store(host, int(port), name, num_aborts)  # torch's stubs lack `clone`
+            calls = [BackgroundCall(functools.partial(make, *kind), _SETUP_THREAD) for kind in kinds]
+            group, *others = [self._wait_for_first_member(call, name, num_aborts) for call in calls]
+            aborting.wait_result(math.inf, lambda: False)  # nothing of the previous generation is in flight any more
             self.prepare_default_group(group)
-            _set_default_group(group)
-            groups: list[dist.ProcessGroup] = [group]
-            if has_reduce_group:
-                groups.append(
-                    self._call_first_member(
-                        lambda: make("reduce", f"{REDUCE_GROUP_PREFIX}{name}", "sums"), name, num_aborts
-                    )
-                )
+            _set_default_group(group, others)
         except (RuntimeError, OSError) as cause:
             if self._clock() - started_s > _CALL_FRACTION * self._form_timeout_s and num_aborts == self._num_aborts:
                 self._form_timeout_s = min(2 * self._form_timeout_s, _MAX_FORM_TIMEOUT_S)
@@ -199,13 +199,13 @@ class GenerationGroups:
                 "members. Look into the logs of the others."
             ) from cause
         self._form_timeout_s = self._first_form_timeout_s
-        for each in groups:
+        for each in (group, *others):
             _set_timeout(COLLECTIVE_TIMEOUT, each)
         with self._lock:
-            self._group, self._reduce_group = groups[0], groups[1] if has_reduce_group else None
+            self._group, self._reduce_group = group, others[0] if others else None
             was_aborted = self._num_aborts != num_aborts
         if was_aborted:
-            self._abort_own_groups()
+            _abort_groups(self._take_groups())
             raise _aborted_error(name)
 
     def _connect_store(self, host: str, port: int, name: str, num_aborts: int) -> TCPStore:
@@ -215,10 +215,11 @@ class GenerationGroups:
         limit = timedelta(seconds=self._form_timeout_s)
         if self._tunnel is not None:
             host, port = self._replace_gate(host, port)
-        return self._call_first_member(lambda: TCPStore(host, port, is_master=False, timeout=limit), name, num_aborts)
+        call = BackgroundCall(lambda: TCPStore(host, port, is_master=False, timeout=limit), _SETUP_THREAD)
+        return self._wait_for_first_member(call, name, num_aborts)
 
-    def _call_first_member(self, call: Callable[[], _AnswerT], name: str, num_aborts: int) -> _AnswerT:
-        """Call the first member with a timeout, since a stopped member never answers.
+    def _wait_for_first_member(self, call: BackgroundCall[_AnswerT], name: str, num_aborts: int) -> _AnswerT:
+        """Wait for a call to the first member with a timeout, since a stopped member never answers.
 
         Raises:
             PeerError: `abort` was called meanwhile.
@@ -226,8 +227,7 @@ class GenerationGroups:
         """
         try:
             # The call has its own limit, and its error names the absent members.
-            limit_s = self._form_timeout_s + _GRACE_S
-            return call_with_timeout(call, limit_s, lambda: num_aborts != self._num_aborts, "ringweave group setup")
+            return call.wait_result(self._form_timeout_s + _GRACE_S, lambda: num_aborts != self._num_aborts)
         except TimeoutError as cause:
             if num_aborts != self._num_aborts:
                 raise _aborted_error(name) from cause
@@ -242,15 +242,16 @@ class GenerationGroups:
 
     def leave_group(self) -> None:
         """Abort the group and destroy it."""
-        self._abort_own_groups()
+        _abort_groups(self._take_groups())
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
 
-    def _abort_own_groups(self) -> None:
+    def _take_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Return the groups of this generation, which `abort` knows no more."""
         with self._lock:
             groups, self._group, self._reduce_group = (self._reduce_group, self._group), None, None
-        _abort_groups(groups)
+        return groups
 
     def _open_store(self) -> TCPStore:
         listener = ports.create_server(self._address, ports_of_environ(os.environ), backlog=_STORE_BACKLOG)
@@ -281,16 +282,17 @@ def _find_tunnel() -> "Tunnel | None":
     return tunnel.tunnel_for(environment)
 
 
-def _set_default_group(group: dist.ProcessGroup) -> None:
-    """Make `group` the default, and destroy the previous default group and all groups that the script made.
+def _set_default_group(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup]) -> None:
+    """Make `group` the default, and destroy all groups but it and `others`: the previous ones, and those of the script.
 
     torch has no call for this: `init_process_group` requires that there is none, and between destroying and making one
     every `get_rank` of the script would raise. So this does the same as that function, with an existing group.
     """
     distributed_c10d._update_default_pg(group)
-    for other in [each for each in distributed_c10d._world.pg_map if each is not group]:
+    kept = {group, *others}
+    for each in [each for each in distributed_c10d._world.pg_map if each not in kept]:
         with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group(other)
+            dist.destroy_process_group(each)
 
 
 def _make_group(
@@ -313,9 +315,7 @@ def _make_group(
 
 
 def _abort_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    for group in groups:
-        if group is not None:
-            group.abort()
+    run_at_once([group.abort for group in groups if group is not None])
 
 
 @contextlib.contextmanager

@@ -219,7 +219,10 @@ def abort_gloo(gloo: Any, group: GroupInfo) -> None:
     """Close Gloo's connections: collectives in flight fail, here and at the peers.
 
     Gloo's own abort leaves them open (torch 2.13), and they stay open while any message is pending. But a wait that
-    times out closes its pair, so this function waits for a message that never comes, from each peer.
+    times out closes all pairs of its device, so this function waits for a message that never comes, from each peer.
+
+    Cost:
+        10 ms for each peer: Gloo's thread takes a turn for each pair.
     """
     for peer in range(group.group_size):
         if peer != group.group_rank:

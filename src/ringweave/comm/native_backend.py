@@ -4,13 +4,13 @@ A channel that runs an allreduce natively has a Gloo group of its own: channels 
 the script calls them, and Gloo would mistake one for the other.
 """
 
-import functools
 import math
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from ringweave.comm.gloo import (
     wait_for_gloo,
 )
 from ringweave.comm.group_info import GroupInfo
-from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.peer_data import call_with_timeout, run_at_once
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import CommunicationError, explain
 
@@ -155,11 +155,9 @@ class NativeBackends:
             self._is_aborted = True
             backends = list(self._by_channel.values())
         if self.ordered_nccl is not None:
-            end = functools.partial(self.ordered_nccl.end, "abort")
+            end = partial(self.ordered_nccl.end, "abort")
             threading.Thread(target=end, name="ringweave NCCL abort", daemon=True).start()
-        self._abort_group_backend()
-        for gloo in backends:
-            abort_gloo(gloo, self._group)
+        run_at_once([self._abort_group_backend, *(partial(abort_gloo, gloo, self._group) for gloo in backends)])
 
     def close(self) -> None:
         """Release all backends and their threads."""

@@ -1,12 +1,13 @@
 """Data from other ranks: decoded with length limits, gathered over the store, waited for with a timeout."""
 
 import contextlib
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
@@ -19,42 +20,60 @@ _POLL_S = 0.02
 _ResultT = TypeVar("_ResultT")
 
 
+class BackgroundCall(Generic[_ResultT]):
+    """A call that may block for ever, in a daemon thread that is abandoned when the wait for it ends.
+
+    torch waits for a silent store without end, and a wait in Gloo's constructor cannot be interrupted.
+    """
+
+    def __init__(self, call: Callable[[], _ResultT], name: str) -> None:
+        """Start the call at once, in a thread of that name."""
+        self._call = call
+        self._outcomes: queue.SimpleQueue[tuple[_ResultT] | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._outcomes.put((self._call(),))
+        except Exception as error:
+            self._outcomes.put(error)
+
+    def wait_result(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> _ResultT:
+        """Return the call's result, once.
+
+        Args:
+            timeout_s: Limit; infinite where the call has a limit of its own.
+            is_cancelled: Whether the caller has stopped waiting.
+
+        Raises:
+            Exception: The call's own exception.
+            TimeoutError: The call did not return within `timeout_s`, or was cancelled.
+        """
+        deadline_s, is_last = time.monotonic() + timeout_s, False
+        while not is_last:
+            is_last = is_cancelled() or time.monotonic() > deadline_s
+            with contextlib.suppress(queue.Empty):
+                outcome = self._outcomes.get(timeout=_POLL_S)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                return outcome[0]
+        raise TimeoutError(f"no answer within {timeout_s:g} s, or it was given up")
+
+
 def call_with_timeout(
     call: Callable[[], _ResultT], timeout_s: float, is_cancelled: Callable[[], bool], name: str
 ) -> _ResultT:
-    """Return the result of a call that may block for ever.
+    """Return the result of a call in a thread of that name; see `BackgroundCall.wait_result`."""
+    return BackgroundCall(call, name).wait_result(timeout_s, is_cancelled)
 
-    The call runs in a daemon thread that is abandoned on timeout: torch waits for a silent store without end, and a
-    wait in Gloo's constructor cannot be interrupted.
 
-    Args:
-        call: The blocking call.
-        timeout_s: Limit; infinite where the call has a limit of its own.
-        is_cancelled: Whether the caller has stopped waiting.
-        name: Name of the thread.
-
-    Raises:
-        Exception: The call's own exception.
-        TimeoutError: The call did not return within `timeout_s`, or was cancelled.
-    """
-    outcomes: queue.SimpleQueue[tuple[_ResultT] | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcomes.put((call(),))
-        except Exception as error:
-            outcomes.put(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    deadline_s, is_last = time.monotonic() + timeout_s, False
-    while not is_last:
-        is_last = is_cancelled() or time.monotonic() > deadline_s
-        with contextlib.suppress(queue.Empty):
-            outcome = outcomes.get(timeout=_POLL_S)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome[0]
-    raise TimeoutError(f"no answer within {timeout_s:g} s, or it was given up")
+def run_at_once(actions: Sequence[Callable[[], object]]) -> None:
+    """Run blocking actions at the same time, the first one in this thread; return when all have ended."""
+    calls = [BackgroundCall(each, "ringweave at once") for each in actions[1:]]
+    for action in actions[:1]:
+        action()
+    for call in calls:
+        call.wait_result(math.inf, lambda: False)
 
 
 MAX_PEER_BYTES = file_io.MAX_JSON_BYTES

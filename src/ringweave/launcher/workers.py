@@ -24,7 +24,10 @@ MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_
 """Settings of glibc's allocator, in bytes: memory freed in a train step stays for the next one, up to 1 GiB at the end
 of the heap and in pieces below 256 MiB. Otherwise the kernel takes it and returns it page by page, zeroed, in each
 step."""
-USER_CONTROLLED_VARIABLES = ("OMP_NUM_THREADS", *MALLOC_SETTINGS)
+RESOLVER_SETTINGS = {"RES_OPTIONS": "timeout:1 attempts:3"}
+"""Settings of the resolver: torch (2.13) asks for the names of both ends of each connection to a store, for its logs,
+and a lost answer would stop the worker for 5 s."""
+USER_CONTROLLED_VARIABLES = ("OMP_NUM_THREADS", *MALLOC_SETTINGS, *RESOLVER_SETTINGS)
 """Variables of a worker that keep the value of the user's environment."""
 
 
@@ -169,6 +172,7 @@ def _shared_variables(world_size: int, num_nodes: int, master_address: HostPort,
         "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, world_size))),
         "PYTHONUNBUFFERED": "1",
         **MALLOC_SETTINGS,
+        **RESOLVER_SETTINGS,
     }
 
 

@@ -19,6 +19,8 @@ class BarrierResult:
     number: int
     texts: dict[int, str]
     """Ring -> its text at the barrier, or the text of its last push."""
+    passed_over: tuple[int, ...] = ()
+    """Rings that may live and were not waited for: they lose their grants."""
 
 
 class RingBarrier:
@@ -29,16 +31,15 @@ class RingBarrier:
         self._last = [0] * num_rings
         self._epochs = [0] * num_rings
         self._texts: dict[int, dict[int, str]] = {}
-        self._results: dict[int, dict[int, str]] = {}
+        self._results: dict[int, BarrierResult] = {}
         self._last_result = 0
 
     def to_state(self) -> dict[str, Any]:
         """Return the whole state as JSON values, for another server."""
-        kept = {"texts": self._texts, "results": self._results}
-        texts = {
-            name: [[number, sorted(by_ring.items())] for number, by_ring in each.items()] for name, each in kept.items()
-        }
-        return {"last": self._last, "epochs": self._epochs, "last_result": self._last_result, **texts}
+        texts = [[number, sorted(by_ring.items())] for number, by_ring in self._texts.items()]
+        results = [[each.number, sorted(each.texts.items()), each.passed_over] for each in self._results.values()]
+        numbers = {"last": self._last, "epochs": self._epochs, "last_result": self._last_result}
+        return {**numbers, "texts": texts, "results": results}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RingBarrier":
@@ -48,9 +49,11 @@ class RingBarrier:
             list(state["epochs"]),
             state["last_result"],
         )
-        barrier._texts, barrier._results = (
-            {number: dict(by_ring) for number, by_ring in state[name]} for name in ("texts", "results")
-        )
+        barrier._texts = {number: dict(by_ring) for number, by_ring in state["texts"]}
+        barrier._results = {
+            number: BarrierResult(number=number, texts=dict(by_ring), passed_over=tuple(passed_over))
+            for number, by_ring, passed_over in state["results"]
+        }
         return barrier
 
     def restart_point(self, ring: int) -> tuple[int, int]:
@@ -80,30 +83,43 @@ class RingBarrier:
         self._last[ring], self._epochs[ring] = number, epoch
         self._texts.setdefault(number, {}).setdefault(ring, text)
 
-    def result_of(
-        self, number: int, gone: Collection[int], ring_progress: Mapping[int, str] | None = None
-    ) -> dict[int, str] | None:
-        """Return the text of each ring, once all have arrived except those that are gone; None before.
+    def missing_rings(self, number: int) -> set[int]:
+        """Return the rings that a barrier waits for, unless they are gone; none once it has a result.
 
-        The result is the same for all rings that ask. For rings that are gone it has the text of their last push. It is
-        empty for a barrier that is long past.
+        A ring that an earlier barrier has passed over is not among them until it has arrived there.
+        """
+        return {ring for ring, last in enumerate(self._last) if self._last_result <= last < number}
+
+    def result_of(
+        self,
+        number: int,
+        gone: Collection[int],
+        ring_progress: Mapping[int, str] | None = None,
+        absent: Collection[int] = (),
+    ) -> BarrierResult | None:
+        """Return the text of each ring, once all have arrived except those that are gone or absent; None before.
+
+        The result is the same for all rings that ask. For rings that are gone, and for absent ones, which are passed
+        over, it has the text of their last push. It is empty for a barrier that is long past.
         """
         if number <= self._last_result:
-            return self._results.get(number, {})
-        if any(last < number and ring not in gone for ring, last in enumerate(self._last)):
+            return self._results.get(number, BarrierResult(number=number, texts={}))
+        missing = self.missing_rings(number) - {*gone}
+        if not missing <= {*absent}:
             return None
-        missing_texts = {
-            ring: text for ring, text in (ring_progress or {}).items() if self._last[ring] < number and text
-        }
-        self.record_result(BarrierResult(number=number, texts={**missing_texts, **self._texts.get(number, {})}))
+        late = {ring for ring, last in enumerate(self._last) if last < number}
+        late_texts = {ring: text for ring, text in (ring_progress or {}).items() if ring in late and text}
+        texts = {**late_texts, **self._texts.get(number, {})}
+        self.record_result(BarrierResult(number=number, texts=texts, passed_over=tuple(sorted(missing))))
         return self._results[number]
 
-    def record_result(self, result: BarrierResult) -> None:
-        """Record the result of a barrier, made here or by another server that this one follows."""
+    def record_result(self, result: BarrierResult) -> bool:
+        """Record the result of a barrier, made here or by a server that this one follows; False if it was known."""
         if result.number in self._results or result.number <= self._last_result - _NUM_RESULTS_KEPT:
-            return
-        self._last_result, self._results[result.number] = max(result.number, self._last_result), dict(result.texts)
+            return False
+        self._last_result, self._results[result.number] = max(result.number, self._last_result), result
         for old in [each for each in (*self._results, *self._texts) if each <= self._last_result - _NUM_RESULTS_KEPT]:
             self._results.pop(old, None)
             self._texts.pop(old, None)
         self._texts.pop(result.number, None)
+        return True

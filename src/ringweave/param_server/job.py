@@ -6,14 +6,14 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ringweave.errors import TrainingError, explain
 from ringweave.param_server import flat, snapshots
-from ringweave.param_server.barrier import BARRIERS_PER_PASS, RingBarrier
+from ringweave.param_server.barrier import BARRIERS_PER_PASS, BarrierResult, RingBarrier
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint, ShardDispatcher
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import BarrierArrival, Pull, Push, ServerSetup, ServerStatus
@@ -222,6 +222,16 @@ class ServerJob:
         self.dispatcher.note_idle(ring)
         if is_for_good:
             self.gone.add(ring)
+
+    def record_barrier_result(self, result: BarrierResult) -> None:
+        """Record a barrier's result once: the rings that it passed over lose their grants."""
+        if self.barrier.record_result(result):
+            self.drop_grants(result.passed_over)
+
+    def drop_grants(self, rings: Iterable[int]) -> None:
+        """Refuse what these rings push before they take parameters again; not where a lost member ends the job."""
+        for ring in rings if self.setup.may_lose_members else ():
+            self.leave_ring(ring, is_for_good=False)
 
     def record_shard(self, shard: DataShard) -> None:
         if shard.ended_epoch is not None:

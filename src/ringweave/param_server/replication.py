@@ -164,16 +164,18 @@ class ReplicateArrival(rpc.RpcMessage):
 
 
 class ReplicateBarrierResult(rpc.RpcMessage):
-    """Result of a barrier: the text of each ring, or the one of its last push if it is gone."""
+    """Result of a barrier: the text of each ring, or the one of its last push if it was not waited for."""
 
     kind: ClassVar[str] = "params.replicate_barrier_result"
 
     number: pydantic.PositiveInt
     texts: dict[str, str]
+    passed_over: tuple[Count, ...] = ()
 
     @property
     def fact(self) -> BarrierResult:
-        return BarrierResult(number=self.number, texts={int(ring): text for ring, text in self.texts.items()})
+        texts = {int(ring): text for ring, text in self.texts.items()}
+        return BarrierResult(number=self.number, texts=texts, passed_over=self.passed_over)
 
 
 FACT_MESSAGES = (ReplicateShard, ReplicateLeave, ReplicatePause, ReplicateArrival, ReplicateBarrierResult)
@@ -191,9 +193,8 @@ def message_of_fact(fact: ReplicatedFact) -> rpc.RpcMessage:
         case BarrierArrival():
             return ReplicateArrival(fact=fact)
         case BarrierResult():
-            return ReplicateBarrierResult(
-                number=fact.number, texts={str(ring): text for ring, text in fact.texts.items()}
-            )
+            texts = {str(ring): text for ring, text in fact.texts.items()}
+            return ReplicateBarrierResult(number=fact.number, texts=texts, passed_over=fact.passed_over)
 
 
 class RenewLease(rpc.RpcMessage):

@@ -14,6 +14,7 @@ from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError, explain
 from ringweave.param_server import job as param_server_job
 from ringweave.param_server import sessions, snapshots
+from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.checkpoint_handlers import CheckpointHandlers
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.job import ServerCounts, ServerJob
@@ -244,6 +245,19 @@ class ParameterService:
             del snapshot
             with self.reserve_copy(len(state)):
                 yield state
+
+    def pass_over_absent(self, job: ServerJob, number: int) -> BarrierResult | None:
+        """Return the result of a barrier without the absent rings; None if another one is missing.
+
+        Rings that may live lose their grants at that moment, so that their samples are lost as the result says.
+        """
+        with self._apply_lock, self.changed:  # no push is between its replication and its application
+            absent, missing = self.ring_sessions.rings_to_pass_over(job), job.barrier.missing_rings(number) - job.gone
+            result = job.barrier.result_of(number, job.gone, job.ring_progress, absent)
+            if result is not None:
+                job.drop_grants(missing)
+            self.changed.notify_all()
+            return result
 
     def status(self) -> ServerStatus:
         with self.changed:

@@ -67,6 +67,8 @@ class RingSilenceDetector:
 RING_ABSENT_S = 15.0
 """Barriers do not wait for a ring after its connection closed abruptly and it was silent for so long: all of its
 members are dead, or none has replaced its representative. Regrouping takes a second or two."""
+SILENT_RING_S = 3.0
+"""The same for a ring whose messages are overdue for so long, while its connections are open or not."""
 _BARRIER_POLL_S = 0.5
 
 
@@ -75,6 +77,10 @@ class RingJobAccess(Protocol):
 
     changed: threading.Condition
     job: ServerJob | None
+
+    def pass_over_absent(self, job: ServerJob, number: int) -> BarrierResult | None:
+        """Return the result of a barrier without the absent rings; None if another one is missing."""
+        ...
 
     def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob:
         """Return the job, if that peer belongs to that ring."""
@@ -92,6 +98,7 @@ class RingSessions:
         """`replicator` knows whether this server leads, and replicates the rings' messages to the standby."""
         self._job_access, self._replicator, self._clock = job_access, replicator, clock
         self._silence_detector = RingSilenceDetector(clock())
+        self._overdue_since_s: dict[int, float] = {}
 
     def handlers(self) -> list[RpcHandler]:
         return [
@@ -122,7 +129,7 @@ class RingSessions:
     def check_silence(self, peers: Sequence[PeerStatus]) -> set[int]:
         """Check which rings are silent; called regularly. They delay no other ring until they are heard again.
 
-        They may only be stopped, or cut off for a moment, so barriers wait for them until their connections end.
+        They may only be stopped, or cut off for a moment, so barriers wait for them for `SILENT_RING_S`.
 
         Returns:
             The rings that no other waits for from now on.
@@ -132,12 +139,10 @@ class RingSessions:
             if job is None or not job.setup.may_lose_members:
                 return set()
             ring = lambda peer: ring_of(job, peer) if peer.role == "worker" else None  # noqa: E731 - for this job
-            found = (
-                self._silence_detector.silent_rings(peers, ring, self._clock())
-                - job.silent
-                - job.gone
-                - job.away_s.keys()
-            )
+            now_s = self._clock()
+            overdue = self._silence_detector.silent_rings(peers, ring, now_s)
+            self._overdue_since_s = {each: self._overdue_since_s.get(each, now_s) for each in overdue}
+            found = overdue - job.silent - job.gone - job.away_s.keys()
             for each in found:
                 self._stop_waiting_for(job, each)
             job.silent |= found
@@ -202,15 +207,24 @@ class RingSessions:
             job.record_arrival(arrival)
             self._job_access.changed.notify_all()
         self._replicator.replicate_fact(arrival)
-        result = BarrierResult(number=arrival.number, texts=self._wait_for_result(job, call))
+        result = self._wait_for_result(job, call)
         self._replicator.replicate_fact(result)  # another server gives the same answer
         return BarrierReply(texts={str(ring): text for ring, text in result.texts.items()})
 
-    def _wait_for_result(self, job: ServerJob, call: RpcCall) -> dict[int, str]:
+    def _wait_for_result(self, job: ServerJob, call: RpcCall) -> BarrierResult:
         """Return the texts of the rings, once all present ones have arrived at the barrier."""
+        number = call.message.number
+        while (result := self._wait_for_arrivals(job, call) or self._job_access.pass_over_absent(job, number)) is None:
+            pass  # an absent ring was heard meanwhile
+        return result
+
+    def _wait_for_arrivals(self, job: ServerJob, call: RpcCall) -> BarrierResult | None:
+        """Return the result of the barrier; None once the rings that are still missing are to be passed over."""
         arrival: BarrierArrival = call.message
         with self._job_access.changed:
-            while (result := job.barrier.result_of(arrival.number, self.absent_rings(job), job.ring_progress)) is None:
+            while (result := job.barrier.result_of(arrival.number, job.gone, job.ring_progress)) is None:
+                if job.barrier.missing_rings(arrival.number) <= job.gone | self.rings_to_pass_over(job):
+                    return None
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
                         explain(
@@ -224,9 +238,15 @@ class RingSessions:
         return result
 
     def absent_rings(self, job: ServerJob) -> set[int]:
-        """Return the rings that barriers do not wait for."""
+        """Return the rings that have left, or whose connections have ended long ago."""
         now_s = self._clock()
         return job.gone | {ring for ring, since_s in job.away_s.items() if now_s - since_s > RING_ABSENT_S}
+
+    def rings_to_pass_over(self, job: ServerJob) -> set[int]:
+        """Return the rings that barriers do not wait for although they have not left for good."""
+        now_s = self._clock()
+        silent = {ring for ring, since_s in self._overdue_since_s.items() if now_s - since_s > SILENT_RING_S}
+        return (self.absent_rings(job) | silent) - job.gone
 
     def _assign_ring(self, call: RpcCall) -> RingAssignmentReply:
         request: RingAssignmentRequest = call.message

@@ -92,7 +92,7 @@ class LeaderReplay:
     @replay_fact.register
     def _(self, answer: BarrierResult) -> None:
         with self._service.changed:
-            self._service.started_job().barrier.record_result(answer)
+            self._service.started_job().record_barrier_result(answer)
 
     def _replay(self, ring: int, apply: Callable[[ServerJob], object]) -> None:
         """Apply an event of a ring that the leader has heard."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ringweave.errors import RefusedError, TrainingError, explain
+from ringweave.errors import ExpiredGrantError, RefusedError, TrainingError, explain
 
 _LATENESS_DECAY = 0.5
 """Weight of the past beside the last round: a stall is forgotten in a few rounds."""
@@ -248,10 +248,15 @@ class Ledger:
         """Return the staleness of the ring's next push in versions; record nothing.
 
         Raises:
+            ExpiredGrantError: The ring has no grant: it is idle, or was passed over.
             TrainingError: As in `push`.
         """
         self.receipt(ring, sequence)
         state = self._rings[ring]
+        if not state.grants:
+            do = "Take the parameters again; the samples of this push count as lost"
+            text = explain(f"push {sequence} of ring {ring}", got="no grant", expected="one", do=do)
+            raise ExpiredGrantError(text)
         if not self._may_push(state) or state.grants[0] != base_version:
             raise TrainingError(
                 explain(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave.errors import TrainingError
+from ringweave.errors import ExpiredGrantError, TrainingError
 from ringweave.param_server.versions import Ledger, StalenessPolicy
 from tests import effort
 
@@ -146,7 +146,7 @@ def test_a_gap_is_refused():
 
 def test_a_push_without_a_grant_is_refused():
     ledger = Ledger(StalenessPolicy(num_rings=2))
-    with pytest.raises(TrainingError, match=r"base version of push 1 of ring 1: 0, expected a version that the ring"):
+    with pytest.raises(ExpiredGrantError, match=r"push 1 of ring 1: 'no grant', expected one\. Take the parameters ag"):
         ledger.push(1, 1, 0)
 
 

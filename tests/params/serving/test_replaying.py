@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave import rpc
-from ringweave.errors import DeadlineError
+from ringweave.errors import DeadlineError, ExpiredGrantError
 from ringweave.param_server import job as param_server_job
 from ringweave.param_server import sessions, snapshots
 from ringweave.param_server.barrier import BarrierResult
@@ -242,6 +242,21 @@ def test_what_comes_with_a_push_is_heard_from_the_server_that_took_over(job: Pai
     }
 
 
+def test_a_ring_that_was_passed_over_may_not_push_to_the_server_that_took_over_either(job: PairJob) -> None:
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    job.hang_up("0.0")
+    job.now_s += sessions.RING_ABSENT_S + 1.0
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b")).texts == {"1": "b"}
+    for _ in range(2):  # told, and then read as a whole
+        job.fail_over()
+        with pytest.raises(ExpiredGrantError, match="push 1 of ring 0: 'no grant'"):
+            job.push("0.0", 0, 1, base)
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    assert job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="again")).texts == {"1": "b"}
+    job.fail_over()
+    assert job.push("0.0", 0, 1, base).version == 1, "an answer that is told again takes nothing from it"
+
+
 def test_rings_that_died_with_the_server_hold_nobody_up_and_are_not_waited_for(job: PairJob) -> None:
     job.call("0.0", Pull(term=0, ring=0, after_sequence=0))
     job.here.discard("0.0")  # nobody was left to notice
@@ -290,7 +305,7 @@ def test_a_job_that_was_begun_on_a_server_that_died_is_begun_on_the_next_one() -
         LeaveRing(term=0, ring=1, is_for_good=True),
         PauseRing(term=0, ring=1),
         BarrierArrival(term=0, ring=1, number=1, text="b"),
-        BarrierResult(number=3, texts={0: "a", 2: ""}),
+        BarrierResult(number=3, texts={0: "a", 2: ""}, passed_over=(1,)),
     ],
 )
 def test_every_fact_has_a_message_of_its_own(fact: ReplicatedFact) -> None:

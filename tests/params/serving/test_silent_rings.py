@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from ringweave import rpc
-from ringweave.errors import RpcError
-from ringweave.param_server.messages import Pull, Push, RingAssignmentRequest
+from ringweave.errors import DeadlineError, ExpiredGrantError, RpcError
+from ringweave.param_server.messages import BarrierArrival, Pull, Push, RingAssignmentRequest
 from ringweave.param_server.versions import StalenessPolicy
 from ringweave.rpc import RpcCall
 from tests.params.serving.two_rings import LONG_S, Job, push_of
@@ -51,13 +51,46 @@ def test_a_ring_that_nothing_is_heard_of_though_its_connections_last_holds_nobod
         job.push("1.0", 1, sequence, version)
         version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence)).version
     assert version > base + most
-    assert job.service.job is not None
-    assert job.service.ring_sessions.absent_rings(job.service.job) == set(), (
-        "where rings meet it is waited for: it may live"
-    )
     assert job.push("0.0", 0, 1, base).staleness_versions > most, "it goes on with what it has"
     assert listen(job, 3.0, beating=("w0", "w1")) == set()
     assert listen(job, 3.0, beating=("w1",), still=("w0",)) == {0}, "each time anew"
+
+
+def test_rings_meet_without_one_that_is_silent_and_what_it_pushes_later_is_lost(job: Job) -> None:
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    job.push("0.0", 0, 1, base, ring_progress="by push 1")
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=1)).version
+    arrival = BarrierArrival(term=0, ring=1, number=1, text="b")
+    listen(job, 5.0, beating=("w0", "w1"))
+    listen(job, 3.5, beating=("w1",), still=("w0",))
+    with pytest.raises(DeadlineError, match="barrier 1 of the rings: 'not all of them'"):
+        job.call("1.0", arrival, limit_s=0.0)
+    listen(job, 1.0, beating=("w1",), still=("w0",))
+    assert job.call("1.0", arrival).texts == {"0": "by push 1", "1": "b"}
+    pushed = job.service.version
+    for message in (push_of(0, 2, base)[0], push_of(0, 2, base)[0]):
+        with pytest.raises(ExpiredGrantError, match="push 2 of ring 0: 'no grant', expected one"):
+            job.call("0.0", message, push_of(0, 2, base)[1])
+    assert job.service.version == pushed
+    # It is heard again, and the others do not wait for it at the barriers that it has missed.
+    listen(job, 3.0, beating=("w0", "w1"))
+    second = BarrierArrival(term=0, ring=1, number=2, text="")
+    assert job.call("1.0", second, limit_s=0.0).texts == {"0": "by push 1", "1": ""}
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=1)).version
+    for number, texts in ((1, {"0": "by push 1", "1": "b"}), (2, {"0": "by push 1", "1": ""})):
+        assert job.call("0.0", BarrierArrival(term=0, ring=0, number=number, text="late")).texts == texts
+    assert job.push("0.0", 0, 2, base).version == pushed + 1
+    with pytest.raises(DeadlineError, match="barrier 3 of the rings"):
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=3, text="b"), limit_s=0.0)
+
+
+def test_a_ring_that_is_heard_while_others_wait_is_not_passed_over(job: Job) -> None:
+    listen(job, 5.0, beating=("w0", "w1"))
+    listen(job, 3.5, beating=("w1",), still=("w0",))
+    assert listen(job, 0.1, beating=("w0", "w1")) == set()
+    listen(job, 1.0, beating=("w1",), still=("w0",))
+    with pytest.raises(DeadlineError, match="barrier 1 of the rings"):
+        job.call("1.0", BarrierArrival(term=0, ring=1, number=1, text="b"), limit_s=0.0)
 
 
 def test_a_server_that_was_stopped_itself_passes_nobody_over(job: Job) -> None:

@@ -17,6 +17,15 @@ REPORT_LENGTH = 5 + REPORT_WINDOW
 """Numbers in the vector."""
 
 
+def message_class(num_bytes: int, kind: CollectiveKind = "allreduce", *, is_on_device: bool = False) -> str:
+    """Return the class of a message: two for each doubling of the size; one schedule serves all messages of a class.
+
+    Messages of a device have classes of their own where the native backend is another one for them.
+    """
+    place = " on a device" if is_on_device else ""
+    return f"{kind}{place} {round(2 * math.log2(max(1, num_bytes)))}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningReport:
     """Report of one rank, or of several combined.

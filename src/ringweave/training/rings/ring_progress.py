@@ -172,9 +172,12 @@ class RingCursor:
         self.pending = PendingPush.of_json(pending) if pending else None
         self.start = ResumeStart.of_json(start) if start else None
 
-    def count_answer(self, version: int | None) -> None:
-        """Count the pending push as answered; `version` is that of the new parameters, None if none were pulled."""
-        self.num_pushed += 1
+    def count_answer(self, version: int | None, *, is_lost: bool = False) -> None:
+        """Count the pending push as answered, or as lost.
+
+        `version` is that of the new parameters, None if none were pulled.
+        """
+        self.num_pushed += not is_lost
         self.pending = None
         if version is not None:
             self.base_version, self.next_version = self.next_version, version

@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ringweave.errors import ExpiredGrantError, RemoteError
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient, RingPush
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import OptimizerOption, PushResult
+from ringweave.telemetry import print_line
 from ringweave.training.elastic.retained_reductions import FetchedJson
 from ringweave.training.rings.ring_progress import PendingPush, RingCursor, UnpushedSamples
 
@@ -148,11 +150,11 @@ class RingWorker:
         def exchange() -> FetchedJson:
             self._outbox = self._outbox or FlatTensors(self.specs)  # only the representative needs it
             self._copy_gradients(self._outbox)
-            return {"version": self.push_and_pull(ring_push, self._outbox)}
+            return self.exchange(ring_push, self._outbox)
 
         answer = ring.broadcast_from_first(exchange, self.received.pieces)
         self.apply_parameters(answer.get("version", 0))
-        ring.cursor.num_pushed += 1
+        ring.cursor.num_pushed += not answer.get("is_expired", False)
         ring.samples.clear()
 
     def ring_push(
@@ -178,17 +180,31 @@ class RingWorker:
             spans=pending.spans,
         )
 
-    def push_and_pull(self, ring_push: RingPush, outbox: FlatTensors) -> int:
-        """Push, receive the next parameters and return their version; for the representative."""
-        self.last_result, version = self.ring.client().push_and_pull(
-            ring_push, outbox.buffers(), self._get_inbox().buffers()
-        )
-        self._copy_received()
-        return version
+    def exchange(self, ring_push: RingPush, outbox: FlatTensors) -> FetchedJson:
+        """Push and receive the next parameters; for the representative.
 
-    def push(self, ring_push: RingPush, outbox: FlatTensors) -> None:
-        """Push without pulling; for the representative."""
-        self.last_result = self.ring.client().push(ring_push, outbox.buffers())
+        Returns:
+            Version of the parameters, and `is_expired` if the other rings have ended the epoch without this one: the
+            samples of the push count as lost.
+        """
+        try:
+            self.last_result, version = self.ring.client().push_and_pull(
+                ring_push, outbox.buffers(), self._get_inbox().buffers()
+            )
+        except RemoteError as error:
+            _check_expired(error, ring_push)
+            return {"version": self.pull(ring_push.sequence - 1), "is_expired": True}
+        self._copy_received()
+        return {"version": version}
+
+    def push(self, ring_push: RingPush, outbox: FlatTensors) -> FetchedJson:
+        """Push without pulling; for the representative. Returns `is_expired` as `exchange` does."""
+        try:
+            self.last_result = self.ring.client().push(ring_push, outbox.buffers())
+        except RemoteError as error:
+            _check_expired(error, ring_push)
+            return {"is_expired": True}
+        return {}
 
     def pull(self, after_sequence: int) -> int:
         """Receive the newest parameters and return their version; for the representative."""
@@ -294,9 +310,11 @@ class LocalStepChanges:
         self._num_since += 1
         if self._num_since < self._num_steps:
             return
-        has_answer = self._apply_answer()
+        answer = self._apply_answer()
+        if answer is not None and answer.get("is_expired"):
+            return
         changes = self._changes()
-        if has_answer:  # the server's parameters plus the ring's own change
+        if answer is not None:  # the server's parameters plus the ring's own change
             torch._foreach_copy_(self._worker.parameters, torch._foreach_add(changes, self._worker.received.views))
         self._ring.change_atomically(lambda: self._record_push(changes))
         if self._ring.starts_pushes_at_once:
@@ -324,13 +342,9 @@ class LocalStepChanges:
         changes = self._changes()
         self._ring.change_atomically(lambda: self._record_push(changes))
         ring_push = self._pending_push()
-
-        def push() -> FetchedJson:
-            self._worker.push(ring_push, self.outbox)
-            return {}
-
-        self._ring.broadcast_from_first(push)
-        self._ring.change_atomically(lambda: self._ring.cursor.count_answer(None))
+        answer = self._ring.broadcast_from_first(lambda: self._worker.push(ring_push, self.outbox))
+        is_lost = answer.get("is_expired", False)
+        self._ring.change_atomically(lambda: self._ring.cursor.count_answer(None, is_lost=is_lost))
         self._num_since = 0
 
     def discard_steps(self) -> None:
@@ -352,20 +366,25 @@ class LocalStepChanges:
         self._background_exchange = None
         cursor.count_answer(version)
 
-    def _apply_answer(self) -> bool:
-        """Apply the answer to the push before, on all ranks; return False if there was none."""
+    def _apply_answer(self) -> FetchedJson | None:
+        """Return the answer to the push before, which counts on all ranks; None if there was none.
+
+        If the push has expired, the changes since then are lost too: they are of the same epoch.
+        """
         cursor = self._ring.cursor
         if cursor.pending is None:
-            return False
+            return None
         answer = self._ring.broadcast_from_first(self._fetch_answer, self._worker.received.pieces)
         self._background_exchange = None
-        self._ring.change_atomically(lambda: cursor.count_answer(answer.get("version")))
-        return True
+        is_lost = answer.get("is_expired", False)
+        self._ring.change_atomically(lambda: cursor.count_answer(answer.get("version"), is_lost=is_lost))
+        if is_lost:
+            self._ring.samples.clear()
+            self._worker.apply_parameters(answer["version"])
+        return answer
 
     def _fetch_answer(self) -> FetchedJson:
-        exchange = self._current_exchange()
-        exchange.wait()
-        return {"version": exchange.version}
+        return self._current_exchange().wait()
 
     def _current_exchange(self) -> "_BackgroundExchange":
         """Return the exchange in progress; start it if there is none."""
@@ -393,14 +412,15 @@ class _BackgroundExchange:
     """A push in progress with the following pull, in a thread that delays no end of a process."""
 
     def __init__(self, worker: RingWorker, ring_push: RingPush, outbox: FlatTensors) -> None:
-        self.sequence, self.version = ring_push.sequence, 0
-        self._exchange = lambda: worker.push_and_pull(ring_push, outbox)
+        self.sequence = ring_push.sequence
+        self._answer: FetchedJson = {}
+        self._exchange = lambda: worker.exchange(ring_push, outbox)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ringweave push", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until the parameters have arrived.
+    def wait(self) -> FetchedJson:
+        """Wait until the parameters have arrived; return what `RingWorker.exchange` returned.
 
         Raises:
             RingweaveError: The exchange has failed.
@@ -408,13 +428,24 @@ class _BackgroundExchange:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        return self._answer
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                self.version = self._exchange()
+                self._answer = self._exchange()
         except Exception as error:  # raised by `wait`
             self._error = error
+
+
+def _check_expired(error: RemoteError, ring_push: RingPush) -> None:
+    """Report that the samples of a push are lost, if that is the error; else raise it."""
+    if error.error != ExpiredGrantError.__name__:
+        raise error
+    print_line(
+        f"ringweave: {ring_push.num_samples} samples of push {ring_push.sequence} are lost: the other rings have ended "
+        "the epoch, since nothing was heard of this one"
+    )
 
 
 class ParameterServerOptimizer(Optimizer):

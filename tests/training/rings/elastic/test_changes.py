@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.errors import ConnectionLostError
+from ringweave.errors import ConnectionLostError, RemoteError
 from ringweave.param_server.client import RingPush
 from ringweave.training.elastic.accounting import SampleAccounting
 from ringweave.training.rings import ring_progress
@@ -41,6 +41,11 @@ class Server:
         self.push(round_, content)
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
         return None, self.version
+
+    def pull(self, after_sequence: int, into: Sequence[memoryview]) -> int:
+        assert after_sequence == self.sequence
+        torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
+        return self.version
 
 
 class Member:
@@ -171,3 +176,50 @@ def test_a_push_that_fails_is_said_where_it_is_waited_for() -> None:
     member.step(3.0)
     with pytest.raises(ConnectionLostError, match="no server"):
         member.step(4.0)
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["in the epoch", "at its end"])
+def test_changes_that_come_after_the_others_have_ended_the_epoch_are_lost(at_end: bool) -> None:
+    """The member goes on with the server's parameters, and its next push has the number of the lost one."""
+    member = Member(server := Server())
+    for by in (1.0, 2.0):
+        member.step(by)
+    server.error = RemoteError("push 1 of ring 0: 'no grant'", "ExpiredGrantError")
+    server.value, server.version = 7.0, 5
+    if at_end:
+        member.changes.push_rest()
+    else:
+        member.step(10.0)
+        member.step(20.0)
+    assert (member.parameter[0], server.sequence, member.cursor.pending) == (7.0, 0, None)
+    assert (member.cursor.num_pushed, member.cursor.base_version, member.cursor.next_version) == (0, 5, 5)
+    assert member.samples.num_samples == 0
+    server.error = None
+    for by in (1.0, 2.0):
+        member.step(by)
+    member.changes.send_pending()
+    member.changes.wait_answered()
+    assert [(each.sequence, each.base_version, each.num_samples) for each in server.rounds] == [(1, 5, 8)]
+
+
+def test_other_failures_of_a_push_are_no_loss() -> None:
+    member = Member(server := Server())
+    server.error = RemoteError("push 1 of ring 0: out of order", "TrainingError")
+    for by in (1.0, 2.0):
+        member.step(by)
+    with pytest.raises(RemoteError, match="out of order"):
+        member.changes.push_rest()
+
+
+def test_gradients_that_come_too_late_are_lost_and_training_goes_on() -> None:
+    member = Member(server := Server())
+    worker = RingWorker(member, [member.parameter])
+    member.parameter.grad = torch.ones(3, dtype=torch.float64)
+    member.samples.add(4, 0.5)
+    server.error, server.value, server.version = RemoteError("'no grant'", "ExpiredGrantError"), 7.0, 5
+    worker.push_gradients([{}])
+    assert (member.parameter[0], member.cursor.num_pushed, member.samples.num_samples) == (7.0, 0, 0)
+    assert member.cursor.base_version == 5
+    server.error = None
+    worker.push_gradients([{}])
+    assert [(each.sequence, each.base_version) for each in server.rounds] == [(1, 5)]
