@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringweave.files import file_io
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 
@@ -90,9 +91,9 @@ class GroupFolder:
         """Return the status and the desired state; None for a missing one."""
         status = desired = None
         with contextlib.suppress(FileNotFoundError):
-            status = agent_channel.parse_status(self.status.read_bytes())
+            status = agent_channel.parse_status(file_io.read_bounded(self.status))
         with contextlib.suppress(FileNotFoundError):
-            desired = agent_channel.parse_desired_state(self.desired_state.read_bytes())
+            desired = agent_channel.parse_desired_state(file_io.read_bounded(self.desired_state))
         return status, desired
 
     @property
