@@ -4,7 +4,6 @@ The table is a file of this package. `bench/training/loss_table.py` measured it 
 more. So an increase is known by its spread over tasks and seeds, and counts by its upper end.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from ringweave.files import file_io
 from ringweave.planning.sites import MIN_INNER_STEPS
 
 FILE = "loss_table.json"
@@ -75,7 +75,7 @@ class LossTable:
 
 def load_loss_table() -> LossTable:
     """Return the package's table."""
-    return parse_loss_table(json.loads(resources.files("ringweave.planning").joinpath(FILE).read_text()))
+    return parse_loss_table(file_io.parse_json(resources.files("ringweave.planning").joinpath(FILE).read_text()))
 
 
 def parse_loss_table(document: Mapping[str, Any]) -> LossTable:
