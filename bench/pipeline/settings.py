@@ -33,6 +33,8 @@ class Setting:
     """Float32 numbers per sample between blocks."""
     samples: int = SAMPLES
     """Samples per microbatch."""
+    wire: str = "exact"
+    """Format of what passes from stage to stage."""
 
 
 def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
@@ -48,7 +50,11 @@ def make_pipeline(setting: Setting) -> Pipeline:
         TimedBlock(nn.Linear(setting.width, setting.width), work_s, 2 * work_s, device) for work_s in setting.work_s
     ]
     settings = Settings(
-        num_microbatches=setting.num_microbatches, schedule=setting.schedule, splits=setting.splits, device=CPU
+        num_microbatches=setting.num_microbatches,
+        schedule=setting.schedule,
+        splits=setting.splits,
+        wire=setting.wire,
+        device=CPU,
     )
     return Pipeline(blocks, nn.MSELoss(), make_optimizer, batch(setting), settings)
 

@@ -68,7 +68,7 @@ class WorkerEnvironment:
     """Name of the schedule that every large enough collective must use; None: the planner chooses."""
     wire: str = EXACT
     """Wire format of gradients on slow links, one of WIRES; every rank needs the same. Under `ringweave.prepare` its
-    argument counts; else it holds for all large float32 sums."""
+    argument counts; else it holds for all large float32 sums, and for what the stages of a pipeline exchange."""
     max_loss_increase: str | None = None
     """Loss at equal samples that `auto` may give up for speed, such as `0.5%`; None: it takes nothing that costs some.
     """

@@ -104,7 +104,7 @@ class PeerError(CommunicationError):
 
 
 class DisagreementError(CommunicationError):
-    """Ranks of one group do not run the same schedule or the same collective."""
+    """Ranks of one group do not run the same schedule or collective, or a message is not what was agreed."""
 
 
 class RpcError(RingweaveError):

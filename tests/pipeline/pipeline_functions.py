@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringweave.errors import RingweaveError
-from ringweave.pipeline import Pipeline, Settings, checkpoints
+from ringweave.pipeline import Pipeline, Settings, checkpoints, profiling
+from ringweave.pipeline.runtime import boundary_formats
 
 FEATURES, CLASSES, BATCH = 6, 3, 24
 
@@ -32,6 +34,7 @@ class Case:
     reduction: str = "mean"
     max_norm: float | None = 0.1
     autocast: torch.dtype | None = None
+    wire: str | None = None
     widths: tuple[int, ...] = field(default=(FEATURES, 16, 16, 16, 16))
 
 
@@ -63,6 +66,7 @@ def make_pipeline(case: Case) -> Pipeline:
         reduction=case.reduction,
         seed=7,
         autocast=case.autocast,
+        wire=case.wire,
     )
     loss_fn = nn.CrossEntropyLoss(reduction=case.reduction)
     return Pipeline(make_blocks(case.widths), loss_fn, make_optimizer, torch.empty(BATCH, FEATURES), settings)
@@ -133,6 +137,49 @@ def move(pipeline: Pipeline, splits: tuple[int, ...]) -> None:
             pipeline.blocks.allocate(block).load_state_dict(message[0][0])
             pipeline.optimizer.add_block(block, message[0][1])
     pipeline.repartition(splits)
+
+
+def train_counting_bytes(case: Case, partitions: list[tuple[int, ...]]) -> tuple[list[float], list[tuple[int, int]]]:
+    """`change_partition`: loss of each step, and (bytes sent, bytes by the profile at the stage's cuts) of each."""
+    pipeline, losses, counted = make_pipeline(case), [], []
+    profile = profiling.profile(pipeline, make_optimizer, rounds=1)
+    sent, encode = [0], boundary_formats.encode
+
+    def counting(wire: str, values: Tensor) -> Tensor:
+        message = encode(wire, values)
+        sent[0] += message.nbytes
+        return message
+
+    boundary_formats.encode = counting
+    for step in range(case.num_steps):
+        sent[0] = 0
+        x, y = batch_of(step)
+        losses.append(pipeline.train_step(x, target=y, max_norm=case.max_norm).item())
+        before, behind = (0, *pipeline.layout.splits, 0)[pipeline.stage :][:2]
+        planned = profile.blocks[behind - 1].forward_bytes if behind else 0
+        planned += profile.blocks[before - 1].backward_bytes if before else 0
+        counted.append((sent[0], case.num_microbatches * planned))
+        if partitions:
+            move(pipeline, partitions[step % len(partitions)])
+    boundary_formats.encode = encode
+    return losses, counted
+
+
+def disagree_about_wires() -> list[str]:
+    """The texts of the errors: ranks with other formats, and one of `--wire` that stages lack."""
+    texts = []
+    for wire, environ in (("bf16" if dist.get_rank() else "int8", ""), (None, "int4")):
+        os.environ["RINGWEAVE_WIRE"] = environ
+        try:
+            make_pipeline(Case(splits=(2,), wire=wire))
+        except RingweaveError as error:
+            texts.append(str(error))
+    os.environ["RINGWEAVE_WIRE"] = "auto"
+    assert make_pipeline(Case(splits=(2,))).settings.wire == "exact"
+    os.environ["RINGWEAVE_WIRE"] = "int8"
+    assert make_pipeline(Case(splits=(2,))).settings.wire == "int8"
+    assert make_pipeline(Case(splits=(2,), wire="exact")).settings.wire == "exact"
+    return texts
 
 
 def repartition_wrongly() -> list[str]:

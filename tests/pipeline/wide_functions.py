@@ -41,36 +41,50 @@ def side_of(index: int) -> Tensor:
     return torch.rand(BATCH, 1, generator=torch.Generator().manual_seed(99 + index), dtype=torch.float64)
 
 
-def make_wide(devices: str, schedule: str, reduction: str, splits: tuple[int, ...]) -> Pipeline:
+def make_wide(
+    devices: str, schedule: str, reduction: str, splits: tuple[int, ...], wire: str | None = None
+) -> Pipeline:
     settings = Settings(
         num_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
         splits=splits,
         devices=StageDevices.parse(devices),
         reduction=reduction,
+        wire=wire,
     )
     blocks = wide_blocks()
     placed = StageDevices.parse(devices)
     if dist.get_rank() not in [min(placed.members(stage)) for stage in range(placed.num_stages)]:
         nn.init.zeros_(next(blocks[0].parameters()))  # ranks of a stage take the values of its first
-    example = torch.empty(BATCH, FEATURES, dtype=torch.float64)
+    dtype = torch.float64 if wire is None else torch.float32
+    blocks = [block.to(dtype) for block in blocks]
+    example = torch.empty(BATCH, FEATURES, dtype=dtype)
     loss_fn = nn.CrossEntropyLoss(reduction=reduction)
-    return Pipeline(blocks, loss_fn, make_optimizer, example, settings, {"weights": side_of(0)})
+    return Pipeline(blocks, loss_fn, make_optimizer, example, settings, {"weights": side_of(0).to(dtype)})
 
 
 def train_wide(
-    devices: str, splits: tuple[int, ...], schedules: list[str], reduction: str = "mean", later: str = ""
+    devices: str,
+    splits: tuple[int, ...],
+    schedules: list[str],
+    reduction: str = "mean",
+    later: str = "",
+    wire: str | None = None,
 ) -> list[tuple[dict[int, list[float]], list[float], list[float]]]:
-    """For each schedule: (parameters of the held blocks, losses with clipping, microbatches' losses of the last)."""
+    """For each schedule: (parameters of the held blocks, losses with clipping, microbatches' losses of the last).
+
+    In float32 if there is a wire format.
+    """
     found = []
     for schedule in schedules:
-        pipeline = make_wide(devices, schedule, reduction, splits)
+        pipeline = make_wide(devices, schedule, reduction, splits, wire)
         replica, losses = pipeline.layout.replica_of_rank(pipeline.rank), []
+        dtype = pipeline.boundaries[0].tensors[0].dtype
         for step in range(4):
             x, y = batch_of(step + 100 * replica)
-            side = {"weights": side_of(step + 100 * replica)}
-            losses.append(pipeline.train_step(x.double(), target=y, max_norm=0.2, side=side).item())
-            held_out = pipeline.evaluate(x.double(), target=y, side=side)
+            x, side = x.to(dtype), {"weights": side_of(step + 100 * replica).to(dtype)}
+            losses.append(pipeline.train_step(x, target=y, max_norm=0.2, side=side).item())
+            held_out = pipeline.evaluate(x, target=y, side=side)
             if later and step == 1:
                 pipeline.repartition(pipeline.layout.splits, StageDevices.parse(later))
         held = {

@@ -10,11 +10,21 @@ from ringweave.planning.partition.problem import PartitionMemory, PartitionProbl
 from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_schedules
 
+_WIRE_RATIOS = {"exact": 1.0, "bf16": 0.5, "int8": 0.25}
+"""Bytes of a value beside those of float32; int8 has 8 more for each channel."""
+
 
 @click.command
 @click.option("--work", metavar="w1,..,wn", required=True, help="Of each block: forward and backward of a microbatch.")
 @click.option("--capability", metavar="c1,..,cM", required=True, help="Of each device: work per second.")
 @click.option("--activation", metavar="a1,..,an", help="All that crosses the cut behind a block; the last is not used.")
+@click.option(
+    "--wire",
+    type=click.Choice(tuple(_WIRE_RATIOS)),
+    default="exact",
+    show_default=True,
+    help="Count half or a quarter of --activation, as between stages that send float32 so.",
+)
 @click.option("--bandwidth", metavar="B2,..,BM", help="Of the link into each device but the first.")
 @click.option("--memory", metavar="L1,..,LM", help="Of each device; with --block-memory or --block-stash.")
 @click.option("--block-memory", metavar="p1,..,pn", help="Of each block: parameters, gradients, optimizer state.")
@@ -34,6 +44,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     work: str,
     capability: str,
     activation: str | None,
+    wire: str,
     bandwidth: str | None,
     memory: str | None,
     block_memory: str | None,
@@ -50,6 +61,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     larger of both. All times are predicted. `ringweave plan CLUSTER --pipeline FILE` plans stages of several devices.
     """
     row = _parse_numbers("--work", work)
+    crossing = tuple(each * _WIRE_RATIOS[wire] for each in _parse_numbers("--activation", activation))
     devices = _parse_numbers("--capability", capability)
     depths = tuple(
         pipeline_schedules.num_warmup_forwards(schedule, i, len(devices), microbatches)
@@ -58,7 +70,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     problem = PartitionProblem(
         work=(row,),
         capability=devices,
-        activation=_parse_numbers("--activation", activation),
+        activation=crossing,
         bandwidth=_parse_numbers("--bandwidth", bandwidth),
         memory=_parse_memory(memory, block_memory, block_stash, depths, len(row)),
         allow_empty=allow_empty,

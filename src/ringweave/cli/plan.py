@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from ringweave import planning, topology, units
+from ringweave import cost, planning, topology, units
 from ringweave.cli import pipeline_stages
 from ringweave.cli import progress as cli_progress
 from ringweave.cli.progress import ProgressPrinter
 from ringweave.cost import network
+from ringweave.environment import EXACT, WIRES
 from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.launcher.run_dir import RunDir, compare_measured
 from ringweave.planning import Plan, ScheduleChoice
@@ -99,6 +100,13 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
     help="Size of the message; of all blocks together.",
 )
 @click.option(
+    "--wire",
+    type=click.Choice(WIRES),
+    default=EXACT,
+    show_default=True,
+    help="Format of what passes the links that bind, as in run; of an allreduce.",
+)
+@click.option(
     "--simulate",
     "num_simulated",
     type=click.IntRange(0, 7),
@@ -118,6 +126,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str | None,
     kind: CollectiveKind,
     size: str,
+    wire: str,
     num_simulated: int | None,
     rates_path: str | None,
     leader_per_nic: bool,
@@ -141,6 +150,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     if pipeline_path is not None:
         return pipeline_stages.print_plan(str(cluster_path), pipeline_path, memory, as_json=as_json)
     _check_arguments(cluster_path, run_dir, picture, rates_path)
+    check_encodable(wire, kind)
     if run_dir is not None:
         return print_measured(run_dir, as_json=as_json)
     num_bytes = units.parse_bytes(size)
@@ -152,7 +162,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     plan = planning.plan_group(
         cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, kinds=[kind], on_progress=progress.print_if_due
     )
-    message = _Message(kind, num_bytes)
+    message = _Message(kind, num_bytes, plan.choose(num_bytes, kind=kind, wire=wire).wire)
     simulated = _simulate_schedules(plan, cluster, message, num_simulated, rates, progress)
     if picture_path is not None:
         from ringweave.plots import plan_plot
@@ -165,6 +175,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
             *cli_progress.measured_rates_line(rates, cluster, rates_path),
             "",
             *_plan_lines(cluster, plan, message),
+            *_wire_lines(cluster, plan, message, wire, rates),
             "",
         ]
         click.echo("\n".join([cluster.describe(), *lines, *_choice_table(plan, message, simulated)]))
@@ -172,10 +183,56 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 
 
 class _Message(NamedTuple):
-    """A collective and its size."""
+    """A collective, its size, and the format of what passes the links that bind."""
 
     kind: CollectiveKind
     num_bytes: int
+    wire: str
+
+
+def check_encodable(wire: str, kind: CollectiveKind) -> None:
+    """Raise unless the collective may travel so.
+
+    Raises:
+        UsageError: A format other than exact, of another collective than an allreduce.
+    """
+    if wire != EXACT and kind != "allreduce":
+        do = "Leave --wire out: other collectives travel exactly"
+        raise UsageError(explain(f"--wire of {kind}", got=wire, expected=EXACT, do=do))
+
+
+def _bytes_on_link(cluster: Cluster, plan: Plan, message: _Message) -> dict[str, float]:
+    """Return the bytes on each link by formula, of the schedule that is predicted fastest."""
+    kind, num_bytes, wire = message
+    name = plan.choose(num_bytes, kind=kind, wire=wire).schedule
+    return cost.bytes_on_links(plan.generate(name, kind, wire=wire), cluster, plan.nodes, num_bytes)
+
+
+def _wire_lines(cluster: Cluster, plan: Plan, message: _Message, asked: str, rates: Mapping[str, float]) -> list[str]:
+    """Return the effect of a format other than exact: zones, time, and bytes on the most loaded links."""
+    if asked == EXACT:
+        return []
+    exact = message._replace(wire=EXACT)
+    now, before = (plan.choose(each.num_bytes, wire=each.wire) for each in (message, exact))
+    exact_text = f"exact {_format_time(before.predicted_s)} by {before.schedule} (predicted)"
+    if message.wire == EXACT:
+        why = "a format would gain less than 10 %" if plan.wires else "no links between nodes, or too many ranks"
+        return [f"wire     {exact_text}: {why}"]
+    num_zones = len(set(next(each.zones for each in plan.wires if each.format == message.wire)))
+    what = f"{message.wire} between {num_zones} zones of ranks"
+    carried, carried_before = (_bytes_on_link(cluster, plan, each) for each in (message, exact))
+    speeds = {**{link.name: link.bandwidth_bytes_per_s for link in cluster.links()}, **rates}
+    loaded = sorted(carried, key=lambda link: -carried[link] / speeds[link])
+    links = [
+        f"  {link} carries {carried[link] / 1e6:.4g} MB, exact {carried_before[link] / 1e6:.4g} MB (predicted)"
+        for link in loaded
+    ]
+    coding_s = plan.demand(now.schedule, wire=message.wire).coding_s_per_byte * message.num_bytes
+    return [
+        f"wire     {what}: {_format_time(now.predicted_s)} by {now.schedule}, {exact_text}",
+        f"         coding takes {_format_time(coding_s)} of a rank's processor (predicted)",
+        *_first_lines(links, "links"),
+    ]
 
 
 def _simulate_schedules(
@@ -198,7 +255,7 @@ def _simulate_schedules(
     machine = HostModel.assumed()  # these costs agree with measurements (docs/explanation/cost-and-simulation.md)
     if count is None:
         return simulated.estimate_candidates(
-            plan, cluster, message.num_bytes, kind=message.kind, rates=rates, machine=machine
+            plan, cluster, message.num_bytes, kind=message.kind, wire=message.wire, rates=rates, machine=machine
         )
     return simulated.simulate_best(
         plan,
@@ -206,6 +263,7 @@ def _simulate_schedules(
         message.num_bytes,
         count=count,
         kind=message.kind,
+        wire=message.wire,
         rates=rates,
         machine=machine,
         on_progress=tell,
@@ -214,7 +272,8 @@ def _simulate_schedules(
 
 def _chosen_schedule(plan: Plan, message: _Message, simulated: Mapping[str, float]) -> str:
     """Return the schedule chosen by simulation, or by formula where nothing was simulated."""
-    return plan.fastest(simulated) if simulated else plan.choose(message.num_bytes, kind=message.kind).schedule
+    kind, num_bytes, wire = message
+    return plan.fastest(simulated) if simulated else plan.choose(num_bytes, kind=kind, wire=wire).schedule
 
 
 def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
@@ -241,12 +300,14 @@ def _check_picture_path(picture: str | None) -> Path | None:
 def _plan_document(
     cluster: Cluster, plan: Plan, message: _Message, simulated: Mapping[str, float]
 ) -> dict[str, object]:
-    kind, num_bytes = message
+    kind, num_bytes, wire = message
     planned, bound_s = plan.collective(kind), plan.bound_s(num_bytes, kind)
     assert planned is not None
     return {
         "collective": kind,
         "bytes": num_bytes,
+        "wire": wire,
+        "bytes_on_link": _bytes_on_link(cluster, plan, message),
         "bound_s": bound_s,
         "binding": planned.binding,
         "chosen": _chosen_schedule(plan, message, simulated),
@@ -259,9 +320,9 @@ def _plan_document(
                 "num_segments": choice.num_segments,
                 "lag": choice.lag,
                 "window": choice.window,
-                "most_loaded": plan.demand(choice.schedule, kind).busiest,
+                "most_loaded": plan.demand(choice.schedule, kind, wire).busiest,
             }
-            for choice in plan.choices(num_bytes, kind)
+            for choice in plan.choices(num_bytes, kind, wire)
         ],
         "left_out": dict(planned.left_out),
         "leaders": list(plan.leaders),
@@ -282,14 +343,14 @@ def _bound_fraction(bound_s: float, choice: ScheduleChoice) -> float | None:
 
 def _plan_lines(cluster: Cluster, plan: Plan, message: _Message) -> list[str]:
     """Return the bound and its reason, the ring, the leaders of an allreduce, and the ways of tensors."""
-    kind, num_bytes = message
+    kind, num_bytes, wire = message
     planned = plan.collective(kind)
     assert planned is not None
 
     def who(rank: int) -> str:
         return plan.nodes[rank] if cluster.node(plan.nodes[rank]).num_devices == 1 else f"{plan.nodes[rank]}/{rank}"
 
-    what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks"
+    what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks" + (", all exact" if wire != EXACT else "")
     return [
         f"bound    {_format_time(plan.bound_s(num_bytes, kind))} for {_of_kind(kind)}{what}",
         f"         {planned.binding}",
@@ -329,14 +390,14 @@ def _cuda_lines(cluster: Cluster, plan: Plan) -> list[str]:
 
 
 def _choice_table(plan: Plan, message: _Message, simulated: Mapping[str, float]) -> list[str]:
-    chosen, (kind, num_bytes) = _chosen_schedule(plan, message, simulated), message
+    chosen, (kind, num_bytes, wire) = _chosen_schedule(plan, message, simulated), message
     planned = plan.collective(kind)
     assert planned is not None
     second = ["simulated"] if simulated else []
     rows = [("schedule", "predicted", *second, "bound/predicted", "segments", "most loaded")]
-    for choice in plan.choices(num_bytes, kind):
+    for choice in plan.choices(num_bytes, kind, wire):
         fraction = _bound_fraction(plan.bound_s(num_bytes, kind), choice)
-        demand = plan.demand(choice.schedule, kind)
+        demand = plan.demand(choice.schedule, kind, wire)
         rows.append(
             (
                 choice.schedule,
@@ -353,23 +414,23 @@ def _choice_table(plan: Plan, message: _Message, simulated: Mapping[str, float])
         + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     ]
-    why = _choice_reason(plan, message, plan.choose(num_bytes, chosen, kind), simulated)
+    why = _choice_reason(plan, message, plan.choose(num_bytes, chosen, kind, wire), simulated)
     return [*lines, *(f"  {name}: left out, {reason}" for name, reason in planned.left_out), "", why]
 
 
 def _choice_reason(plan: Plan, message: _Message, chosen: ScheduleChoice, simulated: Mapping[str, float]) -> str:
     """Return the reason of the choice, in a sentence or two."""
-    kind, num_bytes = message
-    demand = plan.demand(chosen.schedule, kind)
+    kind, num_bytes, wire = message
+    demand = plan.demand(chosen.schedule, kind, wire)
     if demand.busiest_s_per_byte * num_bytes < chosen.predicted_s / 2:
         reason = (
             f"waits for {demand.num_latencies} messages one after the other and handles {demand.num_messages} per rank"
         )
     else:
         reason = f"needs its most loaded link for {_format_time(demand.busiest_s_per_byte * num_bytes)} only"
-    by_formula = plan.choose(num_bytes, kind=kind).schedule
+    by_formula = plan.choose(num_bytes, kind=kind, wire=wire).schedule
     if not simulated:
-        others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes, kind)}
+        others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes, kind, wire)}
         return f"* {chosen.schedule} {reason}; {_runner_up_text(chosen.schedule, others, 'predicted')}."
     differs = f" By formula it would be {by_formula}." if by_formula != chosen.schedule else ""
     return f"* {chosen.schedule} {reason}; {_runner_up_text(chosen.schedule, simulated, 'simulated')}.{differs}"

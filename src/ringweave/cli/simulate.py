@@ -12,7 +12,9 @@ import click
 from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import pipeline_stages
 from ringweave.cli import progress as cli_progress
+from ringweave.cli.plan import check_encodable
 from ringweave.cost import Bound, network
+from ringweave.environment import EXACT, WIRES
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
@@ -38,6 +40,13 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
     default="allreduce",
     show_default=True,
     help="The collective.",
+)
+@click.option(
+    "--wire",
+    type=click.Choice(WIRES),
+    default=EXACT,
+    show_default=True,
+    help="Format of what passes the links that bind, as in run; of an allreduce.",
 )
 @click.option("--root", type=click.IntRange(min=0), metavar="RANK", help="Rank that broadcasts; by default rank 0.")
 @click.option(
@@ -72,6 +81,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str,
     schedule: str | None,
     kind: CollectiveKind,
+    wire: str,
     root: int | None,
     size: str,
     segments: int | None,
@@ -92,27 +102,27 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     the time of detection. By default the network alone takes time: latency and, without --rates, rates of the
     cluster file.
 
-    With --pipeline it simulates a train step of the planned stages, or of --devices; nodes may straggle (NODE=2).
+    With --pipeline it simulates a train step of the planned stages, or of --devices; nodes may straggle.
     """
-    own = ("memory", "devices_text", "splits_text")
-    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=("straggles", "trace_path"))
+    own, shared = ("memory", "devices_text", "splits_text"), ("straggles", "trace_path")
+    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=shared)
     file_io.check_writable("--trace", trace_path)
+    check_encodable(wire, kind)
     faults = [*map(parse_straggler, straggles), *map(parse_failure, failures)]
     if pipeline_path is not None:
         given = pipeline_stages.SimulationOptions(memory, devices_text, splits_text, faults, trace_path, as_json)
         return pipeline_stages.print_simulation(cluster_path, pipeline_path, given)
     processors = _resolve_processors(processors, faults)
     machine, num_bytes = _resolve_machine(processors), units.parse_bytes(size)
-    cluster = topology.load(cluster_path)
+    cluster, progress = topology.load(cluster_path), cli_progress.terminal_progress()
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
-    progress = cli_progress.terminal_progress()
-    ranks = [node.name for node in cluster.nodes for _ in node.devices]
-    _check_root(root, kind, len(ranks))
+    _check_root(root, kind, len(ranks := [node.name for node in cluster.nodes for _ in node.devices]))
     plan = planning.plan_group(cluster, ranks, rates=rates, kinds=[kind], on_progress=progress.print_if_due)
-    choice = _resolve_choice(plan, num_bytes, kind, schedule, segments)
+    choice = _resolve_choice(plan, num_bytes, kind, schedule, segments, wire)
+    what = _what_text(choice, kind, num_bytes, len(ranks))
     bound = cost.bound(cluster, num_bytes, nodes=ranks, rates=rates, kind=kind, root=root or 0)
     found = sim.simulate(
-        plan.generate(choice.schedule, kind, root),
+        plan.generate(choice.schedule, kind, root, wire=choice.wire),
         cluster,
         plan.nodes,
         num_bytes,
@@ -132,7 +142,6 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         click.echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
     else:
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
-        what = _what_text(choice, kind, num_bytes, len(ranks))
         lines = _simulation_lines(found, cluster, plan, bound, what, work, rates)
         click.echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
     return 0
@@ -169,13 +178,13 @@ def _check_root(root: int | None, kind: CollectiveKind, num_ranks: int) -> None:
 
 
 def _resolve_choice(
-    plan: Plan, num_bytes: int, kind: CollectiveKind, schedule: str | None, segments: int | None
+    plan: Plan, num_bytes: int, kind: CollectiveKind, schedule: str | None, segments: int | None, wire: str
 ) -> ScheduleChoice:
     names = schedules.schedule_names(kind)
     if schedule is not None and schedules.check_schedule_name(schedule) not in (*names, schedules.NATIVE):
         expected = f"one of {', '.join(names)}"
         raise UsageError(explain(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these"))
-    choice = plan.choose(num_bytes, schedule, kind)
+    choice = plan.choose(num_bytes, schedule, kind, wire)
     if segments is None:
         return choice
     return dataclasses.replace(choice, num_segments=segments, lag=max(1, choice.lag), predicted_s=math.inf)
@@ -183,6 +192,7 @@ def _resolve_choice(
 
 def _what_text(choice: ScheduleChoice, kind: CollectiveKind, num_bytes: int, num_ranks: int) -> str:
     what = f"{units.format_bytes(num_bytes)} among {num_ranks} ranks by {choice.schedule}"
+    what += "" if choice.wire == EXACT else f" in {choice.wire}"
     cut = f"({choice.num_segments} segment{'s' if choice.num_segments > 1 else ''})"
     return f"{'' if kind == 'allreduce' else f'the {kind} of '}{what} {cut}"
 
@@ -193,6 +203,7 @@ def _simulation_document(
     return {
         "bytes": num_bytes,
         "schedule": choice.schedule,
+        "wire": choice.wire,
         "num_segments": choice.num_segments,
         "lag": choice.lag,
         "window": choice.window,

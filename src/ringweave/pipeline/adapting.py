@@ -11,6 +11,7 @@ same message's time at profiling, after a pause in which the link can refill its
 
 import enum
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,10 +24,10 @@ from torch import Tensor
 from ringweave.environment import WorkerEnvironment
 from ringweave.pipeline import profiling
 from ringweave.pipeline.migration import BlockMigrator, MigrationOutcome
-from ringweave.pipeline.optimizer import MakeOptimizer
+from ringweave.pipeline.optimizer import MakeOptimizer, has_parameters
 from ringweave.pipeline.pipeline import Pipeline, broadcast_text
 from ringweave.pipeline.profiling import LinkProbe, Profile, StageLink, transfer_mode
-from ringweave.pipeline.runtime.stopwatch import StopwatchLap
+from ringweave.pipeline.runtime.stopwatch import Stopwatch, StopwatchLap
 from ringweave.pipeline.stage_layout import Layout
 from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.repartition import (
@@ -382,7 +383,7 @@ def adapt(
     run_dir = WorkerEnvironment.from_environ(os.environ).run_dir
     log = EventLog(run_dir / "events.jsonl") if run_dir and pipeline.rank == 0 else None
     overheads = profiling.measure_overheads(pipeline, links, rounds=profile_rounds, clock=clock)
-    reduces_s = profiling.measure_reduces(pipeline, rounds=profile_rounds, clock=clock)
+    reduces_s = _measure_reduces(pipeline, profile_rounds, clock)
     workload = build_workload(pipeline, block_profile, links, overheads, memory_bytes=memory_bytes)
     conditions = initial_conditions(block_profile, links, _reduce_rates(pipeline, reduces_s))
     workload.problem(conditions)
@@ -394,6 +395,36 @@ def adapt(
         log=log,
         clock=clock,
     )
+
+
+def _measure_reduces(pipeline: Pipeline, rounds: int, clock: Callable[[], float]) -> tuple[float, ...]:
+    """Measure the allreduce of each stage's gradients over its devices, in seconds; the same on every rank.
+
+    All ranks call it at the same time, and all stages reduce at the same time, as at the end of a train step. A stage
+    of one device takes no time.
+
+    Cost: (rounds + 1) allreduces of the gradients.
+    """
+    table = torch.zeros(pipeline.layout.num_stages, dtype=torch.float64)
+    group, stopwatch = pipeline.groups.stage_replicas, Stopwatch(pipeline.device, clock)
+    stopwatch.is_on, laps = True, []
+    held = [pipeline.blocks[block] for block in pipeline.blocks.held if has_parameters(pipeline.blocks[block])]
+    sizes = [sum(each.numel() for each in block.parameters() if each.requires_grad) for block in held]
+    messages = [torch.zeros(size, device=pipeline.device) for size in sizes]
+
+    def reduce_all() -> None:
+        works = [dist.all_reduce(message, group=group, async_op=True) for message in messages]
+        for work in works:
+            work.wait()
+
+    for _ in range(rounds + 1):
+        pipeline.groups.barrier()
+        if group is not None:
+            stopwatch.time(reduce_all, is_forward=False)
+            laps.append(stopwatch.lap().compute_s)
+    if laps:
+        table[pipeline.stage] = statistics.median(laps[1:])
+    return tuple(pipeline.groups.max_over_ranks(table).tolist())
 
 
 def build_workload(
@@ -433,6 +464,9 @@ def build_workload(
         transfers=transfer_mode(settings.schedule, pipeline.layout.devices),
         memory=memory,
         devices=pipeline.layout.devices,
+        coding_s=tuple(tuple(cost.coding_s[device] for cost in costs) for device in devices)
+        if costs[0].coding_s
+        else (),
         fixed_share=tuple(tuple(cost.fixed_share[device] for cost in costs) for device in devices)
         if costs[0].fixed_share
         else (),

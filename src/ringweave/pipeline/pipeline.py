@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringweave.comm import default_group, peer_data
-from ringweave.errors import TrainingError, UsageError, explain
+from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment
+from ringweave.errors import DisagreementError, TrainingError, UsageError, explain
 from ringweave.pipeline import optimizer
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.optimizer import BlockOptimizers, GradScaler, MakeOptimizer
@@ -19,7 +21,7 @@ from ringweave.pipeline.runtime.process_groups import Piggyback, PipelineGroups,
 from ringweave.pipeline.runtime.runner import StageRunner
 from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.pipeline.runtime.torch_schedules import LossFunction
-from ringweave.pipeline.stage_layout import Layout, Settings, even_splits
+from ringweave.pipeline.stage_layout import BOUNDARY_WIRES, Layout, Settings, check_boundary_wire, even_splits
 from ringweave.sim.pipeline_schedules import PipelineSchedule
 from ringweave.sim.stage_devices import StageDevices
 
@@ -43,6 +45,7 @@ class Pipeline:
 
     Raises:
         UsageError: Settings do not fit the blocks or the number of ranks.
+        DisagreementError: Ranks have other wire formats.
         TrainingError: Blocks cannot be traced without data, share weights, or have nothing to train.
     """
 
@@ -57,7 +60,7 @@ class Pipeline:
     ) -> None:
         """`example` (and `side`) are a batch's inputs; only their form matters, so they may be on the meta device."""
         default_group.ensure_process_group(os.environ)
-        self.settings = settings
+        self.settings = settings = replace(settings, wire=_wire_of(settings))
         self.layout = _make_layout(len(blocks), settings)
         self.device = settings.device or default_device()
         default_group.use_gpu_of([self.device])
@@ -73,6 +76,7 @@ class Pipeline:
         self.rank = dist.get_rank()
         self.stage = self.layout.stage_of_rank(self.rank)
         self.groups = PipelineGroups(self.layout, self.device)
+        _check_same_wire(settings, self.groups)
         self.blocks = BlockStore(blocks, self.layout.ranges[self.stage], self.device)
         optimizer.broadcast_first_replica(self.blocks, self.groups)
         self.optimizer = BlockOptimizers(make_optimizer, self.blocks)
@@ -261,6 +265,24 @@ def default_device() -> torch.device:
     """Return this process's own GPU, by LOCAL_RANK, if there is one; else the CPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local_rank) if torch.cuda.device_count() > local_rank else torch.device("cpu")
+
+
+def _wire_of(settings: Settings) -> str:
+    """Return the format between stages; `auto` never encodes, since nothing makes up for its errors later."""
+    if settings.wire is not None:
+        return settings.wire
+    wire = WorkerEnvironment.from_environ(os.environ).wire
+    return EXACT if wire == AUTO_WIRE else check_boundary_wire(wire)
+
+
+def _check_same_wire(settings: Settings, groups: PipelineGroups) -> None:
+    """Raise unless all ranks have the same format, since a message of another length would end the process."""
+    code = BOUNDARY_WIRES.index(settings.wire or EXACT)
+    last, first = groups.max_over_ranks(torch.tensor([code, -code])).tolist()
+    if last != -first:
+        expected = f"{BOUNDARY_WIRES[-first]}, as on another rank"
+        got, do = BOUNDARY_WIRES[last], "Give all ranks the same Settings(wire=...) and --wire"
+        raise DisagreementError(explain("wire format between stages", got=got, expected=expected, do=do))
 
 
 def _make_layout(num_blocks: int, settings: Settings) -> Layout:

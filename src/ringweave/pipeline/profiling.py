@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringweave.environment import EXACT
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.optimizer import MakeOptimizer, has_parameters
 from ringweave.pipeline.pipeline import Pipeline
-from ringweave.pipeline.runtime import boundaries
+from ringweave.pipeline.runtime import boundaries, boundary_formats
 from ringweave.pipeline.runtime.boundaries import Boundary, as_tuple
 from ringweave.pipeline.runtime.process_groups import PipelineGroups
 from ringweave.pipeline.runtime.runner import StageRunner
@@ -164,13 +165,16 @@ class BlockCost:
     update_s: tuple[float, ...]
     """Time of the optimizer's step on each device, once per train step."""
     forward_bytes: int
-    """Size of the activations that go to the next block."""
+    """Size of the activations that go to the next block, in the pipeline's wire format."""
     backward_bytes: int
-    """Size of their gradients, which come back."""
+    """Size of their gradients, which come back, in this format."""
     state_bytes: int
     """Size of parameters, their gradients, buffers and optimizer state."""
     stash_bytes: int
     """Size of the tensors kept from forward until backward."""
+    coding_s: tuple[float, ...] = ()
+    """Time on each device to encode and decode a tensor like the block's output; a cut behind it costs that on both of
+    its sides, half in forward and half in backward. Empty: none, as in the exact format."""
     fixed_share: tuple[float, ...] = ()
     """Fraction of forward and backward that each device also takes for fewer samples; empty: not measured."""
 
@@ -216,17 +220,18 @@ def profile(
     times = _gather_times(pipeline, found)
     blocks = []
     for index, kind in enumerate(kinds):
-        leaving = pipeline.boundaries[index + 1]
+        leaving = boundary_formats.boundary_bytes(bench.wire, pipeline.boundaries[index + 1])
         blocks.append(
             BlockCost(
                 kind=kind,
                 forward_s=times[kind][0],
                 backward_s=times[kind][1],
                 update_s=times[kind][2],
-                forward_bytes=leaving.forward_bytes,
-                backward_bytes=leaving.backward_bytes,
+                forward_bytes=leaving[0],
+                backward_bytes=leaving[1],
                 state_bytes=found[kind][1].state,
                 stash_bytes=found[kind][1].stash,
+                coding_s=times[kind][4] if bench.wire != EXACT else (),
                 fixed_share=times[kind][3] if pipeline.layout.placed.is_wide else (),
             )
         )
@@ -247,9 +252,9 @@ class _BlockBytes:
 
 
 def _gather_times(
-    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, float, float, float], _BlockBytes]]
+    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, ...], _BlockBytes]]
 ) -> dict[str, list[tuple[float, ...]]]:
-    """Return kind -> (forward, backward, update seconds, fixed share); one number per device, of its slowest rank."""
+    """Return kind -> rows of `measure_block`'s seconds; one number per device, of its slowest rank."""
     own = torch.tensor([seconds for seconds, _ in found.values()], dtype=torch.float64)
     table = torch.zeros(pipeline.layout.num_devices, *own.shape, dtype=torch.float64)
     table[pipeline.layout.device_of_rank(pipeline.rank)] = own
@@ -272,8 +277,8 @@ class _BlockBenchmark:
         """Return a block's input and output boundaries."""
         return self._pipeline.boundaries[index], self._pipeline.boundaries[index + 1]
 
-    def measure_block(self, index: int) -> tuple[tuple[float, float, float, float], _BlockBytes]:
-        """Return (seconds of forward, backward and update, and the fixed share of the former; bytes) of a block."""
+    def measure_block(self, index: int) -> tuple[tuple[float, ...], _BlockBytes]:
+        """Return (seconds of forward, backward, update, fixed share of the former, seconds of coding; bytes)."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             block = boundaries.placeholder_copy(self._pipeline.blocks[index], self._device)
@@ -287,7 +292,31 @@ class _BlockBenchmark:
             update_s, state = self._measure_update(block)
             num_bytes = _BlockBytes(state=state, stash=self._stash_bytes(block, values, given))
         forward, backward = zip(*laps[1:], strict=True)
-        return (statistics.median(forward), statistics.median(backward), update_s, fixed), num_bytes
+        seconds = statistics.median(forward), statistics.median(backward), update_s, fixed, self._coding_s(index)
+        return seconds, num_bytes
+
+    @property
+    def wire(self) -> str:
+        """Format in which tensors pass from stage to stage."""
+        return self._pipeline.settings.wire or EXACT
+
+    def _coding_s(self, index: int) -> float:
+        """Return the seconds of encoding and decoding a block's output; nothing for what travels exactly."""
+        outputs = [
+            boundaries.placeholder_like(form, self._device).detach()
+            for form in self._pipeline.boundaries[index + 1].meta_tensors()
+            if boundary_formats.format_of(self.wire, form.shape, form.dtype) != EXACT
+        ]
+
+        def code() -> None:
+            for values in outputs:
+                boundary_formats.decode(self.wire, boundary_formats.encode(self.wire, values), values)
+
+        laps = []
+        for _ in range(self._rounds + 1 if outputs else 0):
+            self._stopwatch.time(code, is_forward=False)
+            laps.append(self._stopwatch.lap().compute_s)
+        return statistics.median(laps[1:]) if outputs else 0.0
 
     @property
     def _part(self) -> float:
@@ -399,24 +428,29 @@ def stage_times(
     """Return the seconds of each device and piece for one microbatch."""
     edges = (0, *splits, len(profile.blocks))
     placed = devices or one_device_each(len(edges) - 1)
-    blocks = [profile.blocks[edges[stage] : edges[stage + 1]] for stage in placed.stage_of_device]
-    own = list(enumerate(blocks))
+    own = [(device, profile.blocks[edges[at] : edges[at + 1]]) for device, at in enumerate(placed.stage_of_device)]
+    crossing = [[_crossing_bytes(profile, cut, what) for cut in splits] for what in ("forward_bytes", "backward_bytes")]
 
     def whole(cost: BlockCost, device: int) -> float:
         """Return the fraction of a block's time that the device's samples take."""
         fixed = cost.fixed_share[device] if cost.fixed_share else 0.0
         return fixed + (1 - fixed) * placed.fraction(device)
 
+    def coding_s(device: int) -> float:
+        """Return the seconds of coding in forward, as many as in backward, at both cuts of the device's stage."""
+        stage = placed.stage_of_device[device]
+        cuts = [profile.blocks[cut - 1] for cut in edges[stage : stage + 2] if 0 < cut < len(profile.blocks)]
+        return placed.fraction(device) * sum(cost.coding_s[device] for cost in cuts if cost.coding_s) / 2
+
+    def computing_s(device: int, held: Sequence[BlockCost], what: str) -> float:
+        return coding_s(device) + sum(getattr(each, what)[device] * whole(each, device) for each in held)
+
     return StageTimes(
-        forward_s=tuple(sum(each.forward_s[device] * whole(each, device) for each in held) for device, held in own),
-        backward_s=tuple(sum(each.backward_s[device] * whole(each, device) for each in held) for device, held in own),
+        forward_s=tuple(computing_s(device, held, "forward_s") for device, held in own),
+        backward_s=tuple(computing_s(device, held, "backward_s") for device, held in own),
         before_s=tuple(sum(each.update_s[device] for each in held) for device, held in own),
-        forward_transfer_s=_piece_times(
-            links[0], placed, [_crossing_bytes(profile, cut, "forward_bytes") for cut in splits]
-        ),
-        backward_transfer_s=_piece_times(
-            links[1], placed, [_crossing_bytes(profile, cut, "backward_bytes") for cut in splits]
-        ),
+        forward_transfer_s=_piece_times(links[0], placed, crossing[0]),
+        backward_transfer_s=_piece_times(links[1], placed, crossing[1]),
         devices=devices,
     )
 
@@ -431,38 +465,6 @@ def transfer_mode(schedule: str | PipelineSchedule, devices: StageDevices | None
     """Return the transfer mode of a schedule, which `predict` needs; with several devices a stage all are data."""
     is_plain = devices is None or devices.is_plain
     return "blocking" if schedule in ("gpipe", "1f1b") and is_plain else "asynchronous"
-
-
-def measure_reduces(
-    pipeline: Pipeline, *, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, ...]:
-    """Measure the allreduce of each stage's gradients over its devices, in seconds; the same on every rank.
-
-    All ranks call it at the same time, and all stages reduce at the same time, as at the end of a train step. A stage
-    of one device takes no time.
-
-    Cost: (rounds + 1) allreduces of the gradients.
-    """
-    table = torch.zeros(pipeline.layout.num_stages, dtype=torch.float64)
-    group, stopwatch = pipeline.groups.stage_replicas, Stopwatch(pipeline.device, clock)
-    stopwatch.is_on, laps = True, []
-    held = [pipeline.blocks[block] for block in pipeline.blocks.held if has_parameters(pipeline.blocks[block])]
-    sizes = [sum(each.numel() for each in block.parameters() if each.requires_grad) for block in held]
-    messages = [torch.zeros(size, device=pipeline.device) for size in sizes]
-
-    def reduce_all() -> None:
-        works = [dist.all_reduce(message, group=group, async_op=True) for message in messages]
-        for work in works:
-            work.wait()
-
-    for _ in range(rounds + 1):
-        pipeline.groups.barrier()
-        if group is not None:
-            stopwatch.time(reduce_all, is_forward=False)
-            laps.append(stopwatch.lap().compute_s)
-    if laps:
-        table[pipeline.stage] = statistics.median(laps[1:])
-    return tuple(pipeline.groups.max_over_ranks(table).tolist())
 
 
 def partition(
@@ -615,7 +617,8 @@ class _OverheadBenchmark:
         layout = replace(whole, num_blocks=whole.num_stages, splits=tuple(range(1, whole.num_stages)))
         crossing = tuple(pipeline.boundaries[edge] for edge in (0, *whole.splits, whole.num_blocks))
         loss_fn = _sum_loss if target is None else self._timed_loss(pipeline.loss_fn)
-        self._runner = StageRunner(layout, pipeline.settings, loss_fn, pipeline.groups, pipeline.device)
+        settings = replace(pipeline.settings, wire=EXACT)  # coding is measured by itself
+        self._runner = StageRunner(layout, settings, loss_fn, pipeline.groups, pipeline.device)
         self._runner.stopwatch.clock, self._runner.stopwatch.is_on = clock, True
         stages = [_WaitingBlock(self._runner.own_part(each), wait_s, times) for each in crossing[1:]]
         self._own_block = stages[pipeline.stage]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ringweave.environment import EXACT
 from ringweave.errors import UsageError, explain
 from ringweave.sim.pipeline_schedules import PipelineSchedule, num_warmup_forwards
 from ringweave.sim.stage_devices import StageDevices, one_device_each
@@ -121,6 +122,8 @@ def even_splits(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 
 
 REDUCTIONS = ("mean", "sum")
+BOUNDARY_WIRES = (EXACT, "bf16", "int8")
+"""Formats of tensors between stages, by growing error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +156,9 @@ class Settings:
     autocast: torch.dtype | None = None
     """Blocks and loss are computed under torch.autocast with this type; None: without. It is set here and not around
     the loop, because the activations between stages may have this type."""
+    wire: str | None = None
+    """Format in which activations and their gradients pass from stage to stage: `exact`, `bf16`, or `int8` with a shift
+    and a scale for each channel. None: that of `ringweave run --wire` (`auto` stands for `exact`), else `exact`."""
     device: torch.device | None = None
     """Device of this rank; None: its own GPU (LOCAL_RANK) if there is one, else the CPU."""
 
@@ -170,6 +176,8 @@ class Settings:
         if self.reduction not in REDUCTIONS:
             do = "Say how the loss of a batch follows from those of its microbatches"
             raise UsageError(explain("reduction", got=self.reduction, expected="mean or sum", do=do))
+        if self.wire is not None:
+            check_boundary_wire(self.wire)
         _check_stages(self.num_stages, self.splits)
         if self.devices is not None:
             _check_stages(self.devices.num_stages, self.splits)
@@ -178,6 +186,19 @@ class Settings:
     def schedule_name(self) -> str:
         """Name of the schedule; `order` for one that was given as data."""
         return self.schedule if isinstance(self.schedule, str) else "order"
+
+
+def check_boundary_wire(wire: str) -> str:
+    """Return the name if tensors can pass from stage to stage in this format.
+
+    Raises:
+        UsageError: They cannot.
+    """
+    if wire not in BOUNDARY_WIRES:
+        expected = f"one of {', '.join(BOUNDARY_WIRES)}"
+        do = "Give another one as Settings(wire=...), which --wire does not change"
+        raise UsageError(explain("wire format between stages", got=wire, expected=expected, do=do))
+    return wire
 
 
 def _check_stages(num_stages: int | None, splits: tuple[int, ...] | None) -> None:

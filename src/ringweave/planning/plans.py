@@ -228,13 +228,13 @@ class Plan:
         """Return the leaders in rows."""
         return schedules.arrange_leaders(self.leaders, self.num_columns)
 
-    def demand(self, name: str, kind: CollectiveKind = "allreduce") -> ScheduleDemand:
-        """Return the link demands of a schedule that was considered.
+    def demand(self, name: str, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> ScheduleDemand:
+        """Return the link demands of a schedule that was considered, exact or encoded.
 
         Raises:
             KeyError: It was not considered.
         """
-        return self._demands(kind)[name]
+        return self._demands(kind, wire)[name]
 
     def bound_s(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> float:
         """Return the least time of any such collective of that size: a bound, not a prediction; 0 if not planned."""
@@ -314,9 +314,13 @@ class Plan:
         do = f"Name another one; it was left out: {reason}"
         return UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
 
-    def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce") -> list[ScheduleChoice]:
-        """Return every considered schedule, at its best pipelining, by predicted time; none if not planned."""
-        found = [best_pipelining(name, asked, num_bytes, kind) for name, asked in self._demands(kind).items()]
+    def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> list[ScheduleChoice]:
+        """Return every considered schedule, at its best pipelining, by predicted time; none if not planned.
+
+        With a format of `wires`, of an allreduce: those considered encoded.
+        """
+        demands = self._demands(kind, wire).items()
+        found = [replace(best_pipelining(name, asked, num_bytes, kind), wire=wire) for name, asked in demands]
         return sorted(found, key=lambda choice: choice.predicted_s)
 
     def choose(
@@ -398,7 +402,9 @@ class Plan:
         }
         return found[self.fastest(costs)]
 
-    def _demands(self, kind: CollectiveKind) -> dict[str, ScheduleDemand]:
+    def _demands(self, kind: CollectiveKind, wire: str = EXACT) -> dict[str, ScheduleDemand]:
+        if wire != EXACT:
+            return next(dict(each.demands) for each in self.wires if each.format == wire)
         planned = self.collective(kind)
         return dict(planned.demands) if planned else {}
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ringweave import sim
+from ringweave.environment import EXACT
 from ringweave.planning.plans import Plan, ScheduleChoice
 from ringweave.schedules import CollectiveKind, Schedule
 from ringweave.sim import HostModel
@@ -31,6 +32,7 @@ def simulate_best(  # noqa: PLR0913 - plan, message, options
     *,
     count: int,
     kind: CollectiveKind = "allreduce",
+    wire: str = EXACT,
     rates: Mapping[str, float] | None = None,
     machine: HostModel | None = None,
     on_progress: Callable[[str, int, int], None] = lambda schedule, done, total: None,
@@ -43,6 +45,7 @@ def simulate_best(  # noqa: PLR0913 - plan, message, options
         num_bytes: Size of the message.
         count: Number of schedules.
         kind: The collective; a broadcast starts at rank 0.
+        wire: Format of what passes slow links, one of `plan.wires`.
         rates: Measured bytes per second by directed link name, as in the plan.
         machine: Costs of processors, memory and kernels; None simulates the network alone.
         on_progress: Called now and then with the name of a schedule, its simulated amount and its total.
@@ -55,7 +58,7 @@ def simulate_best(  # noqa: PLR0913 - plan, message, options
     """
     return {
         choice.schedule: sim.simulate(
-            plan.generate(choice.schedule, kind),
+            plan.generate(choice.schedule, kind, wire=wire),
             cluster,
             plan.nodes,
             num_bytes,
@@ -64,7 +67,7 @@ def simulate_best(  # noqa: PLR0913 - plan, message, options
             machine=machine,
             progress=functools.partial(on_progress, choice.schedule),
         ).seconds
-        for choice in plan.choices(num_bytes, kind)[:count]
+        for choice in plan.choices(num_bytes, kind, wire)[:count]
     }
 
 
@@ -74,6 +77,7 @@ def estimate_candidates(
     num_bytes: int,
     *,
     kind: CollectiveKind = "allreduce",
+    wire: str = EXACT,
     rates: Mapping[str, float] | None = None,
     machine: HostModel | None = None,
 ) -> dict[str, float]:
@@ -89,6 +93,7 @@ def estimate_candidates(
         cluster: The group's cluster.
         num_bytes: Size of the message.
         kind: The collective; a broadcast starts at rank 0.
+        wire: Format of what passes slow links, one of `plan.wires`.
         rates: Measured bytes per second by directed link name, as in the plan.
         machine: Costs of processors, memory and kernels; None is `HostModel.assumed()`.
 
@@ -98,7 +103,7 @@ def estimate_candidates(
     Cost:
         0.1 to 0.8 s of processor time for 3 to 8 ranks; at most about 1.5 s.
     """
-    found = plan.choices(num_bytes, kind)
+    found = plan.choices(num_bytes, kind, wire)
     candidates = [choice for choice in found if choice.predicted_s <= _CANDIDATE_RATIO * found[0].predicted_s][
         :_MAX_CANDIDATES
     ]
@@ -106,7 +111,7 @@ def estimate_candidates(
         return {}
     estimates: dict[str, float] = {}
     for choice in candidates:
-        schedule = plan.generate(choice.schedule, kind)
+        schedule = plan.generate(choice.schedule, kind, wire=wire)
         seconds = _estimate_candidate(
             schedule, plan.nodes, cluster, num_bytes, choice, rates, machine or HostModel.assumed()
         )

@@ -18,9 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
 from ringweave.comm import wire_scope
-from ringweave.environment import EXACT
+from ringweave.environment import AUTO_WIRE, EXACT
 from ringweave.errors import TrainingError, explain
-from ringweave.training.timing import StepTimer
+from ringweave.training.timing import MeasuredStep, StepTimer
+
+_FIRST_WAITS_PASS, _WAITS_PASSES = 16, 64
+"""Backward passes at which ranks decide whether their links bind: the first, and every so many."""
+_LONG_WAITS = 0.1
+"""Fraction of a step; a shorter wait leaves less than the gain for which `auto` takes a format."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,8 +121,14 @@ class GradientReducer:
     residuals: "GradientResiduals | None" = None
     """Errors that encoding has left for the next step; None in an exact format."""
 
+    waits: "GradientWaits | None" = None
+    """Opens `auto`; None if the wire format is not `auto`."""
+
     def __post_init__(self) -> None:
         self.residuals = None if self.wire == EXACT else GradientResiduals()
+        if self.wire == AUTO_WIRE:
+            self.waits = GradientWaits(self.process_group)
+            self.timer.add_listener(self.waits.record)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, dist.GradBucket], Any]) -> None:
         """Use the script's hook; the prepared model has this in place of DDP's function, which takes one hook only.
@@ -142,14 +153,49 @@ class GradientReducer:
         if self.script_hook is not None:
             with wire_scope.encoded_as(EXACT, None):  # it sends what it likes, which need not be gradients
                 return self.script_hook(bucket)
+        wire = self.wire
+        if self.waits is not None and bucket.index() == 0:
+            self.waits.begin_pass()
+        if self.waits is not None and not self.waits.are_long:
+            wire = EXACT
         buffer = bucket.buffer()
         buffer.div_(dist.get_world_size(self.process_group))
-        is_encoded = self.residuals is not None and buffer.dtype == torch.float32
+        is_encoded = wire != EXACT and buffer.dtype == torch.float32
         residual = self.residuals.of_bucket(bucket) if self.residuals is not None and is_encoded else None
-        with wire_scope.encoded_as(self.wire, residual):  # divided before: a residual is in the unit of the mean
+        with wire_scope.encoded_as(wire, residual):  # divided before: a residual is in the unit of the mean
             work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
+
+
+class GradientWaits:
+    """Time that a step waits for gradients beyond the backward pass; it says whether the links bind.
+
+    A reduction that hides behind the backward pass costs nothing, whatever the links could do in another format. So
+    `auto` begins exact, and asks the forecast of each message only once the rank that waits least, which waits for
+    transfers and not for other ranks, has waited for a tenth of its steps.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._process_group = process_group
+        self.are_long = False
+        """All ranks wait for long; it stays so."""
+        self._waited_s, self._steps_s, self._num_passes = 0.0, 0.0, 0
+
+    def record(self, step: MeasuredStep) -> None:
+        """Count a measured step of this rank."""
+        self._waited_s, self._steps_s = self._waited_s + step.exchange_s, self._steps_s + step.wall_s
+
+    def begin_pass(self) -> None:
+        """Count a backward pass; at some, which are the same on all ranks, these decide together."""
+        self._num_passes += 1
+        is_due = self._num_passes == _FIRST_WAITS_PASS or self._num_passes % _WAITS_PASSES == 0
+        if self.are_long or not is_due:
+            return
+        share = torch.tensor([self._waited_s / self._steps_s if self._steps_s else 0.0])
+        dist.all_reduce(share, dist.ReduceOp.MIN, group=self._process_group)
+        self.are_long = share.item() >= _LONG_WAITS
+        self._waited_s = self._steps_s = 0.0
 
 
 class GradientResiduals:
@@ -166,18 +212,21 @@ class GradientResiduals:
 
     def of_bucket(self, bucket: dist.GradBucket) -> Tensor:
         """Return the residual of a bucket, as long as its buffer, on the host."""
-        parameters = bucket.parameters()
-        known = self._of_buckets.get(bucket.index())
-        if known is not None and _are_same(known[0], parameters):
+        return self.of_message(bucket.index(), bucket.parameters(), bucket.buffer().numel())
+
+    def of_message(self, index: int, parameters: Sequence[Tensor], num_elements: int) -> Tensor:
+        """Return the residual of the message with this index, which has gradients of these parameters, in order."""
+        known = self._of_buckets.get(index)
+        if known is not None and _are_same(known[0], parameters) and known[1].numel() == num_elements:
             return known[1]
         if known is not None:
             self._dissolve()
-        residual = wire_scope.new_residual(bucket.buffer().numel())
+        residual = wire_scope.new_residual(num_elements)
         for parameter, part in _parts_of_bucket(parameters, residual):
             left = self._of_parameters.pop(id(parameter), None)
             if left is not None:
                 part.copy_(left)
-        self._of_buckets[bucket.index()] = parameters, residual
+        self._of_buckets[index] = list(parameters), residual
         return residual
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -124,9 +124,9 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             function the workers exchange their weights while the model computes; it works in modes sync and balanced
             without `--elastic`. A batch must have some weight.
         wire: Format in which gradients pass the links that bind: `exact`; `bf16`, `int8` or `int4`, with error
-            feedback, the same bits on all ranks; `auto`: bf16 or int8 where the forecast gains 10 % or more. Gradients
-            of other types than float32 stay exact, and so do those of a sharded model. None is that of
-            `ringweave run --wire`, or else exact.
+            feedback, the same bits on all ranks; `auto`: bf16 or int8 once steps wait for gradients, where the forecast
+            gains 10 % or more. Gradients of other types than float32 stay exact, and so do those of a sharded model.
+            None is that of `ringweave run --wire`, or else exact.
         max_loss_increase: Loss at equal samples, such as `0.5%`, that mode and format `auto` may give up for speed, by
             a table that was measured on other tasks. Within it, mode `auto` takes wire formats, also where none is
             named, and mode local. None is that of `ringweave run --max-loss-increase`; without one `auto` takes exact

@@ -194,11 +194,15 @@ class StepTimer:
 
     def __init__(self, timeline: Timeline, record: Callable[[MeasuredStep], object] = lambda step: None) -> None:
         """Create it; `record` gets each measured step."""
-        self._timeline, self._record = timeline, record
+        self._timeline, self._listeners = timeline, [record]
         self._step: _StepMarks | None = None
         self._span_begin: Any = None
         self._forward_begin: Any = None
         self._ended_steps: deque[_StepMarks] = deque()
+
+    def add_listener(self, record: Callable[[MeasuredStep], object]) -> None:
+        """Let another function get each measured step too."""
+        self._listeners.append(record)
 
     def begin_step(self) -> None:
         """Start a step: the loader is asked for the next batch."""
@@ -279,7 +283,8 @@ class StepTimer:
         taken: list[MeasuredStep] = []
         while self._ended_steps and self._has_passed(self._ended_steps[0]):
             taken.append(self._measure(self._ended_steps.popleft()))
-            self._record(taken[-1])
+            for listener in self._listeners:
+                listener(taken[-1])
         return taken
 
     def _measure(self, step: _StepMarks) -> MeasuredStep:

@@ -37,6 +37,16 @@ def test_few_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["bottleneck_s"] == max(*found["compute_s"], *found["transfer_s"])
 
 
+def test_a_format_counts_less_over_a_thin_link(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cut leaves the place where little crosses for the one where devices are in balance."""
+    thin = ["--work", "1,1,1,1", "--capability", "1,1", "--activation", "1,8,8,0", "--bandwidth", "1"]
+    found = {wire: document(capsys, *thin, "--wire", wire) for wire in ("exact", "bf16", "int8")}
+    assert {wire: each["splits"] for wire, each in found.items()} == {"exact": [1], "bf16": [1], "int8": [2]}
+    assert found["exact"] == document(capsys, *thin)
+    assert (found["int8"]["transfer_s"], found["int8"]["bottleneck_s"]) == ([0, 2], 2)
+    assert found["bf16"]["transfer_s"] == [0, 0.5]
+
+
 def test_an_empty_stage(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "--work", "8,1,8", "--capability", "1,0.01,1", "--allow-empty")
     assert (found["splits"], found["stages"]) == ([1, 1], [[1], [], [2, 3]])

@@ -53,6 +53,35 @@ def test_the_document_of_another_collective(
     assert "r0->core" in found["binding"]
 
 
+def test_the_screen_of_a_wire_format(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line(["plan", RACKS, "--wire", "int8"]) == 0
+    check_golden(GOLDEN / "int8.txt", capsys.readouterr().out)
+
+
+def test_auto_says_why_it_stays_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line(["plan", "examples/clusters/two-unequal-nodes.yaml", "--wire", "auto"]) == 0
+    assert "(predicted): a format would gain less than 10 %\n" in capsys.readouterr().out
+
+
+def test_the_document_of_a_wire_format(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for wire in ("exact", "bf16", "int8", "auto"):
+        assert main.run_command_line(["plan", RACKS, "--wire", wire, "--simulate", "0", "--json"]) == 0
+        found[wire] = json.loads(capsys.readouterr().out)
+    assert [each["wire"] for each in found.values()] == ["exact", "bf16", "int8", "int8"]
+    assert [found[wire]["bytes_on_link"]["r0->core"] / 25e6 for wire in ("exact", "bf16", "int8")] == pytest.approx(
+        [1, 0.5, 0.252], rel=1e-2
+    )
+    assert found["int8"]["choices"][0]["predicted_s"] < 0.3 * found["exact"]["choices"][0]["predicted_s"]
+
+
+@pytest.mark.parametrize("verb", ["plan", "simulate"])
+def test_other_collectives_travel_exactly(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line([verb, RACKS, "--collective", "allgather", "--wire", "bf16"]) == 2
+    expected = "--wire of allgather: 'bf16', expected exact. Leave --wire out: other collectives travel exactly."
+    assert expected in capsys.readouterr().err
+
+
 def test_without_a_size_it_is_25_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run_command_line(["plan", RACKS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == 25_000_000

@@ -28,6 +28,15 @@ def test_the_screen_of_a_failure(check_golden, capsys: pytest.CaptureFixture[str
     check_golden(GOLDEN / "killed.txt", capsys.readouterr().out)
 
 
+def test_a_wire_format_has_fewer_bytes_and_less_time(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run_command_line(["simulate", RACKS, "--schedule", "ring", "--wire", "bf16"]) == 0
+    check_golden(GOLDEN / "bf16.txt", capsys.readouterr().out)
+    exact, int8 = (document(capsys, "--bytes", "25MB", "--wire", wire) for wire in ("exact", "auto"))
+    assert (exact["wire"], int8["wire"]) == ("exact", "int8")
+    assert int8["bytes_on_link"]["r0->core"] / exact["bytes_on_link"]["r0->core"] == pytest.approx(0.252, rel=1e-2)
+    assert int8["simulated_s"] < 0.35 * exact["simulated_s"]
+
+
 def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "--schedule", "ring")
     assert (found["schedule"], found["bytes"], found["bound_s"]) == ("ring", 1_000_000, 0.04)

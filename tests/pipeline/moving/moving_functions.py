@@ -124,6 +124,16 @@ def train_both(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) -> tu
     return train(splits, []), train(splits, partitions)
 
 
+def train_encoded(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) -> tuple[Trained, Trained]:
+    """Without encoding and moves, and with both, by the environment of `run --wire`."""
+    plain = train(splits, [])
+    os.environ["RINGWEAVE_WIRE"] = "bf16"
+    try:
+        return plain, train(splits, partitions)
+    finally:
+        del os.environ["RINGWEAVE_WIRE"]
+
+
 def train_wrongly(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) -> dict[str, Trained]:
     """Each fault is left out of every move, and nobody compares; `none` is without moves."""
     found = {"none": train(splits, [], num_steps=8)}

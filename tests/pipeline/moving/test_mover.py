@@ -38,6 +38,16 @@ def test_twenty_random_moves_have_the_bits_of_none(num_stages: int) -> None:
 
 
 @LONG
+def test_moves_go_on_where_stages_encode_what_they_exchange() -> None:
+    partitions = moving_functions.random_partitions(7, 2, 8)
+    for plain, moved in run_ranks(moving_functions.train_encoded, 2, (3,), partitions, backend="gloo", wait_s=WAIT_S):
+        assert [(each.splits, each.is_done) for each in moved.outcomes] == [(splits, True) for splits in partitions]
+        assert moved.losses != plain.losses
+        mean, exact = (sum(map(sum, each.losses)) for each in (moved, plain))
+        assert mean == pytest.approx(exact, rel=0.01)
+
+
+@LONG
 def test_what_is_left_behind_shows() -> None:
     """The check above can fail: whatever is left out of the moves, it does."""
     partitions = moving_functions.random_partitions(5, 2, 6)

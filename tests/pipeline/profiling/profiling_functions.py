@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings, profiling
-from ringweave.pipeline.adapting import adapt
+from ringweave.pipeline.adapting import adapt, build_workload
 from ringweave.pipeline.profiling import StageLink
 from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from tests.clock import Clock
@@ -50,6 +50,20 @@ def measure_under_autocast() -> profiling.Profile:
     adapt(pipeline, make_optimizer, profile_rounds=1)
     assert pipeline.train_step(torch.ones(4 * NUM, 8), target=torch.zeros(4 * NUM, 8)) > 0
     return profile
+
+
+def measure_encoded() -> tuple[profiling.Profile, int, tuple[tuple[float, ...], ...]]:
+    """Of blocks whose outputs travel in int8; a pipeline of them then adapts and trains; also bytes of a message."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 8)]
+    settings = Settings(num_microbatches=NUM, wire="int8")
+    pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, torch.empty(64 * NUM, 8), settings)
+    profile = profiling.profile(pipeline, make_optimizer, rounds=2)
+    links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, 1000, rounds=1)
+    work = build_workload(pipeline, profile, links)
+    adapt(pipeline, make_optimizer, profile_rounds=1)
+    assert pipeline.train_step(torch.ones(64 * NUM, 8), target=torch.zeros(64 * NUM, 8)) > 0
+    return profile, 24 + 8 * 64 + 64 * 64, work.coding_s
 
 
 def rehearse(schedule: str) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ringweave.errors import UsageError
 from ringweave.pipeline.profiling import BlockCost, Profile, StageLink, partition, predict, transfer_mode
+from ringweave.pipeline.runtime import boundary_formats
 from ringweave.sim import pipeline_schedules
 from ringweave.sim.pipeline_simulation import Overheads
 from ringweave.testing.ranks import run_ranks
@@ -46,6 +48,17 @@ def test_blocks_are_measured_under_autocast() -> None:
     samples, two_bytes = 4, 2
     assert first.blocks[0].forward_bytes == samples * 8 * two_bytes
     assert first.blocks[1].stash_bytes == (samples * 8 + 8 * 8) * two_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_bytes_and_coding_are_those_of_the_format() -> None:
+    first, second = run_ranks(profiling_functions.measure_encoded, 2)
+    assert first == second
+    profile, num_bytes, coding_s = first
+    assert profile.blocks[0].forward_bytes == profile.blocks[0].backward_bytes == num_bytes
+    assert all(0 < seconds < 1 for seconds in profile.blocks[0].coding_s)
+    assert coding_s == tuple(zip(*(block.coding_s for block in profile.blocks), strict=True))
 
 
 @pytest.mark.slow
@@ -112,6 +125,28 @@ def test_the_partition_of_the_spec() -> None:
     """Ten equal blocks, devices 2 : 3 : 2 : 3."""
     profile = a_profile(tuple(tuple(6 / speed for speed in (2, 3, 2, 3)) for _ in range(10)))
     assert partition(profile, ((FREE,) * 3, (FREE,) * 3)).splits == (2, 5, 7)
+
+
+def test_a_format_moves_the_cut_over_a_thin_link_and_its_coding_is_part_of_the_step() -> None:
+    """The second of four blocks has few features: the exact cut goes there, though the first device is half as fast."""
+    slow, found = StageLink(latency_s=0.0, s_per_byte=1e-6), {}
+    order = pipeline_schedules.generate_pipeline_schedule("1f1b-overlap", 2, 16)
+    for wire, coding_s in (("exact", 0.0), ("bf16", 0.002), ("int8", 0.004)):
+        costs = a_profile(((0.02, 0.01),) * 4).blocks
+        sizes = [boundary_formats.message_bytes(wire, (64, features), torch.float32) for features in (512, 32, 512, 1)]
+        coded = Profile(
+            blocks=tuple(
+                replace(cost, forward_bytes=size, backward_bytes=size, coding_s=(coding_s, coding_s))
+                for cost, size in zip(costs, sizes, strict=True)
+            )
+        )
+        splits = partition(coded, ((slow,), (slow,)), num_microbatches=16).splits
+        found[wire] = splits, predict(coded, ((slow,), (slow,)), (1,), order).step_s
+    assert {wire: splits for wire, (splits, _) in found.items()} == {"exact": (2,), "bf16": (1,), "int8": (1,)}
+    assert found["int8"][1] < found["bf16"][1] < found["exact"][1]
+    free = Profile(blocks=tuple(replace(cost, coding_s=()) for cost in coded.blocks))
+    coding_s = found["int8"][1] - predict(free, ((slow,), (slow,)), (1,), order).step_s
+    assert 16 * 0.004 <= coding_s <= 18 * 0.004, "on the slower device, in each microbatch once in full"
 
 
 def test_memory_limits_a_device() -> None:

@@ -146,6 +146,7 @@ def test_a_policy_that_means_nothing(changes: dict, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"coding_s": ((1.0,),)}, "coding_s: how many: 1, expected 12. Give one for each block."),
         ({"forward_bytes": (1.0,)}, "forward_bytes: how many: 1, expected 12. Give one for each block."),
         (
             {"state_bytes": (-1.0,) * 12},

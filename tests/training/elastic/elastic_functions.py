@@ -29,6 +29,8 @@ NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
 HIDDEN, CAP_MB = 16, 0.001
 CLIP = 0.3
 """Largest norm of a step's gradients, below that of the first steps."""
+ENCODED = 160
+"""Width of a model whose layers are large enough for a sum of their own in float32."""
 WIDE, WIDE_CAP_MB = 96, 0.06
 """A model with two layers, each of which is a bucket that is large enough for a sum of its own."""
 
@@ -104,6 +106,55 @@ def train(
             time.sleep(pause_s if has_come else 5 * pause_s)
         accounts.append(loader.account)
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
+
+
+def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs: int = 2) -> dict[str, Any]:
+    """Train in float32, each member on a node of its own, so that gradients between them travel in the asked format.
+
+    At the end a checkpoint is saved, residuals are forgotten, and it is loaded.
+    """
+    os.environ["RINGWEAVE_NODE"] = f"n{own_member().partition('.')[0]}"
+    set_step_time(restarts=False)
+    model = make_model(ENCODED).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = make_data()
+    data = TensorDataset(data.tensors[0].float(), data.tensors[1].float(), data.tensors[2])
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    ddp = {"bucket_cap_mb": WIDE_CAP_MB}
+    model, optimizer, loader = ringweave.prepare(model, optimizer, loader, mode="sync", ddp=ddp)
+    send_message(("prepared",))
+    at, moment = faults.get(own_member(), (-1, ""))
+    for _ in loader.epochs(num_epochs):
+        for inputs, targets, _indices in loader:
+            place = loader.state_dict()
+            step = place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
+            if step == at:
+                arm(moment, model, optimizer)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            send_message(("done", step, loader.members))
+    checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader)
+    parameters, residuals = list(model.module.parameters()), model.gradient_residuals
+    left = {} if residuals is None else residuals.state_dict(parameters)
+    checkpoints.save(loader.num_train_steps)
+    checkpoints.wait()
+    dist.barrier()
+    if residuals is not None:
+        residuals.load_state_dict({}, parameters)
+    checkpoints.load()
+    found = {} if residuals is None else residuals.state_dict(parameters)
+    assert found.keys() == left.keys()
+    assert all(torch.equal(found[index], left[index]) for index in left)
+    with torch.no_grad():
+        final = nn.functional.mse_loss(model.module(data.tensors[0]), data.tensors[1]).item()
+    values = [each.detach().numpy().copy() for each in model.module.parameters()]
+    return {
+        "parameters": values,
+        "loss": final,
+        "left": max((each.abs().max().item() for each in left.values()), default=0.0),
+    }
 
 
 def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:

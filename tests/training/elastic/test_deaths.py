@@ -1,6 +1,7 @@
 """Real kills of real members at every moment of a step: no step is lost, and what is left is exact."""
 
 import itertools
+import json
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -136,6 +137,32 @@ def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faul
         for value in values:
             assert sum(account.lost.num_samples for account in value["accounts"]) == num_lost
             assert all(account.is_accounted for account in value["accounts"])
+
+
+def test_kills_while_gradients_travel_in_int8(tmp_path: Path) -> None:
+    """Survivors keep their residuals, say whose are lost, hold the same bits, and checkpoints have what is left."""
+    faults, losses = {"1.0": (3, "bucket1"), "2.0": (9, "backward")}, {}
+    for wire in ("exact", "int8"):
+        run_dir = tmp_path / wire
+        run_dir.mkdir()
+        environ = {"RINGWEAVE_WIRE": wire, "RINGWEAVE_RUN_DIR": str(run_dir)}
+        arguments = (elastic_functions.train_encoded, 4, faults, str(run_dir / "checkpoints"))
+        with ElasticJob(*arguments, environ=environ) as job:
+            survivors = [member for member in job.members if member not in faults]
+            values = [value_of(job, member) for member in survivors]
+            check_alike(values)
+            for member in faults:
+                assert job.outcome(member).exit_code == -signal.SIGKILL
+            for member in survivors:
+                job.read_messages(member)
+                assert sorted(set(done_steps(job, member))) == list(range(2 * NUM_STEPS))
+        losses[wire] = values[0]["loss"]
+        assert all((value["left"] > 0) == (wire == "int8") for value in values), "what encoding has left"
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+        lost = [each["members"] for each in events if each["kind"] == "residuals_lost"]
+        assert lost == ([["1.0"], ["2.0"]] if wire == "int8" else [])
+    assert losses["int8"] != losses["exact"]
+    assert losses["int8"] == pytest.approx(losses["exact"], rel=0.02)
 
 
 RECOMPUTED = [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.runtime import boundaries, torch_schedules
@@ -175,6 +176,7 @@ class StageRunner:
             device_index=self._device_index,
             devices=layout.devices,
             alone=self._groups.alone,
+            wire=self._settings.wire or EXACT,
         )
         crosses = (arriving.meta_tensors(), leaving.meta_tensors())
         self._stage = torch_schedules.make_stage(self.module, place, self._device, crosses, self.stopwatch)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.pipelining import PipelineStage
 
 
 class StopwatchLap(NamedTuple):
@@ -64,17 +63,3 @@ class Stopwatch:
         end.record(torch.cuda.current_stream(self._device))
         self._cuda_events.append((begin, end))
         return result
-
-
-class TimedStage(PipelineStage):
-    """Torch's stage with timed forwards and backwards; evaluation is not timed."""
-
-    stopwatch: Stopwatch
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return super().forward_one_chunk(*args, **kwargs)
-        return self.stopwatch.time(super().forward_one_chunk, *args, is_forward=True, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.stopwatch.time(super().backward_one_chunk, *args, is_forward=False, **kwargs)

@@ -7,7 +7,7 @@ until it is done; there torch's own lowering places each receive near its use.
 
 Where stages have several devices, all orders run as data: torch's loops couple a send with the next receive, which a
 stage of other devices may answer later. A device sends and receives pieces of a microbatch: rows of the same tensors,
-without a copy.
+without a copy. In a format other than exact, each piece is encoded when it is sent, and decoded when it is used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _PipelineScheduleRuntime
 
+from ringweave.environment import EXACT
 from ringweave.errors import UsageError, explain
-from ringweave.pipeline.runtime.stopwatch import Stopwatch, TimedStage
+from ringweave.pipeline.runtime import boundary_formats
+from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.sim import pipeline_schedules, pipeline_simulation
 from ringweave.sim.pipeline_schedules import ActionKind, PipelineAction, PipelineSchedule
 from ringweave.sim.stage_devices import StageDevices
@@ -164,6 +166,8 @@ class StagePlace:
     """Devices of the stages; None: one each."""
     alone: dist.ProcessGroup | None = None
     """This rank alone; needed unless device i is stage i."""
+    wire: str = EXACT
+    """Format in which tensors pass from stage to stage."""
 
 
 def make_stage(
@@ -185,15 +189,96 @@ def make_stage(
     arriving, leaving = crossing
     forms = {"input_args": arriving, "output_args": leaving}
     if place.alone is None or place.devices is None:
-        stage = TimedStage(module, place.stage_index, place.num_stages, device, **forms, group=place.group)
+        stage = _CodedStage(module, place.stage_index, place.num_stages, device, **forms, group=place.group)
     else:
         stage = _WideStage(module, place.stage_index, place.num_stages, device, **forms, group=place.alone)
         stage.connect(place, place.devices)
-    stage.stopwatch = stopwatch
+    stage.stopwatch, stage.wire = stopwatch, place.wire
     return stage
 
 
-class _WideStage(TimedStage):
+class _CodedStage(PipelineStage):
+    """Torch's stage with timed forwards and backwards, and encoded transfers; evaluation is not timed."""
+
+    stopwatch: Stopwatch
+    wire: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._arriving: dict[tuple[ActionKind, int], list[tuple[Tensor, Tensor]]] = {}
+        """Messages whose transfers are posted, and what they are decoded into, by kind and microbatch."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._time(super().forward_one_chunk, *args, is_forward=True, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._time(super().backward_one_chunk, *args, is_forward=False, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = self._pieces_before(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._receive(ops, (ActionKind.FORWARD, fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._encode(self._pieces_behind(super().get_fwd_send_ops(fwd_chunk_id)))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = self._pieces_behind(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._receive(ops, (ActionKind.BACKWARD, bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._encode(self._pieces_before(super().get_bwd_send_ops(bwd_chunk_id)))
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        self._decode((ActionKind.FORWARD, fwd_chunk_id))
+        return super()._retrieve_recv_activations(fwd_chunk_id)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        self._decode((ActionKind.BACKWARD, bwd_chunk_id))
+        return super()._retrieve_recv_grads(bwd_chunk_id)
+
+    def _pieces_before(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return the transfers with each device of the stage before."""
+        return ops
+
+    def _pieces_behind(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return the transfers with each device of the next stage."""
+        return ops
+
+    def _time(self, compute: Callable[..., Any], *args: Any, is_forward: bool, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(*args, **kwargs)
+        return self.stopwatch.time(compute, *args, is_forward=is_forward, **kwargs)
+
+    def _encode(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self.wire == EXACT:
+            return ops
+        made = self._time(
+            lambda: [boundary_formats.encode(self.wire, op.tensor.detach()) for op in ops], is_forward=False
+        )
+        return [_with_message(op, message) for op, message in zip(ops, made, strict=True)]
+
+    def _receive(self, ops: list[dist.P2POp], key: tuple[ActionKind, int]) -> list[dist.P2POp]:
+        if self.wire == EXACT:
+            return ops
+        found, self._arriving[key] = [], []
+        for op in ops:
+            message = boundary_formats.empty_message(self.wire, op.tensor)
+            if message is not None:
+                self._arriving[key].append((message, op.tensor))
+            found.append(op if message is None else _with_message(op, message))
+        return found
+
+    def _decode(self, key: tuple[ActionKind, int]) -> None:
+        where = f"stage {self.stage_index}, {key[0].name.lower()} of microbatch {key[1]}"
+        for message, values in self._arriving.pop(key, ()):
+            boundary_formats.decode(self.wire, message, values, where=where)
+
+
+def _with_message(op: dist.P2POp, message: Tensor) -> dist.P2POp:
+    return dist.P2POp(op.op, message, group=op.group, group_peer=op.group_peer)
+
+
+class _WideStage(_CodedStage):
     """A stage of one or more ranks, in any order: exchanges rows with each neighbour that has them.
 
     Torch's stage takes one rank for each stage, so it is made with a group of this rank alone, and then told its place.
@@ -209,17 +294,11 @@ class _WideStage(TimedStage):
         self._before = [(each.src, each.first, each.num_samples) for each in devices.pieces if each.dst == own]
         self._behind = [(each.dst, each.first, each.num_samples) for each in devices.pieces if each.src == own]
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return list(self._by_piece(super().get_fwd_recv_ops(fwd_chunk_id), self._before))
+    def _pieces_before(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return list(self._by_piece(ops, self._before))
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return list(self._by_piece(super().get_fwd_send_ops(fwd_chunk_id), self._behind))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return list(self._by_piece(super().get_bwd_recv_ops(bwd_chunk_id), self._behind))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return list(self._by_piece(super().get_bwd_send_ops(bwd_chunk_id), self._before))
+    def _pieces_behind(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return list(self._by_piece(ops, self._behind))
 
     def _by_piece(self, ops: Sequence[dist.P2POp], pieces: Sequence[tuple[int, int, int]]) -> Iterator[dist.P2POp]:
         """Divide transfers of whole tensors into those of their rows, by neighbour."""

@@ -49,9 +49,13 @@ class PipelineWorkload:
     kinds: tuple[int, ...] = ()
     """For each device: its row; empty if there is one row."""
     forward_bytes: tuple[float, ...] = ()
-    """For each block: bytes of its output, which crosses a cut behind it; the last is not used. Empty: not counted."""
+    """For each block: bytes of its output, in the format in which it crosses a cut behind it; the last is not used.
+    Empty: not counted."""
     backward_bytes: tuple[float, ...] = ()
     """For each block: bytes of the gradient of its output."""
+    coding_s: tuple[tuple[float, ...], ...] = ()
+    """As forward_s: encoding and decoding a tensor like its output, which a cut behind it costs on both of its sides,
+    half in forward and half in backward. Steps count it, `problem` does not. Empty: none."""
     state_bytes: tuple[float, ...] = ()
     """For each block: bytes of parameters, buffers and optimizer state, copied before it moves. Empty: not counted."""
     gradient_bytes: tuple[float, ...] = ()
@@ -74,7 +78,7 @@ class PipelineWorkload:
     """Memory of blocks and devices; None: no limit."""
 
     def __post_init__(self) -> None:
-        for what in ("forward_s", "backward_s", "update_s", "fixed_share"):
+        for what in ("forward_s", "backward_s", "update_s", "fixed_share", "coding_s"):
             for row in getattr(self, what):
                 _check_row(what, row, self.num_blocks)
         for what in ("forward_bytes", "backward_bytes", "state_bytes", "gradient_bytes"):
@@ -126,9 +130,10 @@ class PipelineWorkload:
         """Return the times of a partition's stages and links, for one microbatch."""
         actions_s = self.overheads.action_s or (0.0,) * self.num_devices
         beside = tuple(action_s / speed for action_s, speed in zip(actions_s, conditions.speeds, strict=True))
+        coding_s = self._codings_s(splits, conditions.speeds)
         times = StageTimes(
-            forward_s=self._devices_s(self.forward_s, splits, conditions.speeds),
-            backward_s=self._devices_s(self.backward_s, splits, conditions.speeds),
+            forward_s=tuple(map(operator.add, self._devices_s(self.forward_s, splits, conditions.speeds), coding_s)),
+            backward_s=tuple(map(operator.add, self._devices_s(self.backward_s, splits, conditions.speeds), coding_s)),
             before_s=self._devices_s(self.update_s, splits, conditions.speeds) if self.update_s else (),
             forward_transfer_s=self._transfers_s(self.forward_bytes, splits, conditions.rates),
             backward_transfer_s=self._transfers_s(self.backward_bytes, splits, conditions.rates),
@@ -228,6 +233,17 @@ class PipelineWorkload:
                 found.append(math.fsum(rows[kind][blocks.start : blocks.stop]) / speed)
             else:
                 found.append(math.fsum(rows[kind][b] * self._part(kind, b, fraction) for b in blocks) / speed)
+        return tuple(found)
+
+    def _codings_s(self, splits: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+        """Return for each device the seconds of coding in forward, as many as in backward, at its stage's cuts."""
+        if not self.coding_s:
+            return (0.0,) * self.num_devices
+        edges, placed, found = (0, *splits, self.num_blocks), self.placed, []
+        for device, (stage, speed) in enumerate(zip(placed.stage_of_device, speeds, strict=True)):
+            row = self.coding_s[self.kinds[device] if self.kinds else 0]
+            cuts = math.fsum(row[cut - 1] for cut in edges[stage : stage + 2] if 0 < cut < self.num_blocks)
+            found.append(placed.fraction(device) * cuts / 2 / speed)
         return tuple(found)
 
     def _reduces_s(self, splits: Sequence[int], rates: Sequence[float]) -> tuple[float, ...]:

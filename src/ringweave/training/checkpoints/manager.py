@@ -355,7 +355,11 @@ class Checkpoints:
         """
         self.wait()
         if self._server_checkpoint is not None:
-            return self._server_checkpoint.load(self._read_newest, self._read_by_checksum)
+            train_step = self._server_checkpoint.load(self._read_newest, self._read_by_checksum)
+            if train_step and self._residuals is not None:
+                rank, reason = _rank_and_world_size()[0], "checkpoints of rings hold none"
+                self._reporter.report_lost_residuals(rank, train_step, reason)
+            return train_step
         if self._has_joined_late():
             return self._report_joined()
         messages = exchange.rank_messages(os.environ)

@@ -29,6 +29,7 @@ from ringweave.training.elastic.script_collectives import (
     ScriptCollective,
 )
 from ringweave.training.elastic.session_state import SessionState
+from ringweave.training.gradients import GradientResiduals
 
 _FutureT = TypeVar("_FutureT")
 
@@ -82,9 +83,14 @@ class CommitProtocol:
 
     # The training thread.
 
-    def add_bucket(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+    @property
+    def residuals(self) -> GradientResiduals | None:
+        """Residuals of the gradients; None if they travel exactly."""
+        return self._sum_buffers.residuals
+
+    def add_bucket(self, bucket: Tensor, parameters: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
         """Add a bucket of this backward pass; the future has the mean once all buckets are committed."""
-        return self._add_to_reduction(lambda reduction: reduction.add_bucket(bucket, self._sum_buffers))
+        return self._add_to_reduction(lambda reduction: reduction.add_bucket(bucket, self._sum_buffers, parameters))
 
     def end_backward(self, used_bits: int) -> torch.futures.Future[int]:
         """Complete the buckets of this backward pass; the future has the parameters that any member has used."""

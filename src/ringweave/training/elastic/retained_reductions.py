@@ -23,6 +23,7 @@ from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
+from ringweave.training.gradients import GradientResiduals
 
 NUM_ROW_WORDS = 4 + NUM_SPEED_NUMBERS
 _HALF = 2**63
@@ -218,16 +219,14 @@ class SumBuffers:
         """`wire` is the format of the gradients on slow links."""
         self.wire = wire
         self._tensors: dict[int, Tensor] = {}
-        self._residuals: dict[int, Tensor] = {}
+        self.residuals = None if wire == EXACT else GradientResiduals()
+        """What encoding has left of the earlier messages, through all generations."""
 
-    def residual(self, summed: Tensor, index: int) -> Tensor | None:
-        """Return what encoding has left of the earlier messages with this index, through all generations."""
-        if self.wire == EXACT or summed.dtype != torch.float32:
+    def residual(self, summed: Tensor, index: int, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return the residual of the message with this index; None if it travels exactly."""
+        if self.residuals is None or summed.dtype != torch.float32:
             return None
-        known = self._residuals.get(index)
-        if known is None or known.numel() != summed.numel():
-            self._residuals[index] = known = wire_scope.new_residual(summed.numel())
-        return known
+        return self.residuals.of_message(index, parameters, summed.numel())
 
     def get(self, gradients: Tensor, numel: int, index: int) -> Tensor:
         """Return memory for the sum of the message with this index, of so many elements like `gradients`."""
@@ -249,6 +248,8 @@ class _GradientBucket:
     future: torch.futures.Future[Tensor]
     ready: StreamMark
     """Mark behind the gradients: after a death, the session's thread sums them, which has streams of its own."""
+    parameters: Sequence[Tensor] = ()
+    """Parameters whose gradients these are, in order."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -308,8 +309,10 @@ class RetainedReduction:
     _all_used_bits: torch.futures.Future[int] = field(default_factory=torch.futures.Future)
     _num_started: int = 0
 
-    def add_bucket(self, gradients: Tensor, sum_buffers: SumBuffers) -> torch.futures.Future[Tensor]:
-        """Add a bucket of gradients; once committed, the future has the sum over all ranks."""
+    def add_bucket(
+        self, gradients: Tensor, sum_buffers: SumBuffers, parameters: Sequence[Tensor] = ()
+    ) -> torch.futures.Future[Tensor]:
+        """Add a bucket of gradients of these parameters; once committed, the future has the sum over all ranks."""
         # A future of tensors on a device needs the device; torch accepts none for the CPU.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[] if gradients.device.type == "cpu" else [gradients.device]
@@ -320,7 +323,9 @@ class RetainedReduction:
         ) != (gradients.dtype, gradients.device):
             self._close_message(sum_buffers)
         ready = StreamMark([gradients.device])
-        self._small_buckets.append(_GradientBucket(gradients=gradients, future=future, ready=ready))
+        self._small_buckets.append(
+            _GradientBucket(gradients=gradients, future=future, ready=ready, parameters=parameters)
+        )
         if sum(bucket.gradients.nbytes for bucket in self._small_buckets) >= MIN_SCHEDULED_BYTES:
             self._close_message(sum_buffers)
         return future
@@ -345,7 +350,8 @@ class RetainedReduction:
         numel = sum(bucket.gradients.numel() for bucket in buckets)
         index = len(self.messages)
         summed = sum_buffers.get(buckets[0].gradients, numel, index)
-        residual = sum_buffers.residual(summed, index)
+        members = [parameter for bucket in buckets for parameter in bucket.parameters]
+        residual = sum_buffers.residual(summed, index, members)
         self.messages.append(_FusedMessage(buckets=buckets, summed=summed, wire=sum_buffers.wire, residual=residual))
 
     def start(self, group: dist.ProcessGroup | None = None) -> None:

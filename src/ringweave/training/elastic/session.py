@@ -33,6 +33,7 @@ from ringweave.training.elastic.script_collectives import (
 from ringweave.training.elastic.session_state import SessionState
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import StateRead
+from ringweave.training.gradients import GradientResiduals
 
 _MAX_READ_FAILURES = 5
 """Limit of failed state reads of a joining member; each time it starts again, perhaps from another member."""
@@ -418,9 +419,14 @@ class ElasticSession:
     def save_final_checkpoint(self, save: Callable[[], str] | None) -> None:
         self._state.save_final_checkpoint = save
 
-    def reduce(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
-        """Add a bucket of this backward pass; the future has the mean once all buckets are committed."""
-        return self._commits.add_bucket(bucket)
+    @property
+    def residuals(self) -> GradientResiduals | None:
+        """Residuals of the gradients; None if they travel exactly."""
+        return self._commits.residuals
+
+    def reduce(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
+        """Add a bucket of this backward pass, gradients of these parameters; the future has the committed mean."""
+        return self._commits.add_bucket(bucket, parameters)
 
     def end_backward(self, used_bits: int) -> torch.futures.Future[int]:
         """Complete the buckets of this backward pass.
