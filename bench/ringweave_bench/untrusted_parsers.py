@@ -40,6 +40,7 @@ from ringweave.launcher import run_dir, scale_requests
 from ringweave.param_server import leadership_log, replication, snapshots  # noqa: F401 - messages of standbys
 from ringweave.pipeline import checkpoints as pipeline_checkpoints
 from ringweave.pipeline import migration
+from ringweave.pipeline.runtime import boundary_formats
 from ringweave.planning.autotune.tuning_messages import SurveyStream, TuningDecision
 from ringweave.planning.repartition.decisions import MeasurementWindow, RepartitionDecision
 from ringweave.platforms import api
@@ -314,6 +315,14 @@ def transport_parsers() -> list[UntrustedParser]:
             )
             for each in (wire_formats.format_named(name) for name in ("bf16", "int8", "int4"))
         ),
+        *(
+            UntrustedParser(
+                name=f"message between stages in {wire}",
+                parse=functools.partial(_decode_boundary, wire),
+                seeds=(boundary_formats.encode(wire, torch.ones(24, 16)).numpy().tobytes(),),
+            )
+            for wire in ("bf16", "int8")
+        ),
         UntrustedParser(
             name="relay line",
             parse=_handle_relay_line,
@@ -326,6 +335,12 @@ def transport_parsers() -> list[UntrustedParser]:
 def _decode_values(each: wire_formats.WireFormat, data: bytes) -> object:
     values = np.zeros(64, np.float32)
     wire_formats.decode(each, np.frombuffer(data, np.uint8), values)
+    return values
+
+
+def _decode_boundary(wire: str, data: bytes) -> object:
+    values = torch.zeros(24, 16)
+    boundary_formats.decode(wire, torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8), values)
     return values
 
 
