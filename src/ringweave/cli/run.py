@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ringweave import ports, topology
-from ringweave.environment import EXACT, PORTS, WIRES
+from ringweave.environment import EXACT, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import MAX_SPARES
@@ -121,6 +121,7 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
                     key: given.pop(key)
                     for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt", "wire")
                 },
+                max_loss_increase=check_max_loss_increase(given.pop("max_loss_increase"), where="--max-loss-increase"),
             ),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
@@ -158,6 +159,12 @@ _RUN_PROGRAM_OPTIONS = (
         default=EXACT,
         help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
         "or int8 where the forecast gains 10 % or more. Of tensors between the stages of a pipeline: bf16 or int8.",
+    ),
+    click.option(
+        "--max-loss-increase",
+        metavar="PERCENT",
+        help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed, by a measured "
+        "table: they may take wire formats and mode local. Default: nothing that costs loss but ps-hra.",
     ),
     click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
     click.option(

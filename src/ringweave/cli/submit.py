@@ -214,6 +214,11 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 )
 @click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
 @click.option("--wire", type=click.Choice(WIRES), help="Format of gradients on the links that bind.")
+@click.option(
+    "--max-loss-increase",
+    metavar="PERCENT",
+    help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed.",
+)
 @click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
 @click.option(
     "--standby",

@@ -11,6 +11,7 @@ from pydantic import Field
 from ruamel.yaml.comments import CommentedMap
 
 from ringweave import units
+from ringweave.environment import check_max_loss_increase
 from ringweave.errors import JobError, UsageError
 from ringweave.files import problems, yaml_files
 from ringweave.files.problems import InputError, InputProblem, KeyPath, dotted_path, problems_text, suggest_closest
@@ -41,6 +42,7 @@ RETRIES_RULE = (
 )
 DELETION_RULE = "one of delete, keep, keep-on-failure"
 MODE_RULE = f"one of {', '.join(MODES)}"
+LOSS_RULE = "a percentage above 0 and up to 100, such as 0.5%"
 TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
 ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
 SPARES_RULE = f"a whole number from 0 to {MAX_SPARES}: idle processes on each node, ready to replace a worker at once"
@@ -145,6 +147,8 @@ class JobRequest:
     """Encrypt what travels between nodes; `auto`: between hosts, not in a lab."""
     wire: worker_options.Wire = "exact"
     """Wire format of gradients on slow links, if scripts leave it open."""
+    max_loss_increase: str | None = None
+    """Loss at equal samples that `auto` may give up for speed, such as `0.5%`; None: none."""
     elastic: ElasticRequest | None = None
     """Elastic training; None: after the loss of a node all nodes restart from the last checkpoint."""
     standby: bool = False
@@ -181,6 +185,7 @@ class JobRequest:
             leader_per_nic=self.leader_per_nic,
             encrypt=self.encrypt,
             wire=self.wire,
+            max_loss_increase=self.max_loss_increase,
         )
 
 
@@ -243,6 +248,11 @@ def _option_problems(request: JobRequest) -> Iterator[InputProblem]:
     except UsageError:
         do = "Leave it out for block, which fits nearly all schedules"
         yield _problem(("order",), "order", request.order, ORDER_RULE, do)
+    try:
+        check_max_loss_increase(request.max_loss_increase, where="")
+    except UsageError:
+        do = "Leave it out to take nothing that costs loss"
+        yield _problem(("max_loss_increase",), "largest loss increase", request.max_loss_increase, LOSS_RULE, do)
 
 
 def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[InputProblem]:
@@ -406,6 +416,9 @@ class JobFileEntry(yaml_files.FileEntry):
     leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
     encrypt: worker_options.Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
     wire: worker_options.Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
+    max_loss_increase: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description=LOSS_RULE, examples=["0.5%"]
+    )
     elastic: Annotated[ElasticEntry | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
     )
@@ -568,7 +581,16 @@ def _build_request(value: Any) -> JobRequest:
         raise InputError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic", "encrypt", "wire")
+_OPTION_KEYS = (
+    "schedule",
+    "tuning",
+    "order",
+    "replace_backend",
+    "leader_per_nic",
+    "encrypt",
+    "wire",
+    "max_loss_increase",
+)
 _UNCHANGED_FIELDS = {
     *PROGRAM_KEYS,
     *_OPTION_KEYS,
