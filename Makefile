@@ -30,9 +30,10 @@ $(STAMP): pyproject.toml bench/pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py --out $(RUN_DIR)
 
-# More processes than two cores: many tests wait for processes of their own.
-PYTEST := $(BIN)/pytest -n 3 --dist worksteal
-# DEMAND=lab: what needs a lab fails where there can be none, and is not skipped.
+# More processes than two cores: many tests wait for processes of their own. These are many, and each would compile all
+# that it imports where no bytecode is kept.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 4 --dist worksteal
+# DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
 test: setup
 	$(PYTEST) $(DEMAND:%=--demand %)
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringweave import lab, schedules, topology
+from ringweave import schedules, topology
+from ringweave_bench.lab_workers import lab_of, run_workers
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (1024, 1536, 1536, 1024)
@@ -79,22 +79,10 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    place = lab.up(topology.load(options.cluster), f"ddp-{options.cluster.stem}")
     out = options.out.absolute()
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = ["--steps", str(options.steps), "--batch", str(options.batch), "--out", str(out)]
-    try:
-        done = subprocess.run(
-            [*verb, "--run-dir", str(out), __file__, *own],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_TIMEOUT_S,
-        )
-    finally:
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    with lab_of(topology.load(options.cluster), f"ddp-{options.cluster.stem}") as place:
+        run_workers(place, __file__, own, out, timeout_s=RUN_TIMEOUT_S)
     counts = json.loads((out / "run.json").read_text())["collectives_by_schedule"]
     return json.loads((out / "measured.json").read_text()) | {"by_schedule": counts, "cluster": options.cluster.stem}
 

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -38,7 +37,8 @@ from ddp_in_lab import clock, gloo_group
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from ringweave import cost, lab, topology  # noqa: E402
+from ringweave import cost, topology  # noqa: E402
+from ringweave_bench.lab_workers import lab_of, run_workers  # noqa: E402
 from ringweave_bench.results import WIRE_PER_PAYLOAD  # noqa: E402
 from support.gpt import GPT, NUM_BYTES, GPTConfig  # noqa: E402
 
@@ -92,17 +92,10 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    place = lab.up(topology.load(options.cluster), f"fsdp-{options.cluster.stem}")
     out = options.out.absolute()
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width", "kinds")] + [f"--out={out}"]
-    try:
-        command = [*verb, "--run-dir", str(out), __file__, *own]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
-    finally:
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    with lab_of(topology.load(options.cluster), f"fsdp-{options.cluster.stem}") as place:
+        run_workers(place, __file__, own, out, timeout_s=RUN_TIMEOUT_S)
     counts = json.loads((out / "run.json").read_text())["collectives_by_schedule"]
     return json.loads((out / "measured.json").read_text()) | {"by_schedule": counts, "cluster": options.cluster.stem}
 

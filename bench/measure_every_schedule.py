@@ -11,8 +11,6 @@ checked. What it writes is what simulation/against_measured.py reads: CLUSTER.js
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +20,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ringweave import environment, lab, schedules, topology, units
+from ringweave import environment, schedules, topology, units
 from ringweave_bench import link_rates, machine_description
 from ringweave_bench.bench_cluster import LabBenchCluster
+from ringweave_bench.lab_workers import lab_of, run_workers
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 NAMES = tuple(name for name in schedules.SCHEDULE_NAMES if name != schedules.NATIVE)
@@ -63,17 +62,11 @@ def measure(name: str, run_dir: Path, sizes: str) -> dict[str, Any]:
         SystemExit: The run failed; its output is shown.
     """
     cluster = topology.load(CLUSTERS / f"{name}.yaml")
-    place = lab.up(cluster, f"measure-{name}", quotas="never")
-    try:
+    with lab_of(cluster, f"measure-{name}", "never") as place:
         rates = link_rates.measure_link_rates(LabBenchCluster(place))
-        verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-        argv = [*verb, "--run-dir", str(run_dir), __file__, "--out", str(run_dir), "--sizes", sizes]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
-    finally:
-        lab.down(place.name)
-    (run_dir / "output.log").write_text(done.stdout + done.stderr)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+        own = ["--out", str(run_dir), "--sizes", sizes]
+        output = run_workers(place, __file__, own, run_dir, timeout_s=RUN_TIMEOUT_S)
+    (run_dir / "output.log").write_text(output)
     about = {
         "cluster": name,
         **machine_description.describe_machine(),

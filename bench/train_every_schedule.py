@@ -12,8 +12,6 @@ the native backend, for messages below 64 KiB, carried anything. Exit code 1 if 
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from ringweave import lab, planning, schedules, topology
 from ringweave.lab import Lab
 from ringweave.planning import Plan
 from ringweave.topology import Cluster
+from ringweave_bench.lab_workers import run_workers
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "01_train_text.py"
@@ -90,20 +89,10 @@ def train(place: Lab, schedule: str, options: argparse.Namespace) -> Outcome:
         SystemExit: It failed; its output is shown.
     """
     out = (options.out / place.name / schedule).absolute()
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-    example = [str(SCRIPT), *TINY.split(), "--steps", str(options.steps), "--out", str(out)]
+    example = [*TINY.split(), "--steps", str(options.steps), "--out", str(out)]
     started_s = time.monotonic()
-    done = subprocess.run(
-        [*verb, "--schedule", schedule, "--run-dir", str(out), *example],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=RUN_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{schedule} on {place.name}: exit code {done.returncode}, expected 0.\n{done.stdout}")
+    forced, environ = ["--schedule", schedule], {"OMP_NUM_THREADS": "1"}
+    run_workers(place, SCRIPT, example, out, timeout_s=RUN_TIMEOUT_S, options=forced, environ=environ)
     record = json.loads((out / "run.json").read_text())
     lines = (out / "losses.jsonl").read_text().splitlines()
     return Outcome(

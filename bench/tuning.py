@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringweave import lab, planning, schedules, telemetry, topology, units
+from ringweave import planning, schedules, telemetry, topology, units
 from ringweave.planning.autotune.tuner import GroupPlacement, pick_candidates
+from ringweave_bench.lab_workers import lab_of, run_workers
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = 1.05
@@ -118,18 +119,13 @@ def one(message: torch.Tensor, group: Any, control: Any) -> float:
 def compare(options: argparse.Namespace) -> int:
     """Run the job, print a table; the exit code."""
     cluster = topology.load(options.cluster)
-    place = lab.up(cluster, f"tuning-{os.getpid()}")
     folder = (options.folder / cluster.name).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = [str(options.cluster.absolute()), "--sizes", options.sizes, "--rounds", str(options.rounds)]
     own += ["--within", str(options.within), "--folder", str(folder)]
-    environ = os.environ | {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
-    try:
-        command = [*verb, "--order", options.order, "--run-dir", str(folder), __file__, *own]
-        subprocess.run(command, env=environ, check=True, timeout=RUN_TIMEOUT_S)
-    finally:
-        lab.down(place.name)
+    environ = {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
+    order = ["--order", options.order]
+    with lab_of(cluster, f"tuning-{os.getpid()}") as place:
+        run_workers(place, __file__, own, folder, timeout_s=RUN_TIMEOUT_S, options=order, environ=environ)
     measured = json.loads((folder / "measured.json").read_text())
     tuned = [e for e in telemetry.read_last_attempt(folder / "events.jsonl") if e["kind"] == "schedule_tuned"]
     rows = [row(int(size), rounds, tuned) for size, rounds in measured.items()]

@@ -12,19 +12,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringweave import lab, topology
+from ringweave import topology
 from ringweave.comm import wire_scope
+from ringweave_bench.lab_workers import LinkBytes, lab_of, run_workers
 
 ROOT = Path(__file__).parents[1]
 SAMPLE_INTERVAL_S, PAUSE_S, RUN_TIMEOUT_S = 0.1, 0.4, 600
@@ -54,38 +52,17 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
         SystemExit: The run failed; its output is shown.
     """
     out = options.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
     cluster = topology.load(options.cluster)
-    place = lab.up(cluster, f"wire-{options.cluster.stem}")
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = [f"--{name}={getattr(options, name)}" for name in ("bytes", "rounds", "turns", "formats")]
-    samples: list[tuple[float, float]] = []
-    has_ended = threading.Event()
-    sampler = threading.Thread(target=sample_links, args=(place, bool(cluster.switches), samples, has_ended))
-    try:
-        sampler.start()
-        command = [*verb, "--run-dir", str(out / "run"), __file__, *own, f"--out={out}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
-    finally:
-        has_ended.set()
-        sampler.join()
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    with (
+        lab_of(cluster, f"wire-{options.cluster.stem}") as place,
+        LinkBytes(place, lambda link: "core" in link or not cluster.switches, SAMPLE_INTERVAL_S) as links,
+    ):
+        run_workers(place, __file__, [*own, f"--out={out}"], out / "run", timeout_s=RUN_TIMEOUT_S)
     measured = json.loads((out / "measured.json").read_text())
     for turn in measured["turns"]:
-        first, last = (np.interp(turn[key], *zip(*samples, strict=True)) for key in ("began", "ended"))
-        turn["link_bytes"] = float(last - first) / turn["num_rounds"]
+        turn["link_bytes"] = links.sent_between(turn["began"], turn["ended"]) / turn["num_rounds"]
     return measured | {"cluster": options.cluster.stem, "bytes": options.bytes}
-
-
-def sample_links(
-    place: lab.Lab, has_switches: bool, samples: list[tuple[float, float]], has_ended: threading.Event
-) -> None:
-    """Append (time, bytes that the links have sent) now and then."""
-    while not has_ended.wait(SAMPLE_INTERVAL_S):
-        sent = place.bytes_on_links()
-        samples.append((time.time(), sum(n for link, n in sent.items() if "core" in link or not has_switches)))
 
 
 def work(options: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+BROWSER = "browser"
 LAB = "lab"
-KNOWN = (LAB,)
+KNOWN = (BROWSER, LAB)
 
 
 def need(config: pytest.Config, what: str, problems: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """The package's own code, read as syntax: it unpickles nothing, and parses no JSON without a bound.
 
-`file_io.parse_json` limits length and depth. What is exempt is named here with its reason.
+`file_io.parse_json` limits length and depth; `file_io.bounded` and `read_bounded` limit the length where pydantic
+limits depth and types. What is exempt is named here with its reason.
 """
 
 import ast
@@ -18,7 +19,6 @@ FREE_JSON = {
     "comm/engine/executor.py": "a tensor of a fixed length",
     "integrations/transformers.py": "a copy of our own document",
     "pipeline/checkpoints.py": "a copy of our own document",
-    "relayed_address.py": "a list of ports in a folder of our own, checked by its owner",
 }
 
 
@@ -48,3 +48,11 @@ def test_json_of_others_has_a_bound() -> None:
     free = {path for path, _, name in calls() if name in ("json.loads", "json.load")}
     assert free <= FREE_JSON.keys(), "use file_io.parse_json or load_json"
     assert free == FREE_JSON.keys(), "no longer exempt: take it out of the list"
+
+
+def test_texts_that_pydantic_parses_have_a_bound() -> None:
+    parses = [each for each in calls() if each[2].endswith((".validate_json", ".model_validate_json"))]
+    for path, call, name in parses:
+        source = ast.unparse(call.args[0].func) if isinstance(call.args[0], ast.Call) else ""
+        assert source in ("file_io.bounded", "file_io.read_bounded"), f"{path}:{call.lineno}: {name}"
+    assert len(parses) > 20

@@ -11,15 +11,15 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from settings import Setting, make_optimizer, make_pipeline, median, step_times
 
-from ringweave import lab, topology
+from ringweave import topology
 from ringweave.pipeline import profiling
+from ringweave_bench.lab_workers import lab_of, run_workers
 
 NUM_STAGES, NUM_MICROBATCHES, ALLOWED = 4, 32, 1.05
 ORDERS = ("1f1b", "1f1b-overlap")
@@ -84,21 +84,10 @@ def run_in_lab(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    place = lab.up(topology.load(options.cluster), "pipeline-overlap")
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-    own = ["--rounds", str(options.rounds), "--bytes", str(options.bytes), "--out", str(options.out.absolute())]
-    try:
-        done = subprocess.run(
-            [*verb, "--run-dir", str(options.out.absolute()), __file__, *own],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_TIMEOUT_S,
-        )
-    finally:
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    out = options.out.absolute()
+    own = ["--rounds", str(options.rounds), "--bytes", str(options.bytes), "--out", str(out)]
+    with lab_of(topology.load(options.cluster), "pipeline-overlap") as place:
+        run_workers(place, __file__, own, out, timeout_s=RUN_TIMEOUT_S)
 
 
 def report(options: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ a stage where that is predicted, or if a prediction is off by more than 10 %.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -26,12 +25,14 @@ import torch.distributed as dist
 from settings import median
 from torch import Tensor, nn
 
-from ringweave import lab, topology
+from ringweave import topology
+from ringweave.lab.lab import QuotaMode
 from ringweave.pipeline import Pipeline, Settings, profiling
 from ringweave.pipeline.adapting import build_workload
 from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.stage_planner import DeviceConditions, StagePlan, plan_stages
 from ringweave.sim.stage_devices import StageDevices, one_device_each
+from ringweave_bench.lab_workers import lab_of, run_workers
 from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 
 MODELS = {"coarse": (6, 5, 1), "fine": (1,) * 12}
@@ -41,6 +42,7 @@ SPEEDS, UNIT_S = (1.0, 1.0, 2.0), 0.008
 QUOTA_ROWS = 512
 """Rows of a sample; so many that a forward is longer than some periods of a quota."""
 _DEVICES = "SLOW_BESIDE_FAST_DEVICES"
+CLUSTER_FILE = Path(__file__).parents[2] / "examples/clusters/slow-beside-fast.yaml"
 MEMORY_SHARE = 0.7
 """Memory of each device, as a fraction of the state of the whole model; activations are not limited."""
 WANTED, ALLOWED_ERROR, RUN_TIMEOUT_S = 1.3, 0.10, 900
@@ -63,7 +65,7 @@ class Unit(nn.Module):
 def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, default=Path(__file__).with_name("slow-beside-fast.yaml"))
+    parser.add_argument("--cluster", type=Path, default=CLUSTER_FILE)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each plan")
     parser.add_argument("--models", default="coarse,fine")
     parser.add_argument("--devices", choices=("virtual", "quotas"), default="virtual")
@@ -182,32 +184,12 @@ def run_in_lab(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    mode = "always" if options.devices == "quotas" else "never"
-    place = lab.up(topology.load(options.cluster), "slow-beside-fast", quotas=mode)
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-    own = [
-        "--rounds",
-        str(options.rounds),
-        "--models",
-        options.models,
-        "--devices",
-        options.devices,
-        "--out",
-        str(options.out.absolute()),
-    ]
-    try:
-        done = subprocess.run(
-            [*verb, "--run-dir", str(options.out.absolute()), __file__, *own],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_TIMEOUT_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1", _DEVICES: options.devices},
-        )
-    finally:
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    mode: QuotaMode = "always" if options.devices == "quotas" else "never"
+    own = [f"--{name}={getattr(options, name)}" for name in ("rounds", "models", "devices")]
+    out = options.out.absolute()
+    environ = {"OMP_NUM_THREADS": "1", _DEVICES: options.devices}
+    with lab_of(topology.load(options.cluster), "slow-beside-fast", mode) as place:
+        run_workers(place, __file__, [*own, f"--out={out}"], out, timeout_s=RUN_TIMEOUT_S, environ=environ)
 
 
 def report(options: argparse.Namespace) -> int:

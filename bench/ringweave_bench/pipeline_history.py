@@ -9,9 +9,6 @@ from typing import Any
 from ringweave.errors import UsageError, explain
 from ringweave.plots import figures
 
-_DEVICE_COLOURS = ("#30638e", "#d1495b", "#5f9e6e", "#c8a13a", "#7d5ba6", "#8d99ae", "#e08e45", "#3d7068")
-_MEASURED_COLOUR, _PREDICTED_COLOUR, _MOVE_COLOUR = "#2b2d42", "#d1495b", "#8d99ae"
-
 Event = dict[str, Any]
 
 
@@ -77,12 +74,13 @@ def read_history(events: Sequence[Event]) -> PipelineHistory:
 def draw_history(found: PipelineHistory, path: Path) -> None:
     """Plot the blocks of each device over train steps (above) and the step's time, predicted and measured (below)."""
     figure, axes = figures.new_figure(9.0, 6.0, nrows=2, sharex=True, height_ratios=(3, 2))
+    figure.get_layout_engine().set(hspace=0.1)
     _draw_stages(axes[0], found)
     _draw_times(axes[1], found)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         for era in found.periods[1:]:
-            axis.axvline(era.begin_step, color=_MOVE_COLOUR, linewidth=0.8, linestyle=":")
+            axis.axvline(era.begin_step, color=figures.GREY, linewidth=0.8, linestyle=":")
     figures.save_figure(figure, path)
 
 
@@ -92,16 +90,16 @@ def _draw_stages(axis: Any, found: PipelineHistory) -> None:
         width = era.end_step - era.begin_step
         for device, (low, high) in enumerate(itertools.pairwise(edges)):
             label = f"device {device + 1}" if era is found.periods[0] else None
-            colour = _DEVICE_COLOURS[device % len(_DEVICE_COLOURS)]
+            colour = figures.DEVICE_COLOURS[device % len(figures.DEVICE_COLOURS)]
             at = era.begin_step
             axis.bar(at, high - low, width, bottom=low, align="edge", color=colour, label=label, edgecolor="white")
     axis.set_ylabel("blocks")
     axis.set_ylim(0, found.num_blocks)
-    axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(_DEVICE_COLOURS))
+    axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(figures.DEVICE_COLOURS))
 
 
 def _draw_times(axis: Any, found: PipelineHistory) -> None:
-    for name, colour in (("measured", _MEASURED_COLOUR), ("predicted", _PREDICTED_COLOUR)):
+    for name, colour in (("measured", figures.DARK), ("predicted", figures.ALARM)):
         for span in found.windows:
             label = f"{name} step" if span is found.windows[0] else None
             seconds = span.measured_s if name == "measured" else span.predicted_s
@@ -109,5 +107,5 @@ def _draw_times(axis: Any, found: PipelineHistory) -> None:
             axis.plot([span.begin_step, span.end_step], [seconds, seconds], style, color=colour, label=label)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("train step")
-    axis.set_ylabel("seconds of a step, median of a window")
+    axis.set_ylabel("step (s), medians")
     axis.legend(frameon=False, fontsize=8)

@@ -9,7 +9,6 @@ from typing import Any
 from ringweave.plots import figures
 from ringweave.units import format_bytes
 
-_SYSTEM_COLOURS = {"ringweave": "#d1495b", "gloo": "#30638e", "openmpi": "#5f9e6e", "mpich": "#c8a13a"}
 _SYSTEM_LABELS = {"ringweave": "ringweave", "gloo": "Gloo", "openmpi": "Open MPI", "mpich": "MPICH"}
 
 _MAX_GROUPS_PER_ROW = 6
@@ -81,7 +80,8 @@ def _split_rows(found: Sequence[BarGroup]) -> list[Sequence[BarGroup]]:
 
 def _bars(found: Sequence[dict[str, Any]], best_s: float) -> tuple[SystemBar, ...]:
     return tuple(
-        _bar(result, best_s) for result in sorted(found, key=lambda each: list(_SYSTEM_COLOURS).index(each["system"]))
+        _bar(result, best_s)
+        for result in sorted(found, key=lambda each: list(figures.SYSTEM_COLOURS).index(each["system"]))
     )
 
 
@@ -131,7 +131,12 @@ def _draw_relative(axis: Any, found: Sequence[BarGroup]) -> None:
 def _draw_bar(axis: Any, at: float, bar: SystemBar, *, bottom: float) -> None:
     error = [[bar.height - bar.low], [bar.high - bar.height]]
     axis.bar(
-        at, bar.height - bottom, 0.9, bottom=bottom, color=_SYSTEM_COLOURS[bar.system], label=_SYSTEM_LABELS[bar.system]
+        at,
+        bar.height - bottom,
+        0.9,
+        bottom=bottom,
+        color=figures.SYSTEM_COLOURS[bar.system],
+        label=_SYSTEM_LABELS[bar.system],
     )
     axis.errorbar(at, bar.height, yerr=error, capsize=2, color="black", linewidth=1)
 

@@ -13,23 +13,21 @@ and DDP's time to the last loss of `local` ten times as long.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave import lab, topology
+from ringweave import topology
 from ringweave.telemetry import read_events
 from ringweave.training import Local
+from ringweave_bench.lab_workers import LinkBytes, lab_of, run_workers
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -86,38 +84,17 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
         SystemExit: The run failed; its output is shown.
     """
     out = options.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    cluster = out / "two-sites.yaml"
-    cluster.write_text(CLUSTER)
-    place = lab.up(topology.load(cluster), "local-two-sites")
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SIZES] + [f"--out={out}"]
-    samples: list[tuple[float, float]] = []
-    has_ended = threading.Event()
-    sampler = threading.Thread(target=sample_uplinks, args=(place, samples, has_ended))
-    try:
-        sampler.start()
-        command = [*verb, "--mode", "local", "--run-dir", str(out / "run"), __file__, *own]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
-    finally:
-        has_ended.set()
-        sampler.join()
-        lab.down(place.name)
-    if done.returncode != 0:
-        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    with (
+        lab_of(topology.loads(CLUSTER), "local-two-sites") as place,
+        LinkBytes(place, lambda link: "core" in link, SAMPLE_INTERVAL_S) as uplinks,
+    ):
+        run_workers(place, __file__, own, out / "run", timeout_s=RUN_TIMEOUT_S, options=["--mode", "local"])
     measured = json.loads((out / "measured.json").read_text())
     for phase in measured["phases"].values():
-        first, last = (np.interp(phase[key], *zip(*samples, strict=True)) for key in ("began", "ended"))
-        phase["uplink_bytes"] = float(last - first)
+        phase["uplink_bytes"] = uplinks.sent_between(phase["began"], phase["ended"])
     steps = [event for event in read_events(out / "run" / "events.jsonl") if event["kind"] == "outer_step"]
     return measured | {"outer_steps": steps}
-
-
-def sample_uplinks(place: lab.Lab, samples: list[tuple[float, float]], has_ended: threading.Event) -> None:
-    """Append (time, bytes that both uplinks have sent, both ways) twice a second."""
-    while not has_ended.wait(SAMPLE_INTERVAL_S):
-        sent = place.bytes_on_links()
-        samples.append((time.time(), sum(count for link, count in sent.items() if "core" in link)))
 
 
 def settings_of(options: argparse.Namespace) -> Local:

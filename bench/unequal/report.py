@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib import pyplot
 from rows import CONTENDERS, GLOO, ROWS, WITHIN_STEPS
 
-matplotlib.use("Agg")
-
+from ringweave.plots import figures
 
 OURS = CONTENDERS[1:]
+LABELS = {GLOO: "DDP on Gloo", "balanced": "ringweave, balanced", "ps-hra": "ringweave, rings with a server (ps-hra)"}
 MOST_BEHIND = 1.01
 """Times synchronous training's final loss."""
 MOST_S = 5400
@@ -202,18 +200,22 @@ def _marked(value: float, *, is_met: bool, digits: int = 2) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Held-out loss against wall time for each cluster, and samples per second."""
-    grouped = by_row(rows)
-    figure, axes = pyplot.subplots(2, len(grouped), figsize=(3.2 * len(grouped), 6), squeeze=False)
+    grouped, colours = by_row(rows), [figures.SYSTEM_COLOURS[each] for each in CONTENDERS]
+    figure, axes = figures.new_figure(2.1 * len(grouped) + 0.8, 5.2, nrows=2, ncols=len(grouped), squeeze=False)
     for (name, runs), loss_axis, rate_axis in zip(grouped, axes[0], axes[1], strict=True):
-        for each in CONTENDERS:
+        for each, colour in zip(CONTENDERS, colours, strict=True):
             measured = runs[0]["measured"][each]
-            loss_axis.plot(list(itertools.accumulate(measured["seconds"])), measured["losses"], label=each)
-        loss_axis.set(title=name, xlabel="seconds (measured)")
+            seconds = list(itertools.accumulate(measured["seconds"]))
+            loss_axis.plot(seconds, measured["losses"], color=colour, label=LABELS[each])
+        loss_axis.set_title(name, fontsize=10)
+        loss_axis.set_xlabel("seconds")
         rates = [statistics.median(rate(run, each) for run in runs) for each in CONTENDERS]
-        rate_axis.bar(CONTENDERS, rates, color=["C0", "C1", "C2"])
+        rate_axis.bar_label(rate_axis.bar(CONTENDERS, rates, color=colours), fmt="{:,.0f}", fontsize=7)
+        rate_axis.set_xticks([])
+        for axis in (loss_axis, rate_axis):
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(labelsize=8)
     axes[0][0].set_ylabel("held-out loss (measured)")
     axes[1][0].set_ylabel("samples/s (measured)")
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    figures.save_figure(figure, path)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ringweave.plots.figures import DARK, GREY, PALE, PART_COLOURS, SYSTEM_COLOURS
 from support.demo_data import Run, Setting
 
-COLOURS = {"ringweave": "#d1495b", "DDP on Gloo": "#30638e"}
-"""The same colour for a system as in all pictures of the project."""
-TIMES = {"compute": "#6b7681", "wait for the slowest": "#e3b23c", "communication": "#9cc5a1"}
-GREY, DARK = "#777777", "#222222"
+COLOURS = {"ringweave": SYSTEM_COLOURS["ringweave"], "DDP on Gloo": SYSTEM_COLOURS["gloo"]}
+PARTS = {"compute": "compute", "wait for the slowest": "wait", "communication": "communication"}
+TIMES = {name: PART_COLOURS[part] for name, part in PARTS.items()}
 SAMPLE_LINES, SAMPLE_COLUMNS = 12, 88
 Draw = Callable[[Any, Setting, Run, Run], str]
 """Draws a panel on axes and returns its alternative text."""
@@ -241,7 +241,7 @@ def draw_page(page: Page, setting: Setting, gloo: Run, ours: Run) -> Any:
         each.spines[["top", "right"]].set_visible(False)
     texts = [(page.kill_sentence, 10.5, "normal"), (page.sample_sentence, 10.5, "normal")]
     bottom = _write_text(last, 0.98, texts, columns=(150, 150))
-    box = {"facecolor": "#f5f5f5", "edgecolor": "none", "pad": 8}
+    box = {"facecolor": PALE, "edgecolor": "none", "pad": 8}
     sample = "\n".join(sample_lines(ours.sample))
     last.text(0.02, bottom - 0.03, sample, family="monospace", fontsize=9, va="top", color=DARK, bbox=box)
     _write_text(last, 0.11, [(page.setting_sentence, 9, "normal")], columns=(170,), colour=GREY)

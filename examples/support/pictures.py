@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ringweave.plots.figures import DARK, GREY, SYSTEM_COLOURS
 from support import files, report
 
-PALE, BLUE, ORANGE, GREY = "#b9cde5", "#1f4e8c", "#d9541e", "#555555"
+OURS = SYSTEM_COLOURS["ringweave"]
 SMOOTHED_STEPS = 21
 
 
@@ -23,10 +24,10 @@ def draw_losses(folder: Path, numbers: dict[str, float]) -> None:
     axes = figure.add_subplot()
     axes.axhline(bigram, color=GREY, linestyle="--", linewidth=1.2)
     axes.annotate(f"bigram\n{bigram:.3f}", (last_step, bigram), xytext=(10, 0), color=GREY, **beside)
-    axes.plot(train_steps, losses, color=PALE, linewidth=1, label="training batch")
-    axes.plot(train_steps, smooth(losses), color=BLUE, linewidth=1.8, label=f"mean of {SMOOTHED_STEPS} steps")
-    axes.plot(held_out_steps, held_out, "o", color=ORANGE, markersize=6, clip_on=False, zorder=5, label="held-out text")
-    axes.annotate(f"GPT\n{end:.3f}", (last_step, end), xytext=(10, 0), color=ORANGE, weight="bold", **beside)
+    axes.plot(train_steps, losses, color=OURS, alpha=0.3, linewidth=1, label="training batch")
+    axes.plot(train_steps, smooth(losses), color=OURS, linewidth=1.8, label=f"mean of {SMOOTHED_STEPS} steps")
+    axes.plot(held_out_steps, held_out, "o", color=DARK, markersize=6, clip_on=False, zorder=5, label="held-out text")
+    axes.annotate(f"GPT\n{end:.3f}", (last_step, end), xytext=(10, 0), color=DARK, weight="bold", **beside)
     axes.set(xlabel="train step", ylabel="loss (nats per byte, measured)")
     axes.set(xlim=(0, last_step), ylim=(0.9 * min(losses), max(1.6 * bigram, 1.1 * end)))
     axes.set_title(describe(numbers), loc="left", fontsize=10)

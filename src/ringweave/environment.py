@@ -1,10 +1,12 @@
 """Environment variables of workers: every `RINGWEAVE_*` name, and the typed values that they carry."""
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError, explain, shorten
 from ringweave.ports import PortRange, parse_ports
 
 CLUSTER = "RINGWEAVE_CLUSTER"
@@ -20,6 +22,8 @@ FINDINGS = "RINGWEAVE_FINDINGS"
 TUNING = "RINGWEAVE_TUNING"
 LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
 DEVICE_PATH = "RINGWEAVE_DEVICE_PATH"
+CPU_QUOTA = "RINGWEAVE_CPU_QUOTA"
+"""Processors of this process where no control group tells; a lab with a duty cycle sets it."""
 START_METHOD = "RINGWEAVE_START_METHOD"
 """Start of workers: `fork`, from a process that has imported what they need, or `spawn`, each by itself."""
 SERVER = "RINGWEAVE_SERVER"
@@ -208,3 +212,19 @@ def _parse_addresses(text: str) -> tuple[tuple[str, int], ...]:
     """Parse (host, port) of each `host:port`."""
     parts = [part.rpartition(":") for part in text.split(",") if part]
     return tuple((host, int(port)) for host, _, port in parts)
+
+
+def cpu_quota_of_environ(environ: Mapping[str, str]) -> float | None:
+    """Return the processors that `RINGWEAVE_CPU_QUOTA` leaves a process; None if it is not set.
+
+    Raises:
+        UsageError: It is no positive number.
+    """
+    text = environ.get(CPU_QUOTA)
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    do = "Unset it: a lab sets it itself"
+    raise UsageError(explain(CPU_QUOTA, got=shorten(text), expected="a positive number of processors", do=do))

@@ -7,7 +7,6 @@ connections that the host has opened. So a port has one name everywhere, and nob
 
 import contextlib
 import ipaddress
-import json
 import os
 import random
 import socket
@@ -17,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError, explain, shorten
+from ringweave.files import file_io
 
 NETWORK = ipaddress.IPv4Network("127.64.0.0/10")
 """Part of the loopback network from which these addresses are drawn; every user may listen there."""
@@ -31,7 +31,7 @@ MAX_ATTEMPTS = 8
 """Listeners to try until one has a port that is free on all hosts."""
 _CREDENTIALS = struct.Struct("3i")
 _LISTEN_STATE = "0A"
-_MAX_ANSWER_BYTES = 65_536
+_MAX_ANSWER_BYTES = 2**20
 
 
 def draw_address(rng: random.Random) -> str:
@@ -121,9 +121,12 @@ def _ask_relay(address: str) -> frozenset[int]:
         peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(peer)[1] != os.geteuid():
             raise PermissionError("another user's process answers")
-        while piece := sock.recv(_MAX_ANSWER_BYTES):
+        while len(content) <= _MAX_ANSWER_BYTES and (piece := sock.recv(_MAX_ANSWER_BYTES)):
             content += piece
-    return frozenset(map(int, json.loads(content)))
+    ports = file_io.parse_json(content, _MAX_ANSWER_BYTES)
+    if not isinstance(ports, list) or not all(type(port) is int for port in ports):
+        raise ValueError(f"{shorten(content)} instead of ports")
+    return frozenset(ports)
 
 
 def create_server(address: str, *, backlog: int) -> socket.socket:

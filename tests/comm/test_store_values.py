@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,7 +28,12 @@ from tests.wire.mutations import mutated
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
 PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25, ["0"]]
 PLAN = planning.plan_group(topology.one_machine([2]), ["node0"] * 2)
-ENTRY = {"location": PLACE, "endpoints": [[[5000], "name"]], "token": "00" * 16}
+ENTRY = {
+    "location": PLACE,
+    "endpoints": [[[5000], "name"]],
+    "token": "00" * 16,
+    "versions": group_info.own_versions(),
+}
 
 
 @pytest.mark.parametrize("value", RUBBISH)
@@ -174,6 +180,39 @@ def test_mutated_entries_and_reports_are_refused_or_read() -> None:
 def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) -> None:
     with pytest.raises(DisagreementError, match=r"entry of a rank in the store: .*, expected where a rank of the same"):
         group_info.parse_rank_info(json.dumps({**ENTRY, "location": [*PLACE[:7], cores, []]}).encode(), 3)
+
+
+def of_versions(**changes: object) -> bytes:
+    return json.dumps({**ENTRY, "versions": {**group_info.own_versions(), **changes}}).encode()
+
+
+def test_a_rank_of_another_protocol_is_refused_and_both_versions_are_named() -> None:
+    expected = (
+        r"protocol of rank 3: '2 \(ringweave 0\.2\.0\)', expected 1 \(ringweave 0\.1\.0\), as this rank has\. "
+        r"Install the same ringweave on all nodes\. \[rank 3\]"
+    )
+    with pytest.raises(DisagreementError, match=expected):
+        group_info.parse_rank_info(of_versions(protocol=2, ringweave="0.2.0"), 3)
+    assert group_info.parse_rank_info(of_versions(ringweave="0.2.0"), 3)[0].global_rank == 3
+    laid_out_otherwise = json.dumps({"versions": {"protocol": 2, "ringweave": "0.2.0"}, "place": {}}).encode()
+    with pytest.raises(DisagreementError, match=expected):
+        group_info.parse_rank_info(laid_out_otherwise, 3)
+
+
+@pytest.mark.parametrize("torch_version", ["2.12.1", "3.13.0", "none", ""])
+def test_a_rank_with_another_minor_version_of_torch_is_refused(torch_version: str) -> None:
+    own = re.escape(torch.__version__)
+    expected = (
+        rf"torch of rank 3: '{torch_version}', expected {own}, as this rank has, or another patch release of it\. "
+    )
+    with pytest.raises(DisagreementError, match=expected + r"Install the same minor version of torch on all nodes"):
+        group_info.parse_rank_info(of_versions(torch=torch_version), 3)
+
+
+def test_patch_releases_and_builds_of_torch_may_be_mixed() -> None:
+    major, minor, *_ = torch.__version__.split(".")
+    for other in (f"{major}.{minor}.9", f"{major}.{minor}.0+cu128", f"{major}.{minor}.1rc2"):
+        assert group_info.parse_rank_info(of_versions(torch=other), 3)[0].global_rank == 3
 
 
 @pytest.mark.parametrize(

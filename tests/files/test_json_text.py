@@ -16,6 +16,7 @@ GOOD = json.dumps({"kind": "run_started", "of": [1, -2.5e3, None, True], "name":
     [
         ("[" * DEEP, "brackets in brackets"),
         (b'{"a":' * DEEP, "brackets in brackets"),
+        ("[" * 201 + "]" * 201, "brackets in brackets, more than 200"),
         (b"\xff\xfe", "Expecting value"),
         (b'"\xe9"', "utf-8"),
         ("9" * 5000, "integer string conversion"),
@@ -26,9 +27,21 @@ GOOD = json.dumps({"kind": "run_started", "of": [1, -2.5e3, None, True], "name":
     ids=lambda value: str(value[:12]),
 )
 def test_rubbish_is_a_value_error(text: str | bytes, got: str) -> None:
-    most = 64 if "more than" in got else file_io.MAX_JSON_BYTES
+    most = 64 if "more than 64" in got else file_io.MAX_JSON_BYTES
     with pytest.raises(ValueError, match=got):
         file_io.parse_json(text, most)
+
+
+@pytest.mark.parametrize("text", ["[" * 200 + "]" * 200, '{"a":' * 199 + '"[[{{"' + "}" * 199, json.dumps("[" * 500)])
+def test_what_is_not_too_deep_is_read(text: str) -> None:
+    assert file_io.parse_json(text) == json.loads(text) == file_io.parse_json(text.encode())
+
+
+def test_the_last_lines_of_a_large_log_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"first\n" + b"x" * 2**21 + b"\n\xff\nlast\n")
+    assert file_io.last_lines(path)[1:] == ["\ufffd", "last"]
+    assert len(file_io.last_lines(path)[0]) < 2**20
 
 
 def test_a_file_is_read_no_further_than_it_may_go(tmp_path: Path) -> None:

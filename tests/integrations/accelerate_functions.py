@@ -92,14 +92,20 @@ def outcome(prepared: Any, predicted: list[int], **more: Any) -> Outcome:
     return Outcome(parameters=parameters, learning_rates=prepared[4].get_last_lr(), predicted=predicted, **more)
 
 
+def prepare(accelerator: Any, case: Case) -> Any:
+    """Prepare with the shares of the case, which then stay."""
+    prepared = accelerator.prepare(*make(case.batch))
+    if case.shares:
+        prepared[2].prepared.source.membership.balancer.reset_shares(0, case.shares, None)
+    return prepared
+
+
 def train_on_ranks(case: Case) -> Outcome:
     from ringweave.integrations.accelerate import Accelerator
 
     os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="127.0.0.1")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate, weight=count_tokens)
-    prepared = accelerator.prepare(*make(case.batch))
-    if case.shares:
-        prepared[2].prepared.source.membership.balancer.reset_shares(0, case.shares, None)
+    prepared = prepare(accelerator, case)
     train(accelerator, prepared)
     predicted = predict(accelerator, prepared[0], prepared[3])
     return outcome(prepared, predicted, is_exact=prepared[2].prepared.account.is_exact)
@@ -115,12 +121,12 @@ def resume_on_ranks(case: Case) -> list[float]:
     os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="127.0.0.1")
     folder = broadcast_object_list([tempfile.mkdtemp()])[0] if state.PartialState(cpu=True).initialized else ""
     accelerator = Accelerator(cpu=True, weight=count_tokens)
-    prepared = accelerator.prepare(*make(case.batch))
+    prepared = prepare(accelerator, case)
     num_batches = iter(range(1, 1000))
     train(accelerator, prepared, lambda: accelerator.save_state(folder) if next(num_batches) == 3 else None)
     whole = outcome(prepared, [])
     accelerator = Accelerator(cpu=True, weight=count_tokens)
-    prepared = accelerator.prepare(*make(case.batch))
+    prepared = prepare(accelerator, case)
     accelerator.load_state(folder)
     train(accelerator, prepared)
     pairs = zip(whole.parameters, outcome(prepared, []).parameters, strict=True)

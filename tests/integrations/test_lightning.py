@@ -56,7 +56,8 @@ def test_a_run_of_three_workers_equals_one_process(case: Case, tolerance: float)
 
 
 def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    case = Case(accumulate=2)
+    """Shares that follow measured speeds would add in another order, and give other bits."""
+    case = Case(accumulate=2, shares=(2, 2))
     whole = run("train_on_ranks", 2, case, str(tmp_path))
     resumed = run("train_on_ranks", 2, case, str(tmp_path / "again"), str(tmp_path / "step=8.ckpt"))
     for own, wanted in zip(resumed[0].parameters, whole[0].parameters, strict=True):

@@ -128,6 +128,9 @@ def test_every_verb_works_without_root(user: OrdinaryUser) -> None:
     refused = user.run("lab", "exec", "a", "--", user.python, "-c", reach)
     assert "Connection refused" in refused.stderr, "b answers"
 
+    quota = user.run("lab", "exec", "--device", "0", "b", "--", "sh", "-c", "echo $RINGWEAVE_CPU_QUOTA")
+    assert 0 < float(quota.stdout) < 1
+
     assert user.json("lab", "set", "r<->core", "20Mbit/s")["rate_bytes_per_s"] == {"r->core": 2.5e6, "core->r": 2.5e6}
     assert user.json("lab", "cut", "a", "--out")["cut"] == "out"
     assert user.json("lab", "mend", "a")["cut"] is None

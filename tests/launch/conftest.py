@@ -111,6 +111,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                run.process.wait(timeout=10)
+                run.process.wait(timeout=60)
             run.process.kill()
         run.process.wait()

@@ -1,16 +1,19 @@
 """Sections of the page, from the events of a run."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringweave import topology
+from ringweave.jobs.states import JobState, NodeState
 from ringweave.page import run_model
 from ringweave.page.html_report import report_html
 from ringweave.page.run_model import RunModel, show_text
 from ringweave.page.run_source import RunSource
+from ringweave.platforms.api import AttemptView, JobView, LogLine, LogQuery, NodeView
 from ringweave.platforms.run_directory import RunDirectoryPlatform
 from tests.page import synthetic
 
@@ -65,9 +68,44 @@ def test_a_run_with_everything() -> None:
     assert by_schedule["multi-level"]["bound_s"] == pytest.approx(4.0)
     assert by_schedule["ring"]["measured_over_predicted"] == pytest.approx(1 / 0.93)
     assert found["counts"]["broken"] == 0
-    assert found["left_out"] == [
-        "Bytes saved: counted in mode local alone, which exchanges less often than at every step."
+    assert by_schedule["ring"]["wire_fraction"] is None
+    assert [(row["name"], row["ranks"], row["share"], row["memory_bytes"]) for row in found["ranks"]["nodes"]] == [
+        ("n0", "ranks 0, 1", 64, 4.21e9),
+        ("n1", "ranks 2, 3", 64, 4.25e9),
     ]
+    assert found["ranks"]["nodes"][1]["step"]["wait_s"] == pytest.approx(rows[2]["step"]["wait_s"] / 2)
+    assert found["left_out"] == [
+        "Bytes saved: gradients are exchanged at every step (not in mode local), and exactly (no --wire)."
+    ]
+
+
+def test_collectives_in_a_wire_format_say_what_part_of_their_bytes_they_send() -> None:
+    encoded = [
+        {**event, "wire": "int8"} if event["kind"] == "schedule_measured" else event
+        for event in synthetic.events(2, 100, per_node=1)
+    ]
+    found = sections_of(encoded)
+    assert [row["wire_fraction"] for row in found["collectives"]] == [pytest.approx(0.252, abs=0.02)] * 2
+    assert "Bytes saved" not in "".join(found["left_out"])
+
+
+def test_a_probed_network_is_the_tree_of_the_page() -> None:
+    links = {"a": ("r0", 1e6), "b": ("r0", 2e6), "c": ("r1", 3e6), "r0": ("core", 4e6), "r1": ("core", 5e6)}
+    rates = {f"{src}->{dst}": rate for src, (dst, rate) in links.items()}
+    rates |= {f"{dst}->{src}": rate for src, (dst, rate) in links.items()}
+    formed = {"kind": "group_formed", "rank": 0, "group": "world", "node": "a", "nodes": ["a", "a", "b", "c"]}
+    probed = {"kind": "network_measured", "rank": 0, "group": "world", "nodes": ["a", "b", "c"], "rates": rates}
+    file = synthetic.cluster_text(2, 2)  # of one node's agent
+    events = [{"time": 1.0, "members": [0, 1, 2, 3], **formed}, {"time": 1.1, "switches": ["r0", "r1"], **probed}]
+    tree = sections_of(events, cluster=file)["topology"]["tree"]
+    assert [(each["label"], each["bytes_per_s"], each["is_measured"]) for each in tree["children"]] == [
+        ("r0", 4e6, True),
+        ("r1", 5e6, True),
+    ]
+    assert [each["label"] for each in tree["children"][0]["children"]] == ["a, 2 devices", "b, 1 device"]
+    assert tree["children"][0]["children"][0]["is_binding"]
+    broken = {"time": 1.2, "switches": ["r9"], **probed}
+    assert sections_of([*events, broken])["counts"]["broken"] == 1
 
 
 def test_what_is_not_recorded_is_said_and_not_invented() -> None:
@@ -155,6 +193,70 @@ def test_a_second_attempt_begins_anew_and_the_time_line_keeps_both(tmp_path: Pat
     assert found["progress"]["train_step"] == 100
     assert [each["number"] for each in found["timeline"]["attempts"]] == [1, 2]
     assert (found["head"]["state"], found["head"]["name"]) == ("Failed", "run")
+
+
+class OtherPlatform(RunDirectoryPlatform):
+    """Some platform of jobs: two nodes, of which the second is ahead."""
+
+    def __init__(self, platform: str, files: str, state: JobState = JobState.RUNNING) -> None:
+        super().__init__("me")
+        node = {"workers": 2, "capacity": 2, "state": NodeState.RUNNING, "retries": 0, "max_retries": 3}
+        nodes = [
+            NodeView(name="n0", reason=None, iterations=7, last_loss=2.5, attempts=(AttemptView(attempt=1),), **node),
+            NodeView(name="n1", reason=None, iterations=9, last_loss=2.25, attempts=(), **node),
+        ]
+        times = {"created_s": 1.0, "since_s": 1.0, "ended_s": None, "ttl_s": None}
+        counts = {"workers": 4, "device": "cpu", "mode": "sync", "run": 1, "round": 1}
+        names = {"name": "job", "platform": platform, "requester": "me", "files": files}
+        self.view = JobView(state=state, reason=None, nodes=tuple(nodes), **names, **times, **counts)
+
+    def job(self, name: str) -> JobView:
+        return self.view
+
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        for rank in range(4):
+            yield LogLine(node=f"n{rank // 2}", attempt=1, round=1, rank=rank, text=synthetic.HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("platform", "folders"),
+    [
+        ("local", ("n0/1/round-1", "n1/1/round-1")),
+        ("slurm", ("n0/2/round-3", "n1/1/round-3")),
+        ("hosts", ("hosts/a/n0/1/round-1", "hosts/b/n1/1/round-1")),
+    ],
+)
+def test_a_job_of_a_platform_is_shown_by_the_event_logs_of_its_nodes(
+    tmp_path: Path, platform: str, folders: tuple[str, str]
+) -> None:
+    for index, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(parents=True)
+        with (tmp_path / folder / "events.jsonl").open("w") as file:
+            for event in synthetic.events(4, 200, per_node=2):
+                is_own = event["kind"] == "run_started" or event.get("rank") in (2 * index, 2 * index + 1)
+                file.write(json.dumps(event) + "\n" if is_own else "")
+    source = RunSource(OtherPlatform(platform, str(tmp_path)), "job")
+    source.read_all()
+    found = source.sections()
+    assert [row["rank"] for row in found["ranks"]["rows"]] == [0, 1, 2, 3]
+    assert [row["steps"] for row in (each["step"] for each in found["ranks"]["rows"])] == [200] * 4
+    assert (found["progress"]["train_step"], found["progress"]["total"]) == (200, 200)
+    assert [each["number"] for each in found["timeline"]["attempts"]] == [int(folders[0][-1])], "one for all nodes"
+    assert [row["source"] for row in found["logs"]["sources"]] == [f"rank {rank}" for rank in range(4)]
+    assert "\\x1b[31m" in found["logs"]["sources"][0]["lines"][0]
+
+
+def test_a_job_whose_event_logs_are_elsewhere_is_shown_as_its_platform_knows_it() -> None:
+    source = RunSource(OtherPlatform("kubernetes", "kubectl -n ml get pods"), "job")
+    source.read_all()
+    found = source.sections()
+    assert (found["progress"]["train_step"], found["progress"]["loss"]) == (9, 2.25)
+    assert [(node["iterations"], node["attempts"]) for node in found["head"]["nodes"]] == [(7, 1), (9, 0)]
+    (left_out,) = found["left_out"]
+    assert "their event log is not on this machine. (kubectl -n ml get pods)" in left_out
+    assert len(found["logs"]["sources"]) == 4
+    on_hosts = RunSource(OtherPlatform("hosts", ""), "job").sections()
+    assert "it comes when the run ends" in on_hosts["left_out"][0]
 
 
 def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:

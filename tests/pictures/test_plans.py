@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import planning, topology
-from ringweave.plots import plan_plot
+from ringweave.plots import figures, plan_plot
 from ringweave.schedules import CollectiveKind
 
 
@@ -34,7 +34,7 @@ def test_machines_links_leaders_and_the_bound(tmp_path: Path) -> None:
         ">col 2<",
     ):
         assert expected in words
-    assert plan_plot._BINDING_COLOUR in words
+    assert figures.ALARM in words
 
 
 @pytest.mark.slow

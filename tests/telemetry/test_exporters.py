@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import shutil
 import subprocess
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from ringweave.cli.export import follow_run
 from ringweave.errors import LaunchError, UsageError
+from ringweave.launcher.node_context import free_port
 from ringweave.telemetry import RunTail, exporters
 from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
 from tests.telemetry.test_verdict import traffic, window
@@ -102,7 +104,7 @@ def test_a_taken_port_is_refused(served: tuple[RunMetrics, exporters.PrometheusE
 @contextmanager
 def prometheus(folder: Path, target_port: int) -> Iterator[str]:
     """A real Prometheus with our rules; yields its address."""
-    port = 39471
+    port = free_port(random.SystemRandom())
     rules = (MONITORING / "prometheus.yml").read_text().replace("9471", str(target_port)).replace("5s", "1s")
     (folder / "prometheus.yml").write_text(rules)
     shutil.copy(MONITORING / "rules.yml", folder)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ringweave.errors import UsageError
 from ringweave.topology.cgroups import CpuQuota, ProcessCpuQuota, ProcessMemory, cores_per_process
 
 
@@ -92,6 +93,15 @@ def test_who_shares_a_quota_with_the_parent_shares_it_with_its_siblings(tmp_path
     assert cores_per_process(4, kernel.process) == pytest.approx(3.0), "a group of its own, as in a lab"
     kernel.group("pods/one", cpu__max="max 100000")
     assert cores_per_process(4, kernel.process) is None
+
+
+def test_a_lab_may_tell_a_quota_that_no_control_group_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGWEAVE_CPU_QUOTA", "0.07")
+    assert cores_per_process(4, tmp_path) == pytest.approx(0.07)
+    for wrong in ("none", "0", "inf", "nan"):
+        monkeypatch.setenv("RINGWEAVE_CPU_QUOTA", wrong)
+        with pytest.raises(UsageError, match=rf"RINGWEAVE_CPU_QUOTA: .*'{wrong}'.*, expected a positive number"):
+            cores_per_process(4, tmp_path)
 
 
 def test_this_process_can_ask() -> None:

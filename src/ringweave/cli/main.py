@@ -56,7 +56,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "plan": Verb(
         module="plan",
-        help="Print a cluster's bound and the schedule that is chosen for it.",
+        help="Print a cluster's bound and the schedule that is chosen for it; or a pipeline's stages.",
         takes_json=True,
     ),
     "cost": Verb(
@@ -64,7 +64,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "simulate": Verb(
         module="simulate",
-        help="Simulate an allreduce on a cluster, with stragglers and failures.",
+        help="Simulate a collective or a pipeline on a cluster, with stragglers and failures.",
         takes_json=True,
     ),
     "partition": Verb(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from ringweave import planning, topology, units
+from ringweave.cli import pipeline_stages
 from ringweave.cli import progress as cli_progress
 from ringweave.cli.progress import ProgressPrinter
 from ringweave.cost import network
@@ -109,6 +110,8 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
 )
 @click.option("--leader-per-nic", is_flag=True, help="A leader for each NIC of a node, not one for all, as in run.")
 @click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
+@click.option("--pipeline", "pipeline_path", metavar="FILE", help="Plan a pipeline's stages, not a collective.")
+@click.option("--memory", metavar="SIZE,..", help="With --pipeline: of each device, or one for all.")
 @click.option("--run", "run_dir", metavar="RUN_DIR", help="Instead of planning: predicted beside measured of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(  # noqa: PLR0913, PLR0917 - one parameter per option
@@ -119,6 +122,8 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     rates_path: str | None,
     leader_per_nic: bool,
     picture: str | None,
+    pipeline_path: str | None,
+    memory: str | None,
     run_dir: str | None,
     as_json: bool,
 ) -> int:
@@ -128,11 +133,15 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     predicted by formula, not measured; among several nodes, up to about 16 ranks, a few segments by each schedule in
     question are also run on virtual time, with assumed costs of processors and queues, and the fastest there is chosen.
     With --run it prints predicted and measured times of a run's collectives.
+
+    With --pipeline it prints the stages of a pipeline instead: slow devices may form a stage together and share the
+    samples of each microbatch.
     """
+    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, ("memory",))
+    if pipeline_path is not None:
+        return pipeline_stages.print_plan(str(cluster_path), pipeline_path, memory, as_json=as_json)
     _check_arguments(cluster_path, run_dir, picture, rates_path)
     if run_dir is not None:
-        pass
-
         return print_measured(run_dir, as_json=as_json)
     num_bytes = units.parse_bytes(size)
     picture_path = _check_picture_path(picture)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ringweave import cost, planning, schedules, sim, topology, units
+from ringweave.cli import pipeline_stages
 from ringweave.cli import progress as cli_progress
 from ringweave.cost import Bound, network
 from ringweave.errors import UsageError, explain
@@ -61,6 +62,10 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
 )
 @click.option("--straggle", "straggles", multiple=True, metavar="WHAT", help=f"{STRAGGLER_FORMS}.")
 @click.option("--fail", "failures", multiple=True, metavar="WHAT", help=f"{FAILURE_FORMS}.")
+@click.option("--pipeline", "pipeline_path", metavar="FILE", help="Simulate a pipeline's step, not a collective.")
+@click.option("--memory", metavar="SIZE,..", help="With --pipeline: of each device, or one for all.")
+@click.option("--devices", "devices_text", metavar="STAGES", help="With --pipeline: these, such as '0:4+1:4 2:8'.")
+@click.option("--splits", "splits_text", metavar="s1,..", help="With --devices: last block of all stages but the last.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write a trace for ui.perfetto.dev here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(  # noqa: PLR0913, PLR0917 - one parameter per option
@@ -74,6 +79,10 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     rates_path: str | None,
     straggles: tuple[str, ...],
     failures: tuple[str, ...],
+    pipeline_path: str | None,
+    memory: str | None,
+    devices_text: str | None,
+    splits_text: str | None,
     trace_path: str | None,
     as_json: bool,
 ) -> int:
@@ -82,12 +91,18 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     Prints the time of the slowest rank, the bytes on each link and, after a failure, the ranks that never finish and
     the time of detection. By default the network alone takes time: latency and, without --rates, rates of the
     cluster file.
+
+    With --pipeline it simulates a train step of the planned stages, or of --devices; nodes may straggle (NODE=2).
     """
+    own = ("memory", "devices_text", "splits_text")
+    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=("straggles", "trace_path"))
     file_io.check_writable("--trace", trace_path)
     faults = [*map(parse_straggler, straggles), *map(parse_failure, failures)]
+    if pipeline_path is not None:
+        given = pipeline_stages.SimulationOptions(memory, devices_text, splits_text, faults, trace_path, as_json)
+        return pipeline_stages.print_simulation(cluster_path, pipeline_path, given)
     processors = _resolve_processors(processors, faults)
-    machine = _resolve_machine(processors)
-    num_bytes = units.parse_bytes(size)
+    machine, num_bytes = _resolve_machine(processors), units.parse_bytes(size)
     cluster = topology.load(cluster_path)
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
     progress = cli_progress.terminal_progress()
@@ -109,16 +124,16 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         progress=functools.partial(progress.print_fraction, f"simulating {choice.schedule}"),
     )
     if trace_path is not None:
-        trace = sim.trace_document(found, cluster, plan.nodes, _trace_title(cluster, choice, kind, num_bytes))
+        title = f"{kind} of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
+        trace = sim.trace_document(found, cluster, plan.nodes, title)
         file_io.write_output("--trace", trace_path, json.dumps(trace) + "\n")
     if as_json:
         given = {"collective": kind, "processors": processors, "measured_rates": rates}
         click.echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
     else:
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
-        what = f"{units.format_bytes(num_bytes)} among {len(ranks)} ranks by {choice.schedule}"
-        what = what if kind == "allreduce" else f"the {kind} of {what}"
-        lines = _simulation_lines(found, cluster, plan, bound, f"{what} ({_cut_text(choice)})", work, rates)
+        what = _what_text(choice, kind, num_bytes, len(ranks))
+        lines = _simulation_lines(found, cluster, plan, bound, what, work, rates)
         click.echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
     return 0
 
@@ -145,10 +160,6 @@ def _resolve_machine(processors: str) -> HostModel:
     return HostModel.assumed() if processors == "assumed" else scenario.load_host_costs(processors)
 
 
-def _trace_title(cluster: Cluster, choice: ScheduleChoice, kind: CollectiveKind, num_bytes: int) -> str:
-    return f"{kind} of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
-
-
 def _check_root(root: int | None, kind: CollectiveKind, num_ranks: int) -> None:
     if root is not None and kind != "broadcast":
         do = "Leave --root out, or add --collective broadcast"
@@ -170,8 +181,10 @@ def _resolve_choice(
     return dataclasses.replace(choice, num_segments=segments, lag=max(1, choice.lag), predicted_s=math.inf)
 
 
-def _cut_text(choice: ScheduleChoice) -> str:
-    return f"{choice.num_segments} segment{'s' if choice.num_segments > 1 else ''}"
+def _what_text(choice: ScheduleChoice, kind: CollectiveKind, num_bytes: int, num_ranks: int) -> str:
+    what = f"{units.format_bytes(num_bytes)} among {num_ranks} ranks by {choice.schedule}"
+    cut = f"({choice.num_segments} segment{'s' if choice.num_segments > 1 else ''})"
+    return f"{'' if kind == 'allreduce' else f'the {kind} of '}{what} {cut}"
 
 
 def _simulation_document(

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Store
 
-from ringweave import topology
+from ringweave import __version__, topology
 from ringweave.comm import peer_data
 from ringweave.environment import ENCRYPT, WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, explain
+from ringweave.launcher.run_dir import is_same_minor
 from ringweave.relayed_address import is_relayed
 from ringweave.topology import cgroups, placement
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from ringweave.topology.discovery import NetworkInterface
 
 TOKEN_BYTES = 16
+PROTOCOL = 1
+"""Number of all that ranks of a group say to each other, which grows with each change: entries, greetings, headers,
+frames, plans, decisions (docs/reference/protocols.md)."""
 _MAX_RANK_INFO_BYTES = 1 << 16
 """Limit on the description of a rank: names and ports of all its addresses."""
 
@@ -205,11 +209,12 @@ def exchange_group_info(
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
         PlacementError: Members on different hosts claim the same node; the text names two of them.
-        DisagreementError: Some members encrypt, and others do not.
+        DisagreementError: Some members encrypt, and others do not; or a member has another protocol or torch.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
     entry: dict[str, Any] = {"location": astuple(location), "endpoints": [astuple(e) for e in endpoints]}
     entry["fingerprint"] = encryption.fingerprint if encryption is not None else ""
+    entry["versions"] = own_versions()
     store.set(keys[group_rank], json.dumps({**entry, "token": secrets.token_hex(TOKEN_BYTES)}))
     try:
         store.wait(keys, timeout)
@@ -246,10 +251,11 @@ def parse_rank_info(value: bytes, global_rank: int) -> tuple[RankInfo, bytes]:
     """Parse a rank's entry in the store: its info, and the token that it drew.
 
     Raises:
-        DisagreementError: It is not an entry of this version of ringweave.
+        DisagreementError: It is not an entry of this protocol, or its rank has a torch of another minor version.
     """
 
     def convert(entry: Any) -> tuple[RankInfo, bytes]:
+        check_versions(peer_data.require_object(entry.get("versions")), global_rank)
         node, address, more_addresses, rates, nics, networks, host, cores, gpus = entry["location"]
         entrances = tuple(RankEndpoint(tuple(map(int, ports)), str(name)) for ports, name in entry["endpoints"])
         more, own_nics, own_networks, own_gpus = (tuple(map(str, e)) for e in (more_addresses, nics, networks, gpus))
@@ -264,6 +270,42 @@ def parse_rank_info(value: bytes, global_rank: int) -> tuple[RankInfo, bytes]:
     return peer_data.decode_peer_data(
         value, description, convert, expected=expected, max_bytes=_MAX_RANK_INFO_BYTES, where=f"rank {global_rank}"
     )
+
+
+def own_versions() -> dict[str, Any]:
+    """Return the protocol of groups, and the versions of ringweave and torch, of this process."""
+    return {"protocol": PROTOCOL, "ringweave": __version__, "torch": str(torch.__version__)}
+
+
+def check_versions(theirs: Mapping[str, Any], global_rank: int) -> None:
+    """Refuse a rank that speaks another protocol, or has a torch of another minor version.
+
+    Messages of Gloo and buckets of DDP change with minor versions of torch; patch releases and builds may be mixed.
+
+    Raises:
+        DisagreementError: It does; the text names both versions.
+    """
+    own, where = own_versions(), f"rank {global_rank}"
+    if theirs.get("protocol") != own["protocol"]:
+        raise DisagreementError(
+            explain(
+                f"protocol of rank {global_rank}",
+                got=f"{theirs.get('protocol')} (ringweave {theirs.get('ringweave')})",
+                expected=f"{own['protocol']} (ringweave {own['ringweave']}), as this rank has",
+                do="Install the same ringweave on all nodes",
+                where=where,
+            )
+        )
+    if not is_same_minor(str(theirs.get("torch")), own["torch"]):
+        raise DisagreementError(
+            explain(
+                f"torch of rank {global_rank}",
+                got=theirs.get("torch"),
+                expected=f"{own['torch']}, as this rank has, or another patch release of it",
+                do="Install the same minor version of torch on all nodes",
+                where=where,
+            )
+        )
 
 
 def _check_quota(cores: float) -> float:

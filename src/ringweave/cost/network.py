@@ -5,6 +5,7 @@ nodes below it, because no byte of the group passes there. So every remaining li
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def _check_measured_link(name: Any, rate: Any, known: set[str], where: str) -> N
         )
         raise UsageError(explain("measured link", got=name, expected="a link of the cluster", do=do, where=where))
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and not (is_number and 0 < rate < math.inf):
+    if rate is not None and not (is_number and 0 < rate <= sys.float_info.max):
         expected, do = "a positive number of bytes per second", "Measure it again, or leave it out"
         raise UsageError(explain(f"measured rate of {name}", got=rate, expected=expected, do=do, where=where))
 

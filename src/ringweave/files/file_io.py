@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
 from ringweave.errors import UsageError, explain
+
+_TextT = TypeVar("_TextT", bound=str | bytes)
 
 
 def file_checksum(path: Path) -> str:
@@ -50,7 +52,48 @@ def fsync_folder(folder: Path) -> None:
 
 
 MAX_JSON_BYTES = 16 * 2**20
-"""Largest JSON file or text. Parsed values take up to some twenty times as much memory."""
+"""Largest JSON file or text. Parsed values take up to 28 times as much memory."""
+MAX_JSON_DEPTH = 200
+"""Most brackets in brackets, as pydantic's parser has it too. A checkpoint has up to 155."""
+
+
+def bounded(text: _TextT, max_bytes: int = MAX_JSON_BYTES) -> _TextT:
+    """Return the text: for parsers that limit depth and types, but not length.
+
+    Raises:
+        ValueError: It is longer than `max_bytes`, in bytes or, for a str, in characters.
+    """
+    if len(text) > max_bytes:
+        raise ValueError(f"{len(text)} {'characters' if isinstance(text, str) else 'bytes'}, more than {max_bytes}")
+    return text
+
+
+def read_bounded(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return a file's content; at most one byte more than `max_bytes` is read.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is longer.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"a file of more than {max_bytes} bytes")
+    return content
+
+
+_MAX_TAIL_BYTES = 2**20
+
+
+def last_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a log, or of its last MiB, oldest first; a log may be larger than memory.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL_BYTES))
+        return file.read(_MAX_TAIL_BYTES).decode(errors="replace").splitlines()
 
 
 def parse_json(text: str | bytes, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -61,14 +104,27 @@ def parse_json(text: str | bytes, max_bytes: int = MAX_JSON_BYTES) -> Any:
         max_bytes: Greatest length, in bytes or, for a str, in characters.
 
     Raises:
-        ValueError: The text is longer, is nested too deeply for Python's stack, or is no JSON.
+        ValueError: The text is longer, has more than `MAX_JSON_DEPTH` brackets in brackets, or is no JSON.
     """
-    if len(text) > max_bytes:
-        raise ValueError(f"{len(text)} {'characters' if isinstance(text, str) else 'bytes'}, more than {max_bytes}")
     try:
-        return json.loads(text)
+        value = json.loads(bounded(text, max_bytes))
     except RecursionError:
         raise ValueError("brackets in brackets, too many to read") from None
+    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, opening)) > MAX_JSON_DEPTH and _is_deep(value):
+        raise ValueError(f"brackets in brackets, more than {MAX_JSON_DEPTH}")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a value has more lists and objects in each other than allowed."""
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(MAX_JSON_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for items in inner for each in items if isinstance(each, (list, dict))]
+        if not level:
+            return False
+    return True
 
 
 def load_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -78,11 +134,7 @@ def load_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
         OSError: The file cannot be read.
         ValueError: As in `parse_json`.
     """
-    with Path(path).open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"a file of more than {max_bytes} bytes")
-    return parse_json(content, max_bytes)
+    return parse_json(read_bounded(path, max_bytes), max_bytes)
 
 
 def check_writable(option: str, path: str | Path | None) -> None:

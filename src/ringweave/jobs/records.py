@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
+from ringweave.files import file_io
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
@@ -326,7 +327,7 @@ def parse_record(text: str) -> JobRecord:
         JobError: It has another format.
     """
     check_format(text, "record of the job")
-    return _RECORD_ADAPTER.validate_json(text)
+    return _RECORD_ADAPTER.validate_json(file_io.bounded(text))
 
 
 def add_format(text: bytes) -> bytes:
@@ -340,7 +341,7 @@ def check_format(text: str | bytes, what: str, where: str = "") -> None:
     Raises:
         JobError: Its format is not `RECORD_FORMAT`.
     """
-    found = _FORMAT_ADAPTER.validate_json(text).format
+    found = _FORMAT_ADAPTER.validate_json(file_io.bounded(text)).format
     if found != RECORD_FORMAT:
         do = "Delete the job with the ringweave that made it, then submit it again"
         expected = f"format {RECORD_FORMAT}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import topology
+from ringweave.environment import CPU_QUOTA
 from ringweave.errors import ClusterError, LabError, UsageError, explain
 from ringweave.files.problems import shorten_names, suggest_closest
 from ringweave.lab import bring_up, cpu_quotas, lab_layout, lab_processes, lab_state, tools
@@ -149,7 +150,7 @@ class Lab:
         if device is not None:
             topology.device_of_local_rank(place, device)
             group = self.control_group(node, device)
-            join = f"echo $$ > {shlex.quote(group + '/cgroup.procs')} && " if group else ""
+            join = f"echo $$ > {shlex.quote(group + '/cgroup.procs')} && " if group else self._tell_quota(node, device)
         files = [f"--{kind}={path}" for kind, path in self.namespace_files(node, device).items()]
         enter = shlex.join(
             [
@@ -163,6 +164,13 @@ class Lab:
             ]
         )
         return ["/bin/sh", "-c", f'{join}exec {enter} "$(pwd -P)" "$@"', "rw-enter", *argv]
+
+    def _tell_quota(self, node: str, device: int) -> str:
+        """Return the words of a shell that tell a command its quota; empty without quotas."""
+        if self.quota_kind != cpu_quotas.DUTY_CYCLE:
+            return ""
+        quota_us = lab_state.read_duty_cycle(self.name, node, device)
+        return f"export {CPU_QUOTA}={cpu_quotas.quota_in_cpus(quota_us):g} && "
 
     def namespace_files(self, node: str, device: int | None = None) -> dict[str, Path]:
         """Return the files of a node's namespaces, by nsenter's names, in the order in which they are entered.

@@ -90,6 +90,11 @@ def write_duty_cycle(name: str, node: str, device: int, quota_us: int) -> None:
     temporary.replace(path)
 
 
+def read_duty_cycle(name: str, node: str, device: int) -> int:
+    """Return the quota of a device with a duty cycle, in microseconds of each period."""
+    return int((duty_cycle_folder(name) / device_file_name(node, device)).read_text(encoding="ascii"))
+
+
 def hosts_path(name: str) -> Path:
     """Return the path of /etc/hosts for the lab's nodes."""
     return lab_folder(name) / "hosts"

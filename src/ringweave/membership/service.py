@@ -93,7 +93,7 @@ def unreachable_members(addresses: Mapping[str, str]) -> set[str]:
 def _start_probe(address_text: str) -> socket.socket | None:
     """Begin to connect; None if that cannot be tried."""
     host, _, port = address_text.partition(" ")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16):
         return None
     try:
         infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

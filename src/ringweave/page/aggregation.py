@@ -288,19 +288,31 @@ class RunTimeline:
     """Attempts, lives of workers, generations and remarkable events of a run, over time."""
 
     def __init__(self) -> None:
+        self._round: int | None = None
         self._attempts: deque[Document] = deque(maxlen=100)
         self._lives: deque[Document] = deque(maxlen=1000)
         self._generations: deque[Document] = deque(maxlen=500)
         self._marks: deque[Document] = deque(maxlen=500)
         self._num_deaths = 0
+        self._is_new = True
+
+    def begin_attempt(self, round_: int | None = None) -> None:
+        """Take the next `run_started` for a new attempt, of that round of a job; each of its nodes writes one."""
+        self._is_new, self._round = True, round_
 
     def add(self, event: Event, text: str) -> None:
         """Add an event of any kind; `text` describes it."""
         kind, time_s = event["kind"], event["time"]
         if kind == "run_started":
-            self._attempts.append({"number": event["attempt"], "begin_s": time_s, "end_s": None, "outcome": None})
+            if self._is_new:
+                number = event["attempt"] if self._round is None else self._round
+                self._attempts.append({"number": number, "begin_s": time_s, "end_s": None, "outcome": None})
+            self._is_new = False
         elif kind == "run_ended" and self._attempts:
-            self._attempts[-1] |= {"end_s": time_s, "outcome": event["outcome"], "cause": event["cause"]}
+            last = self._attempts[-1]
+            last["end_s"] = max(time_s, last["end_s"] or 0.0)
+            if last["outcome"] in (None, "done"):
+                last |= {"outcome": event["outcome"], "cause": event["cause"]}
         elif kind == "worker_started":
             self._lives.append({"rank": event["rank"], "node": event["node"], "begin_s": time_s, "end_s": None})
         elif kind == "worker_exited":

@@ -15,6 +15,7 @@ from ringweave import cost
 from ringweave.errors import RingweaveError
 from ringweave.launcher import run_dir
 from ringweave.page.aggregation import (
+    PARTS,
     BucketedSeries,
     Document,
     RunTimeline,
@@ -24,8 +25,9 @@ from ringweave.page.aggregation import (
 )
 from ringweave.plots import plan_plot
 from ringweave.plots.plan_plot import OutlineItem
+from ringweave.schedules import wire_formats
 from ringweave.telemetry import EVENT_KINDS, Event, verdict
-from ringweave.topology import Cluster
+from ringweave.topology import CORE, Cluster, Device, Nic, Node, Switch
 
 RECENT_S = 60.0
 """Span of the numbers of a run that goes on."""
@@ -49,7 +51,7 @@ MEASUREMENTS = frozenset(
     }
 )
 """Kinds that are drawn, and not listed."""
-_BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_BROKEN = (ArithmeticError, AttributeError, LookupError, RingweaveError, TypeError, ValueError)
 """Errors of an event that is not as its kind has to be."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
@@ -117,8 +119,9 @@ class RunModel:
         self._num_events = self._num_broken = 0
         self.begin_attempt()
 
-    def begin_attempt(self) -> None:
-        """Forget the measurements of the attempt before; the time line keeps it."""
+    def begin_attempt(self, round_: int | None = None) -> None:
+        """Forget the measurements of the attempt before; the time line keeps it. Attempts of jobs are rounds."""
+        self._timeline.begin_attempt(round_)
         self._begin_s: float | None = None
         self._last: dict[str, Event] = {}
         self._grid: StepGrid | None = None
@@ -129,6 +132,7 @@ class RunModel:
         self._workers: dict[int, Event] = {}
         self._by_key: dict[str, dict[Any, Event]] = {}
         self._rates: dict[str, float] = {}
+        self._probed: Cluster | None = None
         self._losses: tuple[int, list[verdict.Loss]] = (0, [])
         self._num_windows = 0
 
@@ -184,6 +188,11 @@ class RunModel:
     def _add_rates(self, event: Event) -> None:
         self._rates.update({str(name): float(rate) for name, rate in event["rates"].items()})
 
+    def _add_probed(self, event: Event) -> None:
+        self._add_rates(event)
+        formed = self._by_key.get("group_formed", {}).get(event["group"], {"nodes": event["nodes"]})
+        self._probed = _probed_cluster(event, formed["nodes"])
+
     def _add_memory(self, event: Event) -> None:
         self._keep(event, "memory_limited", event["rank"])
 
@@ -227,16 +236,17 @@ class RunModel:
         """Return the sections by name.
 
         Args:
-            cluster: Cluster of the run, if it is known.
+            cluster: Cluster of the run, if it has a file of it; one that was probed comes before it.
             is_over: The run has ended: numbers are those of the whole attempt, else of the last minute.
         """
         last_s = None if is_over else RECENT_S
+        cluster, ranks = self._probed or cluster, self._rank_rows(last_s)
         sections = {
             "verdict": self._verdict(is_over=is_over),
             "progress": self._progress_section(is_over=is_over),
             "loss": self._loss.document() if self._loss and "iterations_done" in self._last else None,
             "steps": self._grid.document(self._groups()) if self._grid else None,
-            "ranks": {"last_s": last_s, "rows": self._rank_rows(last_s)},
+            "ranks": {"last_s": last_s, "rows": ranks, "nodes": _node_rows(ranks)},
             "training": self._training(),
             "topology": self._topology(cluster),
             "collectives": self._collectives(cluster),
@@ -385,7 +395,8 @@ class RunModel:
     def _collectives(self, cluster: Cluster | None) -> list[Document] | None:
         measured = self._kept("schedule_measured")[-MAX_COLLECTIVES:]
         events = [*self._kept("plan_made"), *self._kept("group_formed"), *measured]
-        return run_dir.compare_measured(events, cluster) or None
+        rows = run_dir.compare_measured(events, cluster)
+        return [row | {"wire_fraction": _wire_fraction(row)} for row in rows] or None
 
     def _peers(self) -> list[Document] | None:
         """Return the traffic from rank to rank in the newest windows, the slowest first."""
@@ -449,7 +460,11 @@ class RunModel:
                 progress["total"] is None and not is_over,
                 f"Time to go: the script does not say how many train steps there will be ({reports}(total=...)).",
             ),
-            (not prepared, "Steps, shares and waits of ranks: only scripts with ringweave.prepare measure them."),
+            (
+                not prepared and sections["steps"] is None,
+                "Steps, shares and waits of ranks: only scripts with ringweave.prepare measure them; pipelines measure "
+                "their stages, where they adapt.",
+            ),
             (prepared and not has_memory, "Memory: no window of steps with it has been reported."),
             (sections["topology"] is None, "Topology: there is no cluster file, and nothing was probed."),
             (
@@ -458,8 +473,9 @@ class RunModel:
                 "on the native backend.",
             ),
             (
-                sections["sites"] is None,
-                "Bytes saved: counted in mode local alone, which exchanges less often than at every step.",
+                sections["sites"] is None
+                and all(row["wire"] == wire_formats.EXACT.name for row in sections["collectives"] or ()),
+                "Bytes saved: gradients are exchanged at every step (not in mode local), and exactly (no --wire).",
             ),
         )
         return [text for is_missing, text in texts if is_missing]
@@ -470,7 +486,7 @@ _ADDERS = {
     "iterations_done": RunModel._add_iterations,
     "worker_started": RunModel._add_worker,
     "worker_exited": RunModel._add_worker,
-    "network_measured": RunModel._add_rates,
+    "network_measured": RunModel._add_probed,
     "plan_changed": RunModel._add_rates,
     "plan_made": RunModel._add_plan,
     "memory_limited": RunModel._add_memory,
@@ -481,6 +497,69 @@ _ADDERS = {
     "traffic_measured": RunModel._add_traffic,
     "generation_begun": RunModel._add_generation,
 }
+
+
+def _probed_cluster(event: Event, nodes_of_ranks: Sequence[str]) -> Cluster:
+    """Return the cluster that probing found: its links are named in both directions, `a->r0` and `r0->a`."""
+    rates, parents, level = event["rates"], {}, [CORE]
+    ends = [tuple(name.split("->")) for name in rates]
+    while level:
+        below = {src: dst for src, dst in ends if dst in level and src not in (*parents, CORE)}
+        parents.update(below)
+        level = list(below)
+
+    def switch_of(name: str) -> str | None:
+        return None if parents[name] == CORE else parents[name]
+
+    def rate_of(name: str) -> float:
+        return float(rates[f"{name}->{parents[name]}"])
+
+    nodes = tuple(
+        Node(
+            name=name,
+            devices=(Device(),) * max(1, list(nodes_of_ranks).count(name)),
+            nics=(Nic(name="nic", rate_bytes_per_s=rate_of(name)),),
+            switch=switch_of(name),
+        )
+        for name in event["nodes"]
+    )
+    switches = [
+        Switch(name=name, uplink_bytes_per_s=rate_of(name), parent=switch_of(name)) for name in event["switches"]
+    ]
+    return Cluster(name="probed", nodes=nodes, switches=tuple(switches))
+
+
+def _wire_fraction(row: Mapping[str, Any]) -> float | None:
+    """Return the part of a message's bytes that passes the links which bind; None where it passes exactly."""
+    wire = wire_formats.FORMATS.get(row["wire"], wire_formats.EXACT)
+    num_values = row["bytes"] // 4
+    return wire.encoded_bytes(num_values) / row["bytes"] if wire is not wire_formats.EXACT and num_values else None
+
+
+def _node_rows(ranks: Sequence[Document]) -> list[Document]:
+    """Return a row for each node: sums of shares and memory, and the mean of its ranks' steps."""
+    by_node: dict[str, list[Document]] = {}
+    for row in ranks:
+        by_node.setdefault(row["node"], []).append(row)
+    return [
+        {
+            "name": name,
+            "ranks": _ranks_text([row["rank"] for row in rows]),
+            **{key: sum(known) if (known := _known(rows, key)) else None for key in ("share", "memory_bytes")},
+            "step": _mean_step(_known(rows, "step")),
+        }
+        for name, rows in by_node.items()
+    ]
+
+
+def _known(rows: Sequence[Document], key: str) -> list[Any]:
+    return [row[key] for row in rows if row[key] is not None]
+
+
+def _mean_step(steps: Sequence[Document]) -> Document | None:
+    names = [f"{part}_s" for part in (*PARTS, "wall")]
+    known = [step for step in steps if step["wall_s"]]
+    return {name: sum(step[name] or 0.0 for step in known) / len(known) for name in names} if known else None
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -66,10 +66,10 @@ class RunSource:
             except RingweaveError as error:
                 self._trouble = str(error)
         deadline_s = time.monotonic() + limit_s
-        for attempt, event in self._news:
+        for attempt, is_round, event in self._news:
             if attempt > self._attempt:
                 self._attempt = attempt
-                self._model.begin_attempt()
+                self._model.begin_attempt(attempt if is_round else None)
             if attempt == self._attempt:
                 self._model.add(event)
             if time.monotonic() > deadline_s:
@@ -85,6 +85,9 @@ class RunSource:
         ]
         rows = sections["events"]["rows"]
         sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
+        if not self._tails:
+            sections["left_out"] = [self._missing_log_text()]
+            sections["progress"] |= self._node_progress()
         return sections | {"head": self._head(), "logs": self._logs.document()}
 
     def _head(self) -> Document:
@@ -110,26 +113,45 @@ class RunSource:
             "hint": reason.hint if reason else None,
             "num_nodes": len(view.used_nodes),
             "nodes": [
-                {"name": each.name, "state": str(each.state), "attempts": len(each.attempts), "retries": each.retries}
+                {
+                    "name": each.name,
+                    "workers": each.workers,
+                    "state": str(each.state),
+                    "reason": show_text(each.reason.text) if each.reason else None,
+                    "attempts": len(each.attempts),
+                    "iterations": each.iterations,
+                    "loss": each.last_loss,
+                }
                 for each in view.used_nodes
             ],
             "run": view.run,
             "trouble": self._trouble or None,
         }
 
+    def _missing_log_text(self) -> str:
+        """Return why most of the page is empty."""
+        later = ": it comes when the run ends" if self._view.platform == "hosts" and not self._view.state.is_end else ""
+        return f"Everything that workers measure: their event log is not on this machine{later}. ({self._view.files})"
+
+    def _node_progress(self) -> Document:
+        """Return train steps and loss as the platform knows them, of the node that is ahead."""
+        known = [each for each in self._view.used_nodes if each.iterations is not None]
+        ahead = max(known, key=lambda each: each.iterations or 0, default=None)
+        return {"train_step": ahead.iterations, "loss": ahead.last_loss} if ahead else {}
+
     def _read_view(self) -> JobView:
         if self._directory is None:
             return self._platform.job(self._name)
         return run_directory.view_run(self._directory, self._name, submission.os_user(), reads_events=False)
 
-    def _read_news(self) -> Iterator[tuple[int, Event]]:
-        """Yield (number of the attempt, event) of what is new in all event logs, those of earlier rounds first."""
+    def _read_news(self) -> Iterator[tuple[int, bool, Event]]:
+        """Yield (number of the attempt, whether it is a job's round, event) of what is new, earlier rounds first."""
         for path in self._event_files():
             tail = self._tails.setdefault(path, telemetry.EventTail(path))
             match = _ROUND.search(str(path))
             for event in tail.iter_new():
                 is_start = event["kind"] == "run_started" and match is None
-                yield (self._attempt + is_start if match is None else int(match.group(1))), event
+                yield (self._attempt + is_start if match is None else int(match.group(1))), match is not None, event
 
     def _event_files(self) -> list[Path]:
         root = Path(self._view.files) if self._view.files else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ringweave.errors import TrainingError, explain
 from ringweave.param_server import flat, snapshots
@@ -377,6 +378,32 @@ def grant_parameters(job: ServerJob, pull: Pull, buffers: Sequence[memoryview]) 
     if job.setup.compensation:
         job.model.keep_base(pull.ring, copy)
     return version, ahead
+
+
+def check_finite(setup: ServerSetup, push: Push, buffers: Sequence[memoryview]) -> None:
+    """Refuse a push with numbers that are not finite: the parameters of all rings would have them afterwards.
+
+    Raises:
+        TrainingError: It has some; the text names the ring, its ranks and the first such parameter.
+
+    Cost:
+        One pass over the push, about 0.1 ms for a MiB; a second one if the sum is not finite.
+    """
+    content = FlatTensors.over_buffers(setup.tensors, buffers)
+    if all(bool(torch.isfinite(piece.sum())) for piece in content.pieces):
+        return
+    for spec, view in zip(setup.tensors, content.views, strict=True):
+        num_bad = view.numel() - int(torch.isfinite(view).sum())
+        if num_bad:
+            raise TrainingError(
+                explain(
+                    f"{push.content} of ring {push.ring} (rank {', '.join(map(str, setup.rings[push.ring]))})",
+                    got=f"{num_bad} of {view.numel()} numbers of parameter {spec.name} are not finite",
+                    expected="finite numbers; the push is refused, and the parameters are unchanged",
+                    do="Look at the samples and the loss of these ranks, or clip gradients",
+                    where=f"push {push.sequence}",
+                )
+            )
 
 
 def check_buffers(setup: ServerSetup, sizes: Sequence[int]) -> None:

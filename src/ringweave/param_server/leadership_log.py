@@ -123,6 +123,8 @@ class SocketLeadershipLog:
                 if not content:
                     raise OSError("the node agent has closed the socket")
                 self._received += content
+                if len(self._received) > MAX_RECORD_BYTES:
+                    raise OSError(f"an answer of more than {MAX_RECORD_BYTES} bytes")
                 continue
             self._received = rest
             answer = file_io.parse_json(line)
@@ -143,7 +145,11 @@ class LogServer:
         return other.detach()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines, contextlib.suppress(OSError, ValueError, KeyError):
+        with (
+            connection,
+            connection.makefile("rb") as lines,
+            contextlib.suppress(OSError, ValueError, LookupError, TypeError),
+        ):
             while line := lines.readline(MAX_RECORD_BYTES):
                 connection.sendall(_to_line(self._answer(file_io.parse_json(line))))
 
@@ -225,7 +231,7 @@ def parse_answer(text: str) -> LogAnswer:
     Raises:
         ValueError: It is none.
     """
-    return TypeAdapter(LogAnswer).validate_json(text)
+    return TypeAdapter(LogAnswer).validate_json(file_io.bounded(text))
 
 
 def dump_record(record: LeadershipRecord) -> str:

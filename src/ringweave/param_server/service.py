@@ -314,6 +314,7 @@ class ParameterService:
         with self.changed:
             job.link_speed.push_ended(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
+        param_server_job.check_finite(job.setup, push, call.buffers)
         with self._apply_lock:
             if call.cancelled.is_set():  # while it waited; a live caller repeats it on a new connection
                 raise ConnectionLostError(

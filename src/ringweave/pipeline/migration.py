@@ -107,12 +107,35 @@ def destination_tensor(name: str, spec: Tensor, block: nn.Module, device: torch.
         do = "Give the same blocks on all ranks"
         raise TrainingError(explain(f"{name} of a block that arrives", got="unknown here", expected="known", do=do))
     if own is None:
+        _check_new_tensor(name, spec, parameters)
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     if (own.shape, own.dtype) != (spec.shape, spec.dtype):
         got, expected = (tuple(spec.shape), spec.dtype), f"{tuple(own.shape)}, {own.dtype}, as it is here"
         do = "Give the same blocks on all ranks, and keep the shapes of buffers"
         raise TrainingError(explain(f"{name} of a block that arrives", got=got, expected=expected, do=do))
     return own.detach()
+
+
+_MAX_EXTRA_BYTES = 2**28
+"""Largest extra state of a module that a block takes along."""
+
+
+def _check_new_tensor(name: str, spec: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a gradient of another shape than its parameter, and state that is larger than the block has use for.
+
+    Raises:
+        TrainingError: The tensor does not fit.
+    """
+    kind, _, key = name.partition(" ")
+    most = _MAX_EXTRA_BYTES if kind == "extra" else sum(each.numel() for each in parameters.values())
+    if kind == "gradient":
+        allowed = key in parameters and parameters[key].shape == spec.shape
+        expected = f"the shape of its parameter, {tuple(parameters[key].shape)}" if key in parameters else "a parameter"
+    else:
+        allowed, expected = spec.numel() <= most, f"at most {most} elements"
+    if not allowed:
+        do = "Give the same blocks on all ranks"
+        raise TrainingError(explain(f"{name} of a block that arrives", got=tuple(spec.shape), expected=expected, do=do))
 
 
 def load_optimizer_state(optimizer: Optimizer | None, received: BlockContents) -> None:

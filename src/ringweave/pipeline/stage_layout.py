@@ -143,7 +143,7 @@ class Settings:
     """None: follows from `splits`, or without splits, all ranks are stages of one pipeline. Fewer stages than ranks
     make replicas."""
     devices: StageDevices | None = None
-    """Devices of each stage and the samples of a microbatch that each computes, as `ringweave partition --samples`
+    """Devices of each stage and the samples of a microbatch that each computes, as `ringweave plan --pipeline`
     prints them; None: one device a stage. Device d is rank d of its replica."""
     reduction: str = "mean"
     """`mean` if the loss of a batch is the mean over its microbatches and replicas, `sum` if it is their sum."""

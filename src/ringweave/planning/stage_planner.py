@@ -18,7 +18,6 @@ from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition.pipeline_workload import PipelineConditions, PipelineWorkload
 from ringweave.planning.repartition.search import Splits, search_partitions, search_stages
 from ringweave.sim import pipeline_schedules
-from ringweave.sim.pipeline_schedules import PipelineSchedule
 from ringweave.sim.stage_devices import StageDevices, even_samples
 
 Groups = tuple[tuple[int, ...], ...]
@@ -97,6 +96,20 @@ def plan_stages(
     return planner.best()
 
 
+def place_devices(workload: PipelineWorkload, devices: StageDevices) -> PipelineWorkload:
+    """Return the workload with these stages; `memory.in_flight` follows from the schedule, links are equally late."""
+    memory, num_stages = workload.memory, devices.num_stages
+    if memory is not None:
+        name = workload.schedule if isinstance(workload.schedule, str) else "gpipe"
+        depths = [
+            pipeline_schedules.num_warmup_forwards(name, stage, num_stages, workload.num_microbatches)
+            for stage in range(num_stages)
+        ]
+        memory = replace(memory, in_flight=tuple(depths[stage] for stage in devices.stage_of_device))
+    latency_s = (max(workload.latency_s),) * (num_stages - 1) if workload.latency_s else ()
+    return replace(workload, devices=devices, memory=memory, latency_s=latency_s)
+
+
 def all_groups(devices: Sequence[int]) -> Iterator[Groups]:
     """Yield all ways to put devices into ordered stages."""
     if not devices:
@@ -169,7 +182,7 @@ class _StagePlanner:
         if max(map(len, groups)) > min(self._max_width, self._num_samples) or len(groups) > self._workload.num_blocks:
             return None
         devices = even_samples(groups, self._num_samples)
-        load, conditions = self._with_devices(devices), self._conditions.of_stages(devices)
+        load, conditions = place_devices(self._workload, devices), self._conditions.of_stages(devices)
         splits = tuple(self._workload.num_blocks * stage // len(groups) for stage in range(1, len(groups)))
         for _ in range(2):
             load = replace(load, devices=load.rebalanced(splits, conditions))
@@ -193,21 +206,6 @@ class _StagePlanner:
         return StagePlan(
             splits=best.splits, devices=best.devices, step_s=best.step_s, workload=load, conditions=conditions
         )
-
-    def _with_devices(self, devices: StageDevices) -> PipelineWorkload:
-        memory, schedule = self._workload.memory, self._workload.schedule
-        if memory is not None:
-            depths = [self._depth(schedule, stage, devices.num_stages) for stage in range(devices.num_stages)]
-            memory = replace(memory, in_flight=tuple(depths[stage] for stage in devices.stage_of_device))
-        return replace(self._workload, devices=devices, memory=memory, latency_s=self._latencies(devices))
-
-    def _depth(self, schedule: str | PipelineSchedule, stage: int, num_stages: int) -> int:
-        name = schedule if isinstance(schedule, str) else "gpipe"
-        return pipeline_schedules.num_warmup_forwards(name, stage, num_stages, self._workload.num_microbatches)
-
-    def _latencies(self, devices: StageDevices) -> tuple[float, ...]:
-        latency_s = self._workload.latency_s
-        return (max(latency_s),) * (devices.num_stages - 1) if latency_s else ()
 
     def _starts(self) -> Iterator[Groups]:
         """Yield one stage for each device and neighbours in pairs, threes and so on, in some orders."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.records import AttemptEnd, EndCause, Job, JobRecord, NodeRecord
 from ringweave.jobs.request import JobRequest, NodeRequest
@@ -216,7 +217,7 @@ def parse_job_view(content: object) -> JobView:
     Raises:
         ValueError: The object is no view.
     """
-    return _JOB_VIEW_ADAPTER.validate_json(json.dumps(content))
+    return _JOB_VIEW_ADAPTER.validate_json(file_io.bounded(json.dumps(content)))
 
 
 def _node_view(job: Job, index: int) -> NodeView:

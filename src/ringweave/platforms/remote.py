@@ -96,7 +96,7 @@ class RemotePlatform(Platform):
             content = response.read(MAX_ANSWER_BYTES + 1)
             if len(content) > MAX_ANSWER_BYTES:
                 raise self._failure(f"more than {MAX_ANSWER_BYTES} bytes")
-            return _JSON_OBJECT.validate_json(content)
+            return _JSON_OBJECT.validate_json(file_io.bounded(content, MAX_ANSWER_BYTES))
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._failure(str(error) or type(error).__name__) from error
         finally:

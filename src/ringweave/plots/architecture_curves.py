@@ -12,13 +12,7 @@ from ringweave.cost import architectures
 from ringweave.cost.architectures import ArchitectureSetting, Crossover
 from ringweave.plots import figures
 
-_STYLES = {
-    "ps": ("#5f9e6e", "--"),
-    "ring": ("#30638e", "-"),
-    "hierarchical": ("#c8a13a", "-."),
-    "ps-hra": ("#d1495b", "-"),
-    "ps-hra-shared-link": ("#d1495b", "-"),
-}
+_DASHES = {"ps": "--", "hierarchical": "-."}
 _SHORT_LABELS = {**architectures.ARCHITECTURE_LABELS, "ps-hra-shared-link": "PS-HRA"}
 _TOUCHING_RATIO = 1.1
 _NUM_POINTS = 400
@@ -82,7 +76,7 @@ def _latencies_s(marks: Sequence[Crossover]) -> np.ndarray:
 
 
 def _plot_curve(axis: Any, name: str, xs: Any, ys: Sequence[float]) -> None:
-    colour, dashes = _STYLES[name]
+    colour, dashes = figures.SYSTEM_COLOURS[name.removesuffix("-shared-link")], _DASHES.get(name, "-")
     axis.plot(xs, ys, dashes, color=colour, label=architectures.ARCHITECTURE_LABELS[name], linewidth=2)
 
 
@@ -99,10 +93,11 @@ def _mark_crossovers(axis: Any, marks: Sequence[Crossover], position_text: Calla
         axis.annotate(
             "\n".join(rows),
             (found[0].at, found[0].seconds),
-            xytext=(14, -26 - 30 * (index % 2)),
-            textcoords="offset points",
+            xytext=(0.98, 0.04 + 0.11 * index),  # below the curves, the lowest crossover lowest
+            textcoords="axes fraction",
             fontsize=8,
-            va="top",
+            ha="right",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # over the lines of those before it
             arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.8},
         )
 
@@ -122,7 +117,7 @@ def _finish_axis(axis: Any, title: str, label: str) -> None:
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(label)
     axis.set_yscale("log")
-    axis.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axis.grid(visible=True, which="major", color=figures.LIGHT, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=9, loc="upper left")
 

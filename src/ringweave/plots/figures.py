@@ -9,6 +9,34 @@ from ringweave.files import file_io
 
 PICTURE_SUFFIXES = (".png", ".svg")
 
+SYSTEM_COLOURS = {
+    "ringweave": "#d1495b",
+    "balanced": "#d1495b",  # ringweave's synchronous mode
+    "gloo": "#30638e",
+    "openmpi": "#5f9e6e",
+    "mpich": "#c8a13a",
+    "ps-hra": "#7d5ba6",
+    "ps": "#7f8c9d",
+    "ring": "#3d7068",
+    "hierarchical": "#e08e45",
+}
+"""Colours of systems, modes and architectures, the same in all pictures."""
+PART_COLOURS = {
+    "compute": "#6b7681",
+    "input": "#8e6bbf",
+    "update": "#4f9ac4",
+    "script": "#c08a5a",
+    "wait": "#e3b23c",
+    "communication": "#74b083",
+}
+"""Colours of the parts of a train step, as on the page of a run."""
+DEVICE_COLOURS = ("#4f7cac", "#c97b84", "#86a873", "#d9b44a", "#9b7fb8", "#8d99ae", "#dd9a62", "#5f8f8b")
+"""Colours of devices, which are no systems; again from the first for more."""
+TINTS = ("#dbe7f3", "#f6e3cf", "#dfeedd", "#eadff0", "#f6dede", "#e4e4e4", "#d8eeee", "#f3efcf")
+"""Backgrounds."""
+ALARM, DARK, GREY, LIGHT, PALE = "#b3263a", "#1d2329", "#5b6770", "#dddddd", "#f5f5f5"
+"""What binds or is a bound; texts and measurements; lines; grids; backgrounds."""
+
 
 def check_matplotlib() -> None:
     """Refuse before the computation if plots cannot be drawn afterwards.

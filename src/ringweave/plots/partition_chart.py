@@ -7,7 +7,7 @@ from ringweave.planning.partition.problem import PartitionStage
 from ringweave.planning.partition.solve import Partition
 from ringweave.plots import figures
 
-_COMPUTE_COLOUR, _TRANSFER_COLOUR, _BOTTLENECK = "#30638e", "#c8a13a", "#d1495b"
+_COMPUTE_COLOUR, _TRANSFER_COLOUR = figures.PART_COLOURS["compute"], figures.PART_COLOURS["communication"]
 _MAX_LABELS = 40
 _TEXT_WIDTH = 40
 
@@ -22,7 +22,7 @@ def draw_partition(partition: Partition, path: Path) -> None:
     )
     transfers = [stage.transfer_s for stage in stages]
     axis.barh([row + 0.26 for row in rows], transfers, 0.24, color=_TRANSFER_COLOUR, label="transfer into it")
-    axis.axvline(partition.bottleneck_s, color=_BOTTLENECK, linewidth=1.2, label="bottleneck")
+    axis.axvline(partition.bottleneck_s, color=figures.ALARM, linewidth=1.2, label="bottleneck")
     _label_rows(axis, stages)
     axis.set_xlabel("predicted time for one microbatch (s)")
     axis.set_title(f"bottleneck {partition.bottleneck_s:.4g} s (predicted)", fontsize=10)

@@ -216,9 +216,9 @@ def _merge_items(items: Sequence[OutlineItem]) -> OutlineItem:
     )
 
 
-_SWITCH_TINTS = ("#dbe7f3", "#f6e3cf", "#dfeedd", "#eadff0", "#f6dede", "#e4e4e4", "#d8eeee", "#f3efcf")
-_BINDING_COLOUR, _LINK_COLOUR, _LEADER_COLOUR = "#c1272d", "#5b6770", "#30638e"
-_ROW_INCHES, _LEVEL_INCHES, _LABEL_INCHES, _CELL_INCHES = 0.34, 1.9, 3.6, 0.85
+_ROW_INCHES, _LEAST_LEVEL_INCHES, _LABEL_INCHES, _CELL_INCHES = 0.34, 1.9, 3.6, 0.85
+_RATE_INCHES, _BOX_INCHES = 0.058, 0.4
+"""Width of a character of a rate, and of half a switch with its margins."""
 _TRUNK_FRACTION = 0.3
 """Position of the trunk, from which the links to the children branch: a fraction of the way to the next level."""
 _MAX_MATRIX_ROWS, _MAX_MATRIX_COLUMNS, _MAX_NAME_LETTERS = 12, 10, 11
@@ -251,9 +251,11 @@ def draw_plan(
     root = outline_cluster(cluster, bound.links, _leader_notes(cluster, plan) if has_matrix else {}, rates=rates)
     depth, tints = _depth(root), _tints_by_switch(cluster)
     cells = _matrix_cells(cluster, plan) if has_matrix else []
-    widths = [depth * _LEVEL_INCHES + _LABEL_INCHES, *((len(row) + 1.2) * _CELL_INCHES for row in cells[:1])]
+    level_inches = max(_LEAST_LEVEL_INCHES, _needed_inches(root))
+    widths = [depth * level_inches + _LABEL_INCHES, *((len(row) + 1.2) * _CELL_INCHES for row in cells[:1])]
     height = max(root.num_rows * _ROW_INCHES, (len(cells) + 1) * _ROW_INCHES * 1.6) + 1.8
     figure, axes = figures.new_figure(sum(widths), height, ncols=len(widths), width_ratios=widths, squeeze=False)
+    axes[0][0].set_xlim(-0.35, depth + _LABEL_INCHES / level_inches)
     _draw_tree(axes[0][0], root, depth, tints)
     if has_matrix:
         _draw_matrix(axes[0][1], cells, plan)
@@ -288,7 +290,7 @@ def _leader_notes(cluster: Cluster, plan: Plan) -> dict[str, str]:
 def _tints_by_switch(cluster: Cluster) -> dict[str, str]:
     """Return a light colour for each switch that has nodes."""
     names = dict.fromkeys(node.switch or CORE for node in cluster.nodes)
-    return {name: _SWITCH_TINTS[index % len(_SWITCH_TINTS)] for index, name in enumerate(names)}
+    return {name: figures.TINTS[index % len(figures.TINTS)] for index, name in enumerate(names)}
 
 
 def _depth(item: OutlineItem) -> int:
@@ -296,7 +298,6 @@ def _depth(item: OutlineItem) -> int:
 
 
 def _draw_tree(axis: Any, root: OutlineItem, depth: int, tints: Mapping[str, str]) -> None:
-    axis.set_xlim(-0.35, depth + _LABEL_INCHES / _LEVEL_INCHES)
     axis.set_ylim(root.num_rows - 0.4, -0.9)
     axis.axis("off")
     rates = [each for each in _item_rates(root) if each]
@@ -305,6 +306,17 @@ def _draw_tree(axis: Any, root: OutlineItem, depth: int, tints: Mapping[str, str
 
 def _item_rates(item: OutlineItem) -> list[float | None]:
     return [item.rate_bytes_per_s, *(rate for child in item.children for rate in _item_rates(child))]
+
+
+def _needed_inches(item: OutlineItem) -> float:
+    """Return the width of a level in which every rate, the slowest's remark included, has room before the next one."""
+    longest = max((len(_link_text(child, is_slowest=True)) for child in item.children), default=0)
+    own = (longest * _RATE_INCHES + _BOX_INCHES) / (1 - _TRUNK_FRACTION)
+    return max([own, *map(_needed_inches, item.children)]) if item.children else 0.0
+
+
+def _link_text(item: OutlineItem, *, is_slowest: bool) -> str:
+    return f"{item.rate_text}{' (slowest)' if is_slowest else ''}"
 
 
 def _draw_item(
@@ -320,7 +332,7 @@ def _draw_item(
     if not item.children:
         return _draw_leaf(axis, item, row, depth)
     if item.label in tints:
-        _draw_band(axis, item, row, level, depth, tints[item.label])
+        _draw_band(axis, item, row, level, tints[item.label])
     heights, at = [], row
     for child in item.children:
         heights.append(_draw_item(axis, child, (level + 1, at), depth, range_, tints))
@@ -330,8 +342,8 @@ def _draw_item(
         until = level + 1 if child.children else depth
         _draw_link(axis, child, level + _TRUNK_FRACTION, (until, height), range_)
     trunk = level + _TRUNK_FRACTION
-    axis.plot([level, trunk], [middle, middle], color=_LINK_COLOUR, linewidth=1.2, zorder=2)
-    axis.plot([trunk, trunk], [min(heights), max(heights)], color=_LINK_COLOUR, linewidth=1.2, zorder=2)
+    axis.plot([level, trunk], [middle, middle], color=figures.GREY, linewidth=1.2, zorder=2)
+    axis.plot([trunk, trunk], [min(heights), max(heights)], color=figures.GREY, linewidth=1.2, zorder=2)
     axis.text(
         level, middle, item.label, ha="center", va="center", fontsize=9, weight="bold", zorder=4,
         bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "black"},
@@ -343,18 +355,18 @@ def _draw_leaf(axis: Any, item: OutlineItem, row: int, depth: int) -> float:
     box = {
         "boxstyle": "round,pad=0.25",
         "facecolor": "white",
-        "edgecolor": _LEADER_COLOUR if item.is_leader else "#aaaaaa",
+        "edgecolor": figures.DARK if item.is_leader else figures.LIGHT,
     }
     axis.text(depth, row, item.label, ha="left", va="center", fontsize=8, zorder=4, bbox=box)
     return row
 
 
-def _draw_band(axis: Any, item: OutlineItem, row: int, level: int, depth: int, tint: str) -> None:
+def _draw_band(axis: Any, item: OutlineItem, row: int, level: int, tint: str) -> None:
     """Draw the background of everything below a switch."""
     from matplotlib.patches import Rectangle
 
-    left, right = level - 0.25, depth + _LABEL_INCHES / _LEVEL_INCHES
-    size = right - left, item.num_rows - 0.1
+    left = level - 0.25
+    size = axis.get_xlim()[1] - left, item.num_rows - 0.1
     axis.add_patch(Rectangle((left, row - 0.45), *size, facecolor=tint, edgecolor="none", zorder=level))
 
 
@@ -362,15 +374,14 @@ def _draw_link(
     axis: Any, child: OutlineItem, trunk: float, below: tuple[float, float], range_: tuple[float, float]
 ) -> None:
     """Draw the link from the trunk to the child, with its rate; slower links are thinner, binding ones red."""
-    colour = _BINDING_COLOUR if child.is_binding else _LINK_COLOUR
+    colour = figures.ALARM if child.is_binding else figures.GREY
     end, height = below
     slowest, fastest = range_
     width = 1.2
     if child.rate_bytes_per_s and fastest > slowest:
         width += 2.6 * math.log(child.rate_bytes_per_s / slowest) / math.log(fastest / slowest)
     axis.plot([trunk, end], [height, height], color=colour, linewidth=width, zorder=3)
-    is_slowest = child.rate_bytes_per_s == slowest < fastest
-    text = f"{child.rate_text}{' (slowest)' if is_slowest else ''}"
+    text = _link_text(child, is_slowest=child.rate_bytes_per_s == slowest < fastest)
     axis.text(trunk + 0.05, height - 0.05, text, ha="left", va="bottom", fontsize=7, color=colour, zorder=5)
 
 
@@ -418,7 +429,7 @@ def _draw_matrix(axis: Any, cells: Sequence[Sequence[tuple[str, str]]], plan: Pl
     for row, (head, *ranks) in enumerate(cells):
         axis.text(-0.1, row + 0.5, head[0], ha="right", va="center", fontsize=7)
         for column, (name, tint) in enumerate(ranks):
-            edge = "white" if name == "..." else _LEADER_COLOUR
+            edge = "white" if name == "..." else figures.DARK
             axis.add_patch(Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, facecolor=tint, edgecolor=edge))
             axis.text(column + 0.5, row + 0.5, name, ha="center", va="center", fontsize=7)
 

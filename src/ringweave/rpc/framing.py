@@ -21,7 +21,9 @@ import pydantic
 import xxhash
 from typing_extensions import Buffer
 
+from ringweave import __version__
 from ringweave.errors import MessageError, UsageError, explain
+from ringweave.files import file_io
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +202,8 @@ def parse_prefix(data: Buffer, limits: RpcLimits) -> FramePrefix:
             "first bytes of a frame", bytes(magic), f"{FRAME_MAGIC!r}", "Something else than ringweave called here"
         )
     if version != FRAME_VERSION:
-        raise frame_error("version of a frame", version, str(FRAME_VERSION), "Run the same ringweave on all nodes")
+        expected = f"{FRAME_VERSION}, which ringweave {__version__} speaks here"
+        raise frame_error("version of a frame", version, expected, "Run the same ringweave on all nodes")
     if _CHECKSUM_STRUCT.unpack(view[_PREFIX_STRUCT.size : PREFIX_BYTES])[0] != checksum(view[: _PREFIX_STRUCT.size]):
         raise frame_error("prefix of a frame", "another check", "the one that its bytes give", _DAMAGED_HINT)
     if zero or not 1 <= kind <= max(FrameKind):
@@ -336,7 +339,7 @@ def decode_message(model: type[MessageT], body: bytes) -> MessageT:
             input.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(file_io.bounded(body))
     except pydantic.ValidationError as cause:
         first: Any = cause.errors(include_url=False, include_context=False)[0]
         is_hidden = model.model_config.get("hide_input_in_errors", False)

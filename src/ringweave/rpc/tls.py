@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ringweave.errors import RefusedError, RpcError, UsageError, explain
+from ringweave.files import file_io
 
 if TYPE_CHECKING:
     import asyncio
@@ -125,8 +126,8 @@ class Credentials:
             UsageError: The text is something else; the error does not show it, since it may hold a key.
         """
         try:
-            file = _CredentialsFile.model_validate_json(text)
-        except pydantic.ValidationError:
+            file = _CredentialsFile.model_validate_json(file_io.bounded(text, _MAX_CREDENTIALS_BYTES))
+        except ValueError:
             raise UsageError(
                 explain(
                     "credentials",

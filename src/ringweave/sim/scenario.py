@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,7 +259,7 @@ def _check_host_cost(name: str, value: object, where: str) -> None:
             explain("cost of processors", got=name, expected=", ".join(HOST_COST_FIELDS), do=do, where=where)
         )
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+    if not is_number or not 0 <= value <= sys.float_info.max:
         expected, do = "seconds, not negative", "Measure it again"
         raise UsageError(explain(name, got=value, expected=expected, do=do, where=where))
 

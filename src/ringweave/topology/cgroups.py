@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ringweave.environment import cpu_quota_of_environ
+
 PROC_SELF = Path("/proc/self")
 _ESCAPED_SPACE = "\\040"
 _US = 1e-6
@@ -118,14 +120,19 @@ def find_pressure_file(process: Path, kind: str) -> Path | None:
 def cores_per_process(num_siblings: int, process: Path = PROC_SELF) -> float | None:
     """Return the processor time per second that a quota leaves this process; None where there is no quota.
 
+    Where no control group has one, `RINGWEAVE_CPU_QUOTA` counts, which a lab with a duty cycle sets.
+
     Args:
         num_siblings: Processes that its parent has started, including this one. They share a quota that also binds the
             parent, as in a container; any other quota is assumed to bind this process alone.
         process: Its folder below /proc.
+
+    Raises:
+        UsageError: `RINGWEAVE_CPU_QUOTA` is no number of processors.
     """
     quota = ProcessCpuQuota(process).read()
     if quota is None:
-        return None
+        return cpu_quota_of_environ(os.environ)
     return quota.cores / (max(1, num_siblings) if _is_shared_with_parent(process) else 1)
 
 

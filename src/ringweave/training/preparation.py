@@ -245,6 +245,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     if mode == modes.LOCAL:
         all_sites = sites.sites_of(script.local.sites, reports)
         if len(all_sites) > 1:
+            recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
             return _prepare_sites(script, environment, reports, control, recorder, all_sites)
         reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
     timer = _step_timer(script, environment)

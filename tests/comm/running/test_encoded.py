@@ -66,7 +66,7 @@ class Group:
                 self.scratch[rank],
                 residual=residual,
                 tag=1,
-                timeout_s=20.0,
+                timeout_s=120.0,
             )
         except BaseException as error:
             errors.append(error)

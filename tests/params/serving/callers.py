@@ -13,7 +13,7 @@ from ringweave.param_server.optimizers import group_options
 from ringweave.param_server.service import ParameterService
 from ringweave.rpc import IncomingCall, RpcCall, RpcReply
 
-_NUM_ELEMENTS = 50
+NUM_ELEMENTS = 50
 _FOREVER_S = 60.0
 """What waits here waits for nobody: a minute without an answer is never."""
 
@@ -34,7 +34,7 @@ class Callers:
         self._handlers = {each.message: each for each in service.handlers()}
         self._sequence, self._base = [0] * num_rings, [0] * num_rings
         self._options = group_options(torch.optim.SGD([torch.zeros(1)], **options).param_groups[0])
-        specs = [TensorSpec(name="weight", shape=[_NUM_ELEMENTS], dtype=str(dtype).removeprefix("torch."))]
+        specs = [TensorSpec(name="weight", shape=[NUM_ELEMENTS], dtype=str(dtype).removeprefix("torch."))]
         setup = ServerSetup(
             tensors=specs,
             optimizer="SGD",
@@ -44,9 +44,9 @@ class Callers:
             compensation=compensation,
         )
         self.handle(
-            0, StartJob(term=0, setup=setup), FlatTensors(specs, [torch.zeros(_NUM_ELEMENTS, dtype=dtype)]).buffers()
+            0, StartJob(term=0, setup=setup), FlatTensors(specs, [torch.zeros(NUM_ELEMENTS, dtype=dtype)]).buffers()
         )
-        self._num_bytes = _NUM_ELEMENTS * dtype.itemsize
+        self._num_bytes = NUM_ELEMENTS * dtype.itemsize
 
     def pull(self, ring: int) -> int:
         """The version; nothing of the answer is kept."""
@@ -75,10 +75,9 @@ class Callers:
             ring=ring,
             sequence=self._sequence[ring],
             base_version=self._base[ring],
-            content="gradient",
             num_samples=1,
             options=[self._options],
-            **{"batch_share": 1 / len(self._base), **more},
+            **{"content": "gradient", "batch_share": 1 / len(self._base), **more},
         )
         (room,) = rooms = self._handlers[Push].allocate(IncomingCall(peer_of(ring), push, (self._num_bytes,)))
         room[:] = gradient(push.sequence) if gradient else bytes(self._num_bytes)

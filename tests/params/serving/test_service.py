@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ringweave.errors import DeadlineError
+from ringweave.errors import DeadlineError, TrainingError
 from ringweave.param_server.messages import LeaveRing
 from ringweave.param_server.service import ParameterService
-from tests.params.serving.callers import Callers
+from tests.params.serving.callers import NUM_ELEMENTS, Callers
 
 NUM_RINGS = 4
 SLOW = (2, 3)
@@ -64,6 +64,32 @@ def test_nothing_is_granted_to_who_does_not_wait_any_more():
     ):
         rings.callers.pull_with(call)
     assert rings.service.status().sent_bytes == 0
+
+
+@pytest.mark.parametrize("content", ["gradient", "change"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_push_that_is_not_finite_is_its_rings_fault_and_changes_nothing(content, bad):
+    rings = trained(Rings(0.0))
+    version = rings.service.version
+    push = torch.ones(NUM_ELEMENTS)
+    push[3] = bad
+    text = (
+        rf"{content} of ring 1 \(rank 1\): '1 of {NUM_ELEMENTS} numbers of parameter weight are not finite', expected "
+        r"finite numbers; the push is refused, and the parameters are unchanged\. Look at the samples and the loss of "
+        r"these ranks, or clip gradients\. \[push 4\]"
+    )
+    with pytest.raises(TrainingError, match=text):
+        rings.callers.push(1, gradient=lambda _: push.numpy().tobytes(), content=content)
+    assert rings.service.version == version
+    rings.callers.pull(0)
+    rings.push(0)  # the others go on
+    assert rings.service.version == version + 1
+
+
+def test_a_sum_that_overflows_is_no_fault():
+    callers = Callers(ParameterService(), 2, compensation=0.0, lr=0.5)
+    callers.pull(0)
+    callers.push(0, gradient=lambda _: torch.full((NUM_ELEMENTS,), 3e38).numpy().tobytes())
 
 
 def test_a_pull_that_was_given_up_does_not_take_the_place_of_the_next():

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from ringweave import cost, topology
 from ringweave.planning import Plan
 from ringweave.planning.autotune.link_survey import LinkSurvey
-from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement, message_class
-from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport
+from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement
+from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.schedules import NATIVE
 
 TEXT = "name: eight\nnodes: [{name: a, nic: 200Mbit/s, devices: 1, count: 8}]\nlatency: 50us\n"

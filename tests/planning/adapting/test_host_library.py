@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ringweave.planning.autotune.tuner import message_class
+from ringweave.planning.autotune.tuning_messages import message_class
 from ringweave.schedules import NATIVE
 from tests.planning.adapting.advising_functions import SIZE, World, steps_until_changed
 
@@ -20,9 +20,9 @@ UPLINKS = ("r0->core", "core->r0", "r1->core", "core->r1")
 
 
 def narrow(noise: float, tuned: Mapping[str, str] | None = None) -> World:
-    """Two racks where a native backend that needs 0.9 of a ring's time wins while the uplinks are as the file says."""
+    """Two racks where a native backend that needs 0.8 of a ring's time wins while the uplinks are as the file says."""
     world = World(NARROW, noise=noise, tuned=tuned)
-    world.host_factor = 0.9
+    world.host_factor = 0.8
     return world
 
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS, NUM_TRIAL_ROUNDS, CandidateTrials, message_class
+from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS, NUM_TRIAL_ROUNDS, NUM_UNCLEAR_ROUNDS, CandidateTrials
+from ringweave.planning.autotune.tuning_messages import message_class
 
 NAMES = ("ring", "direct", "multi-level", "native")
 
@@ -49,6 +50,24 @@ def test_among_equals_the_one_that_is_predicted_to_be_best_wins() -> None:
     tuner = CandidateTrials(NAMES)
     run(tuner, {"ring": 1.02, "direct": 1.0, "multi-level": 1.0, "native": 1.0}.__getitem__)
     assert tuner.chosen == "ring"
+
+
+def test_noise_does_not_outvote_the_prediction() -> None:
+    noisy = {
+        "ring": iter([0.40, 0.42, 0.38, 0.41, 0.35, 0.42, 0.44]),
+        "native": iter([0.40, 0.34, 0.39, 0.33, 0.41, 0.4, 0.39]),
+    }
+    tuner = CandidateTrials(list(noisy))
+    trials = run(tuner, lambda name: 2 * next(noisy[name]))
+    assert trials.count("ring") == trials.count("native") == 1 + NUM_UNCLEAR_ROUNDS, "three rounds are not enough here"
+    assert tuner.chosen == "ring"
+
+
+def test_what_is_faster_in_every_round_wins() -> None:
+    seconds = {"ring": iter([0.9, 0.82, 0.80, 0.81]), "native": iter([0.9, 0.72, 0.75, 0.74])}
+    tuner = CandidateTrials(list(seconds))
+    run(tuner, lambda name: next(seconds[name]))
+    assert tuner.chosen == "native"
 
 
 def test_before_anything_was_measured_it_is_the_prediction() -> None:

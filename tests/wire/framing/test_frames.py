@@ -60,7 +60,10 @@ def test_more_than_the_limits_is_refused_from_the_prefix_alone(options, text):
     ("data", "text"),
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: 1234567890", r"first bytes of a frame: b'GET ', expected b'RWIR'\."),
-        (b"RWIR\x01" + bytes(39), r"version of a frame: 1, expected 2\. Run the same ringweave on all nodes\."),
+        (
+            b"RWIR\x01" + bytes(39),
+            r"version of a frame: 1, expected 2, which ringweave 0\.1\.0 speaks here\. Run the same",
+        ),
         (b"RWIR\x02" + bytes(39), r"prefix of a frame: 'another check', .*The bytes were damaged on the way"),
     ],
 )

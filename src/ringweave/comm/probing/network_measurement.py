@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from ringweave import topology, units
 from ringweave.environment import FINDINGS
 from ringweave.errors import RingweaveError
+from ringweave.files import file_io
 from ringweave.topology import Cluster
 from ringweave.topology.cluster import describe_cluster
 from ringweave.topology.inference.tree import NodeSpec
@@ -128,16 +129,16 @@ class NetworkMeasurement:
 _ADAPTER = TypeAdapter(NetworkMeasurement)
 
 
-def measurement_from_json(text: str) -> NetworkMeasurement:
+def measurement_from_json(text: str | bytes) -> NetworkMeasurement:
     """Parse a measurement.
 
     Raises:
         ValueError: The text is no measurement.
     """
     try:
-        measurement = _ADAPTER.validate_json(text)
+        measurement = _ADAPTER.validate_json(file_io.bounded(text))
         measurement.cluster()
-    except (ValidationError, RingweaveError) as cause:
+    except (ValueError, RingweaveError) as cause:
         raise ValueError(str(cause).splitlines()[0]) from cause
     return measurement
 
@@ -220,7 +221,7 @@ class MeasurementCache:
 
     def _read_file(self, path: Path) -> NetworkMeasurement | None:
         try:
-            return measurement_from_json(path.read_text())
+            return measurement_from_json(file_io.read_bounded(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as cause:

@@ -30,8 +30,8 @@ from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
-from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, message_class
-from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport
+from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement
+from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport, message_class
 from ringweave.planning.plans import EXACT
 from ringweave.schedules import CollectiveKind
 from ringweave.telemetry.events import EventLog

@@ -54,6 +54,16 @@ function showClock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");
 }
 
+/** Seconds between ticks. */
+const TICKS_S = [1, 60].flatMap(unit => [1, 2, 5, 10, 15, 30].map(each => unit * each)).concat([1, 2, 3, 6, 12, 24, 48, 96, 168, 336, 720].map(each => 3600 * each));
+
+/** The time at a tick of an axis: with seconds, or a date, where ticks are that close or far. */
+function showTick(seconds, apartS) {
+  const moment = new Date(seconds * 1000), minutes = {hour: "2-digit", minute: "2-digit"};
+  if (apartS >= 86400) return moment.toLocaleDateString("en-GB", {day: "numeric", month: "short"});
+  return moment.toLocaleTimeString("en-GB", apartS < 60 ? {} : minutes);
+}
+
 function fill(colourText, alpha) {
   const probe = /^#(..)(..)(..)$/.exec(colourText);
   return probe ? `rgba(${probe.slice(1).map(part => parseInt(part, 16)).join(",")},${alpha})` : colourText;
@@ -102,8 +112,7 @@ class TimeChart {
       cursor: {y: false, points: {show: false}, drag: {x: true, y: false}},
       legend: {show: false},
       scales: {y: {range: (plot, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.08 : 1]}, ...this.scales},
-      axes: [{...axis, size: 30, values: (plot, ticks) => ticks.map(tick => new Date(tick * 1000).toLocaleTimeString("en-GB",
-        ticks.length > 1 && ticks[1] - ticks[0] < 60 ? {} : {hour: "2-digit", minute: "2-digit"}))},
+      axes: [{...axis, size: 30, space: 84, incrs: TICKS_S, values: (plot, ticks) => ticks.map(tick => showTick(tick, ticks.length > 1 ? ticks[1] - ticks[0] : 1))},
       {...axis, size: 62, values: (plot, ticks) => ticks.map(tick => this.show(tick))}],
       hooks: {setCursor: [plot => this.read(plot.cursor.idx)]},
     }, data, this.surface);

@@ -12,13 +12,16 @@ function shape(name, attributes, ...children) {
 function drawTree(root, width = 640) {
   const rows = [], links = [];
   const depth = item => item.children.length ? 1 + Math.max(...item.children.map(depth)) : 0;
-  const longest = item => Math.max(item.rate ? item.rate.length : 0, ...item.children.map(longest));
-  const level = Math.max(110, 46 + 6.1 * longest(root)), height = 30;
-  width = Math.max(width, depth(root) * level + 260);
+  const tagsOf = item => [item.is_measured ? "measured" : "", item.is_binding ? "binds" : ""].filter(Boolean).join(", ");
+  const longest = (item, at) => Math.max(0, ...item.children.map(child => at ? longest(child, at - 1) : Math.max((child.rate || "").length, tagsOf(child).length)));
+  const longestLabel = item => Math.max(item.children.length ? 0 : item.label.length, ...item.children.map(longestLabel));
+  const places = [8], height = 32;
+  for (let at = 0; at < depth(root); at += 1) places.push(places[at] + Math.max(90, 46 + 6.3 * longest(root, at)));
+  width = Math.max(width, places[places.length - 1] + 24 + 7 * longestLabel(root));
   const place = (item, at) => {
     const children = item.children.map(child => place(child, at + 1));
-    const y = children.length ? (children[0].y + children[children.length - 1].y) / 2 : rows.length * height + 16;
-    const placed = {item, x: 8 + at * level, y, children};
+    const y = children.length ? (children[0].y + children[children.length - 1].y) / 2 : rows.length * height + 18;
+    const placed = {item, x: places[at], y, children};
     if (!children.length) rows.push(placed);
     links.push(...children.map(child => [placed, child]));
     return placed;
@@ -34,9 +37,8 @@ function drawTree(root, width = 640) {
       stroke: item.is_binding ? "var(--alarm)" : "var(--dim)", "stroke-width": thick(item.bytes_per_s).toFixed(1),
       "stroke-dasharray": item.is_binding ? "7 3" : null, "stroke-linejoin": "round"}));
     const said = item.rate && `${item.rate}${item.is_measured ? " measured" : ""}${item.is_binding ? ", binds" : ""}`;
-    const tags = [item.is_measured ? "measured" : "", item.is_binding ? "binds" : ""].filter(Boolean).join(", ");
     const kind = item.is_binding ? "dim alarm" : "dim";
-    if (item.rate) drawing.append(shape("text", {x: bend + 5, y: to.y - 5, class: kind}, item.rate), shape("text", {x: bend + 5, y: to.y + 12, class: kind}, tags));
+    if (item.rate) drawing.append(shape("text", {x: bend + 5, y: to.y - 5, class: kind}, item.rate), shape("text", {x: bend + 5, y: to.y + 12, class: kind}, tagsOf(item)));
     words.push(`${item.label}: ${said || "several rates"}`);
   }
   const label = placed => {
@@ -77,7 +79,7 @@ function drawTimeline(line, nowS, isOver, width = 640) {
   let before = -99;
   for (const each of line.marks) {
     const at = Number(x(each.time_s));
-    if (at - before < 7) continue;
+    if (at - before < 12) continue;
     before = at;
     drawing.append(titled(shape("text", {x: at, y: 53, "text-anchor": "middle"}, MARKS[each.kind] || "•"), `${showClock(each.time_s)}: ${each.kind}, ${each.text}`));
   }
@@ -86,7 +88,7 @@ function drawTimeline(line, nowS, isOver, width = 640) {
   const crosses = [];
   for (const life of line.lives) {
     const y = top + lane * ranks.indexOf(life.rank), x0 = Number(x(life.begin_s)), x1 = Number(x(life.end_s ?? end));
-    drawing.append(titled(shape("rect", {x: x0, y: y + 1, width: Math.max(1.5, x1 - x0), height: Math.max(3, lane - 2), fill: "var(--communication)"}),
+    drawing.append(titled(shape("rect", {x: x0, y: y + 1, width: Math.max(1.5, x1 - x0), height: Math.max(3, lane - 2), fill: "var(--good)", opacity: 0.7}),
       `rank ${life.rank} on ${life.node}, ${showClock(life.begin_s)} to ${life.end_s ? `${showClock(life.end_s)}: ${life.how}` : "now"}`));
     if (life.is_death) for (const [stroke, thick] of [["var(--card)", 5], ["var(--alarm)", 2]])
       crosses.push(shape("path", {d: `M${x1 - 3.5} ${y + lane / 2 - 3.5}l7 7m0 -7l-7 7`, stroke, "stroke-width": thick}));

@@ -44,7 +44,7 @@ const draw = {
     find("reason").hidden = !reason;
     find("reason").textContent = reason || "";
     find("reason").className = head.state === "Stopped" ? "stopped" : "";
-    find("facts").textContent = `${head.workers} workers (${head.device}) on ${head.num_nodes} nodes of ${head.platform}, requested by ${head.requester}. ${head.files}`;
+    find("facts").textContent = `${head.workers} workers (${head.device}) on ${head.num_nodes} node${head.num_nodes === 1 ? "" : "s"} of ${head.platform}, requested by ${head.requester}. ${head.files}`;
   },
 
   verdict(verdict) {
@@ -82,33 +82,42 @@ const draw = {
   },
 
   ranks(ranks) {
-    find("ranks-card").hidden = !ranks.rows.length;
+    find("ranks-card").hidden = !ranks.rows.length && !(run.head && run.head.nodes.length);
+    drawNodes(ranks);
     if (!ranks.rows.length) return;
     const has = key => ranks.rows.some(row => row[key] !== null && row[key] !== undefined);
     const longest = Math.max(...ranks.rows.map(row => row.step && row.step.wall_s || 0));
-    const most = Math.max(...ranks.rows.map(row => row.share || 0));
-    const columns = [["rank"], ["node"], ["state"]];
-    if (has("share")) columns.push(["share", true]);
-    if (has("memory_bytes")) columns.push(["memory", true]);
-    if (has("memory_limit_bytes")) columns.push(["samples at once (predicted)", true]);
-    if (longest) columns.push(["compute", true], ["wait", true], ["communication", true], ["step", true], ["parts of a step (measured)"]);
-    const numbers = row => [
-      has("share") ? row.share ?? "–" : null,
-      has("memory_bytes") ? row.memory_limit_bytes ? `${showBytes(row.memory_bytes)} of ${showBytes(row.memory_limit_bytes)}` : showBytes(row.memory_bytes) : null,
-      has("memory_limit_bytes") ? row.predicted_samples_at_once ?? "–" : null,
-      ...longest ? ["compute", "wait", "communication", "wall"].map(name => showSeconds(row.step && row.step[`${name}_s`])) : [],
-    ].filter(value => value !== null);
-    const signature = JSON.stringify([columns, ranks.rows.map(row => [row.rank, row.node])]);
-    if (find("ranks").dataset.signature !== signature) buildRanks(ranks.rows, columns, longest, numbers(ranks.rows[0]).length, signature);
-    [...find("ranks").querySelectorAll("tbody tr")].forEach((line, index) => updateRank(line, ranks.rows[index], numbers(ranks.rows[index]), longest));
+    const columns = [["rank", false, row => row.rank], ["node", false, row => row.node], ["state", false, row => row.state]];
+    if (has("share")) columns.push(["share", true, row => row.share ?? "–"]);
+    if (has("memory_bytes")) columns.push(["memory", true, row => row.memory_limit_bytes ? `${showBytes(row.memory_bytes)} of ${showBytes(row.memory_limit_bytes)}` : showBytes(row.memory_bytes)]);
+    if (has("memory_limit_bytes")) columns.push(["samples at once (predicted)", true, row => row.predicted_samples_at_once ?? "–"]);
+    partsTable(find("ranks"), columns, ranks.rows, longest, row => {
+      const choose = element("button", {type: "button", "aria-label": `Show events and output of rank ${row.rank}`}, row.rank);
+      choose.addEventListener("click", () => { find("rank").value = row.rank; records(); draw.ranks(run.ranks); find("records-card").scrollIntoView(); });
+      return choose;
+    }, true);
+    [...find("ranks").querySelectorAll("tbody tr")].forEach((line, index) => {
+      line.className = find("rank").value === String(ranks.rows[index].rank) ? "chosen" : "";
+      line.cells[2].className = /killed|failed/.test(ranks.rows[index].state) ? "bad" : "";
+    });
     find("ranks-note").textContent = longest ? `Means of ${ranks.last_s ? "the last minute" : "the whole attempt"}, measured. Communication is the least exchange of any rank that exchanges with it; ` +
-      `what a rank has beyond that is its wait for others.${most ? " Share: samples of a batch." : ""}` : "";
+      `what a rank has beyond that is its wait for others.${has("share") ? " Share: samples of a batch." : ""}` : "";
     const select = find("rank"), options = ["", ...ranks.rows.map(row => String(row.rank))];
     if (select.options.length !== options.length) {
       const chosen = select.value;
       select.replaceChildren(...options.map(value => element("option", {value}, value || "all")));
       select.value = chosen;
     }
+  },
+
+  training(training) {
+    find("training").hidden = !training;
+    if (!training) return;
+    const rows = (run.ranks ? run.ranks.rows : []).map(row => row.step && row.step.compute_s || 0), slowest = Math.max(0, ...rows);
+    const requested = training.requested_mode === training.mode ? "" : ` (requested: ${training.requested_mode})`;
+    const shares = training.predicted_after_s === null ? "" : ` The last change of shares: computing of the slowest rank ${showSeconds(training.predicted_before_s)} before, ${showSeconds(training.predicted_after_s)} after it (predicted)` +
+      (slowest ? `, ${showSeconds(slowest)} now (measured).` : ".");
+    find("training").textContent = `Mode ${training.mode}${requested}: ${training.reason}.${shares}`;
   },
 
   topology(topology) {
@@ -140,7 +149,7 @@ const draw = {
   collectives(rows) {
     if (!rows) return;
     const heads = [["collective"], ["schedule"], ["wire format"], ["size", true], ["bound (predicted)", true], ["predicted", true], ["measured", true], ["measured / predicted", true], ["group"]];
-    put("collectives-card", "collectives", table(heads, rows.map(row => [row.collective, row.schedule, row.wire, showBytes(row.bytes), showSeconds(row.bound_s), showSeconds(row.predicted_s),
+    put("collectives-card", "collectives", table(heads, rows.map(row => [row.collective, row.schedule, row.wire_fraction === null ? row.wire : `${row.wire}, ${showNumber(100 * row.wire_fraction)} % of the bytes on slow links`, showBytes(row.bytes), showSeconds(row.bound_s), showSeconds(row.predicted_s),
       showSeconds(row.measured_s), showNumber(row.measured_over_predicted), `${row.group}, plan ${row.version}`])));
     find("collectives").classList.toggle("tall", rows.length > 16);
   },
@@ -203,29 +212,46 @@ const draw = {
   },
 };
 
-/** Make the table of ranks, whose cells `updateRank` fills: an update of many ranks creates no elements. */
-function buildRanks(rows, columns, hasBars, numNumbers, signature) {
-  const lines = rows.map(row => {
-    const choose = element("button", {type: "button", "aria-label": `Show events and output of rank ${row.rank}`}, row.rank);
-    choose.addEventListener("click", () => { find("rank").value = row.rank; records(); draw.ranks(run.ranks); find("records-card").scrollIntoView(); });
-    const bar = element("div", {class: "bar", "aria-hidden": "true"}, ...PARTS.map(name => element("span", {style: {background: `var(--${name})`}})));
-    return element("tr", {}, element("td", {}, choose), element("td", {}, row.node), element("td"),
-      ...Array.from({length: numNumbers}, () => element("td", {class: "number"})), hasBars ? element("td", {class: "wide"}, bar) : null);
+const STEP_COLUMNS = ["compute", "wait", "communication", "wall"];
+
+/** Table of ranks or nodes with the parts of a step; its cells are filled in place: an update of many ranks creates no elements. */
+function partsTable(box, columns, rows, longest, first, hasLegend = false) {
+  const all = longest ? [...columns, ...STEP_COLUMNS.map(name => [name === "wall" ? "step" : name, true, row => showSeconds(row.step && row.step[`${name}_s`])])] : columns;
+  const signature = JSON.stringify([all.map(each => each[0]), rows.map(row => columns[0][2](row))]);
+  if (box.dataset.signature !== signature) {
+    const bar = () => element("div", {class: "bar", "aria-hidden": "true"}, ...PARTS.map(name => element("span", {style: {background: `var(--${name})`}})));
+    const lines = rows.map(row => element("tr", {}, ...all.map(([, isNumber], index) => element("td", {class: isNumber ? "number" : null}, index ? null : first(row))),
+      longest ? element("td", {class: "wide"}, bar()) : null));
+    const legend = longest && hasLegend ? element("ul", {class: "legend"}, ...PARTS.map(name => element("li", {}, element("i", {style: {background: `var(--${name})`}}), PART_NAMES[name]))) : null;
+    box.classList.toggle("tall", rows.length > 24);
+    box.dataset.signature = signature;
+    replace(box, table([...all.map(([name, isNumber]) => [name, isNumber]), ...longest ? [["parts of a step (measured)"]] : []], lines), legend);
+  }
+  [...box.querySelectorAll("tbody tr")].forEach((line, at) => {
+    all.forEach(([, , text], index) => {
+      const value = String(text(rows[at]));
+      if (index && line.cells[index].textContent !== value) line.cells[index].textContent = value;
+    });
+    if (longest) PARTS.forEach((name, index) => { line.lastElementChild.firstElementChild.children[index].style.width = `${100 * ((rows[at].step || {})[`${name}_s`] || 0) / longest}%`; });
   });
-  const legend = hasBars ? element("ul", {class: "legend"}, ...PARTS.map(name => element("li", {}, element("i", {style: {background: `var(--${name})`}}), PART_NAMES[name]))) : null;
-  find("ranks").classList.toggle("tall", rows.length > 24);
-  find("ranks").dataset.signature = signature;
-  replace(find("ranks"), table(columns, lines), legend);
 }
 
-function updateRank(line, row, numbers, longest) {
-  const write = (cell, text) => { if (cell.textContent !== String(text)) cell.textContent = text; };
-  line.className = find("rank").value === String(row.rank) ? "chosen" : "";
-  write(line.cells[2], row.state);
-  line.cells[2].className = /killed|failed/.test(row.state) ? "bad" : "";
-  numbers.forEach((text, index) => write(line.cells[3 + index], text));
-  const bar = longest ? line.lastElementChild.firstElementChild : null;
-  if (bar) PARTS.forEach((name, index) => { bar.children[index].style.width = `${100 * ((row.step || {})[`${name}_s`] || 0) / longest}%`; });
+/** Table of nodes, where it says more than that of ranks: as the platform sees them, and as their ranks measure. */
+function drawNodes(ranks) {
+  const seen = run.head ? run.head.nodes : [], measured = ranks.nodes;
+  const names = [...new Set([...seen, ...measured].map(node => node.name))];
+  const rows = names.map(name => ({name, ...seen.find(node => node.name === name), ...measured.find(node => node.name === name)}));
+  const has = key => rows.some(row => row[key] !== null && row[key] !== undefined);
+  const addsMore = rows.length > 1 && (ranks.rows.length > rows.length || rows.some(row => row.reason || row.attempts > 1));
+  find("nodes").hidden = find("ranks-title").hidden = ranks.rows.length > 0 && !addsMore;
+  if (find("nodes").hidden) return;
+  const columns = [["node", false, row => row.name], ["ranks", false, row => row.ranks ?? `${row.workers} workers`]];
+  if (has("state")) columns.push(["state", false, row => row.reason ? `${row.state}: ${row.reason}` : row.state ?? "–"]);
+  if (has("attempts")) columns.push(["attempts", true, row => row.attempts ?? "–"]);
+  if (has("iterations")) columns.push(["train steps", true, row => row.iterations ?? "–"], ["loss", true, row => showNumber(row.loss, 4)]);
+  if (has("share")) columns.push(["share", true, row => row.share ?? "–"]);
+  if (has("memory_bytes")) columns.push(["memory", true, row => showBytes(row.memory_bytes)]);
+  partsTable(find("nodes"), columns, rows, Math.max(...rows.map(row => row.step && row.step.wall_s || 0)), row => row.name);
 }
 
 function tiles() {
@@ -246,7 +272,7 @@ function tiles() {
   }
   const alive = (ranks ? ranks.rows : []).filter(row => row.state === "running").length;
   tile("Workers", head.is_over ? head.workers : `${alive} of ${head.workers}`, head.is_over ? null : "running");
-  if (training) tile("Mode", training.mode, `${training.batch_samples} samples in a step${training.is_exact ? "; each exactly once" : ""}`);
+  if (training) tile("Mode", training.mode, [training.batch_samples ? `${training.batch_samples} samples in a step` : "", training.is_exact ? "each exactly once" : ""].filter(Boolean).join("; "));
   find("tiles").replaceChildren(...tiles);
 }
 
@@ -288,6 +314,8 @@ function apply(sections) {
   const names = Object.keys(sections), changed = wanted => wanted.some(name => names.includes(name));
   for (const name of names) if (draw[name]) draw[name](sections[name]);
   if (changed(["head", "progress", "training", "ranks"])) tiles();
+  if (run.ranks && changed(["head"]) && !names.includes("ranks")) draw.ranks(run.ranks);
+  if (changed(["ranks"]) && !names.includes("training")) draw.training(run.training);
   if (changed(["events", "logs"])) records();
   performance.measure("update", "update-begins");
 }

@@ -13,7 +13,7 @@ from ringweave import cost
 from ringweave.cost import Assumptions
 from ringweave.planning import simulated
 from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyPhase
-from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport
+from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
 from ringweave.schedules import NATIVE, CollectiveKind
@@ -213,27 +213,19 @@ class CorrectedPrediction:
 
 NUM_CANDIDATES = 3
 """Schedules that are tried besides the native backend."""
-NUM_TRIAL_ROUNDS, MAX_TRIAL_ROUNDS = 3, 9
-"""Measured rounds after the warm-up round; more than the first number only while they take next to no time."""
+NUM_TRIAL_ROUNDS, NUM_UNCLEAR_ROUNDS, MAX_TRIAL_ROUNDS = 3, 6, 9
+"""Rounds after the warm-up: of all; of the fastest and its first equal; of all while rounds take next to no time."""
 
 _TRIAL_TIE_RATIO = 1.03
 """Candidates within this ratio of the fastest count as equal; the one that is predicted to be best is taken."""
+_TRIAL_TIE_SIGMAS = 1.645
+"""Candidates count as equal, too, if chance orders their rounds so in over 5 % of cases (one-sided rank-sum test)."""
 _DROP_RATIO_WARM_UP, _DROP_RATIO = 2.0, 1.3
 """Candidates slower than this multiple of the fastest are dropped: after the warm-up round, and after later rounds."""
 _MIN_DROP_DIFFERENCE_S = 0.05
 """A candidate within this difference of the fastest is never dropped: short times are noisy, and cost nothing."""
 _SHORT_TRIALS_S = 2.0
-"""While all rounds together took less than this, another one is added: seven rounds of four candidates that take 80 ms.
-Medians of three such rounds differed by more than candidates do."""
-
-
-def message_class(num_bytes: int, kind: CollectiveKind = "allreduce", *, is_on_device: bool = False) -> str:
-    """Return the class of a message: two for each doubling of the size; one schedule serves all messages of a class.
-
-    Messages of a device have classes of their own where the native backend is another one for them.
-    """
-    place = " on a device" if is_on_device else ""
-    return f"{kind}{place} {round(2 * math.log2(max(1, num_bytes)))}"
+"""While all rounds together took less than this, another one is added: medians of three short rounds are noisy."""
 
 
 def pick_candidates(
@@ -244,12 +236,8 @@ def pick_candidates(
 ) -> tuple[str, ...]:
     """Return the candidates for a message: the three best schedules, and the native backend.
 
-    Args:
-        plan: The group's plan.
-        num_bytes: Size of the message.
-        estimates: Simulated seconds by name of schedule; None uses the formulas alone. The first candidate is the
-            plan's own choice in any case.
-        kind: The collective.
+    `estimates` are simulated seconds by name of schedule; None uses the formulas alone. The first candidate is the
+    plan's own choice in any case.
     """
     ranked = [plan.choose(num_bytes, None, kind).schedule]
     ranked += [plan.fastest(estimates), *sorted(estimates, key=estimates.__getitem__)] if estimates else []
@@ -284,17 +272,24 @@ class CandidateTrials:
     @property
     def next_trial(self) -> str | None:
         """Return the candidate to run next; None once the fastest one is clear."""
-        is_enough = self._round > (NUM_TRIAL_ROUNDS if self._spent_s > _SHORT_TRIALS_S else MAX_TRIAL_ROUNDS)
+        is_enough = self._round > (NUM_UNCLEAR_ROUNDS if self._spent_s > _SHORT_TRIALS_S else MAX_TRIAL_ROUNDS)
         return None if len(self._remaining) == 1 or is_enough else self._queue[0]
 
     @property
     def chosen(self) -> str:
         """Return the fastest candidate so far; before any measurement, the predicted best."""
+        return self._finalists()[0]
+
+    def _finalists(self) -> tuple[str, str]:
+        """Return the fastest candidate, after the first that counts as equal to it."""
         times = {name: self.median_s_per_byte(name) for name in self._remaining}
-        fastest = min(times.values())
-        return next(
-            name for name in self._remaining if times[name] <= fastest * _TRIAL_TIE_RATIO or math.isinf(fastest)
-        )
+        fastest = min(self._remaining, key=times.__getitem__)
+
+        def is_equal(name: str) -> bool:
+            is_close = times[name] <= times[fastest] * _TRIAL_TIE_RATIO
+            return is_close or not _is_clearly_faster(self._seconds[fastest], self._seconds[name])
+
+        return next(filter(is_equal, self._remaining)), fastest
 
     def median_s_per_byte(self, name: str) -> float:
         """Return a candidate's median seconds per byte; the warm-up round counts only while there is no other."""
@@ -331,8 +326,18 @@ class CandidateTrials:
             fastest + _MIN_DROP_DIFFERENCE_S / self._num_bytes,
         )
         self._remaining = [name for name in self._remaining if self.median_s_per_byte(name) <= limit]
+        if self._round >= NUM_TRIAL_ROUNDS and self._spent_s > _SHORT_TRIALS_S:
+            self._remaining = list(dict.fromkeys(self._finalists()))
         self._round += 1
         self._queue = self._remaining[::-1] if self._round % 2 else list(self._remaining)
+
+
+def _is_clearly_faster(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether the first rounds are faster than the others beyond chance, by a rank-sum test."""
+    num_pairs = len(some) * len(others)
+    num_faster = sum((one < other) + (one == other) / 2 for one in some for other in others)
+    deviation = math.sqrt(num_pairs * (len(some) + len(others) + 1) / 12)
+    return num_pairs == 0 or num_faster >= num_pairs / 2 + _TRIAL_TIE_SIGMAS * deviation
 
 
 MIN_PERIOD, MAX_PERIOD = 4, 256

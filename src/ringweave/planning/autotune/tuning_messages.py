@@ -1,10 +1,13 @@
 """Tuning messages: the report that all ranks combine, and the decision that all ranks follow. Pure data."""
 
+import functools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+import pydantic
 
 from ringweave.errors import ScheduleError, explain, shorten
 from ringweave.files import file_io
@@ -15,6 +18,15 @@ REPORT_WINDOW = 16
 """Collectives of one message class in a report."""
 REPORT_LENGTH = 5 + REPORT_WINDOW
 """Numbers in the vector."""
+
+
+def message_class(num_bytes: int, kind: CollectiveKind = "allreduce", *, is_on_device: bool = False) -> str:
+    """Return the class of a message: two for each doubling of the size; one schedule serves all messages of a class.
+
+    Messages of a device have classes of their own where the native backend is another one for them.
+    """
+    place = " on a device" if is_on_device else ""
+    return f"{kind}{place} {round(2 * math.log2(max(1, num_bytes)))}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +86,8 @@ class SurveyStream(NamedTuple):
 class TuningDecision:
     """The next action. `parse(str(decision)) == decision`."""
 
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(strict=True, extra="forbid")
+
     num_bytes: int
     """Size of the message that it was made for."""
     schedule: str = ""
@@ -98,11 +112,14 @@ class TuningDecision:
             ScheduleError: The text is no decision.
         """
         try:
-            document = file_io.parse_json(text, MAX_DECISION_BYTES)
-            document["phases"] = tuple(tuple(SurveyStream(*stream) for stream in phase) for phase in document["phases"])
-            return cls(**document)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
+            return _decision_adapter().validate_json(file_io.bounded(text, MAX_DECISION_BYTES))
+        except ValueError as cause:
             do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
             raise ScheduleError(
                 explain("tuning decision", got=text, expected="what the first rank sent", do=do)
             ) from cause
+
+
+@functools.cache
+def _decision_adapter() -> pydantic.TypeAdapter[TuningDecision]:
+    return pydantic.TypeAdapter(TuningDecision)

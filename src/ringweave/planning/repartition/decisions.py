@@ -1,8 +1,12 @@
 """Repartition decisions: the policy, the measured window that ranks send to rank 0, and its decision. Pure data."""
 
+import functools
 import json
 import math
 from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import pydantic
 
 from ringweave.errors import ScheduleError, UsageError, explain, shorten
 from ringweave.files import file_io
@@ -58,6 +62,8 @@ def _check_policy_value(name: str, value: float, is_allowed: bool, expected: str
 class MeasurementWindow:
     """Consecutive train steps under one partition, measured. `parse(str(window)) == window`."""
 
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(strict=True, extra="forbid")
+
     first_step: int
     """Number of its first train step."""
     compute_s: tuple[tuple[float, ...], ...]
@@ -84,18 +90,16 @@ class MeasurementWindow:
             ScheduleError: The text is no window.
         """
         try:
-            document = file_io.parse_json(text)
-            for what in ("compute_s", "rates"):
-                document[what] = tuple(tuple(map(float, row)) for row in document[what])
-            document["step_s"] = tuple(map(float, document["step_s"]))
-            return cls(**document)
-        except (ValueError, TypeError, KeyError, OverflowError) as cause:
+            return _adapter_of(cls).validate_json(file_io.bounded(text))
+        except ValueError as cause:
             raise ScheduleError(_parse_error_text("window of measurements", text, cause)) from cause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepartitionDecision:
     """Decision that follows from a window. `parse(str(decision)) == decision`."""
+
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(strict=True, extra="forbid")
 
     splits: tuple[int, ...]
     """The next partition; the present one if nothing moves."""
@@ -126,11 +130,14 @@ class RepartitionDecision:
             ScheduleError: The text is no decision.
         """
         try:
-            document = file_io.parse_json(text)
-            document["splits"] = tuple(map(int, document["splits"]))
-            return cls(**document)
-        except (ValueError, TypeError, KeyError, OverflowError) as cause:
+            return _adapter_of(cls).validate_json(file_io.bounded(text))
+        except ValueError as cause:
             raise ScheduleError(_parse_error_text("decision on a partition", text, cause)) from cause
+
+
+@functools.cache
+def _adapter_of(kind: type) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(kind)
 
 
 def _parse_error_text(description: str, text: str, cause: Exception) -> str:

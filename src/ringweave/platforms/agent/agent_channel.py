@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from ringweave.errors import explain
+from ringweave.files import file_io
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
 from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
@@ -261,7 +262,7 @@ def parse_status(text: str | bytes) -> AgentStatus:
     Raises:
         ValueError: It is none.
     """
-    return _STATUS_ADAPTER.validate_json(text)
+    return _STATUS_ADAPTER.validate_json(file_io.bounded(text))
 
 
 def dump_desired_state(desired: DesiredState) -> str:
@@ -275,7 +276,7 @@ def parse_desired_state(text: str | bytes) -> DesiredState:
     Raises:
         ValueError: It is none.
     """
-    return _DESIRED_STATE_ADAPTER.validate_json(text)
+    return _DESIRED_STATE_ADAPTER.validate_json(file_io.bounded(text))
 
 
 def dump_rendezvous(rendezvous: RendezvousResult) -> str:
@@ -289,7 +290,7 @@ def parse_rendezvous(text: str | bytes) -> RendezvousResult:
     Raises:
         ValueError: It is none.
     """
-    return _RENDEZVOUS_ADAPTER.validate_json(text)
+    return _RENDEZVOUS_ADAPTER.validate_json(file_io.bounded(text))
 
 
 _STATUS_ADAPTER, _DESIRED_STATE_ADAPTER, _RENDEZVOUS_ADAPTER = (

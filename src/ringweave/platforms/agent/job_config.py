@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
-from ringweave.jobs import worker_options
+from ringweave.files import file_io
+from ringweave.jobs import records, worker_options
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
@@ -175,9 +176,10 @@ def read_script(path: Path) -> str:
     """
     do = "Check the path, or give the folder of the script as directory"
     try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        got = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
+        text = file_io.read_bounded(path).decode()
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        got = getattr(error, "strerror", str(error)) if is_text else "bytes that are no UTF-8"
         raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
     check_script_text(text, str(path))
     return text
@@ -202,12 +204,18 @@ def check_script_text(text: str, path: str) -> None:
 
 def dump_job_config(config: JobConfig) -> str:
     """Return the config as JSON, which `parse_job_config` reads."""
-    return _CONFIG_ADAPTER.dump_json(config, indent=2).decode() + "\n"
+    return records.add_format(_CONFIG_ADAPTER.dump_json(config, indent=2)).decode() + "\n"
 
 
-def parse_job_config(text: str) -> JobConfig:
-    """Parse the JSON of a config."""
-    return _CONFIG_ADAPTER.validate_json(text)
+def parse_job_config(text: str | bytes) -> JobConfig:
+    """Parse the JSON of a config.
+
+    Raises:
+        JobError: It has another format: the agent is of another ringweave than who submitted the job.
+        ValueError: It is none.
+    """
+    records.check_format(text, "config of the job")
+    return _CONFIG_ADAPTER.validate_json(file_io.bounded(text))
 
 
 _CONFIG_ADAPTER = TypeAdapter(JobConfig)

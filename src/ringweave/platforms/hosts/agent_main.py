@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ringweave.environment import ports_of_environ
+from ringweave.files import file_io
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.param_server.leadership_log import LeadershipLog
@@ -38,7 +39,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     environ, host_config = dict(os.environ), host.load_config()
     group = folder.group(node, attempt)
     supervised = SupervisedWait(group.wakeup, lambda: host_runtime.ensure_service(host, environ))
-    config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
+    config = job_config.parse_job_config(file_io.read_bounded(folder.config))
     assignment = AgentAssignment(
         config=config,
         node=node,

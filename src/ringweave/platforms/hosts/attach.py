@@ -16,6 +16,7 @@ from typing import Any
 
 from ringweave import telemetry
 from ringweave.errors import JobError, LaunchError
+from ringweave.files import file_io
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
 from ringweave.launcher.launcher import WorkerExit
@@ -201,7 +202,7 @@ class RunFollower:
         """Return the last lines of a worker's output."""
         path = self.run_dir.worker_log(rank)
         try:
-            return path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LAST_LINES:]
+            return file_io.last_lines(path)[-NUM_LAST_LINES:]
         except OSError:
             return []
 

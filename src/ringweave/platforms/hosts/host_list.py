@@ -110,7 +110,7 @@ def _split_count(part: str) -> tuple[str, int]:
     host, colon, count = part.rpartition(":")
     if not colon or part.endswith("]"):
         return part, 1
-    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= MAX_WORKERS_PER_HOST):
+    if not (count.isascii() and count.isdigit() and len(count) < 20 and 1 <= int(count) <= MAX_WORKERS_PER_HOST):
         do = "Write the number of workers after the colon: a:2"
         expected = f"a whole number from 1 to {MAX_WORKERS_PER_HOST}"
         raise UsageError(explain(f"workers of host {host}", got=count, expected=expected, do=do, where="--hosts"))

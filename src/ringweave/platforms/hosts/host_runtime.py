@@ -19,6 +19,7 @@ import psutil
 
 from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RpcError, explain
+from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.hosts import join_protocol
@@ -242,7 +243,7 @@ def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: fl
         if not job_folder.is_lock_held(folder.service_lock):
             break
         time.sleep(0.02)
-    lines = folder.service_log.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = file_io.last_lines(folder.service_log)
     got = lines[-1] if lines else "no listener"
     do = f"Check that {address} is an address of this host, and that port {port} is free"
     raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))

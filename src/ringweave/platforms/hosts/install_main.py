@@ -263,9 +263,13 @@ def report(**fields: object) -> None:
     print(OUTPUT_MARK + json.dumps(fields), flush=True)
 
 
+_MAX_REQUEST_BYTES = 2**20
+"""Longest request, which names files and versions."""
+
+
 def main() -> None:
     """Install what the request on standard input says."""
-    request = InstallRequest(**json.loads(sys.stdin.buffer.readline()))
+    request = InstallRequest(**json.loads(sys.stdin.buffer.readline(_MAX_REQUEST_BYTES)))
     installer = Installer(request, Path.home() / ROOT)
     try:
         is_new = installer.install()

@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from ringweave.errors import JobError, RefusedError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.jobs.states import JobState, Reason
+from ringweave.launcher.run_dir import is_same_minor
 from ringweave.platforms.hosts.messages import HOST_ROLE, JOINER_ROLE, JoinAnswer, JoinRequest
 from ringweave.platforms.hosts.run_entry import HostEndpoint, JoinSeat, RunEntry, RunEvent
 from ringweave.relayed_address import is_relayed
@@ -155,7 +156,7 @@ class JoinLine:
         """
         where, _, token = text.strip().partition("#")
         host, _, port = where.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536) or not token:
+        if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not token:
             do = "Copy the whole line that ringweave run printed"
             raise UsageError(explain("address to join", got=where, expected="HOST:PORT#TOKEN", do=do))
         return cls(address=host.strip("[]"), port=int(port), token=JoinToken.parse(token))
@@ -245,7 +246,7 @@ def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Map
         _refuse("unfit", "none that can be called", do, what="address of the joining host", expected=expected)
     for name in ("ringweave", "torch"):
         theirs = getattr(request, name)
-        if theirs != str(own[name]):
+        if theirs != str(own[name]) and not (name == "torch" and is_same_minor(theirs, str(own[name]))):
             do = f"Install {name} {own[name]} there, and type the line again"
             _refuse("unfit", theirs, do, what=f"{name} on the joining host", expected=f"{own[name]}, as on the others")
     if abs(request.time_s - now) > MAX_CLOCK_DIFFERENCE_S:
@@ -342,7 +343,7 @@ def verify_host_certificate(der: bytes, authority_key: bytes, now: datetime | No
         Ed25519PublicKey.from_public_bytes(authority_key).verify(
             certificate.signature, certificate.tbs_certificate_bytes
         )
-    except (ValueError, InvalidSignature) as error:
+    except (ValueError, InvalidSignature, x509.InvalidVersion) as error:
         raise RefusedError(_foreign_text("authority of the run")) from error
     now = now or datetime.now(UTC)
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:

@@ -212,7 +212,12 @@ def _fetch_files(admission: _Admission, folder: HostFolder) -> None:
 
 
 def _fetch_from(client: RpcClient, folder: HostFolder) -> None:
-    files = file_io.parse_json(_read_file(client, ""))
+    try:
+        files = script_files.check_file_list(file_io.parse_json(_read_file(client, "")))
+    except ValueError as error:
+        raise LaunchError(
+            f"files of the run: {error}, expected their list. Run the same ringweave on all hosts."
+        ) from error
     missing = {digest for _, digest, _ in files if not script_files.blob_path(digest).exists()}
     num_bytes = 0
     for digest in sorted(missing):
@@ -230,8 +235,8 @@ def _read_file(client: RpcClient, digest: str) -> bytes:
     while True:
         reply = client.call(ReadFile(digest=digest, start=len(content)), timeout_s=FILE_TIMEOUT_S)
         assert isinstance(reply.message, FileBytes)
-        content += bytes(reply.buffers[0])
-        if len(content) >= reply.message.size or not memoryview(reply.buffers[0]):
+        content += bytes(reply.buffers[0]) if reply.buffers else b""
+        if len(content) >= reply.message.size or not reply.buffers or not memoryview(reply.buffers[0]):
             return content
         if len(content) > script_files.MAX_FILES_BYTES:
             raise LaunchError(f"file of the run: more than {script_files.MAX_FILES_BYTES} bytes, expected less.")

@@ -220,7 +220,7 @@ class ControlLink:
                         answer.set_result(frozenset(map(int, message["taken"])))
                 elif "ping" not in message:
                     handle(self, message)
-        except (OSError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return  # it ended, is silent, or speaks another language
         finally:
             ping.cancel()
@@ -463,7 +463,7 @@ class Relay:
                 raise ConnectionRefusedError("no host of this run")
             host = known.index(name)
             await self._serve_relay(host, hosts[host], hello, reader, writer)
-        except (OSError, TimeoutError, ValueError, KeyError, TypeError, UsageError) as error:
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError, OverflowError, UsageError) as error:
             print(f"relay: connection refused: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             writer.transport.abort()
 

@@ -124,9 +124,9 @@ class RemoteProgram:
         """Answer until the connection ends."""
         sys.stdout.buffer.write(HELLO + json.dumps(describe_host()).encode() + b"\n")
         sys.stdout.buffer.flush()
-        while line := sys.stdin.buffer.readline():
+        while line := sys.stdin.buffer.readline(file_io.MAX_JSON_BYTES):
             request = file_io.parse_json(line)
-            payload = sys.stdin.buffer.read(min(int(request.get("size", 0)), MAX_PAYLOAD_BYTES))
+            payload = sys.stdin.buffer.read(max(0, min(int(request.get("size", 0)), MAX_PAYLOAD_BYTES)))
             try:
                 answer, content = self._verbs[request["verb"]](request, payload)
             except (RingweaveError, OSError) as error:

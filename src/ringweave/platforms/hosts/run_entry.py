@@ -141,7 +141,7 @@ def dump_entry(entry: RunEntry) -> str:
     return records.add_format(_ENTRY_ADAPTER.dump_json(entry)).decode()
 
 
-def parse_entry(text: str) -> RunEntry:
+def parse_entry(text: str | bytes) -> RunEntry:
     """Parse the JSON of an entry.
 
     Raises:
@@ -149,7 +149,7 @@ def parse_entry(text: str) -> RunEntry:
         ValueError: It is none.
     """
     records.check_format(text, "entry of the run")
-    return _ENTRY_ADAPTER.validate_json(text)
+    return _ENTRY_ADAPTER.validate_json(file_io.bounded(text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,20 +235,20 @@ class HostFolder:
         return JobFolder(root=self.root / "job")
 
     def load_config(self) -> HostConfig:
-        return parse_host_config(self.host_config.read_bytes())
+        return parse_host_config(file_io.read_bounded(self.host_config))
 
     def save_config(self, config: HostConfig) -> None:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_text(self.host_config, dump_host_config(config))
 
     def load_entry(self) -> RunEntry:
-        return parse_entry(self.entry.read_text(encoding="utf-8"))
+        return parse_entry(file_io.read_bounded(self.entry))
 
     def save_entry(self, entry: RunEntry) -> None:
         save_durably(self.entry, dump_entry(entry))
 
     def load_ballot(self) -> Ballot:
-        return _BALLOT_ADAPTER.validate_json(self.ballot.read_bytes())
+        return _BALLOT_ADAPTER.validate_json(file_io.read_bounded(self.ballot))
 
     def save_ballot(self, ballot: Ballot) -> None:
         save_durably(self.ballot, _BALLOT_ADAPTER.dump_json(ballot).decode())
@@ -265,7 +265,7 @@ def parse_host_config(text: str | bytes) -> HostConfig:
     Raises:
         ValueError: It is none.
     """
-    return _CONFIG_ADAPTER.validate_json(text)
+    return _CONFIG_ADAPTER.validate_json(file_io.bounded(text))
 
 
 def save_durably(path: Path, text: str) -> None:

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pathspec
 import platformdirs
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ringweave import units
 from ringweave.errors import LaunchError, UsageError, explain
@@ -116,6 +117,25 @@ def save_blob(content: bytes) -> None:
     temporary.replace(path)
 
 
+_FILE_ENTRY = tuple[Annotated[str, Field(pattern=r"^[^\x00]+$")], Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], int]
+_FILE_LIST = TypeAdapter(Annotated[list[_FILE_ENTRY], Field(max_length=MAX_FILES)])
+
+
+def check_file_list(files: Any) -> list[tuple[str, str, int]]:
+    """Return a list of files that another host has sent: path, digest and mode of each.
+
+    Raises:
+        LaunchError: It is something else, or too long.
+    """
+    try:
+        return _FILE_LIST.validate_python(files)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what, expected = "files of the run", f"path, digest and mode of at most {MAX_FILES} files"
+        do, where = "Run the same ringweave on all hosts", ".".join(map(str, first["loc"]))
+        raise LaunchError(explain(what, got=first["input"], expected=expected, do=do, where=where)) from error
+
+
 def lay_out(files: Sequence[Sequence[Any]], folder: HostFolder) -> None:
     """Lay the files of a run out in its folder, from the cache.
 
@@ -129,7 +149,7 @@ def lay_out(files: Sequence[Sequence[Any]], folder: HostFolder) -> None:
     """
     root = folder.files
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for relative, digest, mode in files:
+    for relative, digest, mode in check_file_list(list(files)):
         path = (root / relative).resolve()
         if not path.is_relative_to(root.resolve()):
             raise LaunchError(f"file {relative}: outside of the folder, expected a path below it.")
@@ -170,7 +190,7 @@ class FileOffer:
     def _list_files(self) -> bytes:
         if self._folder.file_list.exists():
             listing = self._folder.file_list.read_bytes()
-            self._paths = {digest: blob_path(digest) for _, digest, _ in file_io.parse_json(listing)}
+            self._paths = {digest: blob_path(digest) for _, digest, _ in check_file_list(file_io.parse_json(listing))}
             return listing
         files = collect_files(self._directory)
         self._paths = {file.digest: file.path for file in files}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain
+from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain, shorten
 from ringweave.files import file_io
 from ringweave.platforms.hosts.host_list import THIS_MACHINE, HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
@@ -180,10 +180,13 @@ class SshConnection:
                 self._process.stdin.flush()
             except OSError as error:
                 raise self._connection_error() from error
-            answer = file_io.parse_json(self._read_line(deadline_s))
-            content = self._read_bytes(min(int(answer.pop("size", 0)), MAX_PAYLOAD_BYTES), deadline_s)
+            answer = self._parse_object(self._read_line(deadline_s))
+            size = answer.pop("size", 0)
+            if type(size) is not int or not 0 <= size <= MAX_PAYLOAD_BYTES:
+                raise HostError(f"host {self.host.node}: an answer of {size!r:.40} bytes, expected a size.")
+            content = self._read_bytes(size, deadline_s)
         if "error" in answer:
-            raise self._remote_error(answer["error"], answer.get("kind", ""))
+            raise self._remote_error(str(answer["error"]), str(answer.get("kind", "")))
         return answer, content
 
     def close(self) -> None:
@@ -204,7 +207,21 @@ class SshConnection:
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         while not (line := self._read_line(deadline_s)).startswith(HELLO):
             pass
-        return file_io.parse_json(line.removeprefix(HELLO))
+        return self._parse_object(line.removeprefix(HELLO))
+
+    def _parse_object(self, line: bytes) -> dict[str, Any]:
+        """Parse a line of the program at the other end.
+
+        Raises:
+            HostError: It is no JSON object.
+        """
+        try:
+            found = file_io.parse_json(line, MAX_LINE_BYTES)
+        except ValueError as error:
+            raise HostError(f"host {self.host.node}: an answer that cannot be read: {error}, expected JSON.") from error
+        if not isinstance(found, dict):
+            raise HostError(f"host {self.host.node}: {shorten(line)} as an answer, expected a JSON object.")
+        return found
 
     def _read_line(self, deadline_s: float) -> bytes:
         while b"\n" not in self._buffer:

@@ -18,7 +18,7 @@ from ringweave.jobs.records import Job
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import run_dir
-from ringweave.launcher.run_dir import RunDir, software_versions
+from ringweave.launcher.run_dir import RunDir, is_same_minor, software_versions
 from ringweave.launcher.workers import WorkerProgram
 from ringweave.membership import settings
 from ringweave.platforms import submission
@@ -74,10 +74,10 @@ def find_differences(connections: Sequence[SshConnection]) -> list[str]:
         if hello["torch"] is None:
             do = "Install torch for the interpreter there, name another with --python, or add --install"
             problems.append(explain(f"torch on host {node}", got="none", expected=str(own["torch"]), do=do))
-        elif hello["torch"] != connections[0].hello["torch"]:
+        elif not is_same_minor(hello["torch"], connections[0].hello["torch"]):
             first = connections[0]
-            expected = f"{first.hello['torch']}, as on host {first.host.node}"
-            do = "Install the same torch on all hosts"
+            expected = f"{first.hello['torch']}, as on host {first.host.node}, or another patch release of it"
+            do = "Install the same minor version of torch on all hosts"
             problems.append(_difference("torch", node, hello["torch"], expected, do))
         if (
             abs(offset_s - statistics.median(times)) > join_protocol.MAX_CLOCK_DIFFERENCE_S

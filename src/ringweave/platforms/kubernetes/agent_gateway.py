@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler
 from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
+from ringweave.files import file_io
 from ringweave.jobs.records import GroupPhase
 from ringweave.param_server import leadership_log
 from ringweave.param_server.leadership import LeadershipRecord
@@ -224,7 +225,7 @@ class LeadershipStore:
             if found is None or not owner.owns(found):
                 raise UploadRejectedError(f"leadership of job {owner.name}: it has no config, so no round runs")
             text = found["metadata"].get("annotations", {}).get(names.LEADERSHIP_ANNOTATION)
-            known = None if text is None else _LEADERSHIP_ADAPTER.validate_json(text)
+            known = None if text is None else _LEADERSHIP_ADAPTER.validate_json(file_io.bounded(text))
             answer = leadership_log.append_to(known, round_, record)
             if record is None or not answer.is_appended or (known is not None and known.record == record):
                 return answer
@@ -395,7 +396,7 @@ class AgentGateway:
     async def _put_credentials(self, request: web.Request) -> web.Response:
         uploader, round_ = self._uploader(await self._authenticate(request)), int(request.match_info["round"])
         try:
-            texts = _CREDENTIAL_TEXTS_ADAPTER.validate_json(await request.read())
+            texts = _CREDENTIAL_TEXTS_ADAPTER.validate_json(file_io.bounded(await request.read()))
         except ValueError:
             return web.Response(status=400, text="not credentials")
         node = int(request.match_info["of"])

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
+from ringweave.files import file_io
 from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.node_context import HostContext
 from ringweave.param_server import leadership_log
@@ -343,7 +344,7 @@ class GatewayChannel(AgentChannel):
 def _parse_credential_texts(text: str) -> dict[str, str]:
     """Parse the gateway's answer. An error does not show the text, since it holds keys."""
     try:
-        return _CREDENTIAL_TEXTS_ADAPTER.validate_json(text)
+        return _CREDENTIAL_TEXTS_ADAPTER.validate_json(file_io.bounded(text, MAX_GATEWAY_ANSWER_BYTES))
     except ValueError:
         raise _bad_credentials_error(f"{len(text)} characters that are not credentials", "") from None
 

@@ -337,12 +337,12 @@ class KubernetesClient:
                     )
                 rest = b""
                 async for chunk in response.content.iter_any():
-                    *whole, rest = (rest + chunk).split(b"\n")
+                    *whole, rest = (file_io.bounded(rest) + chunk).split(b"\n")
                     for line in whole:
                         yield line.decode("utf-8", "replace")
                 if rest:
                     yield rest.decode("utf-8", "replace")
-        except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
             raise api_errors.unreachable_error(self._server, error) from error
 
 

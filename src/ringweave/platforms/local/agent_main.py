@@ -18,6 +18,7 @@ import psutil
 
 from ringweave import lab
 from ringweave.errors import LaunchError
+from ringweave.files import file_io
 from ringweave.launcher.node_context import HostContext, LabContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.platforms.agent import job_config
@@ -58,7 +59,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     environ = dict(os.environ)
     state, job_id = root.parent.parent, root.name
     supervised = SupervisedWait(group.wakeup, lambda: supervisor.ensure_supervisor(state, job_id, environ))
-    config = replace(job_config.parse_job_config(folder.config.read_text(encoding="utf-8")), between_hosts=False)
+    config = replace(job_config.parse_job_config(file_io.read_bounded(folder.config)), between_hosts=False)
     assignment = AgentAssignment(
         config=config,
         node=node,

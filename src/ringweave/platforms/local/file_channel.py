@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from ringweave.files import file_io
 from ringweave.param_server.leadership_log import FolderLeadershipLog, LeadershipLog
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import (
@@ -127,7 +128,7 @@ class _ParsedFile(Generic[T]):
     def read(self) -> T | None:
         """Return the content; None if there is no file."""
         try:
-            content = self._path.read_bytes()
+            content = file_io.read_bounded(self._path)
         except FileNotFoundError:
             return None
         if content != self._content:

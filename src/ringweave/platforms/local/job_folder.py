@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ringweave.files import file_io
+
 if TYPE_CHECKING:
     from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 
@@ -93,9 +95,9 @@ class GroupFolder:
 
         status = desired = None
         with contextlib.suppress(FileNotFoundError):
-            status = agent_channel.parse_status(self.status.read_bytes())
+            status = agent_channel.parse_status(file_io.read_bounded(self.status))
         with contextlib.suppress(FileNotFoundError):
-            desired = agent_channel.parse_desired_state(self.desired_state.read_bytes())
+            desired = agent_channel.parse_desired_state(file_io.read_bounded(self.desired_state))
         return status, desired
 
     @property

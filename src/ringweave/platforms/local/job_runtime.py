@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from ringweave.errors import explain
+from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase, JobAction, ObservedGroup, ObservedJobState
 from ringweave.launcher.outcome import find_exception
@@ -175,7 +176,7 @@ class FolderJobRuntime(abc.ABC):
     def _released_round(self) -> int:
         """Return the round of the last rendezvous result; 0 if there was none."""
         try:
-            return agent_channel.parse_rendezvous(self._folder.rendezvous.read_bytes()).round
+            return agent_channel.parse_rendezvous(file_io.read_bounded(self._folder.rendezvous)).round
         except FileNotFoundError:
             return 0
 
@@ -230,7 +231,7 @@ class LocalJobRuntime(FolderJobRuntime):
     def _startup_failure(self, folder: GroupFolder, desired: DesiredState | None) -> AgentStatus | None:
         """Return the failure of an agent that ended before its first status; None if none was started."""
         try:
-            lines = self._agent_log(folder).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = file_io.last_lines(self._agent_log(folder))
         except FileNotFoundError:
             return None
         if desired is None or not lines:

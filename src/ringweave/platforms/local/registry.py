@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from ringweave.errors import JobError, LaunchError, explain, shorten
+from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
 from ringweave.jobs.request import JobRequest
@@ -234,15 +235,15 @@ def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> Loc
     name, job_id, requester, created_s, request, counts, origin, desired, record = row
     try:
         job = Job(
-            request=_REQUEST.validate_json(request),
+            request=_REQUEST.validate_json(file_io.bounded(request)),
             requester=requester,
             created_s=created_s,
-            counts=_COUNTS.validate_json(counts),
-            desired=_DESIRED.validate_json(desired),
+            counts=_COUNTS.validate_json(file_io.bounded(counts)),
+            desired=_DESIRED.validate_json(file_io.bounded(desired)),
             record=records.parse_record(record),
         )
         _check_lengths(job)
-        return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(origin))
+        return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(file_io.bounded(origin)))
     except (ValueError, JobError) as error:
         problem = f"its record cannot be read: {_mistake(error)}"
         hint = f"ringweave delete {name} removes it with its processes; or use the ringweave that wrote it"

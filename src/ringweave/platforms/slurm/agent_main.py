@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from ringweave.files import file_io
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.platforms.agent import job_config
@@ -32,7 +33,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
         sys.exit(f"node {node}, attempt {attempt} runs already, expected one agent at a time. [{group.root}]")
     lease = AgentLease(root / "controller.lease", key, lease_s)
     threading.Thread(target=lease.kill_when_expired, name="lease", daemon=True).start()
-    config = job_config.parse_job_config(folder.config.read_text(encoding="utf-8"))
+    config = job_config.parse_job_config(file_io.read_bounded(folder.config))
     assignment = AgentAssignment(
         config=config,
         node=node,

@@ -1,8 +1,9 @@
 """Slurm's command-line tools, run and parsed: sbatch, scancel, scontrol, squeue, sinfo. sacct is not needed."""
 
+import contextlib
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ringweave.errors import LaunchError, explain
@@ -112,6 +113,28 @@ def _no_answer_text(command: str, got: str) -> str:
     return explain(command, got=got, expected="Slurm to answer", do=do, where="slurm")
 
 
+@contextlib.contextmanager
+def _readable(command: str, output: str) -> Iterator[None]:
+    """Turn the error of a parser of a command's output into one that shows the output.
+
+    Raises:
+        LaunchError: The block could not read it.
+    """
+    try:
+        yield
+    except (ValueError, IndexError) as error:
+        do = "Run it by hand: a wrapper or a message of the site may be in its output"
+        expected = "what Slurm prints (seen: 22.05)"
+        raise LaunchError(
+            explain(f"output of {command}", got=output, expected=expected, do=do, where="slurm")
+        ) from error
+
+
+def _parse_host(name: str, row: Sequence[str]) -> SlurmHost:
+    gpus = sum(map(int, _GPUS_PATTERN.findall(row[2])))
+    return SlurmHost(name=name, cpus=int(row[1].rstrip("+")), gpus=gpus, state=row[3])
+
+
 class SlurmClient:
     """Client of the Slurm cluster that the commands on this host reach."""
 
@@ -129,7 +152,8 @@ class SlurmClient:
             LaunchError: Slurm refuses the job; the text is Slurm's.
         """
         out = self._call_slurm(["sbatch", "--parsable"], script, environ)
-        return int(out.strip().split(";")[0])
+        with _readable("sbatch", out):
+            return int(out.strip().split(";")[0])
 
     def find_job_id(self, name: str, comment: str) -> int | None:
         """Return the number of the job with this name and comment; None if Slurm has no unfinished one.
@@ -139,7 +163,8 @@ class SlurmClient:
         """
         out = self._call_slurm(["squeue", "--noheader", f"--name={name}", "--format=%A|%k"])
         rows = [line.strip().partition("|") for line in out.splitlines()]
-        return min((int(number) for number, _, job_comment in rows if job_comment.strip() == comment), default=None)
+        with _readable("squeue", out):
+            return min((int(number) for number, _, job_comment in rows if job_comment.strip() == comment), default=None)
 
     def cancel(self, name: str, *, only_pending: bool = False) -> None:
         """Cancel a job (`12`) or a step (`12.0`); no effect if it is gone."""
@@ -152,7 +177,9 @@ class SlurmClient:
         lines = [dict(_PAIR_PATTERN.findall(line)) for line in out.splitlines() if line.startswith("JobId=")]
         if not lines:
             return None
-        lines.sort(key=lambda pairs: int(pairs.get("HetJobOffset", 0)))
+        with _readable("scontrol show job", out):
+            lines.sort(key=lambda pairs: int(pairs.get("HetJobOffset", 0)))
+            restarts = int(lines[0].get("Restarts", 0))
         first = lines[0]
         hosts = tuple(pairs.get("NodeList", "") for pairs in lines)
         start = first.get("StartTime", "")
@@ -160,7 +187,7 @@ class SlurmClient:
             job_id=job_id,
             state=first.get("JobState", ""),
             reason=next((r for pairs in lines if (r := pairs.get("Reason", "None")) not in ("None", "")), ""),
-            restarts=int(first.get("Restarts", 0)),
+            restarts=restarts,
             hosts=() if any(host in ("", "(null)") for host in hosts) else hosts,
             start="" if start in ("Unknown", "N/A") else start,
         )
@@ -177,15 +204,11 @@ class SlurmClient:
         chosen = (environ or {}).get("SBATCH_PARTITION", "")
         only = [f"--partition={chosen}"] if chosen else []
         out = self._call_slurm(["sinfo", "--noheader", "--Node", *only, "--format=%N|%c|%G|%t|%P"])
-        rows = [line.split("|") for line in out.splitlines()]
-        defaults = [row for row in rows if row[4].strip().endswith("*")]
-        named = {row[0].strip(): row for row in (rows if chosen or not defaults else defaults)}
-        return [
-            SlurmHost(
-                name=name, cpus=int(row[1].rstrip("+")), gpus=sum(map(int, _GPUS_PATTERN.findall(row[2]))), state=row[3]
-            )
-            for name, row in named.items()
-        ]
+        with _readable("sinfo", out):
+            rows = [line.split("|") for line in out.splitlines()]
+            defaults = [row for row in rows if row[4].strip().endswith("*")]
+            named = {row[0].strip(): row for row in (rows if chosen or not defaults else defaults)}
+            return [_parse_host(name, row) for name, row in named.items()]
 
     def cluster_name(self) -> str:
         out = self._call_slurm(["scontrol", "show", "config"])

@@ -136,11 +136,11 @@ class SlurmJobRegistry:
         """
         root = self.folder(name).root
         try:
-            text = (root / "job.json").read_bytes()
+            text = file_io.read_bounded(root / "job.json")
         except (FileNotFoundError, NotADirectoryError):
             return None
         records.check_format(text, f"job {name}", where=str(root))
-        entry = _ENTRY_ADAPTER.validate_json(text)
+        entry = _ENTRY_ADAPTER.validate_json(file_io.bounded(text))
         desired = _read_json_file(root / "desired.json", _DESIRED_ADAPTER, entry.job.desired)
         record, allocation_state = _read_json_file(
             root / "state.json", _STATE_ADAPTER, (entry.job.record, entry.allocation_state)
@@ -197,7 +197,7 @@ class SlurmJobRegistry:
 
 def _read_json_file(path: Path, adapter: TypeAdapter[T], absent: T) -> T:
     try:
-        return adapter.validate_json(path.read_bytes())
+        return adapter.validate_json(file_io.read_bounded(path))
     except FileNotFoundError:
         return absent
 

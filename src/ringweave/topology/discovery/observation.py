@@ -270,7 +270,7 @@ class _HwlocReader:
 
     def _numa_index(self, element: XmlElement) -> int:
         text = self._attribute(element, "os_index")
-        if not text.isascii() or not text.isdecimal() or int(text) >= 2**16:
+        if not text.isascii() or not text.isdecimal() or len(text) > 5 or int(text) >= 2**16:
             raise topology_file_error(
                 "os_index of a NUMA node", text, "a whole number below 65536", "Correct it", self._location(element)
             )
@@ -311,7 +311,7 @@ def _objects_below(element: XmlElement) -> Iterator[XmlElement]:
 def _osdev_kinds(element: XmlElement, version: int) -> set[str]:
     """Return the kinds of an OS device: network, verbs, coprocessor; InfiniBand devices of format 3 have two."""
     text = element.attributes.get("osdev_type", "")
-    if not text.isdecimal():
+    if not (text.isdecimal() and len(text) < 20):
         return set()
     if version < 3:
         return {kind for kind, number in _OSDEV_NUMBERS.items() if int(text) == number}
@@ -454,7 +454,7 @@ def _pci_class(element: XmlElement, where: str) -> int:
 def _net_rate(net: XmlElement) -> float | None:
     """Return bytes per second of NCCL's Mbit/s."""
     text = net.attributes.get("speed", "")
-    return int(text) * 1e6 / 8 if text.isdecimal() and 0 < int(text) < 10**9 else None
+    return int(text) * 1e6 / 8 if text.isdecimal() and len(text) < 10 and 0 < int(text) < 10**9 else None
 
 
 def _hex_attribute(element: XmlElement, name: str, where: str) -> int:
@@ -471,7 +471,7 @@ def _hex_attribute(element: XmlElement, name: str, where: str) -> int:
 
 def _int_attribute(element: XmlElement, name: str, where: str) -> int:
     text = element.attributes.get(name, "")
-    if not text.removeprefix("-").isdecimal() or not -1 <= int(text) < 2**16:
+    if not text.removeprefix("-").isdecimal() or len(text) > 6 or not -1 <= int(text) < 2**16:
         got, at = text or f"no {name}", f"{where}:{element.line}"
         raise topology_file_error(f"{name} of a {element.tag} element", got, "a whole number", f'Write {name}="0"', at)
     return int(text)

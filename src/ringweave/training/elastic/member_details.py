@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import MembershipError, RingweaveError, TrainingError, explain
+from ringweave.files import file_io
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import ADDRESS_PATTERN, MAX_NOTE_CHARS
@@ -144,7 +145,11 @@ def parse_details(member: str, text: str) -> dict[str, Any]:
         TrainingError: The text is malformed.
     """
     return _parse_text(
-        "note", member, text, MAX_NOTE_CHARS, lambda: _SessionDetails.model_validate_json(text).model_dump()
+        "note",
+        member,
+        text,
+        MAX_NOTE_CHARS,
+        lambda: _SessionDetails.model_validate_json(file_io.bounded(text, MAX_NOTE_CHARS)).model_dump(),
     )
 
 
@@ -155,7 +160,13 @@ def parse_profile(member: str, text: str) -> dict[str, Any]:
         TrainingError: The text is no JSON object.
     """
     adapter = pydantic.TypeAdapter(dict[str, Any])
-    return _parse_text("note", member, text, MAX_NOTE_CHARS, lambda: adapter.validate_json(text, strict=True))
+    return _parse_text(
+        "note",
+        member,
+        text,
+        MAX_NOTE_CHARS,
+        lambda: adapter.validate_json(file_io.bounded(text, MAX_NOTE_CHARS), strict=True),
+    )
 
 
 def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> None:
@@ -168,7 +179,11 @@ def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> N
         raise _details_error("address", status.member, "none", "where its state can be read, as HOST PORT")
     text = json.dumps(details)
     _parse_text(
-        "note", status.member, text, MAX_NOTE_CHARS + len(text), lambda: _TrainerDetails.model_validate_json(text)
+        "note",
+        status.member,
+        text,
+        MAX_NOTE_CHARS + len(text),
+        lambda: _TrainerDetails.model_validate_json(file_io.bounded(text)),
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
+from ringweave.files import file_io
 from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
 from ringweave.planning.balancing import Speed
@@ -223,7 +224,7 @@ def layout_of_text(text: str) -> list[list[Any]]:
     if not unpacking.eof:
         raise _layout_error(f"{len(words)} bytes and more, or the begin of some", f"all of at most {MAX_LAYOUT_BYTES}")
     try:
-        return [list(bucket) for bucket in _LAYOUT_ADAPTER.validate_json(words)]
+        return [list(bucket) for bucket in _LAYOUT_ADAPTER.validate_json(file_io.bounded(words, MAX_LAYOUT_BYTES))]
     except pydantic.ValidationError as error:
         raise _layout_error(describe_validation_error(error), "elements, dtype and device of each bucket") from None
 

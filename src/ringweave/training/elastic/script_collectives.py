@@ -95,7 +95,7 @@ class CollectiveResult:
         """Parse what `to_json` returned.
 
         Raises:
-            ValueError, KeyError, TypeError, RuntimeError: It is something else.
+            ValueError, KeyError, TypeError, OverflowError, RuntimeError: It is something else.
         """
         content = bytearray(base64.b64decode(document["rows"], validate=True))
         rows = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
@@ -349,7 +349,7 @@ class StartupLog:
         """
         try:
             has_ended, results = bool(state["has_ended"]), [CollectiveResult.of_json(each) for each in state["results"]]
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as cause:
+        except (ValueError, KeyError, TypeError, OverflowError, RuntimeError, AttributeError) as cause:
             do = "Run the same ringweave on all workers"
             raise TrainingError(
                 explain("collectives before the first train step", got=repr(cause), expected="a log of them", do=do)

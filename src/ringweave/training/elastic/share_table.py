@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from ringweave.errors import TrainingError, explain
+from ringweave.files import file_io
 from ringweave.membership.messages import MAX_BATCH_SHARES_CHARS, MAX_MEMBERS, MEMBER_PATTERN
 from ringweave.planning import balancing
 from ringweave.planning.balancing import ShareChange, Speed
@@ -198,7 +199,7 @@ def shares_of_text(text: str) -> list[BatchShares]:
     if len(text) > MAX_BATCH_SHARES_CHARS:
         raise _shares_error(f"{len(text)} characters", f"at most {MAX_BATCH_SHARES_CHARS}")
     try:
-        found = _SHARES_ADAPTER.validate_json(text)
+        found = _SHARES_ADAPTER.validate_json(file_io.bounded(text, MAX_BATCH_SHARES_CHARS))
     except pydantic.ValidationError as error:
         raise _shares_error(describe_validation_error(error), "the shares of each member") from None
     return [

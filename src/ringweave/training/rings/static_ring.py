@@ -6,7 +6,9 @@ ring from then on. With local steps, each rank of a ring steps its own optimizer
 with the optimizer state of their representative.
 """
 
+import functools
 import json
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,8 +71,13 @@ def share_optimizer_state(
     peer_data.check_length(length, _OPTIMIZER_STATE, min_bytes=1)
     text = torch.frombuffer(payload, dtype=torch.uint8) if is_representative else torch.empty(length, dtype=torch.uint8)
     received = bytes(ring_control.broadcast(text, representative).tolist())
+    most = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
     tree, specs = peer_data.decode_peer_data(
-        received, _OPTIMIZER_STATE, _parse_optimizer_state, expected="what its representative has"
+        received,
+        _OPTIMIZER_STATE,
+        functools.partial(_parse_optimizer_state, most=most),
+        expected=f"what its representative has, tensors of at most {most} elements",
+        where=f"rank {representative}",
     )
     tensors = {}
     for name, dtype, shape in specs:
@@ -81,11 +88,16 @@ def share_optimizer_state(
         optimizer.load_state_dict({"state": decode_state(tree, tensors), "param_groups": groups})
 
 
-def _parse_optimizer_state(document: Any) -> tuple[Any, list[tuple[str, torch.dtype, list[int]]]]:
+def _parse_optimizer_state(document: Any, most: int) -> tuple[Any, list[tuple[str, torch.dtype, list[int]]]]:
+    """Return the tree and the specs of its tensors, each of at most so many elements: no vector is longer."""
     tree, specs = document
-    return tree, [
-        (name, DTYPE_BY_NAME[dtype], [operator.index(size) for size in shape]) for name, dtype, shape in specs
+    found = [
+        (str(name), DTYPE_BY_NAME[dtype], [operator.index(size) for size in shape]) for name, dtype, shape in specs
     ]
+    for name, _, shape in found:
+        if min(shape, default=0) < 0 or math.prod(shape) > most:
+            raise ValueError(f"{name} of shape {shape}")
+    return tree, found
 
 
 RingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]
