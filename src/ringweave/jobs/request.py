@@ -5,10 +5,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
-from ruamel.yaml.comments import CommentedMap
 
 from ringweave import units
 from ringweave.environment import check_max_loss_increase
@@ -19,6 +18,9 @@ from ringweave.files.yaml_files import FileKind
 from ringweave.jobs import split, worker_options
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
 from ringweave.jobs.worker_options import ORDER_RULE, WorkerOptions
+
+if TYPE_CHECKING:
+    from ruamel.yaml.comments import CommentedMap
 
 MAX_NODES = 100_000
 MAX_WORKERS = 2**31 - 1
@@ -505,7 +507,7 @@ def _total_key(request: JobRequest) -> str:
     return "gpus" if request.device == "cuda" else "cpu_workers"
 
 
-def _node_to_yaml(node: NodeRequest) -> CommentedMap:
+def _node_to_yaml(node: NodeRequest) -> "CommentedMap":
     entry: dict[str, Any] = {"name": node.name, "capacity": node.capacity}
     if node.max_retries != NodeRequest.__dataclass_fields__["max_retries"].default:
         entry["max_retries"] = node.max_retries
@@ -514,13 +516,15 @@ def _node_to_yaml(node: NodeRequest) -> CommentedMap:
     return _to_flow_map(entry)
 
 
-def _elastic_to_yaml(elastic: ElasticRequest) -> CommentedMap:
+def _elastic_to_yaml(elastic: ElasticRequest) -> "CommentedMap":
     spares = {"spares": elastic.spares} if elastic.spares else {}
     return _to_flow_map({"min": elastic.min, **spares})
 
 
-def _to_flow_map(content: Mapping[str, Any]) -> CommentedMap:
+def _to_flow_map(content: Mapping[str, Any]) -> "CommentedMap":
     """Return the map in flow style, on one line."""
+    from ruamel.yaml.comments import CommentedMap  # most commands write no YAML
+
     entry = CommentedMap(content)
     entry.fa.set_flow_style()
     return entry
