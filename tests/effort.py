@@ -4,6 +4,9 @@ Daily the examples are always the same ones: a rare failure is found by the thor
 and stops nobody's work on something else.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -32,6 +35,15 @@ def only_one_daily(request: pytest.FixtureRequest, life: object, daily: object) 
     """Skips lives of a job that is killed at every boundary, but for the one of every day; --all-crashes takes all."""
     if life != daily and not request.config.getoption("--all-crashes"):
         pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
+
+
+def alternating(*factors: Sequence[object]) -> list[object]:
+    """Cases of all factors together; every second one is for every day. Two factors or more: no value is left out."""
+    found = []
+    for places in itertools.product(*(range(len(factor)) for factor in factors)):
+        values = [factor[place] for factor, place in zip(factors, places, strict=True)]
+        found.append(pytest.param(*values, marks=pytest.mark.thorough if sum(places) % 2 else ()))
+    return found
 
 
 def share_of(thorough: int) -> int:

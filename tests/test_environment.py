@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.environment import PORTS, TUNING, WorkerEnvironment
+from ringweave.environment import MAX_LOSS_INCREASE, PORTS, TUNING, WorkerEnvironment
 from ringweave.errors import UsageError
 from ringweave.ports import PortRange
 
@@ -29,3 +29,14 @@ def test_the_range_of_ports_is_read_and_written() -> None:
     assert WorkerEnvironment.from_environ(environment.to_environ()) == environment
     with pytest.raises(UsageError, match=r"^ports: '29500', expected FIRST-LAST, .* \[RINGWEAVE_PORTS\]$"):
         WorkerEnvironment.from_environ({PORTS: "29500"})
+
+
+def test_the_largest_loss_increase_is_read_and_written() -> None:
+    environment = WorkerEnvironment(max_loss_increase="0.5%")
+    assert environment.to_environ() == {MAX_LOSS_INCREASE: "0.5%"}
+    assert WorkerEnvironment.from_environ(environment.to_environ()) == environment
+    told = (
+        r"^largest loss increase: '1', expected a number above 0 and up to 100 with a percent sign. .* \[RINGWEAVE_MAX"
+    )
+    with pytest.raises(UsageError, match=told):
+        WorkerEnvironment.from_environ({MAX_LOSS_INCREASE: "1"})

@@ -142,3 +142,15 @@ def test_numbers_are_written_as_people_write_them(text, expected):
 )
 def test_spans(seconds: float, text: str) -> None:
     assert units.show_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("0.5%", 0.005), ("100%", 1.0), ("1.25%", 0.0125)])
+def test_a_percentage_is_a_fraction(text: str, fraction: float) -> None:
+    assert units.parse_percent(text, "loss") == fraction
+
+
+@pytest.mark.parametrize("text", ["", "0.5", "0%", "0.0%", "100.1%", "-1%", "5 %", "%", "1e1%", "half", 0.5, None])
+def test_other_texts_are_no_percentage(text: str) -> None:
+    told = r"^loss: .*, expected a number above 0 and up to 100 with a percent sign. Write it like 0.5%. \[x\]$"
+    with pytest.raises(UsageError, match=told):
+        units.parse_percent(text, "loss", where="x")

@@ -18,6 +18,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 import ringweave
 from ringweave.page.html_report import PAGE, STATIC_FILES
+from ringweave.planning import loss_table
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -84,6 +85,7 @@ def test_the_wheel_holds_the_packages_of_the_product_alone(wheel: Path) -> None:
     assert {path.split("/")[2] for path in files if path.startswith("ringweave/testing/")} == TEST_HELPERS
     assert "ringweave-0.1.0.dist-info/licenses/LICENSE" in files
     static = {path.removeprefix("ringweave/page/static/") for path in files if "/static/" in path}
+    assert f"ringweave/planning/{loss_table.FILE}" in files
     assert static == {PAGE, *STATIC_FILES, "uPlot.LICENSE"}
 
 

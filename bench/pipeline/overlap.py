@@ -94,8 +94,8 @@ def run_in_lab(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: The run failed; its output is shown.
     """
-    out = options.out.absolute()
     default = Path(__file__).with_name("thin-link.yaml" if options.thin else "four-nodes.yaml")
+    out = options.out.absolute()
     own = ["--thin", str(options.thin)] if options.thin else []
     own += ["--rounds", str(options.rounds), "--bytes", str(options.bytes), "--out", str(out)]
     with lab_of(topology.load(options.cluster or default), "pipeline-overlap") as place:

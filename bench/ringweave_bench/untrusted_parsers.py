@@ -40,6 +40,7 @@ from ringweave.launcher import run_dir, scale_requests
 from ringweave.param_server import leadership_log, replication, snapshots  # noqa: F401 - messages of standbys
 from ringweave.pipeline import checkpoints as pipeline_checkpoints
 from ringweave.pipeline import migration
+from ringweave.pipeline.runtime import boundary_formats
 from ringweave.planning.autotune.tuning_messages import SurveyStream, TuningDecision
 from ringweave.planning.repartition.decisions import MeasurementWindow, RepartitionDecision
 from ringweave.platforms import api
@@ -66,6 +67,8 @@ from ringweave.training.rings import ring_progress, static_ring
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 DAMAGE_ERRORS = (safetensors.SafetensorError, OSError, ValueError, TypeError, AttributeError, RingweaveError)
 """What a block's file may raise; `_load_block` turns it into one error."""
+_FOLDER = tempfile.TemporaryDirectory(prefix="ringweave-fuzz-")
+"""Files of parsers of files; removed when the process ends."""
 CODE_ERRORS = (ValueError, RingweaveError)
 """What a parser may raise whose caller turns it into an error of its own."""
 
@@ -96,7 +99,7 @@ def text_parser(name: str, parse: Callable[[str], object], *seeds: str, **option
 
 def file_parser(name: str, load: Callable[[Path], object], *seeds: bytes, **options: Any) -> UntrustedParser:
     """Return a parser of a file."""
-    folder = Path(tempfile.mkdtemp(prefix="ringweave-fuzz-"))
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
 
     def parse(data: bytes) -> object:
         path = folder / name
@@ -314,6 +317,14 @@ def transport_parsers() -> list[UntrustedParser]:
             )
             for each in (wire_formats.format_named(name) for name in ("bf16", "int8", "int4"))
         ),
+        *(
+            UntrustedParser(
+                name=f"message between stages in {wire}",
+                parse=functools.partial(_decode_boundary, wire),
+                seeds=(boundary_formats.encode(wire, torch.ones(24, 16)).numpy().tobytes(),),
+            )
+            for wire in ("bf16", "int8")
+        ),
         UntrustedParser(
             name="relay line",
             parse=_handle_relay_line,
@@ -326,6 +337,12 @@ def transport_parsers() -> list[UntrustedParser]:
 def _decode_values(each: wire_formats.WireFormat, data: bytes) -> object:
     values = np.zeros(64, np.float32)
     wire_formats.decode(each, np.frombuffer(data, np.uint8), values)
+    return values
+
+
+def _decode_boundary(wire: str, data: bytes) -> object:
+    values = torch.zeros(24, 16)
+    boundary_formats.decode(wire, torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8), values)
     return values
 
 
@@ -513,7 +530,7 @@ def _read_lab(path: Path) -> object:
 
 def checkpoint_parsers() -> list[UntrustedParser]:
     """Return the parsers of checkpoints and snapshots; checksums are those of the mutated bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="ringweave-fuzz-"))
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
     tensors = {"model.a": torch.ones(4), "rng": torch.zeros(3, dtype=torch.uint8)}
     document = {
         "format": checkpoint_store.FORMAT,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ringweave.errors import UsageError, explain, shorten
 from ringweave.ports import PortRange, parse_ports
+from ringweave.units import parse_percent
 
 CLUSTER = "RINGWEAVE_CLUSTER"
 NODE = "RINGWEAVE_NODE"
@@ -15,6 +16,7 @@ RUN_DIR = "RINGWEAVE_RUN_DIR"
 REPLACE_BACKEND = "RINGWEAVE_REPLACE_BACKEND"
 SCHEDULE = "RINGWEAVE_SCHEDULE"
 WIRE = "RINGWEAVE_WIRE"
+MAX_LOSS_INCREASE = "RINGWEAVE_MAX_LOSS_INCREASE"
 MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
 FINDINGS = "RINGWEAVE_FINDINGS"
@@ -67,6 +69,9 @@ class WorkerEnvironment:
     wire: str = EXACT
     """Wire format of gradients on slow links, one of WIRES; every rank needs the same. Under `ringweave.prepare` its
     argument counts; else it holds for all large float32 sums, and for what the stages of a pipeline exchange."""
+    max_loss_increase: str | None = None
+    """Loss at equal samples that `auto` may give up for speed, such as `0.5%`; None: it takes nothing that costs some.
+    """
     mode: str | None = None
     """Training mode of `ringweave.prepare` if the script leaves it open; None leaves it open too."""
     probes: bool = True
@@ -102,8 +107,8 @@ class WorkerEnvironment:
         """Read the variables; an empty one counts as absent.
 
         Raises:
-            UsageError: RINGWEAVE_DEVICE_PATH names no way, RINGWEAVE_WIRE no format, RINGWEAVE_PORTS no range, or
-                RINGWEAVE_ENCRYPT is neither `on` nor `off`.
+            UsageError: RINGWEAVE_DEVICE_PATH names no way, RINGWEAVE_WIRE no format, RINGWEAVE_MAX_LOSS_INCREASE no
+                percentage, RINGWEAVE_PORTS no range, or RINGWEAVE_ENCRYPT is neither `on` nor `off`.
         """
         cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
@@ -113,6 +118,7 @@ class WorkerEnvironment:
             replace_backend=environ.get(REPLACE_BACKEND) == "1",
             schedule=environ.get(SCHEDULE) or None,
             wire=check_wire(environ.get(WIRE) or EXACT, where=WIRE),
+            max_loss_increase=check_max_loss_increase(environ.get(MAX_LOSS_INCREASE) or None, where=MAX_LOSS_INCREASE),
             mode=environ.get(MODE) or None,
             probes=environ.get(PROBE) != _NEVER,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
@@ -137,6 +143,7 @@ class WorkerEnvironment:
             REPLACE_BACKEND: "1" if self.replace_backend else "",
             SCHEDULE: self.schedule or "",
             WIRE: self.wire if self.wire != EXACT else "",
+            MAX_LOSS_INCREASE: self.max_loss_increase or "",
             MODE: self.mode or "",
             PROBE: "" if self.probes else _NEVER,
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
@@ -199,6 +206,17 @@ def check_wire(wire: str, *, where: str) -> str:
             explain("wire format", got=wire, expected=f"one of {', '.join(WIRES)}", do="Correct it", where=where)
         )
     return wire
+
+
+def check_max_loss_increase(text: str | None, *, where: str) -> str | None:
+    """Return the text if it is a percentage, or None.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if text is not None:
+        parse_percent(text, "largest loss increase", where=where)
+    return text
 
 
 def _check_device_path(value: str) -> str:

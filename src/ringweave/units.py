@@ -41,6 +41,7 @@ _TIME_UNITS = {
 }
 _MAX_BYTES = 2**63 - 1
 # Three digits of exponent keep the arithmetic small whatever is typed; no rate or size needs more.
+_PERCENT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,6})?%")
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?|\.[0-9]+)\s*([^\s0-9]*)\s*")
 
 
@@ -83,6 +84,25 @@ def parse_seconds(text: str | float) -> float:
     if seconds == math.inf:
         raise UsageError(_refusal_text("time", text, "a finite number", _TIME_UNITS, example="50us"))
     return seconds
+
+
+def parse_percent(text: str, what: str, *, where: str = "") -> float:
+    """Parse a percentage with its sign to a fraction: `0.5%` is 0.005.
+
+    Args:
+        text: A number above 0 and up to 100, and a percent sign.
+        what: Name of the value, for errors.
+        where: Its place, for errors; empty if there is none.
+
+    Raises:
+        UsageError: The text is none.
+    """
+    is_valid = isinstance(text, str) and _PERCENT.fullmatch(text) is not None
+    fraction = Decimal(text[:-1]) / 100 if is_valid else Decimal(0)
+    if not 0 < fraction <= 1:
+        expected = "a number above 0 and up to 100 with a percent sign"
+        raise UsageError(explain(what, got=text, expected=expected, do="Write it like 0.5%", where=where))
+    return float(fraction)
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,42 @@ def test_help_loads_no_verb() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+UNUSED_BY_STATUS = {
+    *("asyncio", "cryptography", "numpy", "psutil", "ruamel", "ssl", "torch", "ringweave.cost", "ringweave.planning"),
+    *(
+        "ringweave.platforms.local.job_runtime",
+        "ringweave.launcher.processes",
+        "ringweave.rpc",
+        "ringweave.schedules",
+        "ringweave.topology.cluster_file",
+    ),
+}
+UNUSED_BY_SUBMIT = UNUSED_BY_STATUS | {
+    "ringweave.param_server",
+    "ringweave.platforms.agent.agent_channel",
+    "ringweave.telemetry",
+}
+
+
+def test_submit_and_status_load_only_what_they_need(tmp_path: Path) -> None:
+    """Of 200 commands at once, each needs the processor for what it imports."""
+    (tmp_path / "job.py").write_text("")
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    submit = ["submit", "-y", "--detach", "--cpu-workers", "1", "--capacity", "1", "--min-per-node", "1"]
+    submit += ["--script", "job.py", "--name", "tiny"]
+    for argv, unused in ((submit, UNUSED_BY_SUBMIT), (["status", "tiny"], UNUSED_BY_STATUS)):
+        code = (
+            "import sys; from ringweave.platforms.local import supervisor; from ringweave.cli import main;"
+            "supervisor.ensure_supervisor = lambda *_: None;"
+            f"code = main.run_command_line({argv}); loaded = {unused} & set(sys.modules);"
+            "sys.exit(str(loaded) if loaded else code)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environ, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_no_verb_loads_torch() -> None:

@@ -60,6 +60,44 @@ def test_an_unchanged_script_trains_in_sites(tmp_path: Path) -> None:
     assert sum(map(sum, (event["samples"] for event in steps))) == 2 * 640
 
 
+THIN = """
+name: thin
+nodes:
+  - {name: a, switch: r0, nic: 1Gbit/s, devices: 1}
+  - {name: b, switch: r1, nic: 1Gbit/s, devices: 1}
+switches:
+  - {name: r0, uplink: 1Mbit/s}
+  - {name: r1, uplink: 1Mbit/s}
+"""
+LARGE = SCRIPT.replace("Linear(4, 2)", "Sequential(torch.nn.Linear(4, 40_000), torch.nn.Linear(40_000, 2))")
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "chosen"),
+    [
+        ((), "balanced", ""),
+        (("--max-loss-increase", "100%"), "local", "; chosen: local with outer steps every "),
+        (
+            ("--mode", "balanced", "--wire", "auto", "--max-loss-increase", "1%"),
+            "balanced",
+            "; chosen: balanced in int8",
+        ),
+    ],
+)
+def test_auto_takes_over_a_thin_uplink_what_the_bound_allows(
+    options: tuple[str, ...], mode: str, chosen: str, tmp_path: Path
+) -> None:
+    (tmp_path / "thin.yaml").write_text(THIN)
+    script = LARGE.replace("range(2)", "range(1)").replace("640", "64")
+    done = run(tmp_path, "--cluster", str(tmp_path / "thin.yaml"), *options, script=script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    training = json.loads((tmp_path / "run" / "run.json").read_text())["training"]
+    assert training["mode"] == mode
+    assert chosen in training["reason"]
+    assert ("loss at equal samples is allowed" in training["reason"]) == bool(options)
+    assert training["exact"]
+
+
 KILLED = """
 import os, signal, pathlib
 from ringweave.environment import WorkerEnvironment
@@ -75,7 +113,7 @@ def maybe_die():
 """
 
 
-@pytest.mark.parametrize("lost", [(3,), (2, 3)], ids=["a worker", "a site"])
+@pytest.mark.parametrize("lost", [pytest.param((3,), marks=pytest.mark.thorough), (2, 3)], ids=["a worker", "a site"])
 def test_an_elastic_job_loses_no_sample_with_a_worker_or_a_site(tmp_path: Path, lost: tuple[int, ...]) -> None:
     head, loop = SCRIPT.split("model, optimizer, loader = ringweave.prepare(", 1)
     killed = KILLED.replace("LOST", repr(lost))

@@ -17,6 +17,7 @@ from ringweave import lab
 from support import demo_data, demo_page
 from support.demo_data import Kill, Run, Setting
 from tests.ending import ended
+from tests.pictures.overlapping import overlaps
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 BATCH, STEPS = 8, 6
@@ -130,6 +131,7 @@ def test_the_page_says_it_in_words_and_pictures(runs: tuple[Run, Run], tmp_path:
     assert "def &lt;b&gt;\n    x = 1?" in text
     assert "the plan &amp; its &lt;table&gt;" in text
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert overlaps(demo_page.draw_page(page, SETTING, *runs)) == []
 
 
 TINY = "--layers 1 --width 128 --max-bytes 300000 --held-out-windows 8 --sample-bytes 20"

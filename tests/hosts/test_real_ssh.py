@@ -39,7 +39,7 @@ def run(lab: SshLab, *program: str) -> tuple[int, str, str]:
 
 def left(lab: SshLab) -> list[str]:
     """Processes, ports and files of runs that stay on the nodes; the cache of files is kept on purpose."""
-    deadline_s = time.monotonic() + 5.0  # an interpreter that has told its end needs a moment to go
+    deadline_s = time.monotonic() + 60.0  # an interpreter that has told its end needs a moment to go
     while (found := present(lab)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     return found

@@ -24,12 +24,13 @@ model = DistributedDataParallel(torch.nn.Linear(256, 256))
 for step in range(3):
     model(torch.full((4, 256), 1.0 + dist.get_rank())).sum().backward()
 gradient = next(model.parameters()).grad
-names = ("NODE", "SCHEDULE", "TUNING", "LEADER_PER_NIC", "REPLACE_BACKEND")
+names = ("NODE", "SCHEDULE", "TUNING", "LEADER_PER_NIC", "REPLACE_BACKEND", "MAX_LOSS_INCREASE")
 print("told", *(os.environ.get(f"RINGWEAVE_{name}") for name in names), "mean", gradient[0, 0].item())
 dist.destroy_process_group()
 """
 """Gradients of 256 KiB; their sum over three steps is that of three times the ranks' mean, which is 2."""
 ALL_OPTIONS = ("--schedule", "ring", "--no-tuning", "--order", "round-robin", "--leader-per-nic", "--replace-backend")
+ALL_OPTIONS += ("--max-loss-increase", "0.5%")
 
 
 def run_ddp(hosts: FakeHosts, *words: str) -> tuple[list[str], dict[str, Any]]:
@@ -43,7 +44,7 @@ def run_ddp(hosts: FakeHosts, *words: str) -> tuple[list[str], dict[str, Any]]:
 def test_every_option_reaches_the_workers_of_all_hosts(hosts: FakeHosts) -> None:
     hosts.write_script(DDP)
     lines, record = run_ddp(hosts, *ALL_OPTIONS, "train.py")
-    assert lines == [f"[{rank}] told {node} ring 0 1 1 mean 24.0" for rank, node in enumerate(("a", "b", "a"))]
+    assert lines == [f"[{rank}] told {node} ring 0 1 1 0.5% mean 24.0" for rank, node in enumerate(("a", "b", "a"))]
     assert {key: record[key] for key in ("schedule", "tuning", "order", "leader_per_nic")} == {
         "schedule": "ring",
         "tuning": False,
@@ -59,7 +60,9 @@ def test_every_option_reaches_the_workers_of_all_hosts(hosts: FakeHosts) -> None
 def test_without_options_a_named_backend_stays(hosts: FakeHosts) -> None:
     hosts.write_script(DDP)
     lines, record = run_ddp(hosts, "train.py")
-    assert lines == [f"[{rank}] told {node} None None None None mean 24.0" for rank, node in enumerate(("a", "a", "b"))]
+    assert lines == [
+        f"[{rank}] told {node} None None None None None mean 24.0" for rank, node in enumerate(("a", "a", "b"))
+    ]
     assert (record["schedule"], record["order"], record["collectives_by_schedule"]) == (None, "block", {})
 
 
@@ -99,13 +102,14 @@ def test_a_job_file_has_the_same_options(hosts: FakeHosts) -> None:
         "name: optional\ncpu_workers: 3\nmodule: train\ndirectory: .\nmin_per_node: 1\n"
         "nodes: [{name: a, capacity: 2}, {name: b, capacity: 1}]\n"
         "schedule: ring\ntuning: false\norder: round-robin\nreplace_backend: true\nleader_per_nic: true\n"
+        "max_loss_increase: 0.5%\n"
     )
     (folder / "job.yaml").write_text(job)
     for platform in ("hosts", "local"):
         done = hosts.run("submit", "--on", platform, "--yes", "job.yaml", timeout_s=240.0)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [
-            f"[{rank}] told {node} ring 0 1 1 mean 24.0" for rank, node in enumerate(("a", "b", "a"))
+            f"[{rank}] told {node} ring 0 1 1 0.5% mean 24.0" for rank, node in enumerate(("a", "b", "a"))
         ]
         assert "first    ring for 25MB, as the job asks, predicted " in done.stderr
         assert "  a: 2 of 2, ranks 0 2\n" in done.stderr

@@ -14,6 +14,8 @@ from ringweave.errors import LaunchError
 from ringweave.jobs import worker_options
 from ringweave.lab import Lab
 from ringweave.launcher import node_context
+from ringweave.telemetry import read_events
+from tests.launch import small_training
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -292,3 +294,27 @@ def test_without_a_file_every_nic_that_is_alike_is_measured_and_used(
         sent = json.loads(run.log(rank))
         assert 4e6 < sent["eth0"] + sent["eth1"] < 4.5e6, sent
         assert 1.6 < sent["eth0"] / sent["eth1"] < 2.5, sent
+
+
+THIN_UPLINKS = """
+name: thin
+nodes:
+  - {name: a, switch: r0, nic: 1Gbit/s, devices: 2}
+  - {name: b, switch: r1, nic: 1Gbit/s, devices: 2}
+switches:
+  - {name: r0, uplink: 10Mbit/s}
+  - {name: r1, uplink: 10Mbit/s}
+"""
+
+
+def test_auto_takes_int8_over_thin_uplinks_within_a_bound_on_the_loss(lab_name: str, start, script) -> None:
+    place = lab.up(topology.loads(THIN_UPLINKS), lab_name, "always")
+    model = "torch.nn.Sequential(torch.nn.Linear(6, 20_000), torch.nn.Linear(20_000, 2))"
+    text = small_training.prepared(model=model) + small_training.epoch()
+    run = start("--max-loss-increase", "1%", script(text), verb=("lab", "run", "--lab", place.name))
+    assert run.wait_ended() == 0, run.stderr
+    training = run.record["training"]
+    assert (training["mode"], training["exact"]) == ("balanced", True)
+    assert training["reason"].endswith("; chosen: balanced in int8")
+    measured = [each for each in read_events(run.run_dir / "events.jsonl") if each["kind"] == "schedule_measured"]
+    assert "int8" in {each["wire"] for each in measured}

@@ -125,6 +125,16 @@ def test_what_is_not_recorded_is_said_and_not_invented() -> None:
     ]
 
 
+def test_the_time_to_go_after_a_return_to_a_checkpoint_is_that_of_the_pace_since() -> None:
+    done = [(10.0, 100), (20.0, 200), (30.0, 50), (40.0, 250)]
+    events = [
+        {"time": time_s, "kind": "iterations_done", "rank": 0, "iterations": steps, "total": 450, "loss": None}
+        for time_s, steps in done
+    ]
+    assert sections_of(events)["progress"]["predicted_left_s"] == pytest.approx(10.0)
+    assert sections_of(events[:3])["progress"]["predicted_left_s"] is None
+
+
 def test_rings_sites_and_stages() -> None:
     rings = {"time": 2.0, "kind": "rings_formed", "rank": 0, "rings": [[0, 1], [2]], "most_staleness_versions": 4}
     counted = {

@@ -1,18 +1,25 @@
 """Rings with the server's defaults, in virtual time: what staleness does to the loss beside synchronous training."""
 
+import functools
 import statistics
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from tests.fakes import async_training
 from tests.fakes.async_training import VirtualTask
 
 EPOCHS, BATCH = 8, 128
-IMAGES, LABELS = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-IS_HELD_OUT = torch.arange(len(LABELS)) % 5 == 0
+IS_HELD_OUT = torch.arange(1797) % 5 == 0
+
+
+@functools.cache
+def digits() -> list[torch.Tensor]:
+    """Images and labels."""
+    from sklearn.datasets import load_digits  # late: every process of tests imports this module, and few its tests run
+
+    return [torch.from_numpy(array) for array in load_digits(return_X_y=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,8 @@ def one_thread():
 
 
 def loss(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(IMAGES[samples].float() / 16), LABELS[samples])
+    images, labels = digits()
+    return nn.functional.cross_entropy(model(images[samples].float() / 16), labels[samples])
 
 
 def task_of(optimizer: str, seed: int) -> VirtualTask:

@@ -1,6 +1,5 @@
 """What all pictures have in common: colours by one table, labels that do not overlap, units, alternative texts."""
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ringweave import planning, topology
 from ringweave.planning.partition.solve import solve_partition
 from ringweave.plots import architecture_curves, figures, partition_chart, plan_plot
 from ringweave_bench import pipeline_history, result_charts
+from tests.pictures.overlapping import overlaps
 from tests.pictures.test_architectures import SETTING
 from tests.pictures.test_charts import LOCAL, RACKS
 from tests.pictures.test_stages import PROBLEM
@@ -29,21 +29,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: found.append(figure))
     return found
-
-
-def overlaps(figure: Any) -> list[tuple[str, str]]:
-    """Return pairs of texts of a figure that lie on each other by more than a pixel."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
-
-    FigureCanvasAgg(figure).draw()
-    boxes = [
-        (text.get_text(), Text.get_window_extent(text))  # without arrows
-        for text in figure.findobj(Text)
-        if text.get_visible() and text.get_text().strip()
-    ]
-    inside = [(name, box.padded(-1)) for name, box in boxes if box.width > 2 and box.height > 2]
-    return [(a, b) for (a, first), (b, second) in itertools.combinations(inside, 2) if first.overlaps(second)]
 
 
 def test_systems_and_parts_of_a_step_have_colours_of_their_own() -> None:

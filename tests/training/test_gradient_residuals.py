@@ -2,8 +2,9 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
 from ringweave.training.checkpoints.manager import Checkpoints
@@ -50,13 +51,26 @@ def test_state_gives_another_process_the_same_residuals() -> None:
     assert again.of_bucket(bucket(0, 1, 2)).tolist() == [3, 4, 5, 6, 10, 11, 12, 13, 14]
 
 
-def test_checkpoint_holds_the_residuals(tmp_path: Path) -> None:
+def prepared_model() -> tuple[Any, list[torch.Tensor]]:
+    """A model under DDP with residuals, and its parameters."""
     model: Any = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
     torch.nn.Module.__init__(model)
     model.module = torch.nn.Linear(2, 1)
     parameters = list(model.module.parameters())
     model.gradient_residuals = GradientResiduals()
     model.gradient_residuals.load_state_dict({0: torch.tensor([1.0, 2.0]), 1: torch.tensor([3.0])}, parameters)
+    return model, parameters
+
+
+def test_checkpoint_of_rings_says_that_residuals_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = Checkpoints(tmp_path, model=prepared_model()[0])
+    checkpoints._server_checkpoint = cast(Any, SimpleNamespace(load=lambda *_: 7))
+    assert checkpoints.load() == 7
+    assert "residuals of rank 0 are lost after step 7: checkpoints of rings hold none" in caplog.text
+
+
+def test_checkpoint_holds_the_residuals(tmp_path: Path) -> None:
+    model, parameters = prepared_model()
     checkpoints = Checkpoints(tmp_path, model=model)
     checkpoints.save(5)
     checkpoints.wait()

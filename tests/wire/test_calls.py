@@ -1,6 +1,8 @@
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -267,6 +269,33 @@ def test_a_closed_client_says_so(authority: rpc.CertificateAuthority) -> None:
         client.close()
         with pytest.raises(ConnectionLostError, match=r"connection: 'closed by this end', expected an open one\."):
             client.call(Add(), timeout_s=60)
+
+
+def test_a_call_that_failed_keeps_none_of_its_buffers(authority: rpc.CertificateAuthority) -> None:
+    """A server that replicates a push would else keep its memory until a garbage collection, and others would wait."""
+    gate = Gate()
+    with serving(trust(authority, "server", "0"), gate.handler) as server:
+        client = connect(server, trust(authority, "worker", "0"))
+
+        def call() -> weakref.ref[np.ndarray]:
+            array = np.zeros(100_000)
+            with pytest.raises(ConnectionLostError):
+                client.call(Wait(), [array], timeout_s=60)
+            return weakref.ref(array)
+
+        def cut() -> None:
+            assert gate.entered.acquire(timeout=60)
+            client._channel.abort()
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        gc.disable()
+        try:
+            for _ in range(2):  # an answer that does not come, and a message that is not sent
+                assert call()() is None
+        finally:
+            gc.enable()
+        cutting.join()
 
 
 def test_two_handlers_of_one_kind_are_refused(authority: rpc.CertificateAuthority) -> None:

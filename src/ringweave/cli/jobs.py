@@ -1,4 +1,4 @@
-"""Verbs on jobs: `ringweave jobs`, `status`, `why`, `events`, `stop`, `delete`, `retry`, `suspend`, `resume`."""
+"""Verbs on jobs: `ringweave jobs`, `status`, `why`, `events`, `logs`, `stop`, `delete`, `retry`, `suspend` and more."""
 
 import sys
 import time
@@ -11,9 +11,10 @@ import click
 from ringweave import telemetry, units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
-from ringweave.cli.follow import wait_until_gone, watch_job
+from ringweave.cli.follow import format_log_line, wait_until_gone, watch_job
+from ringweave.errors import UsageError, explain
 from ringweave.platforms import api
-from ringweave.platforms.api import JobView, NodeView
+from ringweave.platforms.api import JobView, LogQuery, NodeView
 from ringweave.telemetry import verdict
 
 
@@ -243,4 +244,32 @@ def events(place: str, output: str, name: str) -> int:
 
 def _echo_text(text: str) -> int:
     echo(text, nl=False)
+    return 0
+
+
+@click.command
+@job_options.answer_options()
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
+@click.option("--node", metavar="NODE", help="Only workers of this node.")
+@click.option("--rank", type=int, metavar="N", help="Only the worker of this global rank.")
+@click.option("--attempt", type=click.IntRange(1), metavar="N", help="Only this attempt of the nodes. Default: all.")
+@job_options.JOB_ARGUMENT
+def logs(
+    place: str, output: str, follow: bool, node: str | None, rank: int | None, attempt: int | None, name: str
+) -> int:
+    """Print the output of the workers of JOB, of all attempts, with the rank in front of each line.
+
+    Lines of later attempts and rounds are marked NODE.ATTEMPT/ROUND.
+    """
+    if follow and output != "table":
+        do = "Leave out one of the two"
+        raise UsageError(explain("-o", got=output, expected="table with --follow, which never ends", do=do))
+    lines = job_options.open_user_platform(place).logs(
+        name, LogQuery(node=node, rank=rank, attempt=attempt, follow=follow)
+    )
+    if output == "table":
+        for line in lines:
+            echo(format_log_line(line, many=line.attempt > 1 or line.round > 1))
+        return 0
+    job_options.print_answer(output, {"name": name, "lines": [asdict(line) for line in lines]}, list)
     return 0

@@ -42,8 +42,15 @@ class Verb:
 VERBS: Mapping[str, Verb] = {
     "run": Verb(module="run", help="Run a PyTorch program on several workers.", takes_json=False),
     "attach": Verb(module="run", command="attach_command", help="Follow a run on hosts again.", takes_json=False),
-    "join": Verb(module="join", help="Take part in a run from a host that ssh does not reach.", takes_json=False),
-    "scale": Verb(module="scale", help="Give an elastic run more or fewer workers.", takes_json=True),
+    "join": Verb(
+        module="run",
+        command="join_command",
+        help="Take part in a run from a host that ssh does not reach.",
+        takes_json=False,
+    ),
+    "scale": Verb(
+        module="run", command="scale_command", help="Give an elastic run more or fewer workers.", takes_json=True
+    ),
     "lab": Verb(
         module="lab",
         help="Bring a cluster file up on this machine: namespaces, limited links.",
@@ -85,7 +92,7 @@ VERBS: Mapping[str, Verb] = {
     "report": Verb(
         module="ui", command="report", help="Write the page of a job or a run to one HTML file.", takes_json=False
     ),
-    "logs": Verb(module="logs", help="Print the output of a job's workers.", takes_json=True),
+    "logs": Verb(module="jobs", command="logs", help="Print the output of a job's workers.", takes_json=True),
     "events": Verb(module="jobs", command="events", help="List the events of a job.", takes_json=True),
     "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),
     "delete": Verb(module="jobs", command="delete", help="Remove a job with its files.", takes_json=True),

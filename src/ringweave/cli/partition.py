@@ -6,13 +6,11 @@ from typing import Any
 import click
 
 from ringweave.cli.echo import echo
+from ringweave.cli.pipeline_stages import WIRE_RATIOS
 from ringweave.errors import UsageError, explain
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_schedules
-
-_WIRE_RATIOS = {"exact": 1.0, "bf16": 0.5, "int8": 0.25}
-"""Bytes of a value beside those of float32; int8 has 8 more for each channel."""
 
 
 @click.command
@@ -21,7 +19,7 @@ _WIRE_RATIOS = {"exact": 1.0, "bf16": 0.5, "int8": 0.25}
 @click.option("--activation", metavar="a1,..,an", help="All that crosses the cut behind a block; the last is not used.")
 @click.option(
     "--wire",
-    type=click.Choice(tuple(_WIRE_RATIOS)),
+    type=click.Choice(tuple(WIRE_RATIOS)),
     default="exact",
     show_default=True,
     help="Count half or a quarter of --activation, as between stages that send float32 so.",
@@ -62,7 +60,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     larger of both. All times are predicted. `ringweave plan CLUSTER --pipeline FILE` plans stages of several devices.
     """
     row = _parse_numbers("--work", work)
-    crossing = tuple(each * _WIRE_RATIOS[wire] for each in _parse_numbers("--activation", activation))
+    crossing = tuple(each * WIRE_RATIOS[wire] for each in _parse_numbers("--activation", activation))
     devices = _parse_numbers("--capability", capability)
     depths = tuple(
         pipeline_schedules.num_warmup_forwards(schedule, i, len(devices), microbatches)

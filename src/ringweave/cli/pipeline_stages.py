@@ -31,6 +31,8 @@ from ringweave.sim.stage_devices import StageDevices
 from ringweave.topology import Cluster
 
 MAX_BLOCKS = 1000
+WIRE_RATIOS = {"exact": 1.0, "bf16": 0.5, "int8": 0.25}
+"""Bytes of a value between stages beside those of float32; int8 has 8 more for each channel."""
 _TIME, _SIZE = "a time such as 5ms", "a size such as 1MB"
 _US_PER_S = 1e6
 
@@ -82,6 +84,20 @@ class PipelineModel:
     """Samples of a microbatch."""
     num_microbatches: int
     schedule: str
+    wire: str = "exact"
+    """Format in which outputs and their gradients pass from stage to stage."""
+
+    def encoded(self, wire: str) -> "PipelineModel":
+        """Return the model with outputs of so many bytes as this format makes of float32; coding takes no time.
+
+        Raises:
+            UsageError: Stages have no such format.
+        """
+        if wire not in WIRE_RATIOS:
+            expected, do = f"one of {', '.join(WIRE_RATIOS)}", "Name one of these"
+            raise UsageError(explain("--wire of a pipeline", got=wire, expected=expected, do=do))
+        blocks = tuple(block._replace(output=block.output * WIRE_RATIOS[wire]) for block in self.blocks)
+        return replace(self, blocks=blocks, wire=wire)
 
     def on_devices(self, num_devices: int, latency_s: float, memory: Sequence[float] | None) -> PipelineWorkload:
         """Return the workload of the planner; `memory` has the bytes of each device, None: no limit."""
@@ -229,9 +245,9 @@ def _parse_memory(text: str | None, num_devices: int) -> list[float] | None:
     return found * (num_devices // len(found))
 
 
-def print_plan(cluster_path: str, pipeline_path: str, memory: str | None, *, as_json: bool) -> int:
+def print_plan(cluster_path: str, pipeline_path: str, memory: str | None, wire: str, *, as_json: bool) -> int:
     """Print the best stages of a pipeline on all devices of a cluster, and the best with one device a stage."""
-    cluster, model = topology.load(cluster_path), load_pipeline(pipeline_path)
+    cluster, model = topology.load(cluster_path), load_pipeline(pipeline_path).encoded(wire)
     devices = _devices_of(cluster, {})
     load = _workload(model, cluster, devices, memory)
     plan = stage_planner.plan_stages(load, devices.conditions, model.num_samples)
@@ -263,12 +279,13 @@ class SimulationOptions(NamedTuple):
     splits: str | None
     faults: Sequence[Fault]
     trace_path: str | None
+    wire: str
     as_json: bool
 
 
 def print_simulation(cluster_path: str, pipeline_path: str, given: SimulationOptions) -> int:
     """Print a simulated train step of a pipeline: of the best stages, or of those that are given."""
-    cluster, model = topology.load(cluster_path), load_pipeline(pipeline_path)
+    cluster, model = topology.load(cluster_path), load_pipeline(pipeline_path).encoded(given.wire)
     devices = _devices_of(cluster, {})
     load = _workload(model, cluster, devices, given.memory)
     plan = _given_plan(load, devices.conditions, given.devices, given.splits) or stage_planner.plan_stages(
@@ -364,6 +381,7 @@ def _document(model: PipelineModel, plan: StagePlan, devices: _Devices) -> dict[
         "splits": list(plan.splits),
         "microbatches": model.num_microbatches,
         "samples": model.num_samples,
+        "wire": model.wire,
         "simulated_step_s": plan.step_s,
         "simulated_samples_per_s": model.num_samples * model.num_microbatches / plan.step_s,
         "stages": [
@@ -411,7 +429,7 @@ def _lines(cluster: Cluster, model: PipelineModel, plan: StagePlan, devices: _De
     document = _document(model, plan, devices)
     lines = [
         f"pipeline  {len(model.blocks)} blocks, {model.num_microbatches} microbatches of {model.num_samples} samples, "
-        f"{model.schedule}",
+        f"{model.schedule}" + (f", {model.wire} between stages" if model.wire != "exact" else ""),
         f"stages    {_placement_text(plan)}",
         f"step      {_format_ms(plan.step_s)}, {document['simulated_samples_per_s']:.4g} samples/s (simulated)",
     ]

@@ -105,7 +105,7 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
     type=click.Choice(WIRES),
     default=EXACT,
     show_default=True,
-    help="Format of what passes the links that bind, as in run; of an allreduce.",
+    help="Format of what passes the links that bind, as in run: of an allreduce, or between stages.",
 )
 @click.option(
     "--simulate",
@@ -147,9 +147,9 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     With --pipeline it prints the stages of a pipeline instead: slow devices may form a stage together and share the
     samples of each microbatch.
     """
-    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, ("memory",))
+    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, ("memory",), shared=("wire",))
     if pipeline_path is not None:
-        return pipeline_stages.print_plan(str(cluster_path), pipeline_path, memory, as_json=as_json)
+        return pipeline_stages.print_plan(str(cluster_path), pipeline_path, memory, wire, as_json=as_json)
     _check_arguments(cluster_path, run_dir, picture, rates_path)
     check_encodable(wire, kind)
     if run_dir is not None:

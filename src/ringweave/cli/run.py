@@ -1,6 +1,8 @@
-"""`ringweave run`: starts a PyTorch program on several workers of this machine. `lab run` shares its options."""
+"""Verbs on runs: `ringweave run`, `attach`, `join` and `scale`. `lab run` shares the options of `run`."""
 
+import dataclasses
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +14,13 @@ from typing import Any
 import click
 
 from ringweave import ports, topology
-from ringweave.environment import EXACT, PORTS, WIRES
+from ringweave.cli.echo import echo
+from ringweave.environment import EXACT, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
-from ringweave.launcher import local_run, run_dir, workers
+from ringweave.launcher import local_run, run_dir, scale_requests, workers
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.output import write_message
 from ringweave.launcher.run_dir import RunDir
@@ -119,6 +122,7 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
                     key: given.pop(key)
                     for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt", "wire")
                 },
+                max_loss_increase=check_max_loss_increase(given.pop("max_loss_increase"), where="--max-loss-increase"),
             ),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
@@ -156,6 +160,12 @@ _RUN_PROGRAM_OPTIONS = (
         default=EXACT,
         help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
         "or int8 where the forecast gains 10 % or more. Of tensors between the stages of a pipeline: bf16 or int8.",
+    ),
+    click.option(
+        "--max-loss-increase",
+        metavar="PERCENT",
+        help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed, by a measured "
+        "table: they may take wire formats and mode local. Default: nothing that costs loss but ps-hra.",
     ),
     click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
     click.option(
@@ -393,3 +403,43 @@ def attach_command(name: str) -> int:
 
     known = run_entry.find_known_run(name)
     return attach.follow_run(known, ssh.HostConnections(known.hosts, known.options, connects=False))
+
+
+@click.command
+@click.argument("line", metavar="ADDRESS")
+@click.option(
+    "--address",
+    metavar="IP",
+    help="Address at which the other hosts reach this one. Default: the one from which it reaches them.",
+)
+def join_command(line: str, address: str | None) -> int:
+    """Take part in a run on hosts as one of them, until it ends.
+
+    ADDRESS is HOST:PORT#TOKEN, as ringweave run --hosts a:2,join:1 printed it; - reads it from standard input, so that
+    other users of this host do not see it in the list of processes. Ctrl-C leaves the run.
+    """
+    from ringweave.platforms.hosts import joiner
+
+    return joiner.join_run(sys.stdin.readline() if line == "-" else line, address)
+
+
+@click.command
+@click.option(
+    "--workers", type=int, metavar="N", required=True, help="New number of workers, within MIN:MAX of the run."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.argument("run_dir", metavar="RUN_DIR")
+def scale_command(workers: int, as_json: bool, run_dir: str) -> int:
+    """Change a run that was started with --elastic MIN:MAX to N workers, ranks 0 to N-1.
+
+    New workers join like restarted ones: they get the state of another worker while the others train. Surplus workers,
+    those with the highest ranks, finish their train step and leave. Ranks below N that were given up or had left are
+    started again.
+    """
+    found = scale_requests.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
+    if as_json:
+        document = dataclasses.asdict(found)
+        echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))
+    else:
+        echo(scale_requests.describe_answer(found))
+    return 0

@@ -47,7 +47,7 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
     type=click.Choice(WIRES),
     default=EXACT,
     show_default=True,
-    help="Format of what passes the links that bind, as in run; of an allreduce.",
+    help="Format of what passes the links that bind, as in run: of an allreduce, or between stages.",
 )
 @click.option("--root", type=click.IntRange(min=0), metavar="RANK", help="Rank that broadcasts; by default rank 0.")
 @click.option(
@@ -105,22 +105,21 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     With --pipeline it simulates a train step of the planned stages, or of --devices; nodes may straggle.
     """
-    own, shared = ("memory", "devices_text", "splits_text"), ("straggles", "trace_path")
-    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=shared)
+    own = ("memory", "devices_text", "splits_text")
+    pipeline_stages.refuse_unfit_options(pipeline_path, cluster_path, own, shared=("straggles", "trace_path", "wire"))
     file_io.check_writable("--trace", trace_path)
-    check_encodable(wire, kind)
     faults = [*map(parse_straggler, straggles), *map(parse_failure, failures)]
     if pipeline_path is not None:
-        given = pipeline_stages.SimulationOptions(memory, devices_text, splits_text, faults, trace_path, as_json)
+        given = pipeline_stages.SimulationOptions(memory, devices_text, splits_text, faults, trace_path, wire, as_json)
         return pipeline_stages.print_simulation(cluster_path, pipeline_path, given)
     processors = _resolve_processors(processors, faults)
     machine, num_bytes = _resolve_machine(processors), units.parse_bytes(size)
     cluster, progress = topology.load(cluster_path), cli_progress.terminal_progress()
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
-    _check_root(root, kind, len(ranks := [node.name for node in cluster.nodes for _ in node.devices]))
+    ranks = [node.name for node in cluster.nodes for _ in node.devices]
+    _check_options(root, kind, len(ranks), wire)
     plan = planning.plan_group(cluster, ranks, rates=rates, kinds=[kind], on_progress=progress.print_if_due)
     choice = _resolve_choice(plan, num_bytes, kind, schedule, segments, wire)
-    what = _what_text(choice, kind, num_bytes, len(ranks))
     bound = cost.bound(cluster, num_bytes, nodes=ranks, rates=rates, kind=kind, root=root or 0)
     found = sim.simulate(
         plan.generate(choice.schedule, kind, root, wire=choice.wire),
@@ -139,10 +138,11 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         trace = sim.trace_document(found, cluster, plan.nodes, title)
         file_io.write_output("--trace", trace_path, json.dumps(trace) + "\n")
     if as_json:
-        given = {"collective": kind, "processors": processors, "measured_rates": rates}
+        given = {"collective": kind, "wire": choice.wire, "processors": processors, "measured_rates": rates}
         echo(json.dumps(_simulation_document(found, bound, choice, num_bytes) | given))
     else:
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
+        what = _what_text(choice, kind, num_bytes, len(ranks), wire)
         lines = _simulation_lines(found, cluster, plan, bound, what, work, rates)
         echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
     return 0
@@ -170,7 +170,8 @@ def _resolve_machine(processors: str) -> HostModel:
     return HostModel.assumed() if processors == "assumed" else scenario.load_host_costs(processors)
 
 
-def _check_root(root: int | None, kind: CollectiveKind, num_ranks: int) -> None:
+def _check_options(root: int | None, kind: CollectiveKind, num_ranks: int, wire: str) -> None:
+    check_encodable(wire, kind)
     if root is not None and kind != "broadcast":
         do = "Leave --root out, or add --collective broadcast"
         raise UsageError(explain("--root", got=root, expected=f"none for {kind}", do=do))
@@ -191,9 +192,9 @@ def _resolve_choice(
     return dataclasses.replace(choice, num_segments=segments, lag=max(1, choice.lag), predicted_s=math.inf)
 
 
-def _what_text(choice: ScheduleChoice, kind: CollectiveKind, num_bytes: int, num_ranks: int) -> str:
+def _what_text(choice: ScheduleChoice, kind: CollectiveKind, num_bytes: int, num_ranks: int, wire: str) -> str:
     what = f"{units.format_bytes(num_bytes)} among {num_ranks} ranks by {choice.schedule}"
-    what += "" if choice.wire == EXACT else f" in {choice.wire}"
+    what += "" if wire == EXACT else f" in {choice.wire}"
     cut = f"({choice.num_segments} segment{'s' if choice.num_segments > 1 else ''})"
     return f"{'' if kind == 'allreduce' else f'the {kind} of '}{what} {cut}"
 
@@ -204,7 +205,6 @@ def _simulation_document(
     return {
         "bytes": num_bytes,
         "schedule": choice.schedule,
-        "wire": choice.wire,
         "num_segments": choice.num_segments,
         "lag": choice.lag,
         "window": choice.window,

@@ -18,7 +18,7 @@ from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
 from ringweave.platforms import api, submission
-from ringweave.platforms.agent import job_config, node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.api import JobView, Submission
 from ringweave.platforms.registry import with_platform_option
@@ -46,22 +46,28 @@ class JobPlan:
     nodes: tuple[NodePlacement, ...]
     split_reason: str
     """Reason of the split."""
-    ring: tuple[int, ...]
-    """Global ranks in the order of the ring of all workers."""
-    leaders: tuple[int, ...]
+    ring: tuple[int, ...] = ()
+    """Global ranks in the order of the ring of all workers; this and the next three only if the network is planned."""
+    leaders: tuple[int, ...] = ()
     """Global ranks that talk to other nodes: one for each node, or for each of its NICs."""
-    schedule: str
+    schedule: str = ""
     """Schedule that is predicted to be the fastest for a bucket, or the one that the job forces."""
-    predicted_s: float | None
+    predicted_s: float | None = None
     """Predicted seconds of an allreduce of a bucket, at assumed rates; in a lab at those of its cluster file. None if a
     forced schedule has no prediction."""
     servers: tuple[str, ...] = ()
     """Nodes of the parameter server and of its standby; empty if the mode needs none."""
 
 
-def plan_job(request: JobRequest, job: JobView) -> JobPlan:
-    """Plan an admitted job at assumed rates; they are measured when its first group is formed."""
-    from ringweave import planning  # brings numpy and scipy
+def plan_job(request: JobRequest, job: JobView, *, has_network: bool = True) -> JobPlan:
+    """Plan an admitted job at assumed rates; they are measured when its first group is formed.
+
+    Args:
+        request: Request of the job.
+        job: The admitted job.
+        has_network: Plan rings, leaders and schedule, which takes a third of a second of processor time.
+    """
+    from ringweave.platforms.agent import node_layout
 
     used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]
     config = JobConfig(
@@ -75,19 +81,29 @@ def plan_job(request: JobRequest, job: JobView) -> JobPlan:
         lab=request.lab,
         cluster=submission.lab_cluster_text(request),
     )
+    placed = JobPlan(
+        nodes=tuple(_node_placements(job, config)),
+        split_reason=_split_reason(request, job),
+        servers=node_layout.server_nodes(config),
+    )
+    return _with_network(placed, config, request) if has_network else placed
+
+
+def _with_network(plan: JobPlan, config: JobConfig, request: JobRequest) -> JobPlan:
+    from ringweave import planning  # brings numpy
+    from ringweave.platforms.agent import node_layout
+
     cluster = node_layout.build_cluster(config, {})
     by_rank = {rank: name for name, ranks in config.ranks_by_node.items() for rank in ranks}
     nodes = [by_rank[rank] for rank in range(config.world_size)]
     group_plan = planning.plan_group(cluster, nodes, leader_per_nic=request.leader_per_nic)
     choice = group_plan.choose(PLANNED_BUCKET_BYTES, request.schedule)
-    return JobPlan(
-        nodes=tuple(_node_placements(job, config)),
-        split_reason=_split_reason(request, job),
+    return replace(
+        plan,
         ring=tuple(group_plan.ring_order),
         leaders=tuple(group_plan.leaders),
         schedule=choice.schedule,
         predicted_s=choice.predicted_s if math.isfinite(choice.predicted_s) else None,
-        servers=node_layout.server_nodes(config),
     )
 
 
@@ -113,14 +129,8 @@ def job_plan_document(plan: JobPlan) -> dict[str, Any]:
 def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str]:
     """Return the plan as lines for people."""
     device = "GPUs" if request.device == "cuda" else "CPU workers"
+    network, first = _network_lines(plan, request) if plan.schedule else ([], [])
     rows = [f"  {_placement_text(each)}" for each in plan.nodes]
-    size = units.format_bytes(PLANNED_BUCKET_BYTES)
-    rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
-    predicted = (
-        f", predicted {plan.predicted_s * 1e3:.1f} ms at {rates}; the rates are measured when it runs"
-        if plan.predicted_s is not None
-        else ""
-    )
     program = " ".join(replace(job_config.worker_program(request), arguments=()).command_words())
     place = "which has the best connection" if request.elastic is None else "the first node"
     standby = f"; its standby on {plan.servers[1]}" if len(plan.servers) > 1 else ""
@@ -129,12 +139,25 @@ def job_plan_lines(plan: JobPlan, request: JobRequest, job: JobView) -> list[str
         f"job {job.name} on {job.platform} for {job.requester}: {job.workers} {device}, {program}",
         f"split    {plan.split_reason}",
         *rows,
-        f"rings    in each node one of its own workers; through all: {_ranks_text(plan.ring)}",
-        f"leaders  {_leaders_text(plan)}",
+        *network,
         *served,
         *_elastic_lines(plan, request),
-        f"first    {plan.schedule} for {size}{'' if request.schedule is None else ', as the job asks'}{predicted}",
+        *first,
     ]
+
+
+def _network_lines(plan: JobPlan, request: JobRequest) -> tuple[list[str], list[str]]:
+    """Return the lines about rings and leaders, and the one about the schedule."""
+    size = units.format_bytes(PLANNED_BUCKET_BYTES)
+    rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
+    predicted = (
+        f", predicted {plan.predicted_s * 1e3:.1f} ms at {rates}; the rates are measured when it runs"
+        if plan.predicted_s is not None
+        else ""
+    )
+    asked = "" if request.schedule is None else ", as the job asks"
+    rings = f"rings    in each node one of its own workers; through all: {_ranks_text(plan.ring)}"
+    return [rings, f"leaders  {_leaders_text(plan)}"], [f"first    {plan.schedule} for {size}{asked}{predicted}"]
 
 
 def _elastic_lines(plan: JobPlan, request: JobRequest) -> list[str]:
@@ -215,6 +238,11 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 )
 @click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
 @click.option("--wire", type=click.Choice(WIRES), help="Format of gradients on the links that bind.")
+@click.option(
+    "--max-loss-increase",
+    metavar="PERCENT",
+    help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed.",
+)
 @click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
 @click.option(
     "--standby",
@@ -240,14 +268,16 @@ def command(
 ) -> int:
     """Submit the job that FILE describes. Flags override keys of the file; without a file they are the job.
 
-    Its plan is shown first: the split of workers over the nodes with its reason, rings and leaders. Relative paths
-    start from the file's folder; those of flags from the current one. The job continues when this command or its
-    terminal ends. Without --detach the exit code is the job's: 0 if it succeeded, else 1.
+    Its plan is shown first: the split of workers over the nodes with its reason, rings and leaders. With -y --detach
+    the split alone is shown. Relative paths start from the file's folder; those of flags from the current one. The job
+    continues when this command or its terminal ends. Without --detach the exit code is the job's: 0 if it succeeded,
+    else 1.
     """
     request, base = _read_request(path, flags)
     platform = job_options.open_user_platform(place)
-    tried = platform.submit(request, base=base, dry_run=True)
-    plan = plan_job(request, tried.job)
+    is_batch = yes and detach and dry_run is None and output == "table"
+    tried = platform.submit(request, base=base, dry_run=not is_batch)
+    plan = plan_job(request, tried.job, has_network=not is_batch)
     if output == "table":
         echo("\n".join(job_plan_lines(plan, request, tried.job)), err=dry_run is None)
     if dry_run is not None:
@@ -256,7 +286,7 @@ def command(
     if not yes and not _confirm_submission(request.name):
         echo("ringweave: nothing was submitted", err=True)
         return 1
-    made = platform.submit(request, base=base)
+    made = tried if is_batch else platform.submit(request, base=base)
     if output != "table":
         job_options.print_answer(
             output, {"plan": job_plan_document(plan), "job": api.job_view_document(made.job)}, list

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ringweave.comm.engine.messages import CollectiveMessage
     from ringweave.comm.probing.network_measurement import NetworkMeasurement
     from ringweave.comm.tuning.selector import ScheduleSelector
+    from ringweave.planning import Plan
     from ringweave.telemetry.events import EventLog
 
 BACKEND_NAME = "ringweave"
@@ -296,10 +297,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """Wait for all ranks and for this rank's earlier collectives; arguments as of torch's ProcessGroup.barrier.
 
         Gloo's barrier waits for the collectives that Gloo runs. A synchronous barrier begins when the scheduled ones
-        have finished here, so at its end they have on every rank.
-
-        Raises:
-            CommunicationError: An earlier collective failed.
+        have finished here, so at its end they have on every rank. It raises the error of an earlier one that failed.
         """
         opts = _barrier_options(opts, timeout)
         earlier = self._unfinished_works()
@@ -353,13 +351,13 @@ class RingweaveProcessGroup(NativeProcessGroup):
         except TransferFailedError as failure:
             raise self.fail(failure, f"allgather ({row.numel()} x {row.dtype}) on the side channel") from failure
 
-    def wait_for_plan(self) -> None:
-        """Wait until this rank has the group's plan from the first rank; otherwise the first collective waits.
+    def wait_for_plan(self) -> "Plan":
+        """Return the group's plan, once this rank has it from the first rank; otherwise the first collective waits.
 
         Raises:
             PeerError: It did not come within the group's timeout, or before the group was aborted.
         """
-        self._engine.wait_for_plan()
+        return self._engine.wait_for_plan()
 
     def _allreduce_natively(
         self, tensor: Tensor, opts: AllreduceOptions, reduction: reductions.ReduceOperation

@@ -13,18 +13,18 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
-from ruamel.yaml.reader import ReaderError
 
 from ringweave import errors
 from ringweave.errors import UsageError
 from ringweave.files.problems import InputError, InputProblem, KeyPath, dotted_path, problems_text, suggest_closest
+
+if TYPE_CHECKING:  # imported where a text is read or written: most commands do neither
+    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 _EXPECTED_YAML = "well-formed YAML"
 _SYNTAX_FIX = (
@@ -67,6 +67,8 @@ def parse_yaml(text: str) -> YamlDocument:
     Raises:
         InputError: The text is not YAML, or contains a tag, an alias, a duplicate key or another unsupported feature.
     """
+    from ruamel.yaml.error import YAMLError
+
     document = YamlDocument()
     try:
         root = _compose_nodes(text)
@@ -83,6 +85,8 @@ def parse_yaml(text: str) -> YamlDocument:
 
 def dump_yaml(content: Any) -> str:
     """Return values as YAML text; ruamel.yaml's maps and lists keep the style that was set for them."""
+    from ruamel.yaml import YAML
+
     yaml = YAML(typ="rt", pure=True)
     yaml.indent(mapping=2, sequence=4, offset=2)
     yaml.width = 4096
@@ -91,7 +95,9 @@ def dump_yaml(content: Any) -> str:
     return stream.getvalue()
 
 
-def _compose_nodes(text: str) -> Node | None:
+def _compose_nodes(text: str) -> "Node | None":
+    from ruamel.yaml import YAML
+
     yaml = YAML(typ="safe", pure=True)
     yaml.composer.warn_double_anchors = False
     return yaml.compose(text)
@@ -104,7 +110,9 @@ class _NodeReader:
         self._lines = lines
         self._visited: set[int] = set()
 
-    def value_of(self, node: Node, path: KeyPath) -> Any:
+    def value_of(self, node: "Node", path: KeyPath) -> Any:
+        from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
         self._lines.setdefault(path, node.start_mark.line + 1)
         if id(node) in self._visited:
             do = "Write it out, or use count for nodes that are alike"
@@ -119,7 +127,9 @@ class _NodeReader:
             return _scalar_value(node, kind, path)
         raise _node_problem(path, node, "YAML tag", str(node.tag), "plain values", "Remove the tag")
 
-    def _items(self, node: MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
+    def _items(self, node: "MappingNode", path: KeyPath) -> Iterator[tuple[str, Any]]:
+        from ruamel.yaml.nodes import ScalarNode
+
         used = set()
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
@@ -134,7 +144,7 @@ class _NodeReader:
             yield key, self.value_of(value_node, (*path, key))
 
 
-def _scalar_value(node: ScalarNode, kind: str, path: KeyPath) -> Any:
+def _scalar_value(node: "ScalarNode", kind: str, path: KeyPath) -> Any:
     text = node.value
     if kind in ("str", "timestamp", "value", "merge"):
         return text
@@ -154,12 +164,15 @@ def _scalar_value(node: ScalarNode, kind: str, path: KeyPath) -> Any:
     )
 
 
-def _node_problem(path: KeyPath, node: Node, subject: str, got: object, expected: str, do: str) -> InputError:
+def _node_problem(path: KeyPath, node: "Node", subject: str, got: object, expected: str, do: str) -> InputError:
     line = node.start_mark.line + 1
     return InputError((InputProblem(path=path, what=subject, got=got, expected=expected, do=do, line=line),))
 
 
-def _syntax_problem(text: str, error: YAMLError) -> InputProblem:
+def _syntax_problem(text: str, error: "YAMLError") -> InputProblem:
+    from ruamel.yaml.error import MarkedYAMLError
+    from ruamel.yaml.reader import ReaderError
+
     if isinstance(error, ReaderError):
         what, line = "character", text.count("\n", 0, error.position) + 1
         got: object = error.character

@@ -5,12 +5,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
-from ruamel.yaml.comments import CommentedMap
 
 from ringweave import units
+from ringweave.environment import check_max_loss_increase
 from ringweave.errors import JobError, UsageError
 from ringweave.files import problems, yaml_files
 from ringweave.files.problems import InputError, InputProblem, KeyPath, dotted_path, problems_text, suggest_closest
@@ -18,6 +18,9 @@ from ringweave.files.yaml_files import FileKind
 from ringweave.jobs import split, worker_options
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
 from ringweave.jobs.worker_options import ORDER_RULE, WorkerOptions
+
+if TYPE_CHECKING:
+    from ruamel.yaml.comments import CommentedMap
 
 MAX_NODES = 100_000
 MAX_WORKERS = 2**31 - 1
@@ -41,6 +44,7 @@ RETRIES_RULE = (
 )
 DELETION_RULE = "one of delete, keep, keep-on-failure"
 MODE_RULE = f"one of {', '.join(MODES)}"
+LOSS_RULE = "a percentage above 0 and up to 100, such as 0.5%"
 TTL_RULE = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
 ELASTIC_RULE = "a map with min: the smallest number of workers with which the job continues when a node is lost"
 SPARES_RULE = f"a whole number from 0 to {MAX_SPARES}: idle processes on each node, ready to replace a worker at once"
@@ -145,6 +149,8 @@ class JobRequest:
     """Encrypt what travels between nodes; `auto`: between hosts, not in a lab."""
     wire: worker_options.Wire = "exact"
     """Wire format of gradients on slow links, if scripts leave it open."""
+    max_loss_increase: str | None = None
+    """Loss at equal samples that `auto` may give up for speed, such as `0.5%`; None: none."""
     elastic: ElasticRequest | None = None
     """Elastic training; None: after the loss of a node all nodes restart from the last checkpoint."""
     standby: bool = False
@@ -181,6 +187,7 @@ class JobRequest:
             leader_per_nic=self.leader_per_nic,
             encrypt=self.encrypt,
             wire=self.wire,
+            max_loss_increase=self.max_loss_increase,
         )
 
 
@@ -243,6 +250,11 @@ def _option_problems(request: JobRequest) -> Iterator[InputProblem]:
     except UsageError:
         do = "Leave it out for block, which fits nearly all schedules"
         yield _problem(("order",), "order", request.order, ORDER_RULE, do)
+    try:
+        check_max_loss_increase(request.max_loss_increase, where="")
+    except UsageError:
+        do = "Leave it out to take nothing that costs loss"
+        yield _problem(("max_loss_increase",), "largest loss increase", request.max_loss_increase, LOSS_RULE, do)
 
 
 def _elastic_problems(request: JobRequest, elastic: ElasticRequest) -> Iterator[InputProblem]:
@@ -406,6 +418,9 @@ class JobFileEntry(yaml_files.FileEntry):
     leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
     encrypt: worker_options.Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
     wire: worker_options.Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
+    max_loss_increase: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+        default=None, description=LOSS_RULE, examples=["0.5%"]
+    )
     elastic: Annotated[ElasticEntry | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
     )
@@ -492,7 +507,7 @@ def _total_key(request: JobRequest) -> str:
     return "gpus" if request.device == "cuda" else "cpu_workers"
 
 
-def _node_to_yaml(node: NodeRequest) -> CommentedMap:
+def _node_to_yaml(node: NodeRequest) -> "CommentedMap":
     entry: dict[str, Any] = {"name": node.name, "capacity": node.capacity}
     if node.max_retries != NodeRequest.__dataclass_fields__["max_retries"].default:
         entry["max_retries"] = node.max_retries
@@ -501,13 +516,15 @@ def _node_to_yaml(node: NodeRequest) -> CommentedMap:
     return _to_flow_map(entry)
 
 
-def _elastic_to_yaml(elastic: ElasticRequest) -> CommentedMap:
+def _elastic_to_yaml(elastic: ElasticRequest) -> "CommentedMap":
     spares = {"spares": elastic.spares} if elastic.spares else {}
     return _to_flow_map({"min": elastic.min, **spares})
 
 
-def _to_flow_map(content: Mapping[str, Any]) -> CommentedMap:
+def _to_flow_map(content: Mapping[str, Any]) -> "CommentedMap":
     """Return the map in flow style, on one line."""
+    from ruamel.yaml.comments import CommentedMap  # most commands write no YAML
+
     entry = CommentedMap(content)
     entry.fa.set_flow_style()
     return entry
@@ -568,7 +585,16 @@ def _build_request(value: Any) -> JobRequest:
         raise InputError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_OPTION_KEYS = ("schedule", "tuning", "order", "replace_backend", "leader_per_nic", "encrypt", "wire")
+_OPTION_KEYS = (
+    "schedule",
+    "tuning",
+    "order",
+    "replace_backend",
+    "leader_per_nic",
+    "encrypt",
+    "wire",
+    "max_loss_increase",
+)
 _UNCHANGED_FIELDS = {
     *PROGRAM_KEYS,
     *_OPTION_KEYS,

@@ -88,6 +88,9 @@ class WorkerOptions:
     """Plan with one leader per NIC of a node instead of one per node."""
     wire: Wire = "exact"
     """Wire format of gradients on slow links, if scripts leave it open."""
+    max_loss_increase: str | None = None
+    """Loss at equal samples that `auto` may give up for speed, such as `0.5%`; None: it takes nothing that costs some.
+    """
     order: RankOrder = BLOCK_ORDER
     """Order in which the devices get ranks."""
     encrypt: Encrypt = "auto"
@@ -106,6 +109,7 @@ class WorkerOptions:
             replace_backend=self.replace_backend,
             leader_per_nic=self.leader_per_nic,
             wire=self.wire,
+            max_loss_increase=self.max_loss_increase,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -115,6 +119,7 @@ class WorkerOptions:
             "tuning": self.tuning,
             "leader_per_nic": self.leader_per_nic,
             "wire": self.wire,
+            "max_loss_increase": self.max_loss_increase,
             "order": str(self.order),
             "encrypt": self.encrypt,
         }

@@ -176,6 +176,8 @@ class RunModel:
         if first and event["rank"] > min(first):
             return  # one node reports for all
         self._keep(event, "iterations_done", event["rank"])
+        if self._progress and event["iterations"] < self._progress[-1][1]:
+            self._progress.clear()  # it goes on from a checkpoint
         self._progress.append((event["time"], event["iterations"]))
         while event["time"] - self._progress[0][0] > RECENT_S:
             self._progress.popleft()

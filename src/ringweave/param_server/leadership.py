@@ -59,9 +59,9 @@ class RingReachability:
         return Reachability.MOST if not rings or 2 * len(fresh.intersection(rings)) > len(rings) else Reachability.SOME
 
 
-LEASE_S = 1.5
+LEASE_S = 1.0
 """Silence of the standby after which the leader goes on alone. The standby waits longer, and rings have to find it
-then: together this stays below three seconds."""
+then: together this stays below two seconds."""
 _STANDBY_FACTOR = 1.25
 """Factor on the standby's wait: of two servers that hear the rings, but not each other, the leader should stay."""
 _FEW_RINGS_FACTOR = 3.0

@@ -375,7 +375,8 @@ class ParameterService:
         job = self.find_job_for_leader(pull.term, pull.ring, call.peer)
         is_between_pushes = job.setup.compensation > 0
         with self.changed:
-            job.last_pull_sequence[pull.ring] = max(pull.after_sequence, job.last_pull_sequence.get(pull.ring, 0))
+            if not call.cancelled.is_set():
+                job.last_pull_sequence[pull.ring] = max(pull.after_sequence, job.last_pull_sequence.get(pull.ring, 0))
         while True:
             with self.changed:
                 buffers = self._wait_for_buffers(job, call)
@@ -450,6 +451,7 @@ class ParameterService:
         job = self.find_job_for_leader(leave.term, leave.ring, call.peer)
         with self.changed:
             job.leave_ring(leave.ring, is_for_good=leave.is_for_good)
+            job.last_pull_sequence.pop(leave.ring, None)  # the push that its last pull was to follow may have expired
             self.changed.notify_all()
         self._replicator.replicate_fact(leave)
         return Ack()

@@ -2,8 +2,9 @@
 
 The time to a given loss is the number of samples that it takes, times seconds per sample. Exact modes need the samples
 of synchronous training. The parameter server needs a little more (`SAMPLE_WORTH`) and wins only where waiting costs
-more. Times are predicted: computing at measured speeds, transfers at the rates of NICs and switches, plus the overheads
-that a benchmark measured for a collective and for an exchange with the server.
+more. Wire formats and mode local cost loss by a measured table; they count only within a bound that the user gives.
+Times are predicted: computing at measured speeds, transfers at the rates of NICs and switches, plus the overheads that
+a benchmark measured for a collective and for an exchange with the server.
 """
 
 import itertools
@@ -11,8 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ringweave.environment import EXACT
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
+from ringweave.planning.loss_table import LossIncrease
+from ringweave.planning.sites import FIRST_INNER_STEPS, RoundSplit, Site
 
 SAMPLE_WORTH = 0.98
 """Worth of a sample in training with several rings, relative to synchronous training: simulated runs found losses 0 to
@@ -24,6 +28,10 @@ MIN_RING_GAIN_UNBENCHMARKED = 0.1
 short of the measured time, and more (docs/explanation/mode-choice.md)."""
 _MIN_GAIN_AMONG_RINGS = 0.03
 """Gain that rings must have over simpler rings, whose forecasts have the same errors."""
+MIN_INEXACT_GAIN = 0.1
+"""Gain that wire formats and mode local must have over what would be chosen without them."""
+_OUTER_S_PER_VALUE = 8e-9
+"""Seconds of an outer step per parameter in which its site does not compute (shared x86-64 core, measured)."""
 _RATE_GROUP_RATIO = 1.25
 """Rates within this ratio are of one class."""
 
@@ -70,6 +78,8 @@ class StepWorkload:
     """Uplinks above that node, as a worker's."""
     server_processing_s: float = 0.0
     """Seconds of the server's processor for a push and its reply, one after the other for all rings."""
+    update_s: float = 0.0
+    """Seconds of a step beyond computing and the allreduce, such as those of the optimizer."""
     local_steps: int = 0
     """Steps of a ring between pushes, during which a push is in flight; 0 pushes each step, and waits."""
     epoch_samples: float = math.inf
@@ -90,10 +100,23 @@ class ModeForecast:
     """Predicted: the part of `step_s` for the slowest ring's computing, and waiting in it for the slowest member."""
     rings: tuple[Ring, ...] = ()
     """Rings of the modes with a server."""
+    wire: str = EXACT
+    """Wire format of the gradients."""
+    inner_steps: int = 0
+    """Mode local: train steps in which each parameter gets one outer step."""
+    loss_increase: LossIncrease | None = None
+    """Measured, on other tasks; None: nothing is lost, or it was not measured."""
 
     def __str__(self) -> str:
         rings = f", rings {[list(ring) for ring in self.rings]}" if self.rings else ""
-        return f"{self.mode} {self.step_s:.3g} s, {self.computing_s:.3g} s of it computing{rings}"
+        return f"{self.name} {self.step_s:.3g} s, {self.computing_s:.3g} s of it computing{rings}"
+
+    @property
+    def name(self) -> str:
+        """Mode with its wire format, or with its inner steps."""
+        wire = f" in {self.wire}" if self.wire != EXACT else ""
+        every = f" with outer steps every {self.inner_steps} steps" if self.inner_steps else ""
+        return f"{self.mode}{wire}{every}"
 
 
 def forecast_modes(
@@ -119,6 +142,93 @@ def forecast_modes(
         )
     ]
     return (*found, *(_forecast_rings(tuple(each), shares, workers, workload) for each in rings))
+
+
+def forecast_wires(
+    exact: ModeForecast, reducing_s: float, wires_s: Mapping[str, float], increases: Mapping[str, LossIncrease]
+) -> tuple[ModeForecast, ...]:
+    """Return the forecast of an exact mode with its gradients in each wire format whose loss was measured.
+
+    Args:
+        exact: The mode with exact gradients.
+        reducing_s: Seconds of its allreduce.
+        wires_s: Seconds of an allreduce by format, exact among them, as the plan predicts them: only ratios count.
+        increases: Measured loss by format.
+    """
+    return tuple(
+        replace(
+            exact,
+            step_s=exact.step_s - reducing_s * (1 - seconds / wires_s[EXACT]),
+            wire=name,
+            loss_increase=increases[name],
+        )
+        for name, seconds in wires_s.items()
+        if name in increases
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterSteps:
+    """Outer steps of mode local, as far as they are known before training."""
+
+    sites: tuple[Site, ...]
+    fragments: int
+    num_values: int
+    """Parameters of the model."""
+    message_bytes: float
+    """Bytes of a site's outer gradient, of all fragments together."""
+    inner_steps: int | None
+    """As the script asks for; None derives them."""
+    max_inner_steps: int
+    """Upper limit of derived ones."""
+    computing_share: float
+    """Least share of the time that is to be computing, if inner steps are derived."""
+
+
+def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer: OuterSteps) -> ModeForecast:
+    """Return the forecast of mode local, with the inner steps that it would derive from these times.
+
+    Sites compute at the same time, each at its own speed; an exchange has the time of a round, and all wait for what it
+    takes longer. At the end of an epoch all wait for an exchange of all fragments.
+    """
+    first = outer.inner_steps or min(FIRST_INNER_STEPS, outer.max_inner_steps)
+    split = RoundSplit(
+        batch_samples=workload.batch_samples,
+        inner_steps=first,
+        speeds=(1.0,) * len(outer.sites),
+        fragments=min(outer.fragments, first),
+        max_inner_steps=outer.max_inner_steps,
+    )
+    num_samples = split.site_batch_samples
+    times_s = [_site_step_s([workers[rank] for rank in site], num_samples, workload) for site in outer.sites]
+    step_s = workload.batch_samples / math.fsum(num_samples / site_s for site_s, _ in times_s)
+    exchange_s = _site_exchange_s(workers, outer) / split.fragments
+    blocked_s = _OUTER_S_PER_VALUE * outer.num_values / split.fragments
+    if outer.inner_steps is None:
+        split = split.fitted(step_s, exchange_s, blocked_s, outer.computing_share, 0.0)
+    round_s = max(split.round_steps * step_s, exchange_s) + blocked_s
+    at_end_s = split.fragments * (exchange_s + blocked_s) * workload.batch_samples / workload.epoch_samples
+    return ModeForecast(
+        mode=modes.LOCAL,
+        step_s=round_s / split.round_steps + at_end_s,
+        computing_s=step_s * max(computing_s / site_s for site_s, computing_s in times_s),
+        inner_steps=split.inner_steps,
+    )
+
+
+def _site_step_s(members: Sequence[WorkerRates], num_samples: int, workload: StepWorkload) -> tuple[float, float]:
+    """Return the seconds of an inner step in a site, and of its computing."""
+    shares = balancing.apportion(num_samples, [Speed(s_per_sample=each.mean_s) for each in members])
+    computing_s = _slowest_compute_s(range(len(members)), shares, members)
+    return computing_s + predicted_allreduce_s(members, workload.num_bytes) + workload.update_s, computing_s
+
+
+def _site_exchange_s(workers: Sequence[WorkerRates], outer: OuterSteps) -> float:
+    """Return the seconds in which each leader gets the outer gradients of all other sites, of all fragments."""
+    leaders = [workers[site[0]] for site in outer.sites]
+    between = crossed_uplinks([each.uplinks for each in leaders])
+    slowest = min(*(each.rate_bytes_per_s for each in leaders), *between.values())
+    return (len(leaders) - 1) * outer.message_bytes / slowest
 
 
 def with_benchmarked_step(forecasts: Sequence[ModeForecast], balanced_s: float) -> tuple[ModeForecast, ...]:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -357,15 +357,24 @@ class Plan:
     def _choose_wire(self, num_bytes: int, forced: str | None, wire: str) -> ScheduleChoice:
         best = self.choose(num_bytes, forced)
         best_s, needed_gain = best.predicted_s, _MIN_WIRE_GAIN if wire == AUTO_WIRE else 0.0
+        for found, found_s in self._encoded_choices(num_bytes, forced):
+            if found.wire in (_AUTO_FORMATS if wire == AUTO_WIRE else (wire,)) and best_s >= needed_gain * found_s:
+                best, best_s = found, found_s
+        return best
+
+    def allreduce_s_by_wire(self, num_bytes: int, forced: str | None = None) -> dict[str, float]:
+        """Return the predicted seconds of an allreduce, exact and in each wire format with its time for coding."""
+        encoded = {found.wire: seconds for found, seconds in self._encoded_choices(num_bytes, forced)}
+        return {EXACT: self.choose(num_bytes, forced).predicted_s, **encoded}
+
+    def _encoded_choices(self, num_bytes: int, forced: str | None) -> Iterator[tuple[ScheduleChoice, float]]:
+        """Yield the choice in each format, and its seconds with those of a processor for coding."""
         for planned in self.wires:
             demands = {name: asked for name, asked in planned.demands if forced in (None, name)}
-            if planned.format not in (_AUTO_FORMATS if wire == AUTO_WIRE else (wire,)) or not demands:
-                continue
-            found = self._cheapest(demands, num_bytes, "allreduce")
-            found_s = found.predicted_s + demands[found.schedule].coding_s_per_byte * num_bytes
-            if best_s >= needed_gain * found_s:
-                best, best_s = replace(found, wire=planned.format), found_s
-        return best
+            if demands:
+                found = self._cheapest(demands, num_bytes, "allreduce")
+                coding_s = demands[found.schedule].coding_s_per_byte * num_bytes
+                yield replace(found, wire=planned.format), found.predicted_s + coding_s
 
     def choose_for_blocks(
         self, num_bytes: int, largest_block_bytes: int, forced: str | None, kind: CollectiveKind

@@ -23,6 +23,8 @@ Site = tuple[int, ...]
 """Global ranks of a site, in order."""
 _THIN_NIC_RATIO = 0.5
 """A node whose NICs have at most this fraction of the fastest node's rate is a site of its own."""
+FIRST_INNER_STEPS = 16
+"""Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 MIN_SPLIT_GAIN = 0.05
 """Predicted gain from which a round is divided in another way: speeds are known to a few per cent."""
 MAX_INNER_STEPS = 500
@@ -98,6 +100,8 @@ class RoundSplit:
     """Samples per second of each site; only ratios count."""
     fragments: int = 1
     """Fragments of the parameters; a round ends with the outer step of one of them."""
+    max_inner_steps: int = MAX_INNER_STEPS
+    """Upper limit of derived inner steps."""
 
     @property
     def round_steps(self) -> int:
@@ -147,7 +151,7 @@ class RoundSplit:
             math.ceil(exchange_s / (LINK_SHARE * step_s) - 1e-9),
             inner_steps_for_share(step_s, blocked_s, computing_share),
         )
-        wanted = min(MAX_INNER_STEPS, max(MIN_INNER_STEPS, self.fragments * steps))
+        wanted = min(self.max_inner_steps, max(MIN_INNER_STEPS, self.fragments * steps))
         return (
             self
             if abs(wanted - self.inner_steps) <= min_change * self.inner_steps

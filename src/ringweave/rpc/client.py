@@ -58,7 +58,8 @@ class PendingCall:
         if isinstance(self.outcome, RpcReply):
             return self.outcome
         assert self.outcome is not None, "ended"
-        raise self.outcome
+        # Not the error itself: with its traceback it would keep the call's buffers until a garbage collection.
+        raise _copy_error(self.outcome)
 
     def cancel(self) -> None:
         """Abandon the answer: the handler is notified, and memory that was to be filled is the caller's again."""
@@ -229,12 +230,7 @@ class RpcClient:
         try:
             self._send(pending, body, views)
         except RpcError as error:
-            reason = self._failure_cause(error)
-            if pending.number:
-                self._complete(pending, reason)
-            else:
-                self._call_slots.release()
-            raise reason from (None if reason is error else error)
+            raise self._fail_start(pending, error) from error
         return pending
 
     def send_oneway(self, message: RpcMessage, buffers: Sequence[Buffer] = (), *, timeout_s: float) -> None:
@@ -332,6 +328,15 @@ class RpcClient:
                     )
                 )
 
+    def _fail_start(self, pending: PendingCall, error: RpcError) -> RpcError:
+        """End a call that could not be sent; return why, as an error that the call does not keep."""
+        reason = self._failure_cause(error)
+        if pending.number:
+            self._complete(pending, reason)
+        else:
+            self._call_slots.release()
+        return _copy_error(reason)
+
     def _failure_cause(self, error: RpcError) -> RpcError:
         """Return why sending failed: on a broken connection the reader's error says more than a broken pipe."""
         if isinstance(error, ConnectionLostError):
@@ -405,6 +410,8 @@ class RpcClient:
 
 def _copy_error(error: RpcError) -> RpcError:
     """Copy an error for another thread to raise: an error that is raised twice mixes up its tracebacks."""
+    if isinstance(error, RemoteError):
+        return RemoteError(str(error), error.error)
     kind = errors.RefusedError if isinstance(error, errors.RefusedError) else type(error)
     return kind(str(error))
 

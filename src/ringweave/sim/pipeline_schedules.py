@@ -57,11 +57,6 @@ class PipelineAction:
     def __str__(self) -> str:
         return f"{self.stage_index}{self.kind.value}{self.microbatch_index}"
 
-    @property
-    def is_compute(self) -> bool:
-        """True for a forward or a backward, false for a transfer."""
-        return self.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-
 
 def parse_action(text: str) -> PipelineAction:
     """Parse an action such as `2F0`.

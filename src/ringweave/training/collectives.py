@@ -71,16 +71,6 @@ class ControlGroup:
 
         return wait
 
-    def start_number_exchange(self, own: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Start to exchange so many numbers of each rank; the function that is returned waits for those of all."""
-        work, received = self._start(torch.tensor(own, dtype=torch.float64))
-
-        def wait() -> list[list[float]]:
-            work.wait()
-            return [each.tolist() for each in received]
-
-        return wait
-
     def start_speed_exchange(self, own: Speed | None) -> "SpeedExchange":
         values = (math.nan,) * NUM_SPEED_NUMBERS if own is None else own.to_numbers()
         return SpeedExchange(*self._start(torch.tensor(values, dtype=torch.float64)))

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ringweave.environment import EXACT
 from ringweave.errors import TrainingError, explain
+from ringweave.planning.sites import MAX_INNER_STEPS
 from ringweave.training import speed_test
 from ringweave.training.data.order import LoaderSpec
 from ringweave.training.data.shared_loader import SampleWeightTable
@@ -61,6 +62,8 @@ class Local:
     """Train steps in which each parameter gets one outer step; a slower site does fewer inner steps in that time, a
     faster one more. None derives them from measured times, again after each outer step: the fewest with which an
     exchange ends in the time of its round."""
+    max_inner_steps: int = MAX_INNER_STEPS
+    """Upper limit of derived inner steps."""
     fragments: int = 4
     """Parts of the parameters, which are exchanged one after the other; at most `inner_steps`."""
     wire: str = "int4"
@@ -82,6 +85,7 @@ class Local:
         is_count, is_number = _is_count, _is_number
         rules = [
             ("inner_steps", self.inner_steps is None or is_count(self.inner_steps), "1 or more", "to derive it"),
+            ("max_inner_steps", is_count(self.max_inner_steps), "1 or more", f"for {MAX_INNER_STEPS}"),
             ("fragments", is_count(self.fragments), "1 or more", "for 4"),
             ("wire", self.wire in FORMATS, f"one of {', '.join(FORMATS)}", "for int4"),
             (
@@ -146,6 +150,10 @@ class Script:
     """Weights of the samples, or the script's function of a batch."""
     wire: str = EXACT
     """Wire format of the gradients."""
+    max_loss_increase: float | None = None
+    """Loss at equal samples that `auto` may give up for speed, as a fraction; None: none."""
+    is_wire_open: bool = False
+    """Neither script nor launcher names a wire format."""
 
     @property
     def is_mean(self) -> bool:
@@ -191,6 +199,7 @@ class Script:
             "on_failure": self.on_failure,
             "weight": self.weight_digest,
             "wire": self.wire,
+            "max_loss_increase": self.max_loss_increase,
         }
 
 

@@ -31,7 +31,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.planning.sites import RoundSplit, Site, SiteOrder
+from ringweave.planning.sites import FIRST_INNER_STEPS, RoundSplit, Site, SiteOrder
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
@@ -43,8 +43,6 @@ from ringweave.training.outer_formats import OuterFormat
 from ringweave.training.outer_optimizer import OuterGradient, OuterOptimizer
 from ringweave.training.timing import StepTimer
 
-FIRST_INNER_STEPS = 16
-"""Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 _MIN_CHANGE = 0.2
 """Relative change from which derived inner steps are changed."""
 _NUM_REMEMBERED = 12
@@ -380,10 +378,15 @@ class RoundControl:
         """Create it; `record` is called on every rank with each outer step."""
         self.exchange, self._settings, self._record = exchange, settings, record
         self.wire = settings.format
-        first = settings.inner_steps or FIRST_INNER_STEPS
-        speeds = tuple(float(len(site)) for site in exchange.sites)
+        first = settings.inner_steps or min(FIRST_INNER_STEPS, settings.max_inner_steps)
         fragments = min(settings.fragments, first)
-        self.split = RoundSplit(batch_samples=batch_samples, inner_steps=first, speeds=speeds, fragments=fragments)
+        self.split = RoundSplit(
+            batch_samples=batch_samples,
+            inner_steps=first,
+            speeds=tuple(float(len(site)) for site in exchange.sites),
+            fragments=fragments,
+            max_inner_steps=settings.max_inner_steps,
+        )
         self.num_outer_steps = self.num_train_steps = 0
         self.blocked_s = 0.0
         self._num_samples = self._total_samples = 0

@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ringweave import units
 from ringweave.comm import default_group, group_info
-from ringweave.environment import WorkerEnvironment, check_wire
+from ringweave.comm.backend import RingweaveProcessGroup
+from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
+from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment, check_max_loss_increase, check_wire
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.versions import StalenessPolicy
 from ringweave.planning import balancing, modes, sites
 from ringweave.planning.balancing import Speed
+from ringweave.planning.loss_table import load_loss_table
 from ringweave.planning.mode_forecast import Ring
 from ringweave.planning.sites import Site
 from ringweave.training import collectives, gradients, options, outer_steps, speed_test, timing
@@ -34,7 +39,7 @@ from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
-from ringweave.training.mode_choice.forecast import RingReconsideration
+from ringweave.training.mode_choice.forecast import LossBound, RingReconsideration
 from ringweave.training.options import Asynchronous, Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
@@ -56,7 +61,10 @@ from ringweave.training.timing import StepTimer
 Prepared = tuple[Any, Optimizer, SharedLoader]
 """Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
 """
-_MUST_MATCH = ("mode", "reduction", "weight", "wire", "local", "order", "batch_samples", "num_samples", "drop_last")
+_MUST_MATCH = (
+    *("mode", "reduction", "weight", "wire", "max_loss_increase", "local"),
+    *("order", "batch_samples", "num_samples", "drop_last"),
+)
 Reports = list[dict[str, Any]]
 """Reports of all ranks about themselves and their scripts."""
 
@@ -76,6 +84,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     on_failure: str = "recompute",
     weight: Sequence[float] | Callable[[Any], float] | None = None,
     wire: str | None = None,
+    max_loss_increase: str | None = None,
 ) -> Prepared:
     """Prepare a single-process script to train on all workers; return replacements for the three arguments.
 
@@ -118,9 +127,14 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             feedback, the same bits on all ranks; `auto`: bf16 or int8 once steps wait for gradients, where the forecast
             gains 10 % or more. Gradients of other types than float32 stay exact, and so do those of a sharded model.
             None is that of `ringweave run --wire`, or else exact.
+        max_loss_increase: Loss at equal samples, such as `0.5%`, that mode and format `auto` may give up for speed, by
+            a table that was measured on other tasks. Within it, mode `auto` takes wire formats, also where none is
+            named, and mode local. None is that of `ringweave run --max-loss-increase`; without one `auto` takes exact
+            modes and ps-hra.
 
     Raises:
-        UsageError: The mode or the format does not exist, or the mode's server was not started.
+        UsageError: The mode or the format does not exist, or the mode's server was not started; the largest loss
+            increase is no percentage.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
         PeerError: A worker does not take part in the speed test.
@@ -147,6 +161,8 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         on_failure=on_failure,
         weight=weights,
         wire=environment.wire if wire is None else check_wire(wire, where="prepare"),
+        is_wire_open=wire == AUTO_WIRE or (wire is None and environment.wire in (EXACT, AUTO_WIRE)),
+        max_loss_increase=_loss_bound(max_loss_increase, environment),
     )
     if gradients.is_sharded(model):
         found = _prepare_sharded(script, environment)
@@ -156,6 +172,11 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         found = _prepare_static(script, environment)
     timing.freeze_garbage_collector()
     return found
+
+
+def _loss_bound(given: str | None, environment: WorkerEnvironment) -> float | None:
+    text = check_max_loss_increase(given, where="prepare") or environment.max_loss_increase
+    return None if text is None else units.parse_percent(text, "largest loss increase")
 
 
 def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared:
@@ -169,6 +190,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
+    script, reason = _without_open_wire(script, reason)
     has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
     if mode == modes.LOCAL:
         settings = script.local.as_asynchronous()
@@ -212,6 +234,14 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     return parallel, optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
+def _without_open_wire(script: Script, reason: str) -> tuple[Script, str]:
+    """Return the script of an elastic job with exact gradients if its format would be chosen within a bound."""
+    if script.max_loss_increase is None or script.wire != AUTO_WIRE:
+        return script, reason
+    reason += "; an elastic job chooses no wire format within a bound on the loss"
+    return dataclasses.replace(script, wire=EXACT), reason
+
+
 def _step_timer(script: Script, environment: WorkerEnvironment) -> StepTimer:
     return StepTimer(timing.choose_timeline(script.model), StepRecorder.of_this_process(environment))
 
@@ -231,6 +261,8 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     mode, reason, rings = forecast.choose_mode(
         preset, reports, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )
+    if script.max_loss_increase is not None and (is_open or script.wire == AUTO_WIRE):
+        script, mode, reason, rings = _choose_within_bound(script, (mode, reason, rings), reports, is_open=is_open)
     if mode in modes.SERVER_MODES:
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
         reconsideration = None
@@ -263,6 +295,27 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
 
 
+def _choose_within_bound(
+    script: Script, exact: tuple[str, str, tuple[Ring, ...] | None], reports: Reports, *, is_open: bool
+) -> tuple[Script, str, str, tuple[Ring, ...] | None]:
+    """Return the script with the chosen wire format and limits of mode local; mode, reason and rings."""
+    assert script.max_loss_increase is not None, "there is a bound"
+    bound = LossBound(
+        max_increase=script.max_loss_increase,
+        is_mode_open=is_open,
+        is_wire_open=script.is_wire_open and (is_open or script.wire == AUTO_WIRE),
+        local=script.local,
+        local_steps=script.settings.local_steps,
+    )
+    found = forecast.choose_within_bound(exact, reports, bound, load_loss_table())
+    if script.is_wire_open:
+        script = dataclasses.replace(script, wire=found.wire)
+    if is_open and found.mode == modes.LOCAL and found.max_inner_steps:
+        limit = min(script.local.max_inner_steps, found.max_inner_steps)
+        script = dataclasses.replace(script, local=dataclasses.replace(script.local, max_inner_steps=limit))
+    return script, found.mode, found.reason, found.rings
+
+
 def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared:
     """Prepare a model that FSDP has sharded: it stays as it is, and sums its gradients itself.
 
@@ -274,6 +327,7 @@ def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared
 
     sharded_model.check_script(script, environment)
     mode, reason = sharded_model.decide_mode(script.mode, environment.mode)
+    script = dataclasses.replace(script, max_loss_increase=None)  # its gradients stay exact, and there is no choice
     reports, control = _gather_reports(script, environment, mode, is_open=False)
     recorder, timer = Recorder(environment, control.rank), _step_timer(script, environment)
     balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
@@ -303,13 +357,17 @@ def _gather_reports(
     settings, participant = script.settings, None
     if environment.server is not None:
         participant = speed_test.join_speed_test(settings.speed_test_s, dist.get_rank(), dist.get_world_size())
+    has_bound = script.max_loss_increase is not None
+    is_served, is_auto_wire = forecast.is_served(environment), script.wire == AUTO_WIRE
     loses_state = not settings.local_steps and optimizers.has_taken_steps(script.optimizer.state.values())
     own_report = {
         "mode": mode,
         "reduction": script.reduction,
         "weight": script.weight_digest,
         "wire": script.wire,
-        **_describe_for_sites(script, environment, mode),
+        "max_loss_increase": script.max_loss_increase,
+        "wires_s": _predicted_wires_s(script, environment) if has_bound else None,
+        **_describe_for_sites(script, environment, is_needed=mode == modes.LOCAL or (is_open and has_bound)),
         "seed": script.seed,
         "cap": script.max_samples,
         "optimizer": optimizers.optimizer_name(script.optimizer),
@@ -319,7 +377,7 @@ def _gather_reports(
             script.loader,
             script.spec,
             environment,
-            is_needed=is_open or mode == modes.PS_HRA,
+            is_needed=(is_served and (is_open or mode == modes.PS_HRA)) or (has_bound and (is_open or is_auto_wire)),
             participant=participant,
         ),
     }
@@ -329,9 +387,20 @@ def _gather_reports(
     return reports, control
 
 
-def _describe_for_sites(script: Script, environment: WorkerEnvironment, mode: str) -> dict[str, Any]:
+def _predicted_wires_s(script: Script, environment: WorkerEnvironment) -> dict[str, float] | None:
+    """Return the predicted seconds of an allreduce of the gradients by wire format; None if none may be chosen."""
+    group, parameters = dist.group.WORLD, [each for each in script.model.parameters() if each.requires_grad]
+    num_bytes = sum(each.nbytes for each in parameters)
+    is_encodable = all(each.dtype == torch.float32 for each in parameters) and num_bytes >= MIN_SCHEDULED_BYTES
+    if not (script.is_wire_open and is_encodable and isinstance(group, RingweaveProcessGroup)):
+        return None
+    found = group.wait_for_plan().allreduce_s_by_wire(num_bytes, environment.schedule)
+    return found if len(found) > 1 and all(map(math.isfinite, found.values())) else None
+
+
+def _describe_for_sites(script: Script, environment: WorkerEnvironment, *, is_needed: bool) -> dict[str, Any]:
     """Return this rank's settings of mode local, its node, and a checksum of its parameters."""
-    if mode != modes.LOCAL:
+    if not is_needed:
         return {"local": ""}
     node = group_info.locate_process(environment, os.environ).node
     return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}

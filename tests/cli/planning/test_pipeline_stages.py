@@ -46,6 +46,22 @@ def test_two_slow_devices_share_a_stage_and_make_it_faster(capsys: pytest.Captur
     assert link["predicted_transfer_s"] == pytest.approx(64e3 / 125e6 + 2 * 50e-6)
 
 
+def test_a_format_between_stages_counts_fewer_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    thin = tmp_path / "thin.yaml"
+    thin.write_text("name: thin\nnodes:\n  - {name: n, nic: 1Mbit/s, devices: 1, count: 2}\n")
+    arguments = ("simulate", "--devices", "0:8 1:8", "--splits", "1")
+    found = {
+        wire: document(capsys, *arguments, "--wire", wire, cluster=str(thin)) for wire in ("exact", "bf16", "int8")
+    }
+    assert [each["wire"] for each in found.values()] == ["exact", "bf16", "int8"]
+    assert [each["links"][0]["bytes"] for each in found.values()] == [64e3, 32e3, 16e3]
+    assert found["int8"]["simulated_step_s"] < 0.5 * found["exact"]["simulated_step_s"]
+    assert main.run_command_line(["plan", CLUSTER, "--pipeline", COARSE, "--wire", "int8"]) == 0
+    assert "1f1b-overlap, int8 between stages\n" in capsys.readouterr().out
+    assert main.run_command_line(["plan", CLUSTER, "--pipeline", COARSE, "--wire", "int4"]) == 2
+    assert "--wire of a pipeline: 'int4', expected one of exact, bf16, int8." in capsys.readouterr().err
+
+
 def test_a_faster_device_of_a_stage_gets_more_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(

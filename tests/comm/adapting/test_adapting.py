@@ -12,6 +12,7 @@ import pytest
 from ringweave.planning.autotune.tuner import MAX_TRIAL_ROUNDS
 from ringweave.telemetry.events import read_events
 from ringweave.testing.ranks import Ranks, run_ranks
+from tests import effort
 from tests.comm.adapting import adapting_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -110,7 +111,7 @@ def test_what_the_host_library_cannot_do_goes_between_the_trials(environ: dict[s
     run_ranks(adapting_functions.reduce_odd_ones, 4, nodes=NODES, environ=environ)
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 4, 9, 50])
+@pytest.mark.parametrize("at", effort.alternating([0, 1, 4, 3, 50, 9]))
 def test_a_rank_that_dies_is_named_whatever_the_group_is_doing(environ: dict[str, str], at: int) -> None:
     settings = {"nodes": NODES, "environ": environ, "timeout_s": 300.0}
     with Ranks(adapting_functions.reduce_until_killed, 4, 2, at, **settings) as ranks:
@@ -122,7 +123,7 @@ def test_a_rank_that_dies_is_named_whatever_the_group_is_doing(environ: dict[str
         assert "rank 2 (node b) is gone" in outcome.value
 
 
-@pytest.mark.parametrize("at", [0, 2, 45])
+@pytest.mark.parametrize("at", effort.alternating([0, 2, 45]))
 def test_an_abort_ends_a_trial_and_what_waits_for_it(environ: dict[str, str], at: int) -> None:
     settings = {"nodes": NODES, "environ": environ, "timeout_s": 300.0}
     with Ranks(adapting_functions.stop_and_abort, 3, at, **settings) as ranks:
@@ -143,7 +144,7 @@ def test_unequal_sizes_are_a_disagreement(environ: dict[str, str]) -> None:
         assert "80000 x torch.float32 by" in text
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 11])
+@pytest.mark.parametrize("num_ranks", effort.alternating([2, 4, 11]))
 def test_a_council_hears_all_and_tells_all(num_ranks: int) -> None:
     nodes = [f"n{rank % 3}" for rank in range(num_ranks)]
     count = min(3, num_ranks)

@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 
 from ringweave.testing.ranks import Ranks, run_ranks
+from tests import effort
 from tests.comm.bridge import bridged_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+NODES = [None, ["a", "a", "b"]]
 
 
-@pytest.mark.parametrize("nodes", [None, ["a", "a", "b"]], ids=["one node", "2 + 1"])
-@pytest.mark.parametrize("schedule", ["ring", "multi-level", None])
+@pytest.mark.parametrize(("nodes", "schedule"), effort.alternating(NODES, ["ring", "multi-level", None]))
 def test_messages_of_all_sizes(nodes: list[str] | None, schedule: str | None) -> None:
     """Small ones go by Gloo, on the copy; forced or large ones by a schedule."""
     environ = {"RINGWEAVE_SCHEDULE": schedule} if schedule else {}
@@ -23,8 +24,7 @@ def test_messages_of_all_sizes(nodes: list[str] | None, schedule: str | None) ->
             assert set(counters) == {schedule, "native"}
 
 
-@pytest.mark.parametrize("nodes", [None, ["a", "a", "b"]], ids=["one node", "2 + 1"])
-@pytest.mark.parametrize("schedule", ["ring", "multi-level", None])
+@pytest.mark.parametrize(("nodes", "schedule"), effort.alternating(NODES[::-1], ["ring", "multi-level", None]))
 def test_blocks_and_broadcasts(nodes: list[str] | None, schedule: str | None) -> None:
     """Without NCCL, small messages go by Gloo on the copy."""
     environ = {"RINGWEAVE_SCHEDULE": schedule} if schedule else {}

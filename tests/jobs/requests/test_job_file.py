@@ -96,6 +96,14 @@ def test_options_of_the_workers() -> None:
         ("order: blok", r"order: 'blok', expected block, round-robin, shuffled or shuffled:SEED with a whole number\."),
         ('tuning: "no"', r"tuning: 'no', expected true or false\. Write it like \"tuning: false\"\. \[j:5: tuning\]"),
         ("replace_backend: 1", r"replace_backend: 1, expected true or false"),
+        (
+            "max_loss_increase: 0.5",
+            r"max_loss_increase: 0.5, expected a percentage above 0 and up to 100, such as 0.5%",
+        ),
+        (
+            "max_loss_increase: 0%",
+            r"largest loss increase: '0%', expected a percentage above 0 and up to 100, such as 0.5%. Leave it out",
+        ),
         ("leader_per_nic:", r"leader_per_nic: None, expected true or false"),
     ],
 )
@@ -261,6 +269,7 @@ requests = st.builds(
     order=st.sampled_from(["block", "round-robin", "shuffled:3"]),
     replace_backend=st.booleans(),
     leader_per_nic=st.booleans(),
+    max_loss_increase=st.sampled_from([None, "0.5%", "12%"]),
     min_per_node=st.integers(1, 2**31 - 1),
     ttl_s=st.none() | st.floats(0, 3e8),
     suspend=st.booleans(),

@@ -170,7 +170,11 @@ time.sleep(0.1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "min_processes"),
-    [([], 2), (["--elastic", "1:2"], 4), (["--mode", "ps-hra", "--standby"], 4)],
+    [
+        ([], 2),
+        pytest.param(["--elastic", "1:2"], 4, marks=pytest.mark.thorough),
+        (["--mode", "ps-hra", "--standby"], 4),
+    ],
     ids=["plain", "elastic", "rings"],
 )
 def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(

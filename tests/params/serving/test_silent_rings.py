@@ -8,7 +8,7 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, ExpiredGrantError, RpcError
-from ringweave.param_server.messages import BarrierArrival, Pull, Push, RingAssignmentRequest
+from ringweave.param_server.messages import BarrierArrival, LeaveRing, Pull, Push, RingAssignmentRequest
 from ringweave.param_server.versions import StalenessPolicy
 from ringweave.rpc import RpcCall
 from tests.params.serving.two_rings import LONG_S, Job, push_of
@@ -72,6 +72,11 @@ def test_rings_meet_without_one_that_is_silent_and_what_it_pushes_later_is_lost(
         with pytest.raises(ExpiredGrantError, match="push 2 of ring 0: 'no grant', expected one"):
             job.call("0.0", message, push_of(0, 2, base)[1])
     assert job.service.version == pushed
+    with pytest.raises(DeadlineError, match="its push 2 applied"):  # sent together with that push
+        job.call("0.0", Pull(term=0, ring=0, after_sequence=2), limit_s=0.0)
+    with pytest.raises(DeadlineError, match="no caller that waits"):
+        job.call("0.0", Pull(term=0, ring=0, after_sequence=1), limit_s=0.0)
+    job.call("0.0", LeaveRing(term=0, ring=0, is_for_good=False))
     # It is heard again, and the others do not wait for it at the barriers that it has missed.
     listen(job, 3.0, beating=("w0", "w1"))
     second = BarrierArrival(term=0, ring=1, number=2, text="")

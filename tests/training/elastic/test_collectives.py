@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import effort
 from tests.fakes.elastic_job import ElasticJob
 from tests.training.elastic import collective_functions
 from tests.training.elastic.elastic_functions import HIDDEN, WIDE
@@ -86,8 +87,9 @@ def test_every_kind_of_collective_has_the_values_of_those_that_took_part(victim:
             assert outcome.value["members"] == tuple(left)
 
 
-@pytest.mark.parametrize("moment", ["header", "rows", "last byte", "committed"])
-@pytest.mark.parametrize("victim", ["0.0", "1.0"])
+@pytest.mark.parametrize(
+    ("victim", "moment"), effort.alternating(["0.0", "1.0"], ["header", "rows", "last byte", "committed"])
+)
 def test_a_death_at_any_moment_of_the_commit_leaves_the_same_value_on_all(victim: str, moment: str) -> None:
     with ElasticJob(collective_functions.die_in, 3, victim, moment) as job:
         left = [member for member in job.members if member != victim]

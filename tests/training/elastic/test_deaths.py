@@ -16,6 +16,7 @@ from ringweave.membership.failure_detector import PROGRESS_TIMEOUT
 from ringweave.membership.membership_records import REASON_ALL_DONE
 from ringweave.planning import balancing
 from ringweave.training.checkpoints import store
+from tests import effort
 from tests.fakes.elastic_job import ElasticJob
 from tests.membership.waiting import wait_until
 from tests.training.elastic import elastic_functions
@@ -175,11 +176,11 @@ RECOMPUTED = [
 """Steps 7 and 15 are the last ones of an epoch. Samples of a member that dies after a step are missing in the next."""
 
 
-@pytest.mark.parametrize("on_failure", ["recompute", "restart"])
-@pytest.mark.parametrize(("mode", "faults"), RECOMPUTED)
+@pytest.mark.parametrize(("case", "on_failure"), effort.alternating(RECOMPUTED, ["recompute", "restart"]))
 def test_samples_of_lost_members_are_computed_in_the_same_step(
-    mode: str, faults: dict[str, tuple[int, str]], on_failure: str
+    case: tuple[str, dict[str, tuple[int, str]]], on_failure: str
 ) -> None:
+    mode, faults = case
     arguments = (elastic_functions.train, 4, 2, faults, 0.0, "", mode, elastic_functions.HIDDEN, on_failure)
     with ElasticJob(*arguments) as job:
         left = [member for member in job.members if member not in faults]
@@ -203,16 +204,15 @@ def test_samples_of_lost_members_are_computed_in_the_same_step(
                 assert is_whole == (on_failure == "restart"), f"step {step}: {drawn}"
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["missing samples", "whole step"])
-@pytest.mark.parametrize(
-    "faults",
-    [
-        {"1.0": (2, "forward"), "2.0": (9, "backward")},
-        {"0.0": (5, "bucket1"), "3.0": (5, "forward")},
-        {"2.0": (7, "backward"), "1.0": (15, "bucket3")},
-    ],
-    ids=["first and second batch", "two in one step", "end of an epoch"],
-)
+ACCUMULATED = [
+    {"1.0": (2, "forward"), "2.0": (9, "backward")},
+    {"0.0": (5, "bucket1"), "3.0": (5, "forward")},
+    {"2.0": (7, "backward"), "1.0": (15, "bucket3")},
+]
+"""In the first and second batch of a step; two in one step; at the end of an epoch."""
+
+
+@pytest.mark.parametrize(("faults", "restarts"), effort.alternating(ACCUMULATED, [False, True]))
 def test_accumulated_batches_clipping_and_a_schedule_are_those_of_a_run_without_a_loss(
     faults: dict[str, tuple[int, str]], restarts: bool
 ) -> None:

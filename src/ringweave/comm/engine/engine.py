@@ -33,6 +33,7 @@ from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective, ScheduleDecision, ScheduleSelector
 from ringweave.comm.work import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
+from ringweave.planning import Plan
 from ringweave.schedules.program import RankProgram, SegmentMarks, compile_program, segment_marks
 from ringweave.telemetry.events import EventLog
 
@@ -261,13 +262,13 @@ class CollectiveEngine:
             self._counters.begin_collective()
             return self._submit(job, channel)
 
-    def wait_for_plan(self) -> None:
-        """Wait for the group's plan.
+    def wait_for_plan(self) -> Plan:
+        """Return the group's plan, once it is known.
 
         Raises:
             PeerError: It did not come in time, or before the group was aborted.
         """
-        _ = self._selector.plan
+        return self._selector.plan
 
     def allgather_small(self, row: Tensor, timeout_s: float) -> Tensor:
         """Return a short row of each rank, (group_size, width), from (width,) of each (`ControlTree.allgather`).

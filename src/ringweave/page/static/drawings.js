@@ -15,8 +15,8 @@ function drawTree(root, width = 640) {
   const tagsOf = item => [item.is_measured ? "measured" : "", item.is_binding ? "binds" : ""].filter(Boolean).join(", ");
   const longest = (item, at) => Math.max(0, ...item.children.map(child => at ? longest(child, at - 1) : Math.max((child.rate || "").length, tagsOf(child).length)));
   const longestLabel = item => Math.max(item.children.length ? 0 : item.label.length, ...item.children.map(longestLabel));
-  const places = [8], height = 32;
-  for (let at = 0; at < depth(root); at += 1) places.push(places[at] + Math.max(90, 46 + 6.3 * longest(root, at)));
+  const places = [8], height = 36;
+  for (let at = 0; at < depth(root); at += 1) places.push(places[at] + Math.max(96, 52 + 6.3 * longest(root, at)));
   width = Math.max(width, places[places.length - 1] + 24 + 7 * longestLabel(root));
   const place = (item, at) => {
     const children = item.children.map(child => place(child, at + 1));
@@ -32,7 +32,7 @@ function drawTree(root, width = 640) {
   const drawing = shape("svg", {viewBox: `0 0 ${width} ${rows.length * height + 14}`, role: "img"});
   const words = [];
   for (const [from, to] of links) {
-    const item = to.item, bend = from.x + 22;
+    const item = to.item, bend = from.x + 28;
     drawing.append(shape("path", {d: `M${from.x} ${from.y}H${bend}V${to.y}H${to.x - (item.is_switch ? 5 : 3)}`, fill: "none",
       stroke: item.is_binding ? "var(--alarm)" : "var(--dim)", "stroke-width": thick(item.bytes_per_s).toFixed(1),
       "stroke-dasharray": item.is_binding ? "7 3" : null, "stroke-linejoin": "round"}));

@@ -4,17 +4,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.launcher import entry
-from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_group
 from ringweave.platforms.agent import job_config
-from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.relayed_address import is_relayed
 from ringweave.topology import Cluster, Device, Nic, Node
+
+if TYPE_CHECKING:
+    from ringweave.launcher.run_dir import RunDir
+    from ringweave.platforms.agent.agent_channel import RendezvousResult
 
 RELAY_NIC = "relay"
 """Name of the link of a host that others cannot call: it opens all connections, and relays lead others to it."""
@@ -67,9 +70,9 @@ def server_nodes(config: JobConfig) -> tuple[str, ...]:
 def node_worker_group(
     config: JobConfig,
     index: int,
-    rendezvous: RendezvousResult,
+    rendezvous: "RendezvousResult",
     *,
-    run_dir: RunDir,
+    run_dir: "RunDir",
     program: WorkerProgram,
     python: str,
     cpus: int,

@@ -462,6 +462,7 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         leader_per_nic=worker_options.leader_per_nic,
         encrypt=worker_options.encrypt,
         wire=worker_options.wire,
+        max_loss_increase=worker_options.max_loss_increase,
         elastic=_elastic_request(options.elastic, hosts.num_workers, options.num_spares),
         standby=options.has_standby,
         min_per_node=1,

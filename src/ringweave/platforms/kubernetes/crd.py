@@ -50,6 +50,7 @@ IMMUTABLE_FIELDS = (
         "leaderPerNic",
         "encrypt",
         "wire",
+        "maxLossIncrease",
         "elastic",
         "standby",
     ),
@@ -161,6 +162,12 @@ def _training_fields() -> Schema:
             "description": "Format of gradients on the links that bind.",
             "enum": ["exact", "bf16", "int8", "int4", "auto"],
             "default": "exact",
+        },
+        "maxLossIncrease": {
+            "type": "string",
+            "description": f"Loss at equal samples that auto may give up for speed: {request.LOSS_RULE}.",
+            "pattern": r"^[0-9]{1,3}(\.[0-9]{1,6})?%$",
+            "maxLength": 11,
         },
         "elastic": _elastic_schema(),
         "standby": _flag_schema(

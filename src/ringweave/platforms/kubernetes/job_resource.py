@@ -23,6 +23,7 @@ _SHARED_FIELDS = {
     **{name: name for name in ("mode", "schedule", "tuning", "order", "encrypt", "wire")},
     "replaceBackend": "replace_backend",
     "leaderPerNic": "leader_per_nic",
+    "maxLossIncrease": "max_loss_increase",
 }
 """Fields of the spec whose values are equal in the request -> their names there."""
 

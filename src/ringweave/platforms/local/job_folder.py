@@ -23,10 +23,12 @@ import select
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringweave.files import file_io
-from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
+
+if TYPE_CHECKING:
+    from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 
 
 class Wakeup:
@@ -87,8 +89,10 @@ class GroupFolder:
     def status(self) -> Path:
         return self.root / "status.json"
 
-    def read_state(self) -> tuple[AgentStatus | None, DesiredState | None]:
+    def read_state(self) -> "tuple[AgentStatus | None, DesiredState | None]":
         """Return the status and the desired state; None for a missing one."""
+        from ringweave.platforms.agent import agent_channel  # commands that submit a job read no state
+
         status = desired = None
         with contextlib.suppress(FileNotFoundError):
             status = agent_channel.parse_status(file_io.read_bounded(self.status))

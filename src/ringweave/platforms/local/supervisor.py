@@ -10,16 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringweave.errors import LaunchError
-from ringweave.jobs import records
-from ringweave.jobs.reconcile import reconcile
+from ringweave.jobs import reconcile, records
 from ringweave.jobs.records import GroupPhase, JobAction, ObservedJobState
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import REGISTRY, Wakeup
-from ringweave.platforms.local.job_runtime import BoundaryHook, LocalJobRuntime
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
+
+if TYPE_CHECKING:  # imported where a job is supervised: commands only start the process
+    from ringweave.platforms.local.job_runtime import BoundaryHook, LocalJobRuntime
 
 ACTIVE_POLL_S = 0.5
 """Time between two polls without a notification: an agent that was killed is noticed this late."""
@@ -44,7 +46,7 @@ class JobSupervisor:
         *,
         agent: Sequence[str] = AGENT_COMMAND,
         clock: Callable[[], float] = time.time,
-        on_boundary: BoundaryHook = lambda boundary: None,
+        on_boundary: "BoundaryHook" = lambda boundary: None,
         on_started: Callable[[], object] = lambda: None,
     ) -> None:
         """Open the registry.
@@ -78,7 +80,7 @@ class JobSupervisor:
         finally:
             wakeup.close()
 
-    def step(self, runtime: LocalJobRuntime) -> float | None:
+    def step(self, runtime: "LocalJobRuntime") -> float | None:
         """Poll once and act; return the seconds until the next poll, None if nothing is left to do."""
         entry = self._registry.find_by_id(self._id)
         if entry is None:
@@ -86,7 +88,7 @@ class JobSupervisor:
         if entry is None or entry.problem:
             return None
         observed, now = runtime.observe(), self._clock()
-        todo = reconcile(entry.job, observed, now)
+        todo = reconcile.reconcile(entry.job, observed, now)
         wake_s = next((action.at_s for action in todo if isinstance(action, records.RequeueAt)), None)
         todo = [action for action in todo if not isinstance(action, records.RequeueAt)]
         for action in todo:
@@ -111,9 +113,9 @@ class JobSupervisor:
         if entry is None or entry.problem:
             return True
         observed = self._runtime(entry).observe(sweeps=False)  # another supervisor may run by now
-        return not _is_under_way(observed) and not reconcile(entry.job, observed, self._clock())
+        return not _is_under_way(observed) and not reconcile.reconcile(entry.job, observed, self._clock())
 
-    def _apply(self, runtime: LocalJobRuntime, action: JobAction, now: float) -> None:
+    def _apply(self, runtime: "LocalJobRuntime", action: JobAction, now: float) -> None:
         name = type(action).__name__
         self._on_boundary(f"before {name}")
         if isinstance(action, records.SaveRecord):
@@ -129,7 +131,9 @@ class JobSupervisor:
             runtime.apply(action)
         self._on_boundary(f"after {name}")
 
-    def _runtime(self, entry: LocalRegistryEntry) -> LocalJobRuntime:
+    def _runtime(self, entry: LocalRegistryEntry) -> "LocalJobRuntime":
+        from ringweave.platforms.local.job_runtime import LocalJobRuntime
+
         config = entry.origin.config(entry.job)
         return LocalJobRuntime(
             self._folder, config, agent=self._agent, environ=entry.origin.environ, on_boundary=self._on_boundary

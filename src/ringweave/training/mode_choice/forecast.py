@@ -1,4 +1,7 @@
-"""Mode forecast of `auto`: predicts the step time of each mode from all ranks' reports, and chooses the fastest."""
+"""Mode forecast of `auto`: predicts the step time of each mode from all ranks' reports, and chooses the fastest.
+
+Wire formats and mode local are forecast only within a bound that the user gives on the loss at equal samples.
+"""
 
 import dataclasses
 import itertools
@@ -6,24 +9,27 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from ringweave.comm import default_group
-from ringweave.environment import WorkerEnvironment
+from ringweave.environment import EXACT, WorkerEnvironment
 from ringweave.param_server import optimizers
 from ringweave.param_server.versions import StalenessPolicy
-from ringweave.planning import balancing, mode_forecast, modes, ring_grouping
-from ringweave.planning.mode_forecast import ModeForecast, Ring, StepWorkload, WorkerRates
+from ringweave.planning import balancing, mode_forecast, modes, ring_grouping, sites
+from ringweave.planning.loss_table import LossTable
+from ringweave.planning.mode_forecast import ModeForecast, OuterSteps, Ring, StepWorkload, WorkerRates
 from ringweave.rpc import RpcLimits
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.order import LoaderSpec
 from ringweave.training.mode_choice import trial as mode_choice_trial
 from ringweave.training.mode_choice.trial import ModelTrial
+from ringweave.training.options import Local
 from ringweave.training.rings.ring_formation import completion_queue, form_rings, relative_speeds
 from ringweave.training.speed_test import SpeedTestParticipant
 
@@ -72,7 +78,7 @@ def describe_own_rank(
     num_workers: int | None = None,
     participant: SpeedTestParticipant | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's report for `choose_mode`; the model trial runs only if it can change anything.
+    """Return this rank's report for `choose_mode`, with a model trial if it is needed.
 
     `num_workers` share a batch; None means those of the process group. With a speed test participant, the report has
     this rank's place in the order of completion.
@@ -81,12 +87,10 @@ def describe_own_rank(
         PeerError: Another rank does not take part in the speed test.
     """
     assumed = default_group.describe_rank(environment, os.environ)
-    is_served = environment.server is not None and environment.credentials is not None
     num_samples = max(1, spec.batch_samples // (num_workers or dist.get_world_size()))
-    runs_trial = is_served and is_needed
     trial = (
         mode_choice_trial.run_model_trial(model, loader, num_samples, participant=participant)
-        if runs_trial
+        if is_needed
         else ModelTrial()
     )
     return {
@@ -95,8 +99,13 @@ def describe_own_rank(
         "trial_s": trial.sample_s,
         "trial_problem": trial.problem,
         "num_bytes": sum(each.nbytes for each in model.parameters() if each.requires_grad),
-        "is_served": is_served and spec.num_samples is not None,
+        "is_served": is_served(environment) and spec.num_samples is not None,
     }
+
+
+def is_served(environment: WorkerEnvironment) -> bool:
+    """Return whether this rank has a parameter server."""
+    return environment.server is not None and environment.credentials is not None
 
 
 def _arrival_index(participant: SpeedTestParticipant) -> int | None:
@@ -198,7 +207,6 @@ def rings_by_links(reports: Sequence[Mapping[str, Any]]) -> list[tuple[Ring, ...
     return [by_rate, *mode_forecast.rings_by_switch([each["uplinks"] for each in reports])]
 
 
-# Long: its docstring has every key of a report; one sequence from reports to forecasts, computed elsewhere.
 def forecast_modes(
     reports: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0
 ) -> ModeChoice:
@@ -213,6 +221,34 @@ def forecast_modes(
         rings: Candidate rings; none without a server, or if the script does not support one.
         local_steps: As in `choose_mode`.
     """
+    have_trials = all(each["trial_s"] for each in reports)
+    reducing_s, serving_s = _benchmarked_s(reports) if have_trials else (None, None)
+    workers, work = rates_and_workload(reports, local_steps)
+    found = mode_forecast.forecast_modes(workers, work, rings)
+    if have_trials and reports[0].get("balanced_s"):
+        found = mode_forecast.with_benchmarked_step(found, reports[0]["balanced_s"])
+    are_measured = have_trials and all(each.get("rounds_s") for each in reports)
+    if are_measured:
+        rounds_s = mode_choice_trial.spread_step_times([each["rounds_s"] for each in reports])
+        found = mode_forecast.with_benchmarked_rounds(found, work, [statistics.fmean(own_s) for own_s in rounds_s])
+    # Balanced equals sync while all ranks are equally fast, and adapts when they are not.
+    chosen = mode_forecast.choose_forecast(
+        [each for each in found if each.mode != modes.SYNC], _min_gain(are_measured=are_measured)
+    )
+    return ModeChoice(
+        forecasts=found,
+        chosen=chosen,
+        allreduce_s=reducing_s,
+        serving_s=serving_s,
+        are_measured=are_measured,
+        trial_failure=_trial_failure(reports),
+    )
+
+
+def rates_and_workload(
+    reports: Sequence[Mapping[str, Any]], local_steps: int = 0
+) -> tuple[list[WorkerRates], StepWorkload]:
+    """Return the rates of all ranks, and their train step."""
 
     def most_ahead(count: int) -> int:
         policy = StalenessPolicy(num_rings=count, overlaps=local_steps > 0)
@@ -243,25 +279,142 @@ def forecast_modes(
         epoch_samples=reports[0].get("num_samples") or math.inf,
         max_pushes_ahead=most_ahead,
     )
-    found = mode_forecast.forecast_modes(workers, work, rings)
-    if have_trials and reports[0].get("balanced_s"):
-        found = mode_forecast.with_benchmarked_step(found, reports[0]["balanced_s"])
-    are_measured = have_trials and all(each.get("rounds_s") for each in reports)
-    if are_measured:
-        rounds_s = mode_choice_trial.spread_step_times([each["rounds_s"] for each in reports])
-        found = mode_forecast.with_benchmarked_rounds(found, work, [statistics.fmean(own_s) for own_s in rounds_s])
-    # Balanced equals sync while all ranks are equally fast, and adapts when they are not.
-    chosen = mode_forecast.choose_forecast(
-        [each for each in found if each.mode != modes.SYNC], _min_gain(are_measured=are_measured)
+    return workers, work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossBound:
+    """Bound on the loss at equal samples, and what `auto` may take within it."""
+
+    max_increase: float
+    """As a fraction of the loss of synchronous training."""
+    is_mode_open: bool
+    is_wire_open: bool
+    local: Local
+    """The script's settings of mode local."""
+    local_steps: int = 0
+    """As in `choose_mode`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundedChoice:
+    """Mode and wire format within a bound on the loss."""
+
+    mode: str
+    reason: str
+    rings: tuple[Ring, ...] | None
+    wire: str = EXACT
+    max_inner_steps: int = 0
+    """Most inner steps of mode local whose measured loss is within the bound; 0 if none is."""
+
+
+def choose_within_bound(
+    exact: tuple[str, str, tuple[Ring, ...] | None],
+    reports: Sequence[Mapping[str, Any]],
+    bound: LossBound,
+    table: LossTable,
+) -> BoundedChoice:
+    """Choose among the mode that is chosen without a bound, wire formats and mode local: the fastest within the bound.
+
+    Methods that cost less loss come first; each other has to gain a tenth over those before it. The same on all ranks,
+    as all have the same reports.
+
+    Args:
+        exact: Result of `choose_mode`.
+        reports: Reports of all ranks; that of rank 0 has `wires_s`, predicted seconds of an allreduce by wire format.
+        bound: The bound.
+        table: Measured losses.
+    """
+    mode, reason, rings = exact
+    reason += f"; up to {100 * bound.max_increase:.3g} % more loss at equal samples is allowed"
+    if not all(each["trial_s"] for each in reports):
+        reason += f", but times of computing are unknown{_trial_failure(reports)}"
+        return BoundedChoice(mode=mode, reason=reason, rings=rings)
+    all_modes = {
+        each.mode: each for each in forecast_modes(reports, [rings] if rings else [], bound.local_steps).forecasts
+    }
+    if mode not in all_modes:  # sites, or rings that are formed later: the table says nothing of their formats
+        return BoundedChoice(mode=mode, reason=f"{reason}; `auto` has no format in mode {mode}", rings=rings)
+    best, batch_samples = all_modes[mode], reports[0]["batch_samples"]
+    candidates, texts = list[ModeForecast](), [_describe_candidate(best, batch_samples)]
+    if bound.is_wire_open:
+        candidates += _forecast_wires(all_modes[modes.BALANCED if bound.is_mode_open else mode], reports, table)
+        texts += [] if candidates else ["wire formats are not forecast: the plan has none"]
+    limit = 0
+    if bound.is_mode_open:
+        found, limit = _forecast_local(reports, bound, table)
+        texts += [found] if isinstance(found, str) else []
+        candidates += [] if isinstance(found, str) else [found]
+    for each in sorted(candidates, key=_highest_loss):
+        is_allowed = _highest_loss(each) <= bound.max_increase
+        texts.append(_describe_candidate(each, batch_samples) + ("" if is_allowed else ", too much"))
+        if is_allowed and best.step_s >= (1 + mode_forecast.MIN_INEXACT_GAIN) * each.step_s:
+            best = each
+    gain = f"{mode_forecast.MIN_INEXACT_GAIN:.0%}"
+    return BoundedChoice(
+        mode=best.mode,
+        reason=f"{reason}, for a gain of {gain} or more; predicted: {'; '.join(texts)}; chosen: {best.name}",
+        rings=rings if best.mode == mode else None,
+        wire=best.wire,
+        max_inner_steps=limit,
     )
-    return ModeChoice(
-        forecasts=found,
-        chosen=chosen,
-        allreduce_s=reducing_s,
-        serving_s=serving_s,
-        are_measured=are_measured,
-        trial_failure=_trial_failure(reports),
+
+
+def _forecast_wires(
+    exact: ModeForecast, reports: Sequence[Mapping[str, Any]], table: LossTable
+) -> tuple[ModeForecast, ...]:
+    """Return the forecasts of wire formats; none where the plan has none."""
+    wires_s = reports[0].get("wires_s")
+    if not wires_s:
+        return ()
+    workers, work = rates_and_workload(reports)
+    reducing_s = _benchmarked_s(reports)[0] or mode_forecast.predicted_allreduce_s(workers, work.num_bytes)
+    return mode_forecast.forecast_wires(exact, reducing_s, wires_s, table.wires)
+
+
+def _forecast_local(
+    reports: Sequence[Mapping[str, Any]], bound: LossBound, table: LossTable
+) -> tuple[ModeForecast | str, int]:
+    """Return the forecast of mode local, or the reason why there is none; and the most inner steps within the bound."""
+    local = bound.local
+    all_sites = sites.sites_of(local.sites, reports)
+    if len(all_sites) < 2 or not all(each["rate"] for each in reports):
+        why = "all workers are in one site" if len(all_sites) < 2 else "no cluster file tells the rates between sites"
+        return f"mode local is not forecast: {why}", 0
+    own = {name: getattr(local, name) for name in table.local_settings}
+    limit = table.max_inner_steps(len(all_sites), local.wire, bound.max_increase)
+    if own != table.local_settings or table.of_local(len(all_sites), local.wire, 1) is None:
+        return f"mode local is not forecast: no loss is measured with {len(all_sites)} sites, {local.wire}, {own}", 0
+    workers, work = rates_and_workload(reports)
+    values = torch.empty(reports[0]["num_bytes"] // 4, device="meta")
+    outer = OuterSteps(
+        sites=all_sites,
+        fragments=local.fragments,
+        num_values=values.numel(),
+        message_bytes=local.format.num_bytes(values),
+        inner_steps=local.inner_steps,
+        max_inner_steps=min(limit or sites.MAX_INNER_STEPS, local.max_inner_steps),
+        computing_share=local.computing_share,
     )
+    found = mode_forecast.forecast_local(workers, replace(work, update_s=_update_s(workers, work, reports)), outer)
+    return replace(found, loss_increase=table.of_local(len(all_sites), local.wire, found.inner_steps)), limit
+
+
+def _update_s(workers: Sequence[WorkerRates], work: StepWorkload, reports: Sequence[Mapping[str, Any]]) -> float:
+    """Return the benchmarked seconds of a balanced step beyond those of its parts; 0 without a benchmark."""
+    parts_s = mode_forecast.forecast_modes(workers, work)[-1].step_s
+    return max(0.0, (reports[0].get("balanced_s") or 0.0) - parts_s)
+
+
+def _highest_loss(candidate: ModeForecast) -> float:
+    return candidate.loss_increase.highest if candidate.loss_increase else math.inf
+
+
+def _describe_candidate(candidate: ModeForecast, batch_samples: int) -> str:
+    rate = f"{candidate}, {batch_samples / candidate.step_s:.3g} samples/s"
+    if candidate.loss_increase is not None:
+        return f"{rate}, loss {candidate.loss_increase} (measured on other tasks)"
+    return f"{rate}, loss unknown for so many steps" if candidate.mode == modes.LOCAL else rate
 
 
 def sample_times_s(reports: Sequence[Mapping[str, Any]]) -> list[float]:

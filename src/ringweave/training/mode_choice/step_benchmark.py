@@ -29,7 +29,7 @@ from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ExchangeBenchmarkResult, ParameterGroup, ServerSetup, TensorSpec
-from ringweave.planning import balancing, modes
+from ringweave.planning import balancing, mode_forecast, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup
@@ -227,7 +227,9 @@ def _plan_steps(reports: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], in
     batch_samples = reports[0]["batch_samples"]
     caps = balancing.share_limits(batch_samples, (each["cap"] for each in reports))
     shares = balancing.apportion(batch_samples, speeds, caps)
+    workers, work = forecast.rates_and_workload(reports)  # over thin links most of a step is the allreduce
     step_s = max(share * speed.s_per_sample for share, speed in zip(shares, speeds, strict=True))
+    step_s += mode_forecast.predicted_allreduce_s(workers, min(work.num_bytes, _MAX_MESSAGE_BYTES))
     return shares, max(1, min(_MAX_STEPS, int(BUDGET_S / step_s))) if step_s > 0 else _MAX_STEPS
 
 

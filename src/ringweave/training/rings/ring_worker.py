@@ -193,6 +193,7 @@ class RingWorker:
             )
         except RemoteError as error:
             _check_expired(error, ring_push)
+            self.ring.client().leave_ring(is_for_good=False)  # it waits for no answer to that push any more
             return {"version": self.pull(ring_push.sequence - 1), "is_expired": True}
         self._copy_received()
         return {"version": version}

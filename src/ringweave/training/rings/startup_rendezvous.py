@@ -212,8 +212,9 @@ def assign_ring(
     """
     connectors = server_job.server_connectors(environment, authentication)
     name, num_workers = member_process.member_name(environment), int(os.environ.get("WORLD_SIZE", "1"))
+    is_needed = forecast.is_served(environment)
     prospects = forecast.describe_own_rank(
-        script.model, script.loader, script.spec, environment, is_needed=True, num_workers=num_workers
+        script.model, script.loader, script.spec, environment, is_needed=is_needed, num_workers=num_workers
     )
     node = group_info.locate_process(environment, os.environ).node
     rendezvous = StartupRendezvous(name, {**must_match, "cap": script.max_samples, "node": node, **prospects})

@@ -18,6 +18,7 @@ RENAMED = {
     "ttl": "ttlSecondsAfterFinished",
     "replace_backend": "replaceBackend",
     "leader_per_nic": "leaderPerNic",
+    "max_loss_increase": "maxLossIncrease",
 }
 OF_A_NODE = {"max_retries": "maxRetries", "deletion": "deletionPolicy"}
 HEAD = "# Rendered by ringweave.platforms.kubernetes.crd: pytest tests/launch/kubernetes --update-golden writes it.\n"

@@ -23,6 +23,7 @@ class Server:
         self.value, self.version, self.sequence = 0.0, 0, 0
         self.rounds: list[RingPush] = []
         self.error: Exception | None = None
+        self.has_left = False
 
     def push(self, round_: RingPush, content: Sequence[memoryview]) -> None:
         if self.error is not None:
@@ -42,8 +43,13 @@ class Server:
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
         return None, self.version
 
+    def leave_ring(self, *, is_for_good: bool) -> None:
+        assert not is_for_good
+        self.has_left = True
+
     def pull(self, after_sequence: int, into: Sequence[memoryview]) -> int:
         assert after_sequence == self.sequence
+        assert self.has_left, "else it may only pull what follows the push that was refused"
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
         return self.version
 

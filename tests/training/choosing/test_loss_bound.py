@@ -1,0 +1,122 @@
+"""Mode and wire format within a bound on the loss: what is taken on which cluster, and what the reason says."""
+
+from dataclasses import replace
+
+import pytest
+
+from ringweave.planning import modes
+from ringweave.planning.loss_table import LossIncrease, LossTable
+from ringweave.training import Local
+from ringweave.training.mode_choice import forecast
+from ringweave.training.mode_choice.forecast import BoundedChoice, LossBound
+
+BALANCED = (modes.BALANCED, "as ever", None)
+MB = 10**6
+OPEN = LossBound(max_increase=0.01, is_mode_open=True, is_wire_open=True, local=Local())
+
+
+def upto(highest: float) -> LossIncrease:
+    return LossIncrease(lowest=0.0, mean=highest / 2, highest=highest)
+
+
+TABLE = LossTable(
+    wires={"bf16": upto(0.001), "int8": upto(0.004), "int4": upto(0.05)},
+    local={(2, "int4", 16): upto(0.02), (2, "int4", 64): upto(0.03), (2, "int4", 256): upto(0.06)},
+    local_settings={name: getattr(Local(), name) for name in ("fragments", "outer_lr", "outer_momentum")},
+)
+
+
+def two_sites(nic: float | None = 125 * MB, uplink: float = 1.25 * MB, exact_s: float = 18.0, **others: object) -> list:
+    """Reports of two sites of four, of 22 MB and 1 s of computing a step; the allreduce is bound by the uplinks."""
+    wires_s = {"exact": exact_s, "bf16": 0.5 * exact_s, "int8": 0.26 * exact_s, "int4": 0.14 * exact_s}
+    common = {"batch_samples": 80, "num_bytes": 22 * MB, "server_rate": nic, "is_served": False, "optimizer": "AdamW"}
+    return [
+        {
+            **{"trial_s": [0.1], "speed": 1.0, "rate": nic, "node": f"n{rank}", "wires_s": wires_s},
+            **{"uplinks": {f"r{rank // 4}": uplink}, "server_uplinks": {}, **common, **others},
+        }
+        for rank in range(8)
+    ]
+
+
+def choose(reports: list, bound: LossBound = OPEN, exact: tuple = BALANCED) -> BoundedChoice:
+    return forecast.choose_within_bound(exact, reports, bound, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("bound", "mode", "wire", "limit"),
+    [
+        (0.0005, "balanced", "exact", 0),
+        (0.002, "balanced", "bf16", 0),
+        (0.01, "balanced", "int8", 0),
+        (0.025, "local", "exact", 16),
+        (0.04, "local", "exact", 64),
+    ],
+)
+def test_a_thin_uplink_takes_what_the_bound_allows(bound: float, mode: str, wire: str, limit: int) -> None:
+    found = choose(two_sites(), replace(OPEN, max_increase=bound))
+    assert (found.mode, found.wire, found.max_inner_steps) == (mode, wire, limit)
+    assert f"as ever; up to {100 * bound:g} % more loss at equal samples is allowed" in found.reason
+    assert f"; chosen: {mode}{'' if wire == 'exact' else f' in {wire}'}" in found.reason
+    assert found.reason.count("too much") == sum(each > bound for each in (0.001, 0.004, 0.05, 0.02 if limit else 0.06))
+
+
+def test_fast_links_stay_exact() -> None:
+    found = choose(two_sites(nic=1250 * MB, uplink=1250 * MB, exact_s=0.05), replace(OPEN, max_increase=0.5))
+    assert (found.mode, found.wire) == ("balanced", "exact")
+    assert "balanced in int8 " in found.reason
+    assert "loss +0.00% to +0.40% (measured on other tasks)" in found.reason
+    assert " samples/s" in found.reason
+
+
+def test_one_site_or_unknown_rates_have_no_local() -> None:
+    alone = choose([{**each, "node": "n0"} for each in two_sites(uplinks={})], replace(OPEN, max_increase=0.04))
+    assert "mode local is not forecast: all workers are in one site" in alone.reason
+    assert (alone.mode, alone.wire) == ("balanced", "bf16")  # int8 gains less than a tenth more
+    unknown = choose(two_sites(nic=None), replace(OPEN, max_increase=0.04))
+    assert "mode local is not forecast: no cluster file tells the rates between sites" in unknown.reason
+
+
+def test_settings_or_sites_that_were_not_measured_are_not_taken() -> None:
+    bound = replace(OPEN, max_increase=0.04, local=Local(outer_lr=1.0))
+    assert (
+        "no loss is measured with 2 sites, int4, {'fragments': 4, 'outer_lr': 1.0" in choose(two_sites(), bound).reason
+    )
+    three = Local(sites=[[0, 1, 2], [3, 4, 5], [6, 7]])
+    assert "no loss is measured with 3 sites" in choose(two_sites(), replace(bound, local=three)).reason
+    beyond = choose(two_sites(), replace(bound, local=Local(inner_steps=300)))
+    assert beyond.mode == "balanced"
+    assert "loss unknown for so many steps, too much" in beyond.reason
+
+
+def test_a_mode_that_is_named_stays_and_only_its_format_is_chosen() -> None:
+    found = choose(two_sites(), replace(OPEN, is_mode_open=False, max_increase=0.04))
+    assert (found.mode, found.wire) == ("balanced", "int8")
+    assert "local" not in found.reason
+    named = choose(two_sites(), replace(OPEN, is_mode_open=False), (modes.LOCAL, "the script asks for it", None))
+    assert (named.mode, named.wire) == ("local", "exact")
+    exact = choose(two_sites(), replace(OPEN, is_wire_open=False))
+    assert (exact.mode, exact.wire) == ("balanced", "exact")
+
+
+def test_without_a_trial_nothing_is_taken() -> None:
+    found = choose(two_sites(trial_s=None, trial_problem="the data set is a stream"))
+    assert (found.mode, found.wire) == ("balanced", "exact")
+    assert (
+        "times of computing are unknown; rank 0 could not try out the model (the data set is a stream)" in found.reason
+    )
+
+
+def test_benchmarked_times_scale_the_formats_and_count_the_optimizer() -> None:
+    """The allreduce took four times the predicted time: so would that in int8; the rest of the step stays."""
+    reports = two_sites(reducing_s=72.0, balanced_s=74.0, benchmarked_s=[0.1])
+    found = choose(reports)
+    assert "balanced 74 s, 1 s of it computing, 1.08 samples/s" in found.reason
+    assert f"balanced in int8 {74 - 0.74 * 72:.3g} s" in found.reason
+
+
+def test_rings_stay_where_nothing_within_the_bound_is_faster() -> None:
+    rings = ((0, 1, 2, 3), (4, 5, 6, 7))
+    reports = two_sites(uplink=125 * MB, exact_s=0.36, server_processing_s=0.0)
+    found = choose(reports, replace(OPEN, max_increase=0.0001), (modes.PS_HRA, "rings are faster", rings))
+    assert (found.mode, found.rings, found.wire) == ("ps-hra", rings, "exact")
