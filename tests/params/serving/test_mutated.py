@@ -6,6 +6,7 @@
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class Heard:
     """Calls that were answered by why there is no answer."""
 
 
+def hang_up_after(connection: socket.socket, num_bytes: int) -> None:
+    connection.recv(num_bytes, socket.MSG_WAITALL)
+    connection.shutdown(socket.SHUT_WR)
+
+
 class Server:
     """A parameter server whose ring 1 has been granted a push, so that the right one would be applied."""
 
@@ -67,16 +73,20 @@ class Server:
         self.service = ParameterService()
         self.crashes: list[Exception] = []
         self._handlers = {handler.message.kind: handler for handler in self.service.handlers()}
-        self.hear(frame(StartJob(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0")
+        self.hear(frame(StartJob(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0", awaits_answer=True)
         LeaderReplay(self.service).replay_grant(1, 0, 0.0)
 
-    def hear(self, data: bytes, rank: str = "1") -> Heard:
-        """Let a worker of the job send these bytes and hang up; returns when all that comes of it is over."""
+    def hear(self, data: bytes, rank: str = "1", *, awaits_answer: bool = False) -> Heard:
+        """Let a worker of the job send these bytes and hang up; returns when all that comes of it is over.
+
+        A push is not applied if its caller hangs up before; one that awaits the answer does not.
+        """
         own, others = socket.socketpair()
         peer = rpc.Identity(job="job1", role="worker", name=rank)
         with others:
             others.sendall(data)
-            others.shutdown(socket.SHUT_WR)
+            hang_up = threading.Thread(target=hang_up_after, args=(others, int(awaits_answer)))
+            hang_up.start()
             channel, refused = RpcChannel(own, rpc.RpcLimits(), "here"), list[str]()
 
             def note(error: RpcError) -> None:
@@ -90,6 +100,7 @@ class Server:
             except RpcError as error:
                 note(error)
             assert session.wait_idle(60.0)
+            hang_up.join()
             return Heard(tuple(refused), channel.traffic.failures)
 
     def parameters(self) -> torch.Tensor:
@@ -107,7 +118,7 @@ class Server:
 
 def test_what_the_mutations_are_made_of_is_right() -> None:
     server = Server()
-    server.hear(GOOD)
+    server.hear(GOOD, awaits_answer=True)
     assert server.service.version == 1
     assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)  # half a train step, at a rate of a half
 
@@ -157,7 +168,7 @@ def test_five_thousand_mutated_pushes_change_nothing_and_are_noticed(
         assert is_noticed(data, server.hear(data)), data
         assert (server.service.version, server.crashes) == (0, []), data
     assert torch.equal(server.parameters(), FIRST)
-    server.hear(GOOD)  # an honest push counts as ever
+    server.hear(GOOD, awaits_answer=True)  # an honest push counts as ever
     assert server.service.version == 1
     assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)
 
@@ -169,7 +180,7 @@ def test_no_field_of_a_push_may_say_anything_else(field: str) -> None:
         heard = server.hear(packed(PUSH.kind, json.dumps(BODY | {field: value}).encode(), [GRADIENT]))
         assert heard.num_failures == 1, (field, value)
         assert (server.service.version, server.crashes) == (0, []), (field, value)
-        server.hear(GOOD)
+        server.hear(GOOD, awaits_answer=True)
         assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5), (field, value)
 
 
