@@ -4,8 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ringweave.plots.figures import DARK, GREY, SYSTEM_COLOURS
 from support import files, report
+
+try:
+    from ringweave.plots.figures import DARK, GREY, SYSTEM_COLOURS
+except ImportError:  # the examples run without ringweave too
+    DARK, GREY, SYSTEM_COLOURS = "black", "grey", {"ringweave": "tab:blue"}
 
 OURS = SYSTEM_COLOURS["ringweave"]
 SMOOTHED_STEPS = 21

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ringweave.errors import UsageError, explain, shorten
 from ringweave.ports import PortRange, parse_ports
-from ringweave.units import parse_percent
 
 CLUSTER = "RINGWEAVE_CLUSTER"
 NODE = "RINGWEAVE_NODE"
@@ -215,6 +214,8 @@ def check_max_loss_increase(text: str | None, *, where: str) -> str | None:
         UsageError: It is none.
     """
     if text is not None:
+        from ringweave.units import parse_percent  # late: every process of torch loads this module
+
         parse_percent(text, "largest loss increase", where=where)
     return text
 
@@ -247,3 +248,8 @@ def cpu_quota_of_environ(environ: Mapping[str, str]) -> float | None:
             return float(text)
     do = "Unset it: a lab sets it itself"
     raise UsageError(explain(CPU_QUOTA, got=shorten(text), expected="a positive number of processors", do=do))
+
+
+def is_same_minor(one: str | None, other: str | None) -> bool:
+    """Return whether two versions of torch may be mixed in a run: equal but for patch release and build."""
+    return (one or "").split(".")[:2] == (other or "").split(".")[:2]

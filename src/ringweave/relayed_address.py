@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from ringweave.errors import LaunchError, explain, shorten
-from ringweave.files import file_io
 
 NETWORK = ipaddress.IPv4Network("127.64.0.0/10")
 """Part of the loopback network from which these addresses are drawn; every user may listen there."""
@@ -123,6 +122,8 @@ def _ask_relay(address: str) -> frozenset[int]:
             raise PermissionError("another user's process answers")
         while len(content) <= _MAX_ANSWER_BYTES and (piece := sock.recv(_MAX_ANSWER_BYTES)):
             content += piece
+    from ringweave.files import file_io  # late: every process of torch loads this module
+
     ports = file_io.parse_json(content, _MAX_ANSWER_BYTES)
     if not isinstance(ports, list) or not all(type(port) is int for port in ports):
         raise ValueError(f"{shorten(content)} instead of ports")

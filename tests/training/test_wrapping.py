@@ -35,8 +35,9 @@ class Session:
         self._begun: list[tuple[Tensor, Any]] = []
         self._ended: list[tuple[int, Any]] = []
         self.said: list[str] = []
+        self.residuals = None
 
-    def reduce(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._begun.append((bucket.clone(), future))
         self.said.append("bucket")

@@ -15,9 +15,8 @@ from torch.distributed import Store
 
 from ringweave import __version__, topology
 from ringweave.comm import peer_data
-from ringweave.environment import ENCRYPT, WorkerEnvironment
+from ringweave.environment import ENCRYPT, WorkerEnvironment, is_same_minor
 from ringweave.errors import DisagreementError, PeerError, explain
-from ringweave.launcher.run_dir import is_same_minor
 from ringweave.relayed_address import is_relayed
 from ringweave.topology import cgroups, placement
 

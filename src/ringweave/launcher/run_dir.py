@@ -56,11 +56,6 @@ def software_versions() -> dict[str, str | None]:
     return {"ringweave": importlib.metadata.version("ringweave"), "python": platform.python_version(), "torch": torch}
 
 
-def is_same_minor(one: str | None, other: str | None) -> bool:
-    """Return whether two versions of torch may be mixed in a run: equal but for patch release and build."""
-    return (one or "").split(".")[:2] == (other or "").split(".")[:2]
-
-
 def update_run_json(path: Path, changes: Mapping[str, object]) -> None:
     """Set keys of run.json and leave all others, so that the script may add its own to the same file.
 

@@ -152,7 +152,7 @@ def test_what_arrives_lies_on_the_blocks_gpu(
     torch.cuda.set_device(1)
     block: Any = SimpleNamespace(
         parameters=lambda: iter([gpus.zeros(2, 3)]),
-        named_parameters=lambda: iter([]),
+        named_parameters=lambda: iter([("weight", gpus.zeros(2, 300))]),
         named_buffers=lambda: iter([]),
     )
     header = {"facts": {"optimizer": {name: kept}}, "parts": {name: {"shape": [300], "dtype": "float32"}}}

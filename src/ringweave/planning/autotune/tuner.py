@@ -219,7 +219,7 @@ NUM_TRIAL_ROUNDS, NUM_UNCLEAR_ROUNDS, MAX_TRIAL_ROUNDS = 3, 6, 9
 _TRIAL_TIE_RATIO = 1.03
 """Candidates within this ratio of the fastest count as equal; the one that is predicted to be best is taken."""
 _TRIAL_TIE_SIGMAS = 1.645
-"""Candidates count as equal, too, if chance orders their rounds so in over 5 % of cases (one-sided rank-sum test)."""
+"""Up to `_DROP_RATIO` they do if chance orders their rounds so in over 5 % of cases (one-sided rank-sum test)."""
 _DROP_RATIO_WARM_UP, _DROP_RATIO = 2.0, 1.3
 """Candidates slower than this multiple of the fastest are dropped: after the warm-up round, and after later rounds."""
 _MIN_DROP_DIFFERENCE_S = 0.05
@@ -286,8 +286,8 @@ class CandidateTrials:
         fastest = min(self._remaining, key=times.__getitem__)
 
         def is_equal(name: str) -> bool:
-            is_close = times[name] <= times[fastest] * _TRIAL_TIE_RATIO
-            return is_close or not _is_clearly_faster(self._seconds[fastest], self._seconds[name])
+            ratio = _DROP_RATIO if _may_be_chance(self._seconds[fastest], self._seconds[name]) else _TRIAL_TIE_RATIO
+            return times[name] <= times[fastest] * ratio
 
         return next(filter(is_equal, self._remaining)), fastest
 
@@ -332,12 +332,12 @@ class CandidateTrials:
         self._queue = self._remaining[::-1] if self._round % 2 else list(self._remaining)
 
 
-def _is_clearly_faster(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether the first rounds are faster than the others beyond chance, by a rank-sum test."""
+def _may_be_chance(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether the first rounds are not faster than the others beyond chance, by a rank-sum test."""
     num_pairs = len(some) * len(others)
     num_faster = sum((one < other) + (one == other) / 2 for one in some for other in others)
     deviation = math.sqrt(num_pairs * (len(some) + len(others) + 1) / 12)
-    return num_pairs == 0 or num_faster >= num_pairs / 2 + _TRIAL_TIE_SIGMAS * deviation
+    return num_pairs > 0 and num_faster < num_pairs / 2 + _TRIAL_TIE_SIGMAS * deviation
 
 
 MIN_PERIOD, MAX_PERIOD = 4, 256

@@ -27,10 +27,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from ringweave.environment import is_same_minor
 from ringweave.errors import JobError, RefusedError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.jobs.states import JobState, Reason
-from ringweave.launcher.run_dir import is_same_minor
 from ringweave.platforms.hosts.messages import HOST_ROLE, JOINER_ROLE, JoinAnswer, JoinRequest
 from ringweave.platforms.hosts.run_entry import HostEndpoint, JoinSeat, RunEntry, RunEvent
 from ringweave.relayed_address import is_relayed

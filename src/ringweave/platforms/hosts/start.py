@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ringweave import __version__, ports, units
-from ringweave.environment import PORTS
+from ringweave.environment import PORTS, is_same_minor
 from ringweave.errors import LaunchError, UsageError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
@@ -18,7 +18,7 @@ from ringweave.jobs.records import Job
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import run_dir
-from ringweave.launcher.run_dir import RunDir, is_same_minor, software_versions
+from ringweave.launcher.run_dir import RunDir, software_versions
 from ringweave.launcher.workers import WorkerProgram
 from ringweave.membership import settings
 from ringweave.platforms import submission
