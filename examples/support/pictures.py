@@ -9,7 +9,7 @@ from support import files, report
 try:
     from ringweave.plots.figures import DARK, GREY, SYSTEM_COLOURS
 except ImportError:  # the examples run without ringweave too
-    DARK, GREY, SYSTEM_COLOURS = "black", "grey", {"ringweave": "tab:blue"}
+    DARK, GREY, SYSTEM_COLOURS = "black", "grey", {"ringweave": "navy"}
 
 OURS = SYSTEM_COLOURS["ringweave"]
 SMOOTHED_STEPS = 21
