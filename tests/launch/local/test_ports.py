@@ -155,12 +155,13 @@ _LISTENERS_SCRIPT = (
     + small_training.epoch()
     + """
 import psutil
-processes = [psutil.Process().parent(), *psutil.Process().parent().children(recursive=True)]
-for each in processes if os.environ["RANK"] == "0" else ():
-    for found in each.net_connections("tcp"):
-        if found.status == "LISTEN":
-            print("LISTENS", each.pid, found.laddr.ip, flush=True)
-time.sleep(0.1)
+deadline, found = time.monotonic() + 20, []
+while os.environ["RANK"] == "0" and len({pid for pid, _ in found}) < MIN_PROCESSES and time.monotonic() < deadline:
+    processes = [psutil.Process().parent(), *psutil.Process().parent().children(recursive=True)]
+    sockets = [(each.pid, end) for each in processes for end in each.net_connections("tcp")]
+    found = [(pid, end.laddr.ip) for pid, end in sockets if end.status == "LISTEN"]
+for pid, address in found:
+    print("LISTENS", pid, address, flush=True)
 """
     + small_training.epoch()
 )
@@ -181,7 +182,7 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
     start: Callable[..., Run], tmp_path: Path, options: list[str], min_processes: int
 ) -> None:
     script = tmp_path / "listen.py"
-    script.write_text(_LISTENERS_SCRIPT, encoding="utf-8")
+    script.write_text(_LISTENERS_SCRIPT.replace("MIN_PROCESSES", str(min_processes)), encoding="utf-8")
     run = start("--workers", "2", *options, script)
     assert run.wait_ended() == 0, run.stderr
     found = [line.split()[-2:] for line in run.stdout.splitlines() if "LISTENS" in line]
