@@ -78,6 +78,7 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
 @click.option("--splits", "splits_text", metavar="s1,..", help="With --devices: last block of all stages but the last.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write a trace for ui.perfetto.dev here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+# Long: a third is its parameters, one per option; the rest is one sequence, each step of which is made elsewhere.
 def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str,
     schedule: str | None,

@@ -90,8 +90,7 @@ def train(
     accounts, has_come = [], not awaited
     for _ in loader.epochs(num_epochs):
         for inputs, targets, indices in loader:
-            place = loader.state_dict()
-            step = place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
+            step = step_of(loader)
             send_message(("drawn", step, indices.tolist() if loader.fraction else []))
             send_message(("in", step, loader.source.membership.session.membership.generation_id))
             sums.begin_step(step)
@@ -106,6 +105,12 @@ def train(
             time.sleep(pause_s if has_come else 5 * pause_s)
         accounts.append(loader.account)
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
+
+
+def step_of(loader: Any) -> int:
+    """Return the number of the train step whose batch the loader has given last."""
+    place = loader.state_dict()
+    return place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
 
 
 def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs: int = 2) -> dict[str, Any]:
@@ -126,8 +131,7 @@ def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs
     at, moment = faults.get(own_member(), (-1, ""))
     for _ in loader.epochs(num_epochs):
         for inputs, targets, _indices in loader:
-            place = loader.state_dict()
-            step = place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
+            step = step_of(loader)
             if step == at:
                 arm(moment, model, optimizer)
             loss = nn.functional.mse_loss(model(inputs), targets)
