@@ -22,7 +22,7 @@ from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import local_run, run_dir, scale_requests, workers
 from ringweave.launcher.node_context import HostContext, NodeContext
-from ringweave.launcher.output import write_message
+from ringweave.launcher.output import write_notice
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerProgram, spread_slots
 from ringweave.membership import settings
@@ -322,7 +322,7 @@ def _check_ports(within: PortRange, options: RunOptions, places: Cluster) -> Non
     needed = ports.needed_ports(num_workers, is_elastic=options.elastic is not None, num_services=num_services)
     ports.check_size(within, needed, "this machine")
     if notice := ports.outside_text(within, [ports.kernel_ports()]):
-        write_message(sys.stderr, f"ringweave: {notice}.\n")
+        write_notice(notice)
 
 
 def _read_cluster(

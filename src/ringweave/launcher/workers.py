@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -134,6 +134,7 @@ def build_worker_group(
     *,
     num_cpus: int,
     common_environment: WorkerEnvironment,
+    node_environ: Callable[[str], Mapping[str, str]] = lambda node: {},
     order: RankOrder = BLOCK_ORDER,
 ) -> WorkerGroup:
     """Build a group of one worker per device; ranks follow the devices in the given order.
@@ -144,6 +145,7 @@ def build_worker_group(
         master_address: MASTER_ADDR and MASTER_PORT.
         num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
         common_environment: ringweave's variables of all workers; the node is filled in for each.
+        node_environ: Name of a node -> further variables of its workers.
         order: Order in which the devices get ranks.
 
     Returns:
@@ -156,7 +158,11 @@ def build_worker_group(
             global_rank=global_rank,
             local_rank=local_rank,
             node=nodes[node_index].name,
-            environ=shared | _own_variables(global_rank, local_rank, node_index, nodes[node_index], common_environment),
+            environ={
+                **shared,
+                **_own_variables(global_rank, local_rank, node_index, nodes[node_index], common_environment),
+                **node_environ(nodes[node_index].name),
+            },
         )
         for global_rank, (node_index, local_rank) in enumerate(slots)
     )

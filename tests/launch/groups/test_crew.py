@@ -51,9 +51,7 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     meeting = HostPort(host="127.0.0.1", port=9)
     program = WorkerProgram(target=str(tmp_path / "s.py"))
     opening = RendezvousResult(round=1, master_address=meeting, servers=(meeting,))
-    group = node_layout.node_worker_group(
-        CONFIG, 0, opening, run_dir=run_dir, program=program, python=sys.executable, cpus=1
-    )
+    group = node_layout.node_worker_group(CONFIG, 0, opening, run_dir=run_dir, program=program, cpus=1)
     record = {"attempt": 1, "command": ["s.py"], "world_size": 1, "cluster": {"name": "job"}}
     server = JobServer(
         [SidecarEndpoint(node="a", advertised=meeting)],

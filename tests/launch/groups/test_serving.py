@@ -71,7 +71,7 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
         round=1, master_address=HostPort(host="h", port=1), servers=(HostPort(host="h", port=7),)
     )
     group = node_layout.node_worker_group(
-        CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), python="python", cpus=1
+        CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), cpus=1
     )
     assert group.workers[0].environ["RINGWEAVE_SERVER"] == "h:7"
     assert group.workers[0].environ["RINGWEAVE_MODE"] == "ps-hra"

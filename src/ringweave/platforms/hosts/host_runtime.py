@@ -21,6 +21,7 @@ from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RpcError, explain
 from ringweave.files import file_io
 from ringweave.jobs import records
+from ringweave.platforms import job_logs
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.hosts import join_protocol
 from ringweave.platforms.hosts.messages import (
@@ -34,13 +35,11 @@ from ringweave.platforms.hosts.messages import (
     RunStatus,
 )
 from ringweave.platforms.hosts.quorum_election import Ballot
-from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder, save_durably
+from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 from ringweave.relayed_address import is_relayed
 
-MAX_LOG_ANSWER_BYTES = 4 * 2**20
-"""Upper limit of the log text in one answer."""
 LOCAL_CALL_TIMEOUT_S = 8.0
 JOINER_PROBE_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 100.0
@@ -113,7 +112,7 @@ class HostJobRuntime:
         rendezvous = agent_channel.parse_rendezvous(action.rendezvous)
         if action.secrets:
             self._save_secrets(rendezvous.round, action.secrets)
-        save_durably(self._folder.job.rendezvous, action.rendezvous)
+        file_io.replace_text(self._folder.job.rendezvous, action.rendezvous, is_durable=True)
         for group in self._folder.job.groups():
             job_folder.notify(group.wakeup)
 
@@ -310,18 +309,10 @@ def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[lis
     """
     pieces: list[list[Any]] = []
     content = b""
-    for path in sorted((folder.job.root / "runs").glob("*/*/round-*/logs/rank-*.log")):
-        node, attempt, round_ = path.parts[-5:-2]
-        key = f"{node}/{attempt}/{round_.removeprefix('round-')}/{path.stem.removeprefix('rank-')}"
-        start = positions.get(key, 0)
-        with path.open("rb") as log:
-            log.seek(start)
-            text = log.read(MAX_LOG_ANSWER_BYTES - len(content))
-        if text:
-            pieces.append([key, start + len(text), len(text)])
+    for name, path in job_logs.find_logs(folder.job.runs_folder):
+        for key, end, text in job_logs.read_new_text([(name, path)], positions, job_logs.MAX_READ_BYTES - len(content)):
+            pieces.append([key, end, len(text)])
             content += text
-        if len(content) >= MAX_LOG_ANSWER_BYTES:
-            break
     return pieces, content
 
 
@@ -376,7 +367,7 @@ def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tu
 
 def archive_files(folder: HostFolder) -> bytes:
     """Return events, run.json, cluster files and logs of this host as a tar archive."""
-    buffer, runs = io.BytesIO(), folder.job.root / "runs"
+    buffer, runs = io.BytesIO(), folder.job.runs_folder
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         names = ("events.jsonl", "run.json", "cluster.yaml", "logs/*.log")
         paths = [path for name in names for path in runs.glob(f"*/*/round-*/{name}")]

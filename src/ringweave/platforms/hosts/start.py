@@ -18,12 +18,12 @@ from ringweave.jobs.records import Job
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import run_dir
+from ringweave.launcher.output import write_notice
 from ringweave.launcher.run_dir import RunDir, software_versions
 from ringweave.launcher.workers import WorkerProgram
 from ringweave.membership import settings
 from ringweave.platforms import submission
 from ringweave.platforms.hosts import attach, host_list, install, join_protocol
-from ringweave.platforms.hosts.attach import write_notice
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
 from ringweave.platforms.hosts.run_entry import (
