@@ -11,8 +11,6 @@ import psutil
 
 from ringweave import environment
 from ringweave.errors import LaunchError, explain
-from ringweave.launcher.launcher import WorkerState
-from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory, PastMembers
 from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
 from ringweave.launcher.output import OutputConsole
@@ -20,7 +18,10 @@ from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.restarts import (
     JOB_FINISHED,
     JOB_OVER,
+    EvictionWatcher,
+    MembershipHistory,
     NoRestartError,
+    PastMembers,
     RestartDecision,
     SlotExit,
     WorkerRestartPolicy,
@@ -29,7 +30,7 @@ from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleRequests
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
 from ringweave.launcher.spares import SpareRules, gains_from_fork_server
-from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
+from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec, WorkerState
 from ringweave.rpc import Credentials
 
 SUPERVISION_INTERVAL_S = 0.02

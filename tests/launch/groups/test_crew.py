@@ -10,7 +10,6 @@ import pytest
 
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher import processes
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole
@@ -18,7 +17,7 @@ from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import JobServer, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
-from ringweave.launcher.workers import HostPort, WorkerProgram
+from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
 from ringweave.membership.member_rules import StopTraining
 from ringweave.platforms.agent import node_layout

@@ -12,10 +12,9 @@ from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.jobs.worker_options import RankOrder, WorkerOptions, assign_ranks
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.workers import HostPort, WorkerProgram
+from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_round
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig

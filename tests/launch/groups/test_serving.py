@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from ringweave.jobs.records import EndCause, GroupPhase
-from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
-from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
+from ringweave.launcher.workers import HostPort, WorkerExit, WorkerGroup, WorkerProgram, WorkerState
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig

@@ -18,11 +18,11 @@ from ringweave.errors import JobError, LaunchError
 from ringweave.files import file_io
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import RunResult, WorkerFailure
 from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message, write_notice
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.supervise import collect_interrupts
+from ringweave.launcher.workers import WorkerExit
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.hosts import host_runtime, join_protocol
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
