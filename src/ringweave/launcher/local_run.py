@@ -7,10 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
+from ringweave.errors import UsageError, explain
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
@@ -38,6 +41,7 @@ from ringweave.launcher.workers import (
     build_worker_group,
     with_later_workers,
 )
+from ringweave.membership import settings
 from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority
 from ringweave.telemetry import verdict
@@ -47,31 +51,69 @@ _AUTO_MODE = MODES[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunRequest:
-    """Request of a user: the program, the cluster and the options of a run."""
+class RunOptions:
+    """Options of a run, on this machine or on hosts."""
 
     program: WorkerProgram
+    run_dir: str | None = None
+    """Run directory; None: a new one below `runs/`."""
+    worker_options: WorkerOptions = DEFAULT_OPTIONS
+    mode: str | None = None
+    """Training mode of scripts that call `ringweave.prepare`; None leaves it to them."""
+    elastic: str | None = None
+    """Bounds MIN:MAX within which workers may die and come back; None ends the run with the first failed worker."""
+    num_spares: int = 0
+    """Number of spares that wait to replace workers of an elastic run, on each host."""
+    has_standby: bool = False
+    """Run a second parameter server that takes over when the first one dies."""
+
+    def bounds(self, num_workers: int) -> MemberBounds | None:
+        """Return the bounds of an elastic run; None of any other.
+
+        Raises:
+            UsageError: They are malformed, or do not include the number of workers.
+        """
+        if self.elastic is None:
+            return None
+        bounds = settings.parse_bounds(self.elastic)
+        if not bounds.min_members <= num_workers <= bounds.max_members:
+            do, expected = "Give bounds that include the number of workers", f"MIN <= {num_workers} workers <= MAX"
+            raise UsageError(explain("--elastic", got=self.elastic, expected=expected, do=do))
+        return bounds
+
+    def resolve_run_dir(self) -> RunDir:
+        """Return the run directory; creates a new one if none is named.
+
+        Raises:
+            UsageError: None can be created here.
+        """
+        if self.run_dir:
+            return RunDir(root=Path(self.run_dir).absolute())
+        return run_dir.create_run_dir(Path("runs"), self.program.target, datetime.now())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """Request of a run on this machine: its options and its cluster."""
+
+    options: RunOptions
     cluster: Cluster
     cluster_text: str
     """Text of the cluster file, as the run directory keeps it."""
     expanded_cluster: Cluster | None = None
     """Cluster with one more device for each worker that may come later; None where there is room for none."""
-    cluster_path: str | None
+    cluster_path: str | None = None
     """Path of the user's cluster file; None if there is none."""
     run_dir: RunDir
-    worker_options: WorkerOptions = DEFAULT_OPTIONS
-    mode: str | None = None
-    """Training mode of scripts that call `ringweave.prepare`; None leaves it to them."""
-    has_standby: bool = False
-    """Run a second parameter server that takes over when the first one dies."""
     node_context: NodeContext = field(default_factory=HostContext)
     """Placement of worker processes: on this machine as it is, or inside of a lab on it."""
     shares_cluster_file: bool = True
     """Workers get the cluster file and the name of their node; otherwise they have to find out both."""
-    elastic: MemberBounds | None = None
-    """Bounds within which workers may die and come back; None ends the run with the first failed worker."""
-    num_spares: int = 0
-    """Number of spares that wait to replace workers of an elastic run."""
+
+    @property
+    def elastic(self) -> MemberBounds | None:
+        """Bounds of an elastic run; None of any other."""
+        return self.options.bounds(sum(node.num_devices for node in self.cluster.nodes))
 
 
 def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> outcome.RunResult:
@@ -125,10 +167,10 @@ def _run_attempt(
         )
     group = _build_group(request, server, coordinators)
     services = [each for each in (server, coordinators) if each is not None]
-    needs_credentials = bool(services) or request.worker_options.encrypts(between_hosts=False)
+    needs_credentials = bool(services) or request.options.worker_options.encrypts(between_hosts=False)
     server_record = {"server": {"node": server.node, "address": server.address} if server else None}
     setup = NodeSetup(
-        program=request.program,
+        program=request.options.program,
         run_dir=request.run_dir,
         record=_initial_record(request, group, attempt) | server_record,
         node_context=request.node_context,
@@ -136,7 +178,7 @@ def _run_attempt(
         open_credentials=lambda worker: _open_credentials(authority, worker) if needs_credentials else None,
         is_over=lambda: bool(interrupts),
         warn=warn,
-        num_spares=request.num_spares,
+        num_spares=request.options.num_spares,
     )
     elastic = _elastic_rules(request, setup, group, environ, coordinators, authority)
     plan = NodePlan(group=group, environ=environ, services=services, elastic=elastic)
@@ -199,7 +241,7 @@ def _scale_requests(
     """Create the scale requests of an elastic run; with rings, only the slots of the initial workers exist."""
     num_workers = sum(node.num_devices for node in request.cluster.nodes)
     why = "the number of devices in its cluster file"
-    if request.mode in ELASTIC_SERVER_MODES:
+    if request.options.mode in ELASTIC_SERVER_MODES:
         slots, why = replace(slots, workers=slots.workers[:num_workers]), "the number of workers in its rings"
     limits = ScaleLimits(bounds=bounds, num_slots=slots.world_size, reason=why)
     return ScaleRequests(request.run_dir, limits, num_workers, warn)
@@ -209,8 +251,8 @@ def _create_server(
     request: RunRequest, authority: CertificateAuthority, give_up: Callable[[str], object]
 ) -> JobServer | None:
     """Create the parameter server if the mode needs or may need it; an elastic run in mode `auto` never chooses one."""
-    is_balanced = request.elastic is not None and request.mode == _AUTO_MODE
-    mode = None if is_balanced else request.mode
+    is_balanced = request.elastic is not None and request.options.mode == _AUTO_MODE
+    mode = None if is_balanced else request.options.mode
     if request.elastic is not None and mode in ELASTIC_SERVER_MODES:
         mode = SERVER_MODES[0]  # sites of an elastic run are rings to the server
     return JobServer.for_mode(
@@ -219,7 +261,7 @@ def _create_server(
         request.node_context,
         request.run_dir,
         authority,
-        has_standby=request.has_standby,
+        has_standby=request.options.has_standby,
         give_up=give_up,
     )
 
@@ -227,12 +269,12 @@ def _create_server(
 def _build_group(
     request: RunRequest, server: JobServer | None, coordinators: CoordinatorProcesses | None
 ) -> WorkerGroup:
-    nodes, options = request.cluster.nodes, request.worker_options
+    nodes, options = request.cluster.nodes, request.options.worker_options
     first_index, _ = worker_options.assign_ranks([node.num_devices for node in nodes], options.order)[0]
     environment_of_run = WorkerEnvironment(
         cluster_path=request.run_dir.cluster_file,
         run_dir=request.run_dir.root,
-        mode=request.mode,
+        mode=request.options.mode,
         server=server.address if server else None,
         coordinators=coordinators.addresses if coordinators else (),
         encrypts=options.encrypts(between_hosts=False),
@@ -240,7 +282,7 @@ def _build_group(
     hidden = {} if request.shares_cluster_file else {environment.CLUSTER: "", environment.NODE: ""}
     group = build_worker_group(
         nodes,
-        request.program.argv(sys.executable, entry=entry.__file__ if request.elastic else None),
+        request.options.program.argv(sys.executable, entry=entry.__file__ if request.elastic else None),
         request.node_context.pick_address(nodes[first_index].name),
         num_cpus=len(os.sched_getaffinity(0)),
         common_environment=options.apply_to(environment_of_run),
@@ -256,7 +298,7 @@ def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> di
     ranks = {node.name: [w.global_rank for w in group.workers if w.node == node.name] for node in request.cluster.nodes}
     return {
         **run_dir.software_versions(),
-        "command": request.program.command_words(),
+        "command": request.options.program.command_words(),
         "attempt": attempt,
         "cluster": {
             "name": request.cluster.name,
@@ -264,10 +306,10 @@ def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> di
             "nodes": [{"name": name, "workers": members} for name, members in ranks.items()],
         },
         "world_size": group.world_size,
-        **request.worker_options.to_record(),
-        "mode": request.mode,
+        **request.options.worker_options.to_record(),
+        "mode": request.options.mode,
         "elastic": str(request.elastic) if request.elastic else None,
-        "spares": request.num_spares,
+        "spares": request.options.num_spares,
         "lab": request.node_context.lab_name,
         "lab_quotas": request.node_context.quota_kind,
     }
