@@ -81,6 +81,9 @@ class HostPort:
     port: int
     """Port that was free on its node when it was chosen; for rank 0 the MASTER_PORT."""
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:

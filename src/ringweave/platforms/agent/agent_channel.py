@@ -81,7 +81,7 @@ class RendezvousResult:
     @property
     def server_text(self) -> str:
         """`host:port` of each parameter server, separated by commas."""
-        return ",".join(f"{each.host}:{each.port}" for each in self.servers)
+        return ",".join(map(str, self.servers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
