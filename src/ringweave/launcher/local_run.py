@@ -296,7 +296,9 @@ def _build_group(
     )
     hidden = {} if request.shares_cluster_file else {environment.CLUSTER: "", environment.NODE: ""}
     workers = [
-        replace(each, environ={**each.environ, **request.node_context.node_environ(each.node), **hidden})
+        replace(
+            each, environ={**each.environ, **request.node_context.node_environ(each.node, each.local_rank), **hidden}
+        )
         for each in group.workers
     ]
     if coordinators is not None:

@@ -420,7 +420,7 @@ def _build_node_group(
         cpus=cpus,
     )
     workers = [
-        replace(each, environ={**each.environ, **assignment.node_context.node_environ(each.node)})
+        replace(each, environ={**each.environ, **assignment.node_context.node_environ(each.node, each.local_rank)})
         for each in group.workers
     ]
     return replace(group, workers=tuple(workers))
