@@ -17,7 +17,7 @@ from ringweave import ports, topology
 from ringweave.cli.echo import echo
 from ringweave.environment import EXACT, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
-from ringweave.jobs import worker_options
+from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import local_run, run_dir, scale_requests, workers
@@ -216,8 +216,6 @@ def _check_schedule(name: str | None) -> None:
 
 def _check_mode(name: str | None) -> None:
     if name is not None:
-        from ringweave.planning import modes  # brings numpy as well
-
         modes.check_mode(name, where="--mode")
 
 
@@ -243,8 +241,6 @@ def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
 
 
 def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
-    from ringweave.planning import modes
-
     if not is_wanted:
         return False
     may_choose = mode == modes.AUTO and not is_elastic  # elastic jobs choose no server themselves
