@@ -52,7 +52,7 @@ FLAGS = {
 }
 EXPELLING = ("elastic", "ps-hra")
 """Kinds in which a worker is killed first, so that its certificate is revoked."""
-NUM_IDLE, RATE, NUM_SLOW, HOLD_S, STEP_S = 2000, 10_000, 200, 2.0, 0.05
+NUM_IDLE, RATE, NUM_SLOW, HOLD_S, STEP_S = 2000, 10_000, 200, 1.0, 0.05
 AS_NOBODY, NOBODY, STRANGER, SSH = "as-nobody", 65534, "10.99.250.1", 22
 CLUSTER = "name: strangers\nnodes:\n  - {name: n, nic: 1Gbit/s, devices: 1, count: 2}\nlatency: 50us\n"
 READ_NOTHING = {"certificate", "revoked", "handshake", "deadline", "connection", "full", "identity"}
@@ -143,6 +143,7 @@ def examine(kind: str, place: Place, seconds: float) -> dict[str, Any]:
         for name in ("idle", "slow", "connects"):
             length_s = seconds if name == "connects" else min(10.0, seconds)
             row[name] = measure_flood(place, name, [(place.own_address, unrelated)], ports, length_s)
+            print(kind, name, json.dumps(row[name]), flush=True)
             steps = row[name]["steps"]
             usual = row[name]["steps_unrelated"]
             if not steps["num"] or steps["longest_s"] > max(2 * usual["median_s"], usual["longest_s"]):
@@ -593,6 +594,7 @@ def become_nobody() -> None:
     """Become another user, who may not even read this Python; what is needed is loaded before."""
     import ringweave.membership.messages  # noqa: F401
 
+    call_as("no certificate", None, ("localhost", 1))
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -656,8 +658,10 @@ def call_as_member(credentials: Any, target: Target) -> str:
             with rpc.RpcClient.connect(*target, authentication, role=role, timeout_s=4.0) as client:
                 if role != "coordinator":
                     return "admitted"
-                order = client.call(MembershipWatch(revision=0), timeout_s=4.0).message.directive
-                return "told that it is expelled" if order.is_evicted else "admitted"
+                update = client.call(MembershipWatch(revision=0), timeout_s=4.0).message
+                if not update.is_active and update.directive.membership is None and not update.directive.is_evicted:
+                    return "not known to a standby"
+                return "told that it is expelled" if update.directive.is_evicted else "admitted"
         except RefusedError as error:
             if "no member any more" in str(error):
                 return "refused"

@@ -258,6 +258,11 @@ class LimitedListener:
         """True until it is closed."""
         return self._listener.fileno() >= 0
 
+    @property
+    def is_in_use(self) -> bool:
+        """True until it is closed and all it has accepted has ended; keep it so long: a loop keeps no task alive."""
+        return self.is_open or bool(self._tasks)
+
     def start(self) -> None:
         """Accept connections from now on; in the thread of the loop."""
         self._loop.add_reader(self._listener, self._accept)

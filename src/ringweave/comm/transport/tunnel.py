@@ -161,7 +161,7 @@ class Tunnel:
                 sock.close()
 
         forwarder = Forwarder(listener, self._loop, serve_one)
-        self._forwarders = [each for each in self._forwarders if each.is_open]
+        self._forwarders = [each for each in self._forwarders if each.is_in_use]
         self._forwarders.append(forwarder)
         self._loop.call_soon_threadsafe(forwarder.start)
         return forwarder
