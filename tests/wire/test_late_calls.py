@@ -7,7 +7,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError
-from tests.wire.parts import Add, Gate, Wait, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Gate, Wait, connect, serving, trust
 
 
 def test_a_call_that_cannot_even_begin_costs_nobody_the_connection(authority: rpc.CertificateAuthority) -> None:

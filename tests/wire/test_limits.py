@@ -6,7 +6,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, MessageError, RpcError
-from tests.wire.parts import Add, Events, Gate, Wait, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Events, Gate, Wait, connect, serving, trust
 
 
 def test_more_than_the_server_takes_is_refused_before_it_is_sent(authority: rpc.CertificateAuthority) -> None:

@@ -15,7 +15,7 @@ from ringweave import ports, topology
 from ringweave.cli.echo import echo
 from ringweave.environment import EXACT, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
-from ringweave.jobs import worker_options
+from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import local_run, scale_requests, workers
@@ -165,8 +165,6 @@ def _check_schedule(name: str | None) -> None:
 
 def _check_mode(name: str | None) -> None:
     if name is not None:
-        from ringweave.planning import modes  # brings numpy as well
-
         modes.check_mode(name, where="--mode")
 
 
@@ -181,8 +179,6 @@ def _check_spares(options: RunOptions) -> None:
 
 
 def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
-    from ringweave.planning import modes
-
     mode = options.mode
     may_choose = mode == modes.AUTO and not is_elastic  # elastic jobs choose no server themselves
     if options.has_standby and not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):

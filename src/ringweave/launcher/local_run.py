@@ -286,7 +286,7 @@ def _build_group(
         request.node_context.pick_address(nodes[first_index].name),
         num_cpus=len(os.sched_getaffinity(0)),
         common_environment=options.apply_to(environment_of_run),
-        node_environ=lambda node: {**request.node_context.node_environ(node), **hidden},
+        node_environ=lambda node, device: {**request.node_context.node_environ(node, device), **hidden},
         order=options.order,
     )
     if coordinators is None:

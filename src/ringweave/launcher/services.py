@@ -14,6 +14,7 @@ from pathlib import Path
 from ringweave import rpc, telemetry
 from ringweave.errors import LaunchError, RpcError
 from ringweave.files import file_io
+from ringweave.jobs import modes
 from ringweave.launcher import bootstrap
 from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.restarts import RestartPolicy
@@ -507,10 +508,10 @@ class JobServer(ServiceProcesses):
         Raises:
             LaunchError: There is no free port.
         """
-        from ringweave.planning import group_planner, modes
-
         if mode not in (*modes.SERVER_MODES, modes.AUTO) or (mode == modes.AUTO and cluster.num_nodes == 1):
             return None
+        from ringweave.planning import group_planner  # brings numpy, for which most runs need not wait
+
         best_node = group_planner.find_best_connected(cluster).node
         others = [node.name for node in cluster.nodes if node.name != best_node]
         nodes = [best_node, *([*others, best_node][:1] if has_standby else ())]

@@ -137,7 +137,7 @@ def build_worker_group(
     *,
     num_cpus: int,
     common_environment: WorkerEnvironment,
-    node_environ: Callable[[str], Mapping[str, str]] = lambda node: {},
+    node_environ: Callable[[str, int], Mapping[str, str]] = lambda node, local_rank: {},
     order: RankOrder = BLOCK_ORDER,
 ) -> WorkerGroup:
     """Build a group of one worker per device; ranks follow the devices in the given order.
@@ -148,7 +148,7 @@ def build_worker_group(
         master_address: MASTER_ADDR and MASTER_PORT.
         num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
         common_environment: ringweave's variables of all workers; the node is filled in for each.
-        node_environ: Name of a node -> further variables of its workers.
+        node_environ: Name of a node and local rank -> further variables of the worker there.
         order: Order in which the devices get ranks.
 
     Returns:
@@ -164,7 +164,7 @@ def build_worker_group(
             environ={
                 **shared,
                 **_own_variables(global_rank, local_rank, node_index, nodes[node_index], common_environment),
-                **node_environ(nodes[node_index].name),
+                **node_environ(nodes[node_index].name, local_rank),
             },
         )
         for global_rank, (node_index, local_rank) in enumerate(slots)

@@ -26,7 +26,7 @@ from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node
 from ringweave.rpc import CertificateAuthority
 from ringweave.training.elastic import member_details
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 CONFIG = JobConfig(
     job="job", device="cpu", mode="ps-hra", nodes=(NodeConfig(index=0, name="a", workers=1),), script="s.py"

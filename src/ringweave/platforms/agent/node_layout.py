@@ -76,7 +76,7 @@ def node_worker_group(
     run_dir: "RunDir",
     program: WorkerProgram,
     cpus: int,
-    node_environ: Callable[[str], Mapping[str, str]] = lambda node: {},
+    node_environ: Callable[[str, int], Mapping[str, str]] = lambda node, local_rank: {},
 ) -> WorkerGroup:
     """Return the workers of one node, with their ranks in the whole job.
 
@@ -87,7 +87,7 @@ def node_worker_group(
         run_dir: Run directory of this round on this node; contains the cluster file.
         program: Program of the workers.
         cpus: CPUs for each worker (OMP_NUM_THREADS).
-        node_environ: Name of a node -> further variables of its workers.
+        node_environ: Name of a node and local rank -> further variables of the worker there.
     """
     options = config.worker_options
     common = WorkerEnvironment(

@@ -25,7 +25,7 @@ from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import host_runtime, join_protocol, quorum_election
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
-from ringweave.platforms.hosts.join_protocol import JoinListener
+from ringweave.platforms.hosts.join_protocol import JoinListener, print_refusal
 from ringweave.platforms.hosts.messages import (
     COMMAND_ROLE,
     HOST_ROLE,
@@ -204,6 +204,7 @@ class HostService:
             self.authentication,
             self._handlers(),
             roles=(HOST_ROLE, COMMAND_ROLE),
+            write_event=print_refusal,
             on_handler_error=_print_handler_error,
             on_peer_exit=self._peer_exited,
         )
