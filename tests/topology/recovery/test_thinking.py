@@ -26,7 +26,8 @@ from ringweave.topology.inference.observations import (
     opposite_cut,
 )
 from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit
-from tests.topology.recovery.simulated import Network, measure, visible_edges
+from ringweave_bench.visible_edges import visible_edges
+from tests.topology.recovery.simulated import Network, measure
 from tests.topology.recovery.test_survey import FOUR_RACKS, MBIT, TWO_RACKS
 
 AT_THE_START = SurveyLimits(num_rounds=8, num_trials=32)
