@@ -11,8 +11,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import LaunchError
-from ringweave.launcher.membership_history import MembershipHistory
 from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.restarts import MembershipHistory
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import (
     CoordinatorPair,

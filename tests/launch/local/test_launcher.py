@@ -12,10 +12,9 @@ import pytest
 from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launcher import processes
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.output import OutputConsole, WorkerStream
 from ringweave.launcher.processes import LocalLauncher
-from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher.workers import WorkerExit, WorkerGroup, WorkerSpec
 from tests.launch.conftest import is_gone
 from tests.polling import wait_until
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ringweave.errors import LaunchError
+from ringweave.files.file_io import replace_text
 from ringweave.jobs.states import JobState
-from ringweave.platforms.local.job_folder import replace_text
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.controller import CONTROLLER_RETRY_S, SlurmController, grant_from_environment
 from ringweave.platforms.slurm.job_runtime import SlurmJobRuntime

@@ -96,6 +96,22 @@ def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
         assert "certificate has expired" in events.wait_reason("certificate")["text"]
 
 
+def test_an_expelled_process_is_refused_although_its_certificate_is_valid(
+    authority: rpc.CertificateAuthority, events: Events
+) -> None:
+    revoked = {"1.0"}
+    with serving(
+        trust(authority, "server", "0"), write_event=events, is_revoked=lambda peer: peer.name in revoked
+    ) as server:
+        connect(server, trust(authority, "worker", "1.1")).close()
+        refused(
+            server,
+            trust(authority, "worker", "1.0"),
+            r"certificate: 'that of ringweave://job1/worker/1.0, which is no member any more', expected one of a",
+        )
+        events.wait_reason("revoked")
+
+
 def test_no_certificate_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

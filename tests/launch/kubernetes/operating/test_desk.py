@@ -21,7 +21,7 @@ from ringweave.platforms.agent.agent_channel import (
     dump_status,
 )
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.kubernetes import api_client, credential_secrets, names, objects, pod_status
+from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
 from ringweave.platforms.kubernetes.agent_gateway import TOKEN_REREAD_INTERVAL_S, AgentGateway
 from ringweave.platforms.kubernetes.agent_main import GatewayChannel
 from ringweave.platforms.kubernetes.agent_main import GatewayClient as Address
@@ -229,7 +229,7 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
     office.note()
     address = office.address()
     wait_until(lambda: address.request("PUT", "status", "{}")[0] == 400)
-    body = credential_secrets.credential_secret(
+    body = objects.credential_secret(
         office.owner, names.credential_pool_name(office.name, 0), (2, 1), {"worker-0.0": "zero"}
     )
     office.run(office.client.create(api_client.SECRETS, "default", body))
@@ -243,9 +243,7 @@ def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(offi
     wait_until(lambda: address.request("PUT", "credentials/1/0", "{}")[0] == 409)
     assert address.request("PUT", "credentials/1/0", "[]")[0] == 400
     issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
-    body = credential_secrets.credential_secret(
-        office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued
-    )
+    body = objects.credential_secret(office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued)
     office.run(office.client.create(api_client.SECRETS, "default", body))
     # Each is another agent's: what one has taken none gets again.
     taken = [office.channel().take_credentials(1, "worker-0").identity.name for _ in range(2)]
