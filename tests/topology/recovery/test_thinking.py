@@ -45,7 +45,6 @@ def many(num_nodes: int, more: str = "") -> Cluster:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_nodes", [100, 400])
 def test_many_nodes_are_known_by_their_nics_alone(num_nodes: int) -> None:
     truth = many(num_nodes, "{name: slow, nic: 50Mbit/s, devices: 1}")
