@@ -10,8 +10,8 @@ that say a byte per second. Before each, an equal flood calls a port in the run'
 the run. Measured: the longest train step of any rank. Then callers with no, foreign, another job's, an expired and a
 revoked certificate come to each port.
 
-Exit code 1 if a worker ends, a step takes more than twice the longest beside the unrelated flood, descriptors stay open,
-a caller is admitted, or a refusal is not in the log.
+Exit code 1 if a worker ends, a step takes more than twice the longest beside the unrelated flood, descriptors stay
+open, a caller is admitted, or a refusal is not in the log.
 """
 
 import argparse
