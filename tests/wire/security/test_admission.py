@@ -9,7 +9,8 @@ from ringweave import rpc
 from ringweave.errors import DeadlineError, RefusedError, RpcError, UsageError
 from ringweave.rpc.tls import CERTIFICATE_LIFETIME, utc_now
 from ringweave.telemetry import EventLog, read_events
-from tests.wire.parts import Add, Events, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Events, connect, serving, trust
 
 
 def test_members_of_a_job_talk_and_know_each_other(authority: rpc.CertificateAuthority, events: Events) -> None:

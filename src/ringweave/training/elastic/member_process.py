@@ -17,11 +17,11 @@ from ringweave.comm import default_group, generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
+from ringweave.jobs import modes
 from ringweave.membership import messages
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.messages import Join
-from ringweave.planning import modes
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
 from ringweave.training import timing
