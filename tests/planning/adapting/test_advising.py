@@ -36,6 +36,9 @@ def test_it_tries_the_best_beside_the_host_library_and_keeps_the_fastest() -> No
     assert tuned["schedule"] == taken[-1]
     assert tuned["predicted_s"][NATIVE] is None
     assert all(seconds > 0 for seconds in tuned["measured_s"].values())
+    assert 4 < tuned["trials"] < 30
+    seconds = [world.seconds(name, SIZE) for name in taken[: tuned["trials"]]]
+    assert tuned["trials_s"] == pytest.approx(sum(seconds), rel=0.1)
 
 
 def test_what_simulations_say_is_tried_beside_the_plans_own_choice() -> None:
