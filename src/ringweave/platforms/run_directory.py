@@ -98,16 +98,19 @@ class RunDirectoryPlatform(Platform):
         return self._read_logs(_require_run_dir(name), which)
 
     def _read_logs(self, directory: RunDir, which: LogQuery) -> Iterator[LogLine]:
-        nodes = {rank: name for name, ranks in _ranks_by_node(_read_record(directory)).items() for rank in ranks}
-        readers: dict[int, telemetry.LineReader] = {}
+        by_node = _ranks_by_node(_read_record(directory))
+        nodes: dict[int | None, str] = {rank: name for name, ranks in by_node.items() for rank in ranks}
+        readers: dict[int | None, telemetry.LineReader] = {}
         while True:
             is_over, has_news = not which.follow or not run_dir.is_run_dir_held(directory), False
-            for rank, path in directory.logs_by_rank().items():
-                if which.rank in (None, rank) and which.node in (None, nodes.get(rank)) and which.attempt in (None, 1):
+            paths: dict[int | None, Path] = {} if which.events == "none" else {None: directory.events}
+            for rank, path in {**paths, **({} if which.events == "only" else directory.logs_by_rank())}.items():
+                node = nodes.get(rank, "")
+                if which.rank in (None, rank) and which.node in (None, node) and which.attempt in (None, 1):
                     for line in readers.setdefault(rank, telemetry.LineReader(path)).read_new():
                         has_news = True
                         text = line.decode(errors="replace").rstrip("\n")
-                        yield LogLine(node=nodes.get(rank, ""), attempt=1, round=1, rank=rank, text=text)
+                        yield LogLine(node=node, attempt=1, round=1, rank=rank, text=text, is_event=rank is None)
             if is_over and not has_news:
                 return
             self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)

@@ -22,6 +22,7 @@ from ringweave.errors import JobError, LaunchError, RemoteError, RpcError, expla
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.api import LOG_FILES, EventLines
 from ringweave.platforms.hosts import join_protocol
 from ringweave.platforms.hosts.messages import (
     HOST_ROLE,
@@ -39,6 +40,8 @@ from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 from ringweave.relayed_address import is_relayed
 
+EVENTS_KEY = "events"
+"""In place of a rank in the key of an event log."""
 MAX_LOG_ANSWER_BYTES = 4 * 2**20
 """Upper limit of the log text in one answer."""
 LOCAL_CALL_TIMEOUT_S = 8.0
@@ -301,17 +304,20 @@ def is_run_process(process: psutil.Process) -> bool:
     return not {SERVICE_MODULE, RELAY_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
 
 
-def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[list[list[Any]], bytes]:
+def read_new_logs(
+    folder: HostFolder, positions: Mapping[str, int], events: EventLines = "none"
+) -> tuple[list[list[Any]], bytes]:
     """Return the new text of each log, as `[log, end, number of bytes]` and the bytes one after the other.
 
     Args:
         folder: Folder of the run.
-        positions: `NODE/ATTEMPT/ROUND/RANK` -> position in bytes.
+        positions: `NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> position in bytes.
+        events: Whether to return also event logs, or these only.
     """
     pieces: list[list[Any]] = []
-    content = b""
-    for path in sorted((folder.job.root / "runs").glob("*/*/round-*/logs/rank-*.log")):
-        node, attempt, round_ = path.parts[-5:-2]
+    content, runs = b"", folder.job.root / "runs"
+    for path in sorted(path for each in LOG_FILES[events] for path in runs.glob(f"*/*/round-*/{each}")):
+        node, attempt, round_ = path.relative_to(runs).parts[:3]
         key = f"{node}/{attempt}/{round_.removeprefix('round-')}/{path.stem.removeprefix('rank-')}"
         start = positions.get(key, 0)
         with path.open("rb") as log:
@@ -332,10 +338,11 @@ class HostLogReader:
         self._folder = folder
         self._clients: dict[int, rpc.RpcClient] = {}
 
-    def read(self, host: int, positions: Mapping[str, int]) -> tuple[LogPieces, bytes]:
+    def read(self, host: int, positions: Mapping[str, int], events: EventLines = "none") -> tuple[LogPieces, bytes]:
         """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
+        message = ReadLogs(positions=dict(positions), events=events)
         try:
-            reply = self._client(host).call(ReadLogs(positions=dict(positions)), timeout_s=LOCAL_CALL_TIMEOUT_S)
+            reply = self._client(host).call(message, timeout_s=LOCAL_CALL_TIMEOUT_S)
         except (RpcError, OSError):
             self._clients.pop(host, None)
             return LogPieces(), b""

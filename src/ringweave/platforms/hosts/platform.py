@@ -14,7 +14,7 @@ from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, submission
-from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, Submission
+from ringweave.platforms.api import EventLines, EventView, JobView, LogLine, LogQuery, Platform, Submission
 from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import RunStatus, RunStatusRequest, RunVerb
@@ -47,8 +47,8 @@ class RunAccess(Protocol):
         """
         ...
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
-        """Return the new text of the logs of each host that answers."""
+    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+        """Return the new text of the logs, and of event logs if wanted, of each host that answers."""
         ...
 
 
@@ -82,17 +82,16 @@ class StartedRunAccess:
             else:
                 return
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
-        found = [self._read_logs(index, positions) for index in range(len(self._open))]
-        joined = [self._read_logs(0, positions, host=host) for host, _ in self._known.joining]
+    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+        wanted = {"run_id": self._known.run_id, "positions": positions, "events": events}
+        found = [self._read_logs(index, wanted) for index in range(len(self._open))]
+        joined = [self._read_logs(0, wanted, host=host) for host, _ in self._known.joining]
         return [*found, *joined]
 
-    def _read_logs(self, index: int, positions: dict[str, int], host: int | None = None) -> LogPiecesOfHost:
+    def _read_logs(self, index: int, wanted: Mapping[str, Any], host: int | None = None) -> LogPiecesOfHost:
         """Return the new text of a host, or of one that has joined, over this one."""
         with contextlib.suppress(LaunchError):
-            answer, content = self._connection(index).call_for_bytes(
-                "logs", run_id=self._known.run_id, positions=positions, host=host
-            )
+            answer, content = self._connection(index).call_for_bytes("logs", host=host, **wanted)
             return answer["pieces"], content
         return (), b""
 
@@ -146,15 +145,17 @@ class HostRunAccess:
             what = f"{verb} of run {self.read_entry().name}"
             raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
         return [
-            host_runtime.read_new_logs(self._folder, positions) if host == own else self._read_other(host, positions)
+            host_runtime.read_new_logs(self._folder, positions, events)
+            if host == own
+            else self._read_other(host, positions, events)
             for host in range(len(self._folder.load_entry().hosts))
         ]
 
-    def _read_other(self, host: int, positions: dict[str, int]) -> LogPiecesOfHost:
-        answer, content = self._others.read(host, positions)
+    def _read_other(self, host: int, positions: dict[str, int], events: EventLines) -> LogPiecesOfHost:
+        answer, content = self._others.read(host, positions, events)
         return answer.pieces, content
 
 
@@ -228,7 +229,7 @@ class HostsPlatform(Platform):
         while True:
             is_over = not which.follow or _is_over(access)
             has_news = False
-            for pieces, content in access.read_logs(positions):
+            for pieces, content in access.read_logs(positions, which.events):
                 for key, end, text in host_runtime.split_pieces(pieces, content):
                     positions[key], has_news = end, True
                     yield from _log_lines(key, text, rests, which)
@@ -298,8 +299,14 @@ def _log_lines(key: str, text: bytes, rests: dict[str, bytes], which: LogQuery) 
     """Yield the whole lines of a log that the query wants; what is left of the last one is kept."""
     node, attempt, round_, rank = key.split("/")
     *whole, rests[key] = (rests.get(key, b"") + text).split(b"\n")
-    is_wanted = which.node in (None, node) and which.rank in (None, int(rank)) and which.attempt in (None, int(attempt))
+    number = None if rank == host_runtime.EVENTS_KEY else int(rank)
+    is_wanted = which.node in (None, node) and which.rank in (None, number) and which.attempt in (None, int(attempt))
     for line in whole if is_wanted else ():
         yield LogLine(
-            node=node, attempt=int(attempt), round=int(round_), rank=int(rank), text=line.decode(errors="replace")
+            node=node,
+            attempt=int(attempt),
+            round=int(round_),
+            rank=number,
+            text=line.decode(errors="replace"),
+            is_event=number is None,
         )

@@ -28,12 +28,13 @@ FOLLOW_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class _LogSource:
-    """Log of one worker in one round; sorts in the order of output."""
+    """Log of one worker, or event log, in one round; sorts in the order of output."""
 
     attempt: int
     round: int
     node: str
     rank: int
+    """-1: the event log."""
     path: Path
 
 
@@ -62,8 +63,9 @@ class _LogReader:
                 node=self.source.node,
                 attempt=self.source.attempt,
                 round=self.source.round,
-                rank=self.source.rank,
+                rank=None if self.source.rank < 0 else self.source.rank,
                 text=line.decode(errors="replace"),
+                is_event=self.source.rank < 0,
             )
 
 
@@ -91,13 +93,14 @@ def read_job_logs(
 
 
 def _log_sources(folder: JobFolder, which: LogQuery) -> Iterator[_LogSource]:
+    patterns = api.LOG_FILES[which.events]
     try:
-        paths = list((folder.root / "runs").glob("*/*/round-*/logs/rank-*.log"))
+        paths = [path for each in patterns for path in (folder.root / "runs").glob(f"*/*/round-*/{each}")]
     except FileNotFoundError:  # the job is being removed
         return
     for path in paths:
-        node, attempt, round_, _, name = path.parts[-5:]
-        rank = int(name.removeprefix("rank-").removesuffix(".log"))
+        node, attempt, round_ = path.relative_to(folder.root / "runs").parts[:3]
+        rank = -1 if path.suffix == ".jsonl" else int(path.stem.removeprefix("rank-"))
         is_wanted = which.node in (None, node) and which.rank in (None, rank)
         if is_wanted and which.attempt in (None, int(attempt)):
             number = int(round_.removeprefix("round-"))
