@@ -259,10 +259,10 @@ def parse_event(line: bytes, unread: UnreadRecords | None = None) -> Event | Non
         event = file_io.parse_json(line.decode("utf-8", errors="replace"), MAX_LINE_BYTES)
     except ValueError:
         event = None
-    is_event = isinstance(event, dict) and isinstance(event.get("kind"), str)
-    if is_event:
+    flaw = "truncated, or no JSON object with a kind"
+    if isinstance(event, dict) and isinstance(event.get("kind"), str):
         event = add_later_fields(event)
-    flaw = find_flaw(event) if is_event else "truncated, or no JSON object with a kind"
+        flaw = find_flaw(event)
     if flaw and unread is not None:
         unread.add(flaw)
     return None if flaw else event
