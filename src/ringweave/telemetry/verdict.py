@@ -18,6 +18,8 @@ MIN_COST = 0.05
 """Fraction of the time from which on a loss is named."""
 MIN_LINK_COST = 0.2
 """The same for the time of transfers by links that are alike, which no run is without."""
+MIN_TRIALS_COST = 0.1
+"""The same for trials of schedules, which no first run over several nodes is without; they cost a long run little."""
 MIN_STEPS = 20
 """Number of steps from which on there is a verdict; in fewer, starting counts for much."""
 _MIN_WINDOWS = 3
@@ -519,7 +521,8 @@ def _trials(events: Sequence[Event]) -> list[Loss]:
     remedy = "Keep the tuning cache (XDG_CACHE_HOME/ringweave/tuning) from run to run: what it has is not tried again"
     remedy += f"; or ringweave run --schedule {winners.pop()}." if len(winners) == 1 else "."
     cost = excess_s / total_s
-    return [Loss(cause="trials", rank=None, cost=cost, evidence=evidence, remedy=remedy, gain=cost)]
+    loss = Loss(cause="trials", rank=None, cost=cost, evidence=evidence, remedy=remedy, gain=cost)
+    return [loss] if cost >= MIN_TRIALS_COST else []
 
 
 def _excess_s(tuned: Event) -> float:
