@@ -310,7 +310,7 @@ def follow(source: RunSource, holds: Callable[[dict[str, Any]], object]) -> dict
         source.poll()
         return holds(source.sections())
 
-    polling.poll_until(is_seen, source.sections, 20.0)
+    polling.wait_until(is_seen, source.sections, 60.0)
     return source.sections()
 
 

@@ -21,10 +21,16 @@ import psutil
 from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launcher import bootstrap, guard, spares
-from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
 from ringweave.launcher.spares import ForkedProcess, Spare, SparePool, SpareRules
-from ringweave.launcher.workers import USER_CONTROLLED_VARIABLES, WorkerGroup, WorkerProgram, WorkerSpec
+from ringweave.launcher.workers import (
+    USER_CONTROLLED_VARIABLES,
+    WorkerExit,
+    WorkerGroup,
+    WorkerProgram,
+    WorkerSpec,
+    WorkerState,
+)
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_POLL_S = 0.05

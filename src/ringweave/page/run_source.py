@@ -127,7 +127,7 @@ class RunSource:
         ]
         rows = sections["events"]["rows"]
         sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
-        if not self._model.num_events:
+        if not sections["counts"]["events"]:
             sections["left_out"] = [self._missing_log_text()]
             sections["progress"] |= self._node_progress()
         return sections | {"head": self._head(), "logs": self._logs.document()}

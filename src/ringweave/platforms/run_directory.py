@@ -18,7 +18,7 @@ from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms import submission
+from ringweave.platforms import job_logs, submission
 from ringweave.platforms.api import AttemptView, EventView, JobView, LogLine, LogQuery, NodeView, Platform, Submission
 from ringweave.platforms.local import job_folder
 from ringweave.telemetry import Event
@@ -26,7 +26,6 @@ from ringweave.telemetry import Event
 PLATFORM = "runs"
 RUNS_FOLDER = Path("runs")
 """Folder below the current one in which `ringweave run` makes run directories."""
-FOLLOW_INTERVAL_S = 0.2
 _STATES = {
     "running": JobState.RUNNING,
     "done": JobState.SUCCEEDED,
@@ -95,25 +94,20 @@ class RunDirectoryPlatform(Platform):
         return view_run(directory, name, self._requester)
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
-        return self._read_logs(_require_run_dir(name), which)
+        directory = _require_run_dir(name)
+        nodes = {rank: name for name, ranks in _ranks_by_node(_read_record(directory)).items() for rank in ranks}
 
-    def _read_logs(self, directory: RunDir, which: LogQuery) -> Iterator[LogLine]:
-        by_node = _ranks_by_node(_read_record(directory))
-        nodes: dict[int | None, str] = {rank: name for name, ranks in by_node.items() for rank in ranks}
-        readers: dict[int | None, telemetry.LineReader] = {}
-        while True:
-            is_over, has_news = not which.follow or not run_dir.is_run_dir_held(directory), False
-            paths: dict[int | None, Path] = {} if which.events == "none" else {None: directory.events}
-            for rank, path in {**paths, **({} if which.events == "only" else directory.logs_by_rank())}.items():
-                node = nodes.get(rank, "")
-                if which.rank in (None, rank) and which.node in (None, node) and which.attempt in (None, 1):
-                    for line in readers.setdefault(rank, telemetry.LineReader(path)).read_new():
-                        has_news = True
-                        text = line.decode(errors="replace").rstrip("\n")
-                        yield LogLine(node=node, attempt=1, round=1, rank=rank, text=text, is_event=rank is None)
-            if is_over and not has_news:
-                return
-            self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
+        def find_logs() -> list[tuple[str, Path]]:
+            events = [] if which.events == "none" else [(f"/1/1/{job_logs.EVENTS}", directory.events)]
+            ranks = {} if which.events == "only" else directory.logs_by_rank()
+            return [*events, *((f"{nodes.get(rank, '')}/1/1/{rank}", path) for rank, path in ranks.items())]
+
+        return job_logs.follow_logs(
+            lambda positions: job_logs.read_new_text(find_logs(), positions),
+            which,
+            is_over=lambda: not run_dir.is_run_dir_held(directory),
+            sleep=self._sleep,
+        )
 
 
 def view_run(directory: RunDir, name: str, requester: str, *, reads_events: bool = True) -> JobView:

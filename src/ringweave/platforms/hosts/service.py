@@ -22,10 +22,10 @@ from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError,
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
-from ringweave.platforms.hosts import host_runtime, join_protocol, leadership_record, quorum_election
+from ringweave.platforms.hosts import host_runtime, join_protocol, quorum_election
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
-from ringweave.platforms.hosts.join_protocol import JoinListener
+from ringweave.platforms.hosts.join_protocol import JoinListener, print_refusal
 from ringweave.platforms.hosts.messages import (
     COMMAND_ROLE,
     HOST_ROLE,
@@ -204,6 +204,7 @@ class HostService:
             self.authentication,
             self._handlers(),
             roles=(HOST_ROLE, COMMAND_ROLE),
+            write_event=print_refusal,
             on_handler_error=_print_handler_error,
             on_peer_exit=self._peer_exited,
         )
@@ -527,7 +528,7 @@ class HostService:
 
     def _handle_leadership(self, call: RpcCall) -> rpc.RpcMessage:
         if self._leadership.holds_lease(self._clock()):
-            return leadership_record.commit_record(call.message, self._change_entry)
+            return host_runtime.commit_leadership(call.message, self._change_entry)
         return self._ask_leader(call)
 
     def _ask_leader(self, call: RpcCall) -> rpc.RpcMessage:
