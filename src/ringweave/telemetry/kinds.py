@@ -665,6 +665,11 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "refusals": "refusals since the last event of this reason and host, this one included",
         },
     ),
+    "records_gone": EventKind(
+        meaning="Older events than the next ones are gone: the limits of the event log were reached.",
+        written_by="process that removes them; a reader that has missed some adds one",
+        fields={"records": "how many"},
+    ),
     **FAULT_KINDS,
 }
 
@@ -680,6 +685,8 @@ _MARKDOWN_HEAD = """# Events
 `RUN_DIR/events.jsonl` holds one JSON object per line. Every event has `time` (seconds since 1970) and `kind`; the other
 fields are those of its kind, all of them always present. Lines are appended whole, by several processes; a process that
 is killed while it writes may leave one torn line, which readers skip. A further attempt in the same directory appends.
+Its size is [limited](../how-to/see-what-goes-on.md#limits-of-logs): full files are set aside, and of the oldest events
+measured windows are merged and all others kept.
 
 This page is generated from `src/ringweave/telemetry/kinds.py`; `python tools/reference_pages.py` writes it.
 

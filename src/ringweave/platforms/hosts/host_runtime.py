@@ -19,7 +19,7 @@ import psutil
 
 from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RpcError, explain
-from ringweave.files import file_io
+from ringweave.files import rotation
 from ringweave.jobs import records
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.hosts import join_protocol
@@ -46,6 +46,7 @@ JOINER_PROBE_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 100.0
 START_TIMEOUT_S = 15.0
 MAX_FETCHED_FILE_BYTES = 64 * 2**20
+MAX_FETCHED_BYTES = 512 * 2**20
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
 RELAY_MODULE = "ringweave.platforms.hosts.relay"
@@ -243,7 +244,7 @@ def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: fl
         if not job_folder.is_lock_held(folder.service_lock):
             break
         time.sleep(0.02)
-    lines = file_io.last_lines(folder.service_log)
+    lines = rotation.last_lines(folder.service_log)
     got = lines[-1] if lines else "no listener"
     do = f"Check that {address} is an address of this host, and that port {port} is free"
     raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))
@@ -301,28 +302,29 @@ def is_run_process(process: psutil.Process) -> bool:
     return not {SERVICE_MODULE, RELAY_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
 
 
-def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[list[list[Any]], bytes]:
-    """Return the new text of each log, as `[log, end, number of bytes]` and the bytes one after the other.
+def read_new_logs(folder: HostFolder, positions: Mapping[str, str]) -> tuple[list[list[Any]], bytes]:
+    """Return the new lines of each log, as `[log, cursor, number of bytes]` and the bytes one after the other.
 
     Args:
         folder: Folder of the run.
-        positions: `NODE/ATTEMPT/ROUND/RANK` -> position in bytes.
+        positions: `NODE/ATTEMPT/ROUND/RANK` -> cursor, `rotation.LogCursor`.
     """
     pieces: list[list[Any]] = []
-    content = b""
-    for path in sorted((folder.job.root / "runs").glob("*/*/round-*/logs/rank-*.log")):
+    content = bytearray()
+    for path in rotation.find_logs(folder.job.root / "runs", "*/*/round-*/logs/rank-*.log"):
         node, attempt, round_ = path.parts[-5:-2]
         key = f"{node}/{attempt}/{round_.removeprefix('round-')}/{path.stem.removeprefix('rank-')}"
-        start = positions.get(key, 0)
-        with path.open("rb") as log:
-            log.seek(start)
-            text = log.read(MAX_LOG_ANSWER_BYTES - len(content))
-        if text:
-            pieces.append([key, start + len(text), len(text)])
-            content += text
+        cursor = rotation.parse_cursor(positions[key]) if key in positions else rotation.LOG_START
+        reader, start = rotation.LineReader(path, cursor=cursor), len(content)
+        for line in reader.read_new():
+            content += line
+            if len(content) >= MAX_LOG_ANSWER_BYTES:
+                break
+        if len(content) > start:
+            pieces.append([key, str(reader.cursor), len(content) - start])
         if len(content) >= MAX_LOG_ANSWER_BYTES:
             break
-    return pieces, content
+    return pieces, bytes(content)
 
 
 class HostLogReader:
@@ -332,7 +334,7 @@ class HostLogReader:
         self._folder = folder
         self._clients: dict[int, rpc.RpcClient] = {}
 
-    def read(self, host: int, positions: Mapping[str, int]) -> tuple[LogPieces, bytes]:
+    def read(self, host: int, positions: Mapping[str, str]) -> tuple[LogPieces, bytes]:
         """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
         try:
             reply = self._client(host).call(ReadLogs(positions=dict(positions)), timeout_s=LOCAL_CALL_TIMEOUT_S)
@@ -366,8 +368,8 @@ class HostLogReader:
         return self._clients[host]
 
 
-def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tuple[str, int, bytes]]:
-    """Yield key, new position and text of each piece that `read_new_logs` returned."""
+def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tuple[str, str, bytes]]:
+    """Yield key, new cursor and text of each piece that `read_new_logs` returned."""
     start = 0
     for key, end, size in pieces:
         yield key, end, content[start : start + size]
@@ -375,15 +377,17 @@ def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tu
 
 
 def archive_files(folder: HostFolder) -> bytes:
-    """Return events, run.json, cluster files and logs of this host as a tar archive."""
-    buffer, runs = io.BytesIO(), folder.job.root / "runs"
+    """Return events, run.json, cluster files and logs of this host as a tar archive; of long logs the newest files."""
+    buffer, runs, left = io.BytesIO(), folder.job.root / "runs", MAX_FETCHED_BYTES
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        names = ("events.jsonl", "run.json", "cluster.yaml", "logs/*.log")
+        names = ("run.json", "cluster.yaml", "events.jsonl*", "logs/*.log", "logs/*.log.*")
         paths = [path for name in names for path in runs.glob(f"*/*/round-*/{name}")]
-        paths += runs.glob("*/*/agent.log")
-        for path in [*paths, folder.service_log]:
-            if path.is_file() and path.stat().st_size <= MAX_FETCHED_FILE_BYTES:
-                base = runs if path != folder.service_log else folder.root
+        paths += [*runs.glob("*/*/agent.log*"), *folder.root.glob(f"{folder.service_log.name}*")]
+        for path in paths:
+            size = path.stat().st_size if path.is_file() else 0
+            if path.is_file() and size <= min(left, MAX_FETCHED_FILE_BYTES):
+                left -= size
+                base = runs if path.is_relative_to(runs) else folder.root
                 archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
     return buffer.getvalue()
 

@@ -47,7 +47,7 @@ class RunAccess(Protocol):
         """
         ...
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, str]) -> list[LogPiecesOfHost]:
         """Return the new text of the logs of each host that answers."""
         ...
 
@@ -82,12 +82,12 @@ class StartedRunAccess:
             else:
                 return
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, str]) -> list[LogPiecesOfHost]:
         found = [self._read_logs(index, positions) for index in range(len(self._open))]
         joined = [self._read_logs(0, positions, host=host) for host, _ in self._known.joining]
         return [*found, *joined]
 
-    def _read_logs(self, index: int, positions: dict[str, int], host: int | None = None) -> LogPiecesOfHost:
+    def _read_logs(self, index: int, positions: dict[str, str], host: int | None = None) -> LogPiecesOfHost:
         """Return the new text of a host, or of one that has joined, over this one."""
         with contextlib.suppress(LaunchError):
             answer, content = self._connection(index).call_for_bytes(
@@ -146,14 +146,14 @@ class HostRunAccess:
             what = f"{verb} of run {self.read_entry().name}"
             raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, str]) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
         return [
             host_runtime.read_new_logs(self._folder, positions) if host == own else self._read_other(host, positions)
             for host in range(len(self._folder.load_entry().hosts))
         ]
 
-    def _read_other(self, host: int, positions: dict[str, int]) -> LogPiecesOfHost:
+    def _read_other(self, host: int, positions: dict[str, str]) -> LogPiecesOfHost:
         answer, content = self._others.read(host, positions)
         return answer.pieces, content
 
@@ -223,7 +223,7 @@ class HostsPlatform(Platform):
         return self._read_logs(self._access(name), which)
 
     def _read_logs(self, access: RunAccess, which: LogQuery) -> Iterator[LogLine]:
-        positions: dict[str, int] = {}
+        positions: dict[str, str] = {}
         rests: dict[str, bytes] = {}
         while True:
             is_over = not which.follow or _is_over(access)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.files import rotation
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
@@ -688,6 +689,7 @@ def _print_handler_error(peer: rpc.Identity, kind: str, error: Exception) -> Non
 
 def main(root: Path) -> None:
     """Run the host service of a folder with the inherited lock."""
+    rotation.rotate_own_output()
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     os.chdir("/")

@@ -352,6 +352,8 @@ class HostsRunOptions:
     num_spares: int
     """Number of spares on each host."""
     has_standby: bool
+    log_environ: Mapping[str, str]
+    """Variables of workers that limit logs."""
     python: str | None
     name: str | None
     detach: bool
@@ -465,6 +467,7 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         max_loss_increase=worker_options.max_loss_increase,
         elastic=_elastic_request(options.elastic, hosts.num_workers, options.num_spares),
         standby=options.has_standby,
+        environment=options.log_environ,
         min_per_node=1,
     )
 

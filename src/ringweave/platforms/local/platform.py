@@ -3,13 +3,14 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import platformdirs
 
 from ringweave import topology
 from ringweave.errors import JobError
+from ringweave.files import rotation
 from ringweave.jobs import admission, verbs
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished, with_pending_retry
@@ -36,35 +37,10 @@ class _LogSource:
     rank: int
     path: Path
 
-
-@dataclass(slots=True)
-class _LogReader:
-    """Reads the whole lines that were added since the last read."""
-
-    source: _LogSource
-    position: int = 0
-    rest: bytes = field(default=b"")
-
-    def new_lines(self, *, at_end: bool) -> Iterator[LogLine]:
-        """Yield the new lines; `at_end` includes a last line without a line end."""
-        try:
-            with self.source.path.open("rb") as log:
-                log.seek(self.position)
-                added = log.read()
-        except FileNotFoundError:  # the job is being deleted
-            return
-        self.position += len(added)
-        *whole, self.rest = (self.rest + added).split(b"\n")
-        if at_end and self.rest:
-            whole, self.rest = [*whole, self.rest], b""
-        for line in whole:
-            yield LogLine(
-                node=self.source.node,
-                attempt=self.source.attempt,
-                round=self.source.round,
-                rank=self.source.rank,
-                text=line.decode(errors="replace"),
-            )
+    def line(self, content: bytes) -> LogLine:
+        """Return a line of it."""
+        text = content.removesuffix(b"\n").decode(errors="replace")
+        return LogLine(node=self.node, attempt=self.attempt, round=self.round, rank=self.rank, text=text)
 
 
 def read_job_logs(
@@ -78,13 +54,13 @@ def read_job_logs(
         is_over: Returns whether the job is over.
         sleep: Waits between two polls.
     """
-    readers: dict[_LogSource, _LogReader] = {}
+    readers: dict[_LogSource, rotation.LineReader] = {}
     while True:
         is_over_now = not which.follow or is_over()  # before the last read, so that no line is missed
         for source in _log_sources(folder, which):
-            readers.setdefault(source, _LogReader(source))
+            readers.setdefault(source, rotation.LineReader(source.path))
         for source in sorted(readers):
-            yield from readers[source].new_lines(at_end=is_over_now)
+            yield from map(source.line, readers[source].read_new(at_end=is_over_now))
         if is_over_now:
             return
         sleep(FOLLOW_INTERVAL_S)
@@ -92,7 +68,7 @@ def read_job_logs(
 
 def _log_sources(folder: JobFolder, which: LogQuery) -> Iterator[_LogSource]:
     try:
-        paths = list((folder.root / "runs").glob("*/*/round-*/logs/rank-*.log"))
+        paths = rotation.find_logs(folder.root / "runs", "*/*/round-*/logs/rank-*.log")
     except FileNotFoundError:  # the job is being removed
         return
     for path in paths:
