@@ -39,6 +39,7 @@ from ringweave.telemetry import RunTail
 from ringweave.telemetry.run_metrics import RunMetrics
 
 LIMITS: Mapping[str, Callable[[float], float]] = {
+    "memory_mb": lambda median: max(2.0, 0.02 * median),
     "pss_mb": lambda median: max(2.0, 0.02 * median),
     "descriptors": lambda median: 1.0,
     "threads": lambda median: 1.0,
@@ -171,13 +172,20 @@ class Samples:
 
 
 def read_figures(process: psutil.Process) -> dict[str, float]:
-    """Return PSS of anonymous and shared memory, descriptors and threads of a process.
+    """Return memory, PSS, descriptors and threads of a process."""
+    proc = Path(f"/proc/{process.pid}")
+    status = (proc / "status").read_text(encoding="ascii").splitlines()
+    pss = (proc / "smaps_rollup").read_text(encoding="ascii").splitlines()
+    return {
+        "memory_mb": _sum_kb(status, ("RssAnon:", "RssShmem:")),
+        "pss_mb": _sum_kb(pss, ("Pss_Anon:", "Pss_Shmem:")),
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+    }
 
-    The PSS of mapped files is left out: it depends on other programs of the machine that map them too.
-    """
-    rows = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    pss_kb = sum(int(row.split()[1]) for row in rows if row.startswith(("Pss_Anon:", "Pss_Shmem:")))
-    return {"pss_mb": pss_kb * 1024 / 1e6, "descriptors": process.num_fds(), "threads": process.num_threads()}
+
+def _sum_kb(rows: Sequence[str], names: tuple[str, ...]) -> float:
+    return sum(int(row.split()[1]) for row in rows if row.startswith(names)) * 1024 / 1e6
 
 
 def role_of(command: Sequence[str]) -> str:

@@ -235,7 +235,7 @@ def why(place: str, output: str, name: str) -> int:
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @job_options.JOB_ARGUMENT
 def events(place: str, output: str, follow: bool, name: str) -> int:
-    """List the events of JOB: changes of state, and starts and ends of attempts. Of a run the newest 10,000."""
+    """List the events of JOB: changes of state, and starts and ends of attempts. The newest 1,000."""
     _refuse_format(output, is_endless=follow)
     platform = job_options.open_user_platform(place)
     if follow:

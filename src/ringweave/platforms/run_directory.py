@@ -16,6 +16,7 @@ from typing import Any
 from ringweave import telemetry, topology
 from ringweave.errors import JobError, UnknownJobError, explain
 from ringweave.files import file_io, rotation
+from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
@@ -120,10 +121,6 @@ class RunDirectoryPlatform(Platform):
             self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
 
 
-MAX_EVENTS = 10_000
-"""Newest events of a run that a view has; events.jsonl has more."""
-
-
 @dataclass(slots=True)
 class _RunEvents:
     """Events of the last attempt of a run, read as they are added."""
@@ -131,7 +128,7 @@ class _RunEvents:
     tail: telemetry.EventTail
     begun_s: float | None = None
     progress: Event | None = None
-    newest: deque[EventView] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    newest: deque[EventView] = field(default_factory=lambda: deque(maxlen=records.MAX_EVENTS))
 
     def read(self) -> None:
         """Read what is new."""
